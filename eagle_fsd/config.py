@@ -1,0 +1,167 @@
+"""The small frozen dataclasses that say how to draft, sample and shape a head; each validates itself on construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DEFAULT_ROPE_THETA = 10000.0
+
+
+def require_integer(name: str, value: object, minimum: int, remedy: str) -> None:
+    """Raise ValueError unless `value` is an int (not a bool) of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} is {value!r}: it must be an integer of at least {minimum}; {remedy}")
+
+
+def require_number(name: str, value: object, low: float, high: float, remedy: str) -> None:
+    """Raise ValueError unless `value` is a real number within [low, high]; NaN is never within."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:  # type: ignore[operator]
+        span = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
+        raise ValueError(f"{name} is {value!r}: it must be a number {span}; {remedy}")
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """The size of a draft tree (EAGLE-2, arXiv 2406.16858), written total_tokens/depth/top_k.
+
+    total_tokens: nodes in one verify forward, root included; 1 is plain decoding.
+    depth: most drafted tokens on a path (the paper's depth; EAGLE's code argument is one less).
+    top_k: beam width while the tree grows, and the most children of a node.
+    """
+
+    total_tokens: int = 16
+    depth: int = 5
+    top_k: int = 8
+
+    def __post_init__(self) -> None:
+        require_integer("total_tokens", self.total_tokens, 1, "1 turns drafting off, 16 suits a CPU, 60 a GPU")
+        require_integer("depth", self.depth, 1, "5 or 6 is usual")
+        require_integer("top_k", self.top_k, 1, "8 or 10 is usual")
+        if self.total_tokens > 1 + self.candidates:
+            raise ValueError(
+                f"total_tokens is {self.total_tokens}: a tree of depth {self.depth} and top_k {self.top_k} has at most "
+                f"{1 + self.candidates} nodes; lower total_tokens, or raise depth or top_k"
+            )
+
+    @property
+    def candidates(self) -> int:
+        """Drafted tokens that compete for a place: top_k below the root, then top_k per beam node and level."""
+        return self.top_k + (self.depth - 1) * self.top_k**2
+
+    def __str__(self) -> str:
+        return f"{self.total_tokens}/{self.depth}/{self.top_k}"
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the target's text is sampled; the order and law are Hugging Face's: temperature, then top_k, then top_p.
+
+    temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1 keeps every token.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_number("temperature", self.temperature, 0.0, math.inf, "0 is greedy, 1 samples the model as it is")
+        if math.isinf(self.temperature):
+            raise ValueError("temperature is inf: it must be finite; 1 samples the model as it is")
+        require_integer("top_k", self.top_k, 0, "0 keeps every token")
+        require_number("top_p", self.top_p, 0.0, 1.0, "1 keeps every token")
+        if self.top_p == 0:
+            raise ValueError("top_p is 0: it must be above 0 and at most 1; use temperature 0 for greedy decoding")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The shape of an EAGLE-1/2 draft head: one Llama decoder layer behind `fc`, read from EAGLE's config.json."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = DEFAULT_ROPE_THETA
+    max_position_embeddings: int = 2048
+    hidden_act: str = "silu"
+    fc_bias: bool = True
+    qkv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+                     "vocab_size", "max_position_embeddings"):  # fmt: skip
+            require_integer(name, getattr(self, name), 1, "check the head's config.json")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads is {self.num_key_value_heads}: it must divide num_attention_heads "
+                f"({self.num_attention_heads}); check the head's config.json"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}: rotary positions need it even; check the head's config.json")
+        if self.hidden_act != "silu":
+            raise ValueError(f"hidden_act is {self.hidden_act!r}: EAGLE heads use 'silu'; check the head's config.json")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, fc_bias: bool, qkv_bias: bool) -> HeadConfig:
+        """Read EAGLE's config.json; the biases come from the checkpoint's keys, since the files' flags are unreliable.
+
+        Raises ValueError for a missing field, more than one layer, or a rotary scaling that the head does not compute.
+        """
+        required = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        for name in required:
+            if name not in data:
+                raise ValueError(f"config.json has no {name!r}: an EAGLE head's config needs {', '.join(required)}")
+        layers = data.get("num_hidden_layers", 1)
+        if layers != 1:
+            raise ValueError(f"num_hidden_layers is {layers!r}: an EAGLE-1/2 head has 1; this is another model's config")
+        rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise ValueError(f"rope scaling is {kind!r}: draft heads here use plain rotary positions ('default')")
+        heads = data["num_attention_heads"]
+        return cls(
+            hidden_size=data["hidden_size"],
+            intermediate_size=data["intermediate_size"],
+            num_attention_heads=heads,
+            num_key_value_heads=data.get("num_key_value_heads") or heads,
+            head_dim=data.get("head_dim") or data["hidden_size"] // heads,
+            vocab_size=data["vocab_size"],
+            rms_norm_eps=data.get("rms_norm_eps", 1e-6),
+            rope_theta=data.get("rope_theta", rope.get("rope_theta", DEFAULT_ROPE_THETA)),
+            max_position_embeddings=data.get("max_position_embeddings", 2048),
+            hidden_act=data.get("hidden_act", "silu"),
+            fc_bias=fc_bias,
+            qkv_bias=qkv_bias,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config.json that EAGLE, vLLM and SGLang read: Llama fields, one layer, flags that match the keys."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "max_position_embeddings": self.max_position_embeddings,
+            "hidden_act": self.hidden_act,
+            "bias": self.fc_bias,
+            "qkv_bias": self.qkv_bias,
+            "tie_word_embeddings": False,
+        }
