@@ -1,0 +1,135 @@
+"""How far the draft q is from the target p: pure functions on logits, in nats.
+
+Every function takes (p_logits, q_logits), both [..., V] in any floating dtype, and returns float32 [...]
+(leading dimensions broadcast). Log-probabilities are logits too. The arithmetic is float32; no gradient
+flows.
+
+| name       | value                                             | range     | symmetric |
+| ---------- | ------------------------------------------------- | --------- | --------- |
+| reverse_kl | KL(q || p)                                        | [0, inf]  | no        |
+| forward_kl | KL(p || q)                                        | [0, inf]  | no        |
+| js         | 1/2 KL(p || m) + 1/2 KL(q || m), m = (p + q) / 2  | [0, ln 2] | yes       |
+| tv         | 1/2 sum |p - q|                                   | [0, 1]    | yes       |
+| ag         | 1/2 KL(m || p) + 1/2 KL(m || q)                   | [0, inf]  | yes       |
+
+js + ag = (forward_kl + reverse_kl) / 4. `ag` is what the code published with the FSD paper calls js_div (the
+arithmetic-geometric divergence). `<name>_top10` is the same quantity after the vocabulary has been merged
+into the target's TOP_K = 10 most likely tokens and one bin for all others; it never exceeds the
+full-vocabulary value. Thresholds do not carry over between names.
+
+Zeros. A probability counts as zero where its logit is -inf or where exp(log-probability) underflows float32
+(below about 1e-45). A term whose weight is zero is 0. A weight above zero against a logit of -inf is +inf (in
+the kl's and ag), which is the true value; against an underflowed but finite log-probability it is finite, for
+the logarithm is never taken of a probability. js and tv are always finite. Nothing is NaN unless a row is no
+distribution at all (a NaN or +inf logit, or nothing but -inf).
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+
+TOP_K = 10
+
+_TINY = torch.finfo(torch.float32).tiny
+_LN2 = 0.69314712  # the largest float32 below ln 2, so that js <= ln 2 also holds in float64
+
+
+@torch.no_grad()
+def reverse_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """KL(q || p) = sum q (log q - log p): large where the draft puts mass that the target does not."""
+    return _kl(*_log_probs(q_logits, p_logits))
+
+
+@torch.no_grad()
+def forward_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """KL(p || q) = sum p (log p - log q): large where the draft misses mass that the target has."""
+    return _kl(*_log_probs(p_logits, q_logits))
+
+
+@torch.no_grad()
+def js(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """Jensen-Shannon divergence, at most ln 2."""
+    p, q = _probs(p_logits, q_logits)
+    m = (p + q).mul_(0.5).clamp_min_(_TINY)
+    # Clamped ratios make 0 log 0 an exact 0; p == q gives log 1, an exact 0 as well.
+    terms = (p / m).clamp_min_(_TINY).log_().mul_(p)
+    terms += torch.div(q, m, out=m).clamp_min_(_TINY).log_().mul_(q)
+    return terms.sum(-1).mul_(0.5).clamp_(0.0, _LN2)
+
+
+@torch.no_grad()
+def tv(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """Total variation distance, at most 1: the most that p and q can differ on any set of tokens."""
+    p, q = _probs(p_logits, q_logits)
+    return (p - q).abs_().sum(-1).mul_(0.5).clamp_(0.0, 1.0)
+
+
+@torch.no_grad()
+def ag(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """1/2 KL(m || p) + 1/2 KL(m || q) = sum m log(m / sqrt(p q)) = sum m log cosh((log q - log p) / 2)."""
+    log_p, log_q = _log_probs(p_logits, q_logits)
+    gap = (log_q - log_p).abs_()
+    m = (log_p.exp() + log_q.exp()).mul_(0.5)
+    log_cosh = torch.exp(-gap).add_(1.0).mul_(0.5).log_().add_(gap, alpha=0.5)
+    return log_cosh.mul_(m).masked_fill_(m == 0.0, 0.0).sum(-1).clamp_min_(0.0)
+
+
+def over_top_k(divergence: Divergence, k: int = TOP_K) -> Divergence:
+    """The same divergence over k + 1 outcomes: the target's k most likely tokens and one bin for the rest."""
+
+    @torch.no_grad()
+    def coarse(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+        _check(p_logits, q_logits)
+        p_logits, q_logits = torch.broadcast_tensors(p_logits.float(), q_logits.float())
+        top = p_logits.topk(min(k, p_logits.shape[-1]), dim=-1, sorted=False).indices  # [..., k]
+        return divergence(_merge_rest(p_logits, top), _merge_rest(q_logits, top))
+
+    coarse.__name__ = f"{divergence.__name__}_top{k}"
+    coarse.__doc__ = f"{divergence.__name__} over the target's {k} likeliest tokens and one bin for the rest."
+    return coarse
+
+
+_FULL: tuple[Divergence, ...] = (reverse_kl, forward_kl, js, tv, ag)
+DIVERGENCES: dict[str, Divergence] = {f.__name__: f for f in (*_FULL, *(over_top_k(f) for f in _FULL))}
+
+
+def divergence_named(name: str) -> Divergence:
+    """The function behind a name of DIVERGENCES; ValueError with all names otherwise."""
+    if name not in DIVERGENCES:
+        raise ValueError(f"divergence {name!r} is not known; choose one of: {', '.join(DIVERGENCES)}")
+    return DIVERGENCES[name]
+
+
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """KL(a || b) on log-probabilities."""
+    a = log_a.exp()
+    # Where a is 0 the difference may be -inf or NaN (both -inf), so the product is overwritten, not trusted.
+    return (log_a - log_b).mul_(a).masked_fill_(a == 0.0, 0.0).sum(-1).clamp_min_(0.0)
+
+
+def _merge_rest(logits: Tensor, top: Tensor) -> Tensor:
+    """Logits of k + 1 outcomes: those at `top` and the log-sum-exp of all others, exact however small."""
+    rest = logits.scatter(-1, top, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat((logits.gather(-1, top), rest), dim=-1)
+
+
+def _log_probs(a_logits: Tensor, b_logits: Tensor) -> tuple[Tensor, Tensor]:
+    _check(a_logits, b_logits)
+    return (a_logits.log_softmax(-1, dtype=torch.float32), b_logits.log_softmax(-1, dtype=torch.float32))
+
+
+def _probs(a_logits: Tensor, b_logits: Tensor) -> tuple[Tensor, Tensor]:
+    _check(a_logits, b_logits)
+    return a_logits.softmax(-1, dtype=torch.float32), b_logits.softmax(-1, dtype=torch.float32)
+
+
+def _check(a_logits: Tensor, b_logits: Tensor) -> None:
+    a, b = a_logits.shape[-1], b_logits.shape[-1]
+    if a != b:
+        raise ValueError(
+            f"logits over {a} and {b} tokens: a divergence needs one vocabulary; cut the padding off the larger"
+        )

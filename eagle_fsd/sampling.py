@@ -1,0 +1,135 @@
+"""From logits to probabilities and draws: temperature, top-k, top-p and random numbers.
+
+Knows nothing about trees or models. `warp` has the law of Hugging Face `generate`: temperature, then top-k
+(every token that ties with the k-th stays), then top-p (the smallest set of likeliest tokens whose mass
+reaches top_p, at least one token). `draw` turns a probability vector and one uniform number into a token, and
+never into one of probability zero. All randomness comes from `RowRandom`: one torch.Generator per row, so
+that a row's text does not depend on its batch.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_fsd.config import SamplingConfig
+
+_BLOCK = 256  # draw() looks for the block first, then inside it
+_SMALL_TEMPERATURE = 1e-3  # below it logits / temperature may overflow: the largest logit moves to 0 first
+_LEAST_TEMPERATURE = 1e-30  # below it float32 division fails; the law is already that of its limit
+_SEED_LIMIT = 2**63
+
+
+def warp(logits: Tensor, config: SamplingConfig) -> Tensor:
+    """Probabilities [..., V] float32 of the next token; at temperature 0 one-hot at the first largest logit.
+
+    Nothing here synchronises with the host on an accelerator. Logits may hold -inf; a row needs one finite
+    logit.
+    """
+    if config.temperature == 0.0:
+        best = logits.argmax(-1, keepdim=True)
+        return torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter_(-1, best, 1.0)
+    scores = _temper(logits.float(), config.temperature)
+    if config.top_k:
+        keep = _top_k_top_p(scores, min(config.top_k, scores.shape[-1]), config.top_p)
+        scores = scores.masked_fill(~keep, -math.inf)
+    elif config.top_p < 1.0:
+        scores = _top_p(scores, config.top_p)
+    return scores.softmax(-1)
+
+
+class RowRandom:
+    """One stream of uniform numbers per row of a batch.
+
+    An int seed s gives row r the stream of seed s + r; a sequence gives each row its own seed. Row r draws
+    what a batch of one with that seed draws.
+    """
+
+    def __init__(self, seed: int | Sequence[int], batch: int, device: torch.device | str = "cpu") -> None:
+        seeds = list(seed) if isinstance(seed, Sequence) else [seed + row for row in range(batch)]
+        if len(seeds) != batch:
+            raise ValueError(f"seed has {len(seeds)} values for {batch} rows: give one int or one per row")
+        for value in seeds:
+            if not isinstance(value, int) or not 0 <= value < _SEED_LIMIT:
+                raise ValueError(f"seed {value!r} must be an int in [0, 2**63); choose another one")
+        self.device = torch.device(device)
+        self._generators = [torch.Generator(self.device).manual_seed(value) for value in seeds]
+
+    def uniform(self, n: int) -> Tensor:
+        """The next n numbers of every row: [B, n] float32 in [0, 1)."""
+        rows = [torch.rand(n, generator=g, device=self.device) for g in self._generators]
+        return torch.stack(rows) if rows else torch.empty(0, n, device=self.device)
+
+
+def draw(probs: Tensor, u: Tensor) -> Tensor:
+    """Tokens [...] int64 by inverse CDF of probs [..., V] at u [...] in [0, 1).
+
+    Weights need not sum to 1. A token of probability zero is never drawn, whatever u is. A row without any
+    weight gives token 0: the caller sees to it that there is none.
+    """
+    vocab = probs.shape[-1]
+    blocks = F.pad(probs, (0, -vocab % _BLOCK)).unflatten(-1, (-1, _BLOCK))  # [..., V / 256, 256]
+    masses = blocks.sum(-1, dtype=torch.float64)
+    block, rest = _first_beyond(masses, u.double() * masses.sum(-1))
+    inside = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, _BLOCK)).squeeze(-2)
+    token, _ = _first_beyond(inside.double(), rest)
+    return block * _BLOCK + token
+
+
+def _first_beyond(weights: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of the first positive weight whose running sum exceeds `point`; how far into it `point` lies."""
+    running = weights.cumsum(-1)
+    # A parallel scan may round to sums that creep up over a zero weight: zero weights are ruled out by name.
+    # And a point that rounding put at or beyond the end belongs to the last weight.
+    reach = running.masked_fill(weights <= 0.0, -1.0)
+    end = reach.amax(-1)
+    point = torch.minimum(point, torch.nextafter(end, torch.zeros_like(end)))
+    index = (reach > point[..., None]).to(torch.uint8).argmax(-1, keepdim=True)
+    before = (running.gather(-1, index) - weights.gather(-1, index)).squeeze(-1)
+    return index.squeeze(-1), (point - before).clamp_min(0.0)
+
+
+def _temper(scores: Tensor, temperature: float) -> Tensor:
+    if temperature == 1.0:
+        return scores
+    if temperature < _SMALL_TEMPERATURE:
+        return (scores - scores.amax(-1, keepdim=True)) / max(temperature, _LEAST_TEMPERATURE)
+    return scores / temperature
+
+
+def _top_p(scores: Tensor, top_p: float) -> Tensor:
+    """Scores with the tail below top_p at -inf. Among equal scores the lower token ids are cut first."""
+    ordered, ids = scores.sort(dim=-1, stable=True)
+    cut = ordered.softmax(-1).cumsum(-1) <= 1.0 - top_p
+    cut[..., -1] = False
+    return scores.masked_fill(torch.zeros_like(cut).scatter_(-1, ids, cut), -math.inf)
+
+
+def _top_k_top_p(scores: Tensor, k: int, top_p: float) -> Tensor:
+    """Which tokens survive top-k and then top-p: bool [..., V], without sorting the vocabulary."""
+    top = scores.topk(k, dim=-1).values  # [..., k], descending
+    if top_p == 1.0:
+        return scores >= top[..., -1:]
+    ascending = top.flip(-1)
+    last = ascending[..., :1]
+    # Top-k keeps `ties` more tokens than k; all have the k-th score, and come first in ascending order.
+    ties = ((scores >= last).sum(-1, keepdim=True) - k).clamp_min_(0)
+    weights = (ascending - ascending[..., -1:]).exp()
+    total = weights.sum(-1, keepdim=True) + ties * weights[..., :1]
+    probs = weights / total
+    budget = 1.0 - top_p
+    kept = (ties * probs[..., :1] + probs.cumsum(-1)) > budget
+    kept[..., -1] = True
+    count = kept.sum(-1, keepdim=True)  # of the k listed ones, [..., 1]
+    kept_ties = (ties - (budget / probs[..., :1]).floor().clamp(max=scores.shape[-1])).clamp_min(0).long()
+    lowest = ascending.gather(-1, k - count)
+    # Of the tokens at the lowest surviving score those of the highest ids stay, as in an ascending stable
+    # sort.
+    equal = scores == lowest
+    places = (top == lowest).logical_and_(kept.flip(-1)).sum(-1, keepdim=True) + kept_ties
+    surplus = equal.sum(-1, keepdim=True) - places  # [..., 1], 0 unless top-p cuts through a tie
+    if surplus.device.type == "cpu" and not surplus.any():  # free on a CPU, a sync elsewhere
+        return scores >= lowest
+    return (scores > lowest).logical_or_(equal.logical_and_(equal.cumsum(-1, dtype=torch.int32) > surplus))

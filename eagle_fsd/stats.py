@@ -1,0 +1,115 @@
+"""What a generation did and how long it took, per row. Knows nothing about models or text.
+
+A step is one round of draft, verify and accept. `record` is called once per step with what that step really
+emitted, after truncation at an end token or at max_new_tokens, so that always
+    sum(accept_histogram) == steps    and    sum(k * accept_histogram[k]) == new_tokens.
+tau = new_tokens / steps counts the target's own token of every step: plain decoding has tau 1.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+PHASES = ("prefill", "draft", "verify", "accept", "keep")
+
+
+class Stopwatch:
+    """Seconds per phase, wall clock: `with watch("draft"): ...` adds to watch.seconds["draft"].
+
+    On an accelerator work is queued, so time shows up in the phase that waits. Pass `synchronize` (such as
+    torch.cuda.synchronize), called at both ends of every phase, to place it exactly, at the price of slower
+    steps. Phases may nest; each then counts its own full time.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._synchronize = synchronize
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = self._now()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - start
+
+    def _now(self) -> float:
+        if self._synchronize is not None:
+            self._synchronize()
+        return time.perf_counter()
+
+
+@dataclasses.dataclass
+class GenerationStats:
+    """Counts and seconds of one row; `seconds` is the whole call, phases need not add up to it."""
+
+    steps: int = 0
+    new_tokens: int = 0
+    exact_accepts: int = 0  # emitted draft tokens that equal the target's own draw
+    fuzzy_accepts: int = 0  # emitted draft tokens let through by the divergence alone
+    accept_histogram: list[int] = dataclasses.field(default_factory=list)  # [k]: steps that emitted k tokens
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    accept_seconds: float = 0.0
+    keep_seconds: float = 0.0
+    finish_reason: str | None = None  # "stop", "length", "interrupted"; None while running, or mixed
+
+    @property
+    def tau(self) -> float:
+        """Tokens emitted per step, the target's own included; 0.0 before the first step."""
+        return self.new_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """new_tokens / seconds, prefill included; 0.0 before any time was taken."""
+        return self.new_tokens / self.seconds if self.seconds > 0.0 else 0.0
+
+    def record(self, emitted: int, exact: int, fuzzy: int) -> None:
+        """Count one step: tokens emitted, and how many of them were accepted from the draft either way."""
+        if emitted < 1 or exact < 0 or fuzzy < 0 or exact + fuzzy > emitted:
+            raise ValueError(
+                f"a step with emitted={emitted}, exact={exact}, fuzzy={fuzzy}: a step emits at least one token "
+                "and accepts no more than it emits; count after truncation"
+            )
+        self.steps += 1
+        self.new_tokens += emitted
+        self.exact_accepts += exact
+        self.fuzzy_accepts += fuzzy
+        self.accept_histogram.extend([0] * (emitted + 1 - len(self.accept_histogram)))
+        self.accept_histogram[emitted] += 1
+
+    def set_times(self, watch: Stopwatch, seconds: float) -> None:
+        """Take over the seconds of all PHASES from the watch, and the total."""
+        self.seconds = seconds
+        for phase in PHASES:
+            setattr(self, f"{phase}_seconds", watch.seconds.get(phase, 0.0))
+
+    def to_dict(self) -> dict[str, object]:
+        """All fields and the two derived numbers, ready for JSON."""
+        return {**dataclasses.asdict(self), "tau": self.tau, "tokens_per_second": self.tokens_per_second}
+
+    @classmethod
+    def total(cls, parts: Iterable["GenerationStats"], concurrent: bool = False) -> "GenerationStats":
+        """One record for several: counts add up; finish_reason is the common one, else None.
+
+        Seconds add up too, as for calls one after the other; with `concurrent`, as for the rows of one batch,
+        which share their time, the longest counts.
+        """
+        parts = list(parts)
+        whole = cls()
+        for name in ("steps", "new_tokens", "exact_accepts", "fuzzy_accepts"):
+            setattr(whole, name, sum(getattr(part, name) for part in parts))
+        for name in ("seconds", *(f"{phase}_seconds" for phase in PHASES)):
+            values = [getattr(part, name) for part in parts]
+            setattr(whole, name, max(values, default=0.0) if concurrent else sum(values))
+        width = max((len(part.accept_histogram) for part in parts), default=0)
+        whole.accept_histogram = [0] * width
+        for part in parts:
+            for emitted, count in enumerate(part.accept_histogram):
+                whole.accept_histogram[emitted] += count
+        reasons = {part.finish_reason for part in parts}
+        whole.finish_reason = reasons.pop() if len(reasons) == 1 else None
+        return whole
