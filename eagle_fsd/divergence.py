@@ -41,13 +41,15 @@ _LN2 = 0.69314712  # the largest float32 below ln 2, so that js <= ln 2 also hol
 @torch.no_grad()
 def reverse_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     """KL(q || p) = sum q (log q - log p): large where the draft puts mass that the target does not."""
-    return _kl(*_log_probs(q_logits, p_logits))
+    log_p, log_q = _log_probs(p_logits, q_logits)
+    return _kl(log_q, log_p)
 
 
 @torch.no_grad()
 def forward_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     """KL(p || q) = sum p (log p - log q): large where the draft misses mass that the target has."""
-    return _kl(*_log_probs(p_logits, q_logits))
+    log_p, log_q = _log_probs(p_logits, q_logits)
+    return _kl(log_p, log_q)
 
 
 @torch.no_grad()
@@ -117,19 +119,19 @@ def _merge_rest(logits: Tensor, top: Tensor) -> Tensor:
     return torch.cat((logits.gather(-1, top), rest), dim=-1)
 
 
-def _log_probs(a_logits: Tensor, b_logits: Tensor) -> tuple[Tensor, Tensor]:
-    _check(a_logits, b_logits)
-    return (a_logits.log_softmax(-1, dtype=torch.float32), b_logits.log_softmax(-1, dtype=torch.float32))
+def _log_probs(p_logits: Tensor, q_logits: Tensor) -> tuple[Tensor, Tensor]:
+    _check(p_logits, q_logits)
+    return p_logits.log_softmax(-1, dtype=torch.float32), q_logits.log_softmax(-1, dtype=torch.float32)
 
 
-def _probs(a_logits: Tensor, b_logits: Tensor) -> tuple[Tensor, Tensor]:
-    _check(a_logits, b_logits)
-    return a_logits.softmax(-1, dtype=torch.float32), b_logits.softmax(-1, dtype=torch.float32)
+def _probs(p_logits: Tensor, q_logits: Tensor) -> tuple[Tensor, Tensor]:
+    _check(p_logits, q_logits)
+    return p_logits.softmax(-1, dtype=torch.float32), q_logits.softmax(-1, dtype=torch.float32)
 
 
-def _check(a_logits: Tensor, b_logits: Tensor) -> None:
-    a, b = a_logits.shape[-1], b_logits.shape[-1]
-    if a != b:
+def _check(p_logits: Tensor, q_logits: Tensor) -> None:
+    p, q = p_logits.shape[-1], q_logits.shape[-1]
+    if p != q:
         raise ValueError(
-            f"logits over {a} and {b} tokens: a divergence needs one vocabulary; cut the padding off the larger"
+            f"p_logits cover {p} tokens and q_logits {q}: a divergence needs one vocabulary; cut off the padding"
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 from eagle_fsd.config import SamplingConfig
 
 _BLOCK = 256  # draw() looks for the block first, then inside it
+_HEAD = 1024  # as many of the likeliest tokens as top-p alone looks at first
 _SMALL_TEMPERATURE = 1e-3  # below it logits / temperature may overflow: the largest logit moves to 0 first
 _LEAST_TEMPERATURE = 1e-30  # below it float32 division fails; the law is already that of its limit
 _SEED_LIMIT = 2**63
@@ -32,11 +33,13 @@ def warp(logits: Tensor, config: SamplingConfig) -> Tensor:
         best = logits.argmax(-1, keepdim=True)
         return torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter_(-1, best, 1.0)
     scores = _temper(logits.float(), config.temperature)
+    keep = None
     if config.top_k:
-        keep = _top_k_top_p(scores, min(config.top_k, scores.shape[-1]), config.top_p)
-        scores = scores.masked_fill(~keep, -math.inf)
+        keep = _top_k(scores, min(config.top_k, scores.shape[-1]), config.top_p)
     elif config.top_p < 1.0:
-        scores = _top_p(scores, config.top_p)
+        keep = _top_p(scores, config.top_p)
+    if keep is not None:
+        scores = scores.masked_fill(~keep, -math.inf)
     return scores.softmax(-1)
 
 
@@ -100,36 +103,51 @@ def _temper(scores: Tensor, temperature: float) -> Tensor:
 
 
 def _top_p(scores: Tensor, top_p: float) -> Tensor:
-    """Scores with the tail below top_p at -inf. Among equal scores the lower token ids are cut first."""
+    """Which tokens survive top-p: bool [..., V]."""
+    budget = 1.0 - top_p
+    # Sorting a large vocabulary costs a CPU as much as a small model: mostly the head of it is enough.
+    if scores.device.type == "cpu" and scores.shape[-1] > 4 * _HEAD:
+        top = scores.topk(_HEAD, dim=-1).values
+        probs = (top - scores.logsumexp(-1, keepdim=True)).exp().flip(-1)  # [..., 1024], ascending
+        below = (1.0 - probs.sum(-1, keepdim=True)).clamp_min(0.0)
+        if bool((below <= budget).all()):
+            return _survivors(scores, top, probs.cumsum(-1).add_(below) > budget)
     ordered, ids = scores.sort(dim=-1, stable=True)
-    cut = ordered.softmax(-1).cumsum(-1) <= 1.0 - top_p
-    cut[..., -1] = False
-    return scores.masked_fill(torch.zeros_like(cut).scatter_(-1, ids, cut), -math.inf)
+    kept = ordered.softmax(-1).cumsum(-1) > budget
+    kept[..., -1] = True
+    return torch.empty_like(kept).scatter_(-1, ids, kept)
 
 
-def _top_k_top_p(scores: Tensor, k: int, top_p: float) -> Tensor:
+def _top_k(scores: Tensor, k: int, top_p: float) -> Tensor:
     """Which tokens survive top-k and then top-p: bool [..., V], without sorting the vocabulary."""
     top = scores.topk(k, dim=-1).values  # [..., k], descending
+    least = top[..., -1:]
     if top_p == 1.0:
-        return scores >= top[..., -1:]
-    ascending = top.flip(-1)
-    last = ascending[..., :1]
-    # Top-k keeps `ties` more tokens than k; all have the k-th score, and come first in ascending order.
-    ties = ((scores >= last).sum(-1, keepdim=True) - k).clamp_min_(0)
-    weights = (ascending - ascending[..., -1:]).exp()
-    total = weights.sum(-1, keepdim=True) + ties * weights[..., :1]
-    probs = weights / total
+        return scores >= least
     budget = 1.0 - top_p
-    kept = (ties * probs[..., :1] + probs.cumsum(-1)) > budget
+    # Top-k also keeps these many tokens beyond k, whose score is the k-th: the first ones in ascending order.
+    ties = (scores >= least).sum(-1, keepdim=True) - k  # [..., 1]
+    weights = (top - top[..., :1]).exp().flip(-1)  # [..., k], ascending
+    probs = weights / (weights.sum(-1, keepdim=True) + ties * weights[..., :1])
+    least_prob = probs[..., :1]
+    cut_ties = (budget / least_prob).floor().clamp(max=scores.shape[-1]).long()
+    return _survivors(
+        scores, top, probs.cumsum(-1).add_(ties * least_prob) > budget, (ties - cut_ties).clamp_min(0)
+    )
+
+
+def _survivors(scores: Tensor, top: Tensor, kept: Tensor, ties: Tensor | int = 0) -> Tensor:
+    """The tokens that `kept` (ascending) leaves of the best scores `top` (descending): bool [..., V].
+
+    `ties` more survive at the least of those scores. Where the cut goes through equal scores the highest ids
+    stay, as in an ascending stable sort.
+    """
     kept[..., -1] = True
-    count = kept.sum(-1, keepdim=True)  # of the k listed ones, [..., 1]
-    kept_ties = (ties - (budget / probs[..., :1]).floor().clamp(max=scores.shape[-1])).clamp_min(0).long()
-    lowest = ascending.gather(-1, k - count)
-    # Of the tokens at the lowest surviving score those of the highest ids stay, as in an ascending stable
-    # sort.
+    kept = kept.flip(-1)
+    lowest = top.gather(-1, kept.sum(-1, keepdim=True) - 1)  # [..., 1]
     equal = scores == lowest
-    places = (top == lowest).logical_and_(kept.flip(-1)).sum(-1, keepdim=True) + kept_ties
-    surplus = equal.sum(-1, keepdim=True) - places  # [..., 1], 0 unless top-p cuts through a tie
+    places = ((top == lowest) & kept).sum(-1, keepdim=True) + ties
+    surplus = equal.sum(-1, keepdim=True) - places  # [..., 1], 0 unless the cut goes through a tie
     if surplus.device.type == "cpu" and not surplus.any():  # free on a CPU, a sync elsewhere
         return scores >= lowest
-    return (scores > lowest).logical_or_(equal.logical_and_(equal.cumsum(-1, dtype=torch.int32) > surplus))
+    return (scores > lowest) | (equal & (equal.cumsum(-1, dtype=torch.int32) > surplus))

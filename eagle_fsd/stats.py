@@ -71,8 +71,8 @@ class GenerationStats:
         """Count one step: tokens emitted, and how many of them were accepted from the draft either way."""
         if emitted < 1 or exact < 0 or fuzzy < 0 or exact + fuzzy > emitted:
             raise ValueError(
-                f"a step with emitted={emitted}, exact={exact}, fuzzy={fuzzy}: a step emits at least one token "
-                "and accepts no more than it emits; count after truncation"
+                f"a step with emitted={emitted}, exact={exact}, fuzzy={fuzzy}: a step emits at least "
+                "one token and accepts no more than it emits; count after truncation"
             )
         self.steps += 1
         self.new_tokens += emitted
