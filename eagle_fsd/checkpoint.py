@@ -1,6 +1,6 @@
-"""Draft-head checkpoints in EAGLE-1/2's own layout: a config.json beside one .safetensors or .bin file, read strictly.
+"""Draft-head checkpoints in EAGLE-1/2's own layout: config.json beside a .safetensors or .bin file.
 
-Everything a file can do wrong is a ValueError of one line that names the file, the rule and the remedy. Knows no Hub.
+Reading is strict: what is wrong with a file is a ValueError of one line. Knows no Hub.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ EAGLE3_KEYS = ("d2t", "t2d", "lm_head.weight", "norm.weight")
 # Medusa writes `medusa_head.0.0.linear.weight`, or the same without the prefix.
 MEDUSA_KEY = re.compile(r"(medusa_head\.|\d+\.\d+\.linear\.|\d+\.\d+\.(weight|bias)$)")
 QKV_BIAS_KEY = re.compile(r"layers\.0\.self_attn\.[qkv]_proj\.bias")
+PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SHOWN = 4  # keys named in an error line
 
 
@@ -45,26 +46,32 @@ def read_config(folder: Path, kind: str) -> dict[str, Any]:
     """The JSON object in a folder's config.json; `kind` ("target", "draft head") is for the error."""
     path = folder / CONFIG_NAME
     if not path.is_file():
-        raise ValueError(f"{kind} folder {str(folder)!r} has no {CONFIG_NAME}: it must; name the checkpoint's own folder")
+        raise ValueError(
+            f"{kind} folder {str(folder)!r} has no {CONFIG_NAME}: it must have one; name the model's own"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{str(path)!r} is not readable JSON ({one_line(error)}): download it again") from error
+        raise ValueError(
+            f"{str(path)!r} is not JSON ({one_line(error, 80)}): it must be; download it again"
+        ) from error
     if not isinstance(config, dict):
-        raise ValueError(f"{str(path)!r} holds a {type(config).__name__}: it must hold a JSON object; download it again")
+        raise ValueError(
+            f"{str(path)!r} is a {type(config).__name__}: it must be a JSON object; download it again"
+        )
     return config
 
 
-def find_head_file(folder: Path) -> Path:
-    """The weights file of a head's folder: model.safetensors, else pytorch_model.bin."""
-    for name in (SAFETENSORS_NAME, BIN_NAME):
-        if (folder / name).is_file():
-            return folder / name
+def find_head_file(folder: Path, name: str) -> Path:
+    """A head folder's weights file: model.safetensors, else pytorch_model.bin; `name` is for errors."""
+    for file_name in (SAFETENSORS_NAME, BIN_NAME):
+        if (folder / file_name).is_file():
+            return folder / file_name
     if any(folder.glob("medusa_lm_head*")):
-        raise ValueError(medusa_refusal(str(folder)))
+        raise ValueError(refusal(name, "Medusa"))
     raise ValueError(
-        f"draft head folder {str(folder)!r} has no weights: it must hold {SAFETENSORS_NAME} or {BIN_NAME}; "
-        "add the file, or name the weights file itself"
+        f"draft head {name!r} has no weights: its folder must hold {SAFETENSORS_NAME} or {BIN_NAME}; "
+        "add one, or name a weights file"
     )
 
 
@@ -72,9 +79,9 @@ def refuse_other_config(config: Mapping[str, Any], name: str) -> None:
     """Refuse an EAGLE-3 or Medusa head by its config.json alone, before its weights are fetched or read."""
     architectures = str(config.get("architectures") or "").lower()
     if "eagle3" in architectures or "draft_vocab_size" in config:
-        raise ValueError(eagle3_refusal(name))
+        raise ValueError(refusal(name, "EAGLE-3"))
     if "medusa_num_heads" in config or "medusa" in architectures:
-        raise ValueError(medusa_refusal(name))
+        raise ValueError(refusal(name, "Medusa"))
 
 
 def refuse_other_tensors(tensors: Mapping[str, Tensor], name: str) -> None:
@@ -82,56 +89,58 @@ def refuse_other_tensors(tensors: Mapping[str, Tensor], name: str) -> None:
     fc = tensors.get("fc.weight")
     wide = fc is not None and fc.dim() == 2 and fc.shape[1] == 3 * fc.shape[0]
     if wide or any(key in EAGLE3_KEYS or key.startswith("midlayer.") for key in tensors):
-        raise ValueError(eagle3_refusal(name))
+        raise ValueError(refusal(name, "EAGLE-3"))
     if "fc.weight" not in tensors and any(MEDUSA_KEY.match(key) for key in tensors):
-        raise ValueError(medusa_refusal(name))
+        raise ValueError(refusal(name, "Medusa"))
 
 
-def eagle3_refusal(name: str) -> str:
-    return f"draft head {name!r} is an EAGLE-3 head: only EAGLE-1/2 heads are supported; choose the target's EAGLE-1/2 head"
-
-
-def medusa_refusal(name: str) -> str:
-    return f"draft head {name!r} holds Medusa heads: only EAGLE-1/2 heads are supported; choose an EAGLE-1/2 head"
+def refusal(name: str, kind: str) -> str:
+    return (
+        f"draft head {name!r} is of the {kind} kind: it must be an EAGLE-1/2 head; choose one for this target"
+    )
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a .safetensors or .bin file, on the CPU; a .bin is unpickled as tensors only, never as code."""
-    again = "download or copy it again"
-    shown = repr(str(path))
+    """All tensors of a .safetensors or .bin file, on the CPU; a .bin is never run as code."""
+    again = "it must be; download or copy it again"
+    shown = f"weights file {str(path)!r}"
     if not path.is_file():
-        raise ValueError(f"head weights {shown} do not exist: give a .safetensors or .bin file that does")
+        raise ValueError(f"{shown} does not exist: it must be a .safetensors or .bin file; check the path")
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
         except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(f"{shown} is not a whole safetensors file ({one_line(error)}): {again}") from error
+            raise ValueError(
+                f"{shown} is not a whole safetensors file ({one_line(error, 80)}): {again}"
+            ) from error
     if path.suffix not in BIN_SUFFIXES:
-        raise ValueError(f"head weights {shown} have an unknown suffix: they must be .safetensors or .bin; convert them")
+        raise ValueError(f"{shown} has an unknown suffix: it must be .safetensors or .bin; convert it")
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        if found is None:
-            raise ValueError(f"{shown} is not a whole PyTorch file ({one_line(error, 120)}): {again}") from error
-        raise ValueError(
-            f"{shown} holds code or objects ({found[1]}): a .bin may hold tensors only; convert it to safetensors where "
-            "you trust it"
-        ) from error
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        if code is not None:
+            raise ValueError(
+                f"{shown} holds code or objects ({code[1]}): it must hold tensors alone; "
+                "convert it to safetensors where you trust it"
+            ) from error
+        raise ValueError(f"{shown} is not a whole PyTorch file ({one_line(error, 80)}): {again}") from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, AssertionError) as error:
-        raise ValueError(f"{shown} is not a whole PyTorch file ({one_line(error, 120)}): {again}") from error
+        raise ValueError(f"{shown} is not a whole PyTorch file ({one_line(error, 80)}): {again}") from error
     if not isinstance(tensors, dict) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in tensors.items()
     ):
-        raise ValueError(f"{shown} is not a dict of named tensors: a head's state_dict is needed; save that alone")
+        raise ValueError(
+            f"{shown} is no dict of named tensors: it must be a head's state_dict; save that alone"
+        )
     return tensors
 
 
 def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> DraftHead:
-    """Read the head in `path`, with the config.json beside it, for a target of this width and vocabulary; float32, CPU.
+    """Read the head in `path`, with the config.json beside it, for a target of this width and vocabulary.
 
-    Strict: every key of the layout with its shape and no other, but for an `embed_tokens.weight`, which is checked and
-    dropped: the target's own is used.
+    Strict: every key of the layout with its shape and no other, but for an `embed_tokens.weight`, which is
+    checked and dropped: the target's own is used. Returns it in eval mode, float32, on the CPU.
     """
     data = read_config(path.parent, "draft head")
     refuse_other_config(data, name)
@@ -168,22 +177,30 @@ def check_tensors(tensors: Mapping[str, Tensor], config: HeadConfig, name: str) 
     """The keys and shapes of a checkpoint against its layout; finite floating-point values."""
     with torch.device("meta"):  # shapes without memory
         expected = {key: tuple(value.shape) for key, value in DraftHead(config).state_dict().items()}
-    optional = {EMBEDDING_KEY: (config.vocab_size, config.hidden_size)}
-    remedy = "this is not an EAGLE-1/2 head of that config.json"
+    allowed = expected | {EMBEDDING_KEY: (config.vocab_size, config.hidden_size)}
+    where = f"draft head {name!r}"
+    remedy = "choose an EAGLE-1/2 head with its own config.json"
     missing = sorted(expected.keys() - tensors.keys())
     if missing:
-        raise ValueError(f"draft head {name!r} lacks {listed(missing)}: every key of the layout must be there; {remedy}")
-    unexpected = sorted(tensors.keys() - expected.keys() - optional.keys())
+        raise ValueError(f"{where} lacks {listed(missing)}: every key of the layout must be there; {remedy}")
+    unexpected = sorted(tensors.keys() - allowed.keys())
     if unexpected:
-        raise ValueError(f"draft head {name!r} has {listed(unexpected)}: no key outside the layout may be there; {remedy}")
+        raise ValueError(
+            f"{where} has {listed(unexpected)}: no key outside the layout may be there; {remedy}"
+        )
     for key, value in tensors.items():
-        wanted = (expected | optional)[key]
-        if tuple(value.shape) != wanted:
-            raise ValueError(f"draft head {name!r}: {key} is {list(value.shape)}, it must be {list(wanted)}; {remedy}")
-        if value.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise ValueError(f"draft head {name!r}: {key} is {value.dtype}: it must be a plain float; save it unquantised")
+        if tuple(value.shape) != allowed[key]:
+            raise ValueError(
+                f"{where}: {key} is {list(value.shape)}, it must be {list(allowed[key])}; {remedy}"
+            )
+        if value.dtype not in PLAIN_DTYPES:
+            raise ValueError(
+                f"{where}: {key} is {value.dtype}, it must be a plain float; save it unquantised"
+            )
         if key != EMBEDDING_KEY and not value.isfinite().all():
-            raise ValueError(f"draft head {name!r}: {key} holds NaN or infinity: weights are finite; download it again")
+            raise ValueError(
+                f"{where}: {key} holds NaN or infinity, weights must be finite; download it again"
+            )
 
 
 def listed(keys: list[str]) -> str:
@@ -192,21 +209,25 @@ def listed(keys: list[str]) -> str:
 
 
 def save_head(
-    head: DraftHead, folder: str | Path, extra: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None
+    head: DraftHead,
+    folder: str | Path,
+    extra: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write config.json and model.safetensors so that EAGLE, vLLM and SGLang read them; no half-written file is ever seen.
+    """Write config.json and model.safetensors, as EAGLE, vLLM and SGLang read them; never half a file.
 
-    `extra` adds fields to config.json (it may not replace the head's own); `dtype` casts the weights on the way out.
-    `fc.bias` is always written, zero where the head has none. A new folder appears whole; in an existing one each file
-    is replaced whole and other files (a README) stay.
+    `extra` adds fields to config.json (it may not replace the head's own); `dtype` casts the weights.
+    `fc.bias` is always written, zero where the head has none. A new folder appears whole; in an existing one
+    each file is replaced whole, and other files (a README) stay.
     """
     folder = Path(folder)
     tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in head.state_dict().items()}
     tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
-    config = head.config.to_dict() | {"bias": True, "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.")}
+    stored = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    config = head.config.to_dict() | {"bias": True, "torch_dtype": stored}
     taken = sorted(config.keys() & (extra or {}).keys())
     if taken:
-        raise ValueError(f"extra has {listed(taken)}: it may not replace the head's own fields; rename them")
+        raise ValueError(f"extra has {listed(taken)}: it may not replace the head's fields; rename them")
     config |= extra or {}
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
