@@ -133,5 +133,6 @@ def _check(p_logits: Tensor, q_logits: Tensor) -> None:
     p, q = p_logits.shape[-1], q_logits.shape[-1]
     if p != q:
         raise ValueError(
-            f"p_logits cover {p} tokens and q_logits {q}: a divergence needs one vocabulary; cut off the padding"
+            f"p_logits cover {p} tokens and q_logits {q}: a divergence needs one vocabulary; "
+            "cut off the padding"
         )

@@ -60,6 +60,10 @@ class RowRandom:
         self.device = torch.device(device)
         self._generators = [torch.Generator(self.device).manual_seed(value) for value in seeds]
 
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+        self._generators = [self._generators[row] for row in rows]
+
     def uniform(self, n: int) -> Tensor:
         """The next n numbers of every row: [B, n] float32 in [0, 1)."""
         rows = [torch.rand(n, generator=g, device=self.device) for g in self._generators]
@@ -73,12 +77,13 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     weight gives token 0: the caller sees to it that there is none.
     """
     vocab = probs.shape[-1]
-    blocks = F.pad(probs, (0, -vocab % _BLOCK)).unflatten(-1, (-1, _BLOCK))  # [..., V / 256, 256]
+    size = min(_BLOCK, vocab)
+    blocks = F.pad(probs, (0, -vocab % size)).unflatten(-1, (-1, size))  # [..., V / 256, 256]
     masses = blocks.sum(-1, dtype=torch.float64)
     block, rest = _first_beyond(masses, u.double() * masses.sum(-1))
-    inside = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, _BLOCK)).squeeze(-2)
+    inside = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, size)).squeeze(-2)
     token, _ = _first_beyond(inside.double(), rest)
-    return block * _BLOCK + token
+    return block * size + token
 
 
 def _first_beyond(weights: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +108,10 @@ def _temper(scores: Tensor, temperature: float) -> Tensor:
 
 
 def _top_p(scores: Tensor, top_p: float) -> Tensor:
-    """Which tokens survive top-p: bool [..., V]."""
+    """Which tokens survive top-p: bool [..., V]. Among equal scores at the cut the highest ids stay.
+
+    (Hugging Face's own sort leaves open which of them stay; how many stay is the same.)
+    """
     budget = 1.0 - top_p
     # Sorting a large vocabulary costs a CPU as much as a small model: mostly the head of it is enough.
     if scores.device.type == "cpu" and scores.shape[-1] > 4 * _HEAD:
