@@ -1,3 +1,49 @@
-"""EAGLE-2 dynamic draft trees, verified by Fuzzy Speculative Decoding, on stock Hugging Face models."""
+"""EAGLE-2 dynamic draft trees, verified by Fuzzy Speculative Decoding, on stock Hugging Face models.
+
+The names below are loaded on first use, so that `import eagle_fsd` and `--help` take no time.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless, Typical
+    from eagle_fsd.config import HeadConfig, SamplingConfig, TreeConfig
+    from eagle_fsd.engine import EagleFSD, GenerationOutput
+    from eagle_fsd.head import DraftHead
+    from eagle_fsd.stats import GenerationStats
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "AcceptanceRule": "acceptance",
+    "DraftHead": "head",
+    "EagleFSD": "engine",
+    "Fuzzy": "acceptance",
+    "GenerationOutput": "engine",
+    "GenerationStats": "stats",
+    "HeadConfig": "config",
+    "Lossless": "acceptance",
+    "SamplingConfig": "config",
+    "TreeConfig": "config",
+    "Typical": "acceptance",
+}
+__all__ = [
+    "AcceptanceRule",
+    "DraftHead",
+    "EagleFSD",
+    "Fuzzy",
+    "GenerationOutput",
+    "GenerationStats",
+    "HeadConfig",
+    "Lossless",
+    "SamplingConfig",
+    "TreeConfig",
+    "Typical",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'eagle_fsd' has no attribute {name!r}")
+    return getattr(import_module(f"eagle_fsd.{_HOMES[name]}"), name)

@@ -1,4 +1,5 @@
-"""The small frozen dataclasses that say how to draft, sample and shape a head; each validates itself on construction."""
+"""The small frozen dataclasses that say how to draft, sample and shape a head; each validates itself on
+construction."""
 
 from __future__ import annotations
 
@@ -38,18 +39,22 @@ class TreeConfig:
     top_k: int = 8
 
     def __post_init__(self) -> None:
-        require_integer("total_tokens", self.total_tokens, 1, "1 turns drafting off, 16 suits a CPU, 60 a GPU")
+        require_integer(
+            "total_tokens", self.total_tokens, 1, "1 turns drafting off, 16 suits a CPU, 60 a GPU"
+        )
         require_integer("depth", self.depth, 1, "5 or 6 is usual")
         require_integer("top_k", self.top_k, 1, "8 or 10 is usual")
         if self.total_tokens > 1 + self.candidates:
             raise ValueError(
-                f"total_tokens is {self.total_tokens}: a tree of depth {self.depth} and top_k {self.top_k} has at most "
+                f"total_tokens is {self.total_tokens}: a tree of depth {self.depth} and top_k "
+                f"{self.top_k} has at most "
                 f"{1 + self.candidates} nodes; lower total_tokens, or raise depth or top_k"
             )
 
     @property
     def candidates(self) -> int:
-        """Drafted tokens that compete for a place: top_k below the root, then top_k per beam node and level."""
+        """Drafted tokens that compete for a place: top_k below the root, then top_k per beam node and
+        level."""
         return self.top_k + (self.depth - 1) * self.top_k**2
 
     def __str__(self) -> str:
@@ -58,7 +63,8 @@ class TreeConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the target's text is sampled; the order and law are Hugging Face's: temperature, then top_k, then top_p.
+    """How the target's text is sampled; the order and law are Hugging Face's: temperature, then top_k, then
+    top_p.
 
     temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1 keeps every token.
     """
@@ -68,13 +74,17 @@ class SamplingConfig:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        require_number("temperature", self.temperature, 0.0, math.inf, "0 is greedy, 1 samples the model as it is")
+        require_number(
+            "temperature", self.temperature, 0.0, math.inf, "0 is greedy, 1 samples the model as it is"
+        )
         if math.isinf(self.temperature):
             raise ValueError("temperature is inf: it must be finite; 1 samples the model as it is")
         require_integer("top_k", self.top_k, 0, "0 keeps every token")
         require_number("top_p", self.top_p, 0.0, 1.0, "1 keeps every token")
         if self.top_p == 0:
-            raise ValueError("top_p is 0: it must be above 0 and at most 1; use temperature 0 for greedy decoding")
+            raise ValueError(
+                "top_p is 0: it must be above 0 and at most 1; use temperature 0 for greedy decoding"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -83,7 +93,8 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The shape of an EAGLE-1/2 draft head: one Llama decoder layer behind `fc`, read from EAGLE's config.json."""
+    """The shape of an EAGLE-1/2 draft head: one Llama decoder layer behind `fc`, read from EAGLE's
+    config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -99,8 +110,8 @@ class HeadConfig:
     qkv_bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-                     "vocab_size", "max_position_embeddings"):  # fmt: skip
+        sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        for name in (*sizes, "vocab_size", "max_position_embeddings"):
             require_integer(name, getattr(self, name), 1, "check the head's config.json")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -108,27 +119,39 @@ class HeadConfig:
                 f"({self.num_attention_heads}); check the head's config.json"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}: rotary positions need it even; check the head's config.json")
+            raise ValueError(
+                f"head_dim is {self.head_dim}: rotary positions need it even; check the head's config.json"
+            )
         if self.hidden_act != "silu":
-            raise ValueError(f"hidden_act is {self.hidden_act!r}: EAGLE heads use 'silu'; check the head's config.json")
+            raise ValueError(
+                f"hidden_act is {self.hidden_act!r}: EAGLE heads use 'silu'; check the head's config.json"
+            )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, fc_bias: bool, qkv_bias: bool) -> HeadConfig:
-        """Read EAGLE's config.json; the biases come from the checkpoint's keys, since the files' flags are unreliable.
+        """Read EAGLE's config.json; the biases come from the checkpoint's keys, since the files' flags are
+        unreliable.
 
-        Raises ValueError for a missing field, more than one layer, or a rotary scaling that the head does not compute.
+        Raises ValueError for a missing field, more than one layer, or a rotary scaling that the head does not
+        compute.
         """
         required = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         for name in required:
             if name not in data:
-                raise ValueError(f"config.json has no {name!r}: an EAGLE head's config needs {', '.join(required)}")
+                raise ValueError(
+                    f"config.json has no {name!r}: an EAGLE head's config needs {', '.join(required)}"
+                )
         layers = data.get("num_hidden_layers", 1)
         if layers != 1:
-            raise ValueError(f"num_hidden_layers is {layers!r}: an EAGLE-1/2 head has 1; this is another model's config")
+            raise ValueError(
+                f"num_hidden_layers is {layers!r}: an EAGLE-1/2 head has 1; this is another model's config"
+            )
         rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
-            raise ValueError(f"rope scaling is {kind!r}: draft heads here use plain rotary positions ('default')")
+            raise ValueError(
+                f"rope scaling is {kind!r}: draft heads here use plain rotary positions ('default')"
+            )
         heads = data["num_attention_heads"]
         return cls(
             hidden_size=data["hidden_size"],
@@ -146,7 +169,8 @@ class HeadConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The config.json that EAGLE, vLLM and SGLang read: Llama fields, one layer, flags that match the keys."""
+        """The config.json that EAGLE, vLLM and SGLang read: Llama fields, one layer, flags that match the
+        keys."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

@@ -1,7 +1,8 @@
-"""The EAGLE-1/2 draft head: a network from (feature, next token) pairs to the next feature. It knows no cache, mask or tree.
+"""The EAGLE-1/2 draft head: a network from (feature, next token) pairs to the next feature. It knows no
+cache, mask or tree.
 
-h'_t = DecoderLayer(fc(concat(embed(x_{t+1}), f_t))) predicts f_{t+1} (EAGLE, arXiv 2401.15077, section 4.1). Parameter names
-are the keys of EAGLE's own checkpoints. The decoder layer is Llama's without its input norm.
+h'_t = DecoderLayer(fc(concat(embed(x_{t+1}), f_t))) predicts f_{t+1} (EAGLE, arXiv 2401.15077, section 4.1).
+Parameter names are the keys of EAGLE's own checkpoints. The decoder layer is Llama's without its input norm.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from eagle_fsd.config import HeadConfig
 
-# (q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, D]), q and k rotated -> [B, H, n, D]; the caller owns masks and caches.
+# (q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, D]), q and k rotated -> [B, H, n, D]; the caller owns
+# masks and caches.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -26,15 +28,18 @@ class DraftHead(nn.Module):
         self.config = config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([DecoderLayer(config)])
-        frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
-        # A plain attribute, not a buffer: `.to(bfloat16)` must not round it (positions past 256 would collide).
+        frequencies = config.rope_theta ** (
+            -torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        )
+        # A plain attribute, not a buffer: `.to(bfloat16)` must not round it (positions past 256 would
+        # collide).
         self.inverse_frequencies = frequencies.float()
 
     def forward(self, features: Tensor, embeddings: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
         """Predict the next feature at every position.
 
-        features, embeddings: [B, n, d], the feature f_t and the embedding of x_{t+1}; position_ids: [B, n], t itself.
-        Returns [B, n, d], the prediction of f_{t+1}.
+        features, embeddings: [B, n, d], the feature f_t and the embedding of x_{t+1}; position_ids: [B, n], t
+        itself. Returns [B, n, d], the prediction of f_{t+1}.
         """
         hidden = self.fc(torch.cat((embeddings, features), dim=-1))
         return self.layers[0](hidden, self.rotary(position_ids, hidden.dtype), attend)
@@ -64,7 +69,10 @@ class Attention(nn.Module):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        width, kv_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        width, kv_width = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)

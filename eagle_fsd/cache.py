@@ -1,0 +1,102 @@
+"""The preallocated KV cache: per-row lengths, writes at offsets, keeps an accepted path, grows, drops rows.
+
+A stand-in for transformers' Cache wherever a model calls `update` and `get_seq_length`; it keeps every row,
+also in layers with a sliding window, because a tree mask needs them. Committed token t of a row lies in slot
+t; what lies past a row's length is scratch, overwritten by the next write and hidden by the masks. Shapes: B
+rows, H key-value heads, S slots, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of every layer, [B, H, S, D] each, allocated when a layer first writes.
+
+    lengths: the committed tokens of each row, on the host (`row_lengths`) and on the device (`lengths` [B]
+    int64).
+    """
+
+    def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.device = device
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.view = 0
+        self.slots = torch.empty(batch, 0, dtype=torch.int64, device=device)
+        self._set_lengths([0] * batch)
+
+    def place(self, width: int, offset: int = 0) -> Tensor:
+        """Say where the next forward writes: `width` slots per row, `offset` past its length. Returns them,
+        [B, width].
+
+        The cache grows if they do not fit; `view` is then the number of slots that attention sees.
+        """
+        self.view = max(self.row_lengths) + offset + width
+        if self.view > self.capacity:
+            self.grow(max(self.view, 2 * self.capacity))
+        self.slots = self.lengths[:, None] + torch.arange(offset, offset + width, device=self.device)
+        return self.slots
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write [B, H, width, D] at the placed slots and return the layer's view, [B, H, view, D]
+        (transformers' protocol)."""
+        if layer_idx not in self.layers:
+            # Zeros, not empty: a NaN in scratch memory would pass through attention's multiplication by 0.
+            self.layers[layer_idx] = tuple(
+                x.new_zeros(x.shape[0], x.shape[1], self.capacity, x.shape[3]) for x in (keys, values)
+            )
+        slots = self.slots.to(keys.device)
+        rows = torch.arange(len(slots), device=keys.device)[:, None]
+        for buffer, new in zip(self.layers[layer_idx], (keys, values), strict=True):
+            buffer[rows, :, slots] = new.transpose(1, 2)
+        stored_keys, stored_values = self.layers[layer_idx]
+        return stored_keys[:, :, : self.view], stored_values[:, :, : self.view]
+
+    def keep(self, path: Tensor, counts: Sequence[int]) -> None:
+        """Commit of the tokens last placed those on the path, in its order, and drop the rest.
+
+        path: [B, P] indices among the placed tokens, -1 padded; counts: how many each row commits, at most P.
+        """
+        path = path[:, : self.slots.shape[1]]  # no path is longer than the tree has nodes
+        source = self.slots.gather(1, path.clamp(min=0))
+        target = self.lengths[:, None] + torch.arange(path.shape[1], device=self.device)
+        for buffers in self.layers.values():
+            for buffer in buffers:
+                rows = torch.arange(len(path), device=buffer.device)[:, None]
+                # Advanced indexing copies before it writes, so source and target slots may overlap.
+                buffer[rows, :, target.to(buffer.device)] = buffer[rows, :, source.to(buffer.device)]
+        self.advance(counts)
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Commit the first counts[row] of the tokens last placed at offset 0."""
+        self._set_lengths([length + count for length, count in zip(self.row_lengths, counts, strict=True)])
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows of the batch."""
+        for layer, buffers in self.layers.items():
+            self.layers[layer] = tuple(buffer[list(rows)] for buffer in buffers)
+        self.slots = self.slots[list(rows)]
+        self._set_lengths([self.row_lengths[row] for row in rows])
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` slots; what is stored stays."""
+        for layer, buffers in self.layers.items():
+            self.layers[layer] = tuple(
+                torch.cat((b, b.new_zeros(*b.shape[:2], capacity - self.capacity, b.shape[3])), dim=2)
+                for b in buffers
+            )
+        self.capacity = capacity
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The longest row's length (transformers' protocol; positions are always passed explicitly)."""
+        return max(self.row_lengths)
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        self.row_lengths = lengths
+        self.lengths = torch.tensor(lengths, dtype=torch.int64, device=self.device)

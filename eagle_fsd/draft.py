@@ -1,0 +1,185 @@
+"""Drafting with an EAGLE head: its cache, the pairs it reads, and the growth of a dynamic tree (EAGLE-2,
+section 4.1).
+
+Pair j is (feature f_j, token x_{j+1}) and sits in slot j, at position j. For a text whose last token, the
+root, is x_L, pairs 0..L-1 are committed; the root's pair is the last, so a tree node of depth i >= 1 is fed
+at position L - 1 + i. Shapes: B rows, d hidden size, K top_k, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_fsd.cache import KVCache
+from eagle_fsd.config import TreeConfig
+from eagle_fsd.head import DraftHead
+from eagle_fsd.tree import Candidates, DraftTree, build_tree, root_only, visible_slots
+
+EXTEND_CHUNK = 512  # pairs per forward while a prompt is read: bounds the mask to chunk x context
+
+
+class Drafter(Protocol):
+    """Whatever proposes trees for one batch of texts. It is told the truth after every step and never asked
+    twice."""
+
+    def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Learn counts[row] new pairs: features [B, P, d] of the target and the token [B, P] that followed
+        each."""
+
+    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+        """Propose a tree below roots [B], the last emitted tokens."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+
+
+class Vocabulary(Protocol):
+    """The target's two ends, which the head borrows: tokens to embeddings [..., d] and features to logits
+    [..., V]."""
+
+    def embed(self, tokens: Tensor) -> Tensor: ...
+
+    def logits(self, features: Tensor) -> Tensor: ...
+
+
+class NoDrafter:
+    """Plain decoding: the tree of one node."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
+        pass
+
+    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+        return root_only(roots, self.vocab_size)
+
+    def select(self, rows: Sequence[int]) -> None:
+        pass
+
+
+class EagleDrafter:
+    """Grows EAGLE-2 trees for one batch of texts with an EAGLE-1/2 head."""
+
+    def __init__(
+        self, head: DraftHead, vocabulary: Vocabulary, batch: int, capacity: int, device: torch.device
+    ) -> None:
+        self.head = head
+        self.vocabulary = vocabulary
+        self.cache = KVCache(batch, capacity, device)
+        self.root_features = torch.zeros(
+            batch, head.config.hidden_size, device=device
+        )  # the prediction at each root
+
+    def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Commit new true pairs to the head's cache and predict the roots' features.
+
+        Rows are right-padded: what lies past counts[row] >= 1 is read, hidden by the masks and overwritten
+        later.
+        """
+        outputs = []
+        for start in range(0, tokens.shape[1], EXTEND_CHUNK):
+            chunk = slice(start, start + EXTEND_CHUNK)
+            slots = self.cache.place(tokens[:, chunk].shape[1], offset=start)  # [B, q]
+            visible = torch.arange(self.cache.view, device=slots.device) <= slots[:, :, None]
+            outputs.append(self._forward(features[:, chunk], tokens[:, chunk], slots, visible))
+        last = torch.tensor(counts, device=tokens.device)[:, None, None] - 1
+        output = torch.cat(outputs, dim=1)
+        self.root_features = output.gather(1, last.expand(-1, -1, output.shape[-1]))[:, 0]
+        self.cache.advance(counts)
+
+    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+        """Grow `depth` levels of `top_k` beam nodes by cumulative log-probability, then keep the best
+        total_tokens - 1."""
+        top_k, batch = config.top_k, len(roots)
+        lengths = self.cache.lengths
+        every = torch.arange(batch, device=roots.device)[:, None]  # [B, 1]
+
+        log_q = self._log_q(self.root_features[:, None])  # [B, 1, V]
+        scores, tokens = best_children(log_q, top_k)  # [B, 1, K]
+        levels = [
+            Candidates(
+                tokens[:, 0], torch.full_like(tokens[:, 0], -1), scores[:, 0], torch.ones_like(tokens[0, 0])
+            )
+        ]
+        log_qs, owners = [log_q], [torch.full_like(roots[:, None], -1)]
+
+        beam = torch.arange(top_k, device=roots.device).expand(
+            batch, -1
+        )  # [B, K] candidate indices of the beam
+        tokens, scores = tokens[:, 0], scores[:, 0]  # [B, K] of the beam
+        features = self.root_features[:, None].expand(-1, top_k, -1)  # each beam node's parent's prediction
+        ancestry = torch.eye(top_k, dtype=torch.bool, device=roots.device).expand(
+            batch, -1, -1
+        )  # [B, K, K * level]
+        for level in range(1, config.depth):
+            self.cache.place(top_k, offset=(level - 1) * top_k)
+            slots = lengths[:, None] + torch.arange(
+                level * top_k, device=roots.device
+            )  # of all levels so far
+            visible = visible_slots(lengths, slots, ancestry, self.cache.view)
+            positions = (lengths[:, None] + level - 1).expand(-1, top_k)
+            hidden = self._forward(features, tokens, positions, visible)  # [B, K, d]
+
+            log_q = self._log_q(hidden)  # [B, K, V]
+            child_scores, child_tokens = best_children(log_q, top_k)  # [B, K, K]
+            flat_scores = (scores[:, :, None] + child_scores).flatten(1)  # [B, K * K]
+            flat_tokens = child_tokens.flatten(1)
+            levels.append(
+                Candidates(
+                    tokens=flat_tokens,
+                    parents=beam.repeat_interleave(top_k, dim=1),
+                    scores=flat_scores,
+                    depths=torch.full((top_k**2,), level + 1, device=roots.device),
+                )
+            )
+            log_qs.append(log_q)
+            owners.append(beam)
+
+            picked = flat_scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]  # [B, K]
+            parent = picked // top_k  # index within the beam
+            beam = top_k + (level - 1) * top_k**2 + picked
+            tokens, scores = flat_tokens.gather(1, picked), flat_scores.gather(1, picked)
+            features = hidden[every, parent]
+            own = torch.eye(top_k, dtype=torch.bool, device=roots.device).expand(batch, -1, -1)
+            ancestry = torch.cat((ancestry[every, parent], own), dim=2)
+
+        pool = Candidates(
+            tokens=torch.cat([level.tokens for level in levels], dim=1),
+            parents=torch.cat([level.parents for level in levels], dim=1),
+            scores=torch.cat([level.scores for level in levels], dim=1),
+            depths=torch.cat([level.depths for level in levels]),
+        )
+        log_q, owner = torch.cat(log_qs, dim=1), torch.cat(owners, dim=1)
+        return build_tree(roots, pool, config.total_tokens, config.depth, log_q, owner)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.cache.select(rows)
+        self.root_features = self.root_features[list(rows)]
+
+    def _forward(self, features: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        """Run the head on pairs [B, n] that see the slots of visible [B, n, S]; their keys go where the cache
+        was placed."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = self.cache.update(k, v, layer_idx=0)
+            groups = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None])
+
+        dtype = self.head.fc.weight.dtype
+        return self.head(features.to(dtype), self.vocabulary.embed(tokens).to(dtype), positions, attend)
+
+    def _log_q(self, features: Tensor) -> Tensor:
+        """Log-probabilities [..., V] at temperature 1 of predicted features [..., d]."""
+        return F.log_softmax(self.vocabulary.logits(features), dim=-1)
+
+
+def best_children(log_q: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and tokens of the top_k most likely tokens of log_q [..., V]; each [..., top_k]."""
+    return torch.nan_to_num(log_q, nan=-torch.inf).topk(top_k, dim=-1)

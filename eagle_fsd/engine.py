@@ -1,0 +1,392 @@
+"""EagleFSD: a target, its draft head and the loop behind `generate` and `stream`, named and called as in
+Hugging Face.
+
+It turns padded batches into requests and back, and holds no text: a tokenizer comes along for the callers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from eagle_fsd import hub
+from eagle_fsd.acceptance import AcceptanceRule, Fuzzy
+from eagle_fsd.config import SamplingConfig, TreeConfig, require_integer
+from eagle_fsd.decoding import Request, decode
+from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter
+from eagle_fsd.head import DraftHead
+from eagle_fsd.sampling import RowRandom
+from eagle_fsd.stats import GenerationStats, Stopwatch
+from eagle_fsd.target import TargetModel, TargetSession
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_NEW_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """sequences: [B, L + most new tokens], the input as given, then new tokens, right-padded with the pad
+    token. new_tokens: the new tokens of each row, an end token included. stats: one GenerationStats per row.
+    """
+
+    sequences: Tensor
+    new_tokens: list[list[int]]
+    stats: list[GenerationStats]
+
+
+class TokenStream:
+    """The chunks of one text (lists of token ids, one per step) as they are made; `stats` is live and valid
+    at any time."""
+
+    def __init__(self, steps: Iterator[list[list[int]]], stats: GenerationStats, watch: Stopwatch) -> None:
+        self.stats = stats
+        self._steps = steps
+        self._watch = watch
+        self._start = time.perf_counter()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        try:
+            for (chunk,) in self._steps:
+                self.stats.set_times(self._watch, time.perf_counter() - self._start)
+                yield chunk
+        finally:
+            if self.stats.finish_reason is None:
+                self.stats.finish_reason = "interrupted"
+
+
+class EagleFSD:
+    """Fuzzy speculative decoding on EAGLE-2 trees for one target and one head.
+
+    target: a TargetModel. head: a DraftHead that fits it, or None for plain decoding only. tokenizer: for the
+    callers. base_model, ea_model: what they were loaded from, for reports.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        head: DraftHead | None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        base_model: str = "",
+        ea_model: str = "",
+    ) -> None:
+        if head is not None:
+            for name, mine, its in (
+                ("hidden_size", head.config.hidden_size, target.hidden_size),
+                ("vocab_size", head.config.vocab_size, target.vocab_size),
+            ):
+                if mine != its:
+                    raise ValueError(
+                        f"the head's {name} is {mine} and the target's is {its}: a head drafts only for "
+                        "the target it was "
+                        "trained on; choose the head of this target"
+                    )
+        self.target = target
+        self.head = None if head is None else head.to(target.device, target.dtype).eval()
+        self.tokenizer = tokenizer
+        self.base_model = base_model
+        self.ea_model = ea_model
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        base_model: str = hub.DEFAULT_TARGET,
+        ea_model: str | None = None,
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        device_map: str | dict[str, object] | None = None,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> EagleFSD:
+        """Load a target and its head.
+
+        base_model: a Hub id (optionally `@revision`), a folder, a .gguf file, or "smollm2-135m". ea_model: a
+        Hub id, a folder, or None for the head that ships with the package. dtype: None is float32 on a CPU
+        and bfloat16 on CUDA. Raises ValueError for anything that cannot be had, does not fit or is not
+        supported.
+        """
+        source = hub.resolve_target(base_model)
+        head_source = hub.resolve_head(ea_model, base_model)
+        model, tokenizer = hub.load_target(
+            source,
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+        target = TargetModel(model)
+        head = hub.load_head(head_source, target.hidden_size, target.vocab_size, target.dtype, target.device)
+        return cls(target, head, tokenizer, base_model=source.name, ea_model=head_source.name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.target.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        rule: AcceptanceRule | None = None,
+        tree: TreeConfig | None = None,
+        seed: int | Sequence[int] = 0,
+        eos_token_id: int | Sequence[int] | None = None,
+    ) -> GenerationOutput:
+        """Generate for a batch of prompts [B, L], left- or right-padded as attention_mask [B, L] says.
+
+        rule: when a drafted token is accepted; None is Fuzzy(), with its documented default threshold. tree:
+        the draft tree's size; total_tokens=1 is plain decoding. seed: row r of an int seed s draws what a
+        single prompt with seed s + r draws. eos_token_id: None is the model's own. Texts end after an end
+        token, at max_new_tokens, or where the model's positions end. Raises ValueError for bad arguments.
+        """
+        input_ids = torch.as_tensor(input_ids, dtype=torch.int64)
+        start = time.perf_counter()
+        steps, stats, watch = self._start(
+            input_ids,
+            attention_mask,
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p,
+            rule,
+            tree,
+            seed,
+            eos_token_id,
+        )
+        new_tokens: list[list[int]] = [[] for _ in stats]
+        for chunks in steps:
+            for row, chunk in enumerate(chunks):
+                new_tokens[row] += chunk
+        for row in stats:
+            row.set_times(watch, time.perf_counter() - start)
+        return self._output(input_ids, new_tokens, stats)
+
+    def stream(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        rule: AcceptanceRule | None = None,
+        tree: TreeConfig | None = None,
+        seed: int | Sequence[int] = 0,
+        eos_token_id: int | Sequence[int] | None = None,
+    ) -> TokenStream:
+        """Generate for one prompt [1, L] and yield its new token ids as each step emits them; arguments as in
+        `generate`."""
+        input_ids = torch.as_tensor(input_ids, dtype=torch.int64)
+        if input_ids.ndim != 2 or len(input_ids) != 1:
+            raise ValueError(
+                f"input_ids has shape {list(input_ids.shape)}: a stream takes one prompt, [1, L]; use "
+                "generate"
+            )
+        steps, (stats,), watch = self._start(
+            input_ids,
+            attention_mask,
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p,
+            rule,
+            tree,
+            seed,
+            eos_token_id,
+        )
+        return TokenStream(steps, stats, watch)
+
+    def target_alone(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> GenerationOutput:
+        """The baseline: the same prompts through the target's own Hugging Face `generate`, without drafting.
+
+        Its random numbers are Hugging Face's: sampled texts have the same law, not the same tokens. Stats
+        count one step a token.
+        """
+        input_ids = torch.as_tensor(input_ids, dtype=torch.int64)
+        sampling = SamplingConfig(temperature, top_k, top_p)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        arguments = {} if sampling.greedy else {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        start = time.perf_counter()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            sequences = self.target.model.generate(
+                input_ids.to(self.target.input_device),
+                attention_mask=mask.to(self.target.input_device),
+                max_new_tokens=max_new_tokens,
+                do_sample=not sampling.greedy,
+                pad_token_id=self.pad_token_id,
+                **arguments,
+            )
+        seconds = time.perf_counter() - start
+        new_tokens, stats = [], []
+        for row in sequences[:, input_ids.shape[1] :].tolist():
+            ends = [i for i, token in enumerate(row) if token in self.target.eos_token_ids]
+            new_tokens.append(row[: ends[0] + 1] if ends else row)
+            count = len(new_tokens[-1])
+            stats.append(
+                GenerationStats(
+                    steps=count,
+                    new_tokens=count,
+                    accept_histogram=[0, count],
+                    seconds=seconds,
+                    finish_reason="stop" if ends else "length",
+                )
+            )
+        return self._output(input_ids, new_tokens, stats)
+
+    @property
+    def pad_token_id(self) -> int:
+        """What fills short rows: the tokenizer's pad token, else the first end token, else 0."""
+        known = getattr(self.tokenizer, "pad_token_id", None)
+        return known if known is not None else next(iter(self.target.eos_token_ids), 0)
+
+    def _start(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        rule: AcceptanceRule | None,
+        tree: TreeConfig | None,
+        seed: int | Sequence[int],
+        eos_token_id: int | Sequence[int] | None,
+    ) -> tuple[Iterator[list[list[int]]], list[GenerationStats], Stopwatch]:
+        """Check the arguments and set one batch up; nothing runs before the first step is asked for."""
+        require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
+        tree = tree or TreeConfig()
+        tokens, lengths = unpad(input_ids, attention_mask, self.target.vocab_size)
+        limits = [min(max_new_tokens, self._room(row, length)) for row, length in enumerate(lengths)]
+        eos = self.target.eos_token_ids if eos_token_id is None else eos_token_id
+        request = Request(
+            tokens=tokens.to(self.device),
+            lengths=lengths,
+            limits=limits,
+            eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
+            rule=Fuzzy() if rule is None else rule,
+            tree=tree,
+            sampling=SamplingConfig(temperature, top_k, top_p),
+        )
+        capacity = (
+            max(length + limit for length, limit in zip(lengths, limits, strict=True)) + tree.total_tokens
+        )
+        session = TargetSession(self.target, len(lengths), capacity)
+        random = RowRandom(seed, len(lengths), self.device)
+        stats = [GenerationStats() for _ in lengths]
+        watch = Stopwatch()
+        return (
+            decode(request, session, self._drafter(tree, lengths, capacity), random, stats, watch),
+            stats,
+            watch,
+        )
+
+    def _room(self, row: int, length: int) -> int:
+        """How many tokens a prompt of this length leaves room for."""
+        positions = self.target.max_positions
+        if length >= positions:
+            raise ValueError(
+                f"prompt {row} has {length} tokens: the target has {positions} positions, and one must be "
+                "left for the answer; "
+                "shorten the prompt"
+            )
+        return positions - length
+
+    def _drafter(self, tree: TreeConfig, lengths: Sequence[int], capacity: int) -> Drafter:
+        if tree.total_tokens == 1:
+            return NoDrafter(self.target.vocab_size)
+        if self.head is None:
+            raise ValueError(
+                "there is no draft head: pass one to EagleFSD, or a tree of one node, TreeConfig(1)"
+            )
+        if tree.top_k > self.target.vocab_size:
+            raise ValueError(
+                f"top_k of the tree is {tree.top_k}: the vocabulary has {self.target.vocab_size} tokens; "
+                "lower top_k"
+            )
+        trained = self.head.config.max_position_embeddings
+        if max(lengths) > trained:
+            logger.warning(
+                "prompt of %d tokens: the head was trained up to position %d, so it may draft worse; the "
+                "text is not affected",
+                max(lengths),
+                trained,
+            )
+        beams = tree.top_k * (tree.depth - 1)
+        return EagleDrafter(self.head, self.target, len(lengths), capacity + beams, self.device)
+
+    def _output(
+        self, input_ids: Tensor, new_tokens: list[list[int]], stats: list[GenerationStats]
+    ) -> GenerationOutput:
+        width = max(map(len, new_tokens))
+        padded = [row + [self.pad_token_id] * (width - len(row)) for row in new_tokens]
+        sequences = torch.cat(
+            (input_ids, torch.tensor(padded, dtype=torch.int64).to(input_ids.device)), dim=1
+        )
+        return GenerationOutput(sequences, new_tokens, stats)
+
+
+def unpad(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, list[int]]:
+    """Right-padded tokens [B, longest] and the lengths of prompts that are padded on either side. ValueError
+    if they are none."""
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise ValueError(
+            f"input_ids has shape {list(input_ids.shape)}: it must be [B, L] with at least one token; "
+            "tokenize a prompt"
+        )
+    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
+        raise ValueError(
+            f"input_ids holds {int(input_ids.min())}..{int(input_ids.max())}: token ids must lie in "
+            f"0..{vocab_size - 1}; "
+            "use the target's own tokenizer"
+        )
+    if attention_mask is None:
+        return input_ids, [input_ids.shape[1]] * len(input_ids)
+    mask = torch.as_tensor(attention_mask).to(input_ids.device).bool()
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)}: it must be that of input_ids, "
+            f"{list(input_ids.shape)}"
+        )
+    lengths = mask.sum(1)
+    if not bool(lengths.all()):
+        raise ValueError(
+            f"row {int(lengths.argmin())} of the batch is empty: every prompt needs at least one token; "
+            "drop the row"
+        )
+    starts = mask.to(torch.uint8).argmax(1)
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    if not torch.equal(mask, (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])):
+        raise ValueError(
+            "attention_mask has holes: each row's prompt must be one run of tokens, padded on one side "
+            "or both"
+        )
+    source = (starts[:, None] + columns[: int(lengths.max())]).clamp(max=mask.shape[1] - 1)
+    return input_ids.gather(1, source), lengths.tolist()

@@ -1,0 +1,239 @@
+"""Any Hugging Face decoder as a target: prefill, verify a tree in one masked forward, keep a path. Nothing
+else touches HF internals.
+
+`TargetModel` is the model seen from outside: features, logits, embeddings, limits. `TargetSession` is one
+batch of texts on it, with a cache of our own. A model is admitted by evidence: on construction one small tree
+is verified and compared with plain forwards over its paths, which refuses positions taken from slots (ALiBi),
+attention that ignores masks, recurrence and unknown logits transforms alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from eagle_fsd.cache import KVCache
+from eagle_fsd.tree import DraftTree, additive, ancestors, visible_slots, within_window
+
+PREFILL_CHUNK = 512  # tokens per prefill forward: bounds the mask to chunk x context
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Raise ValueError, naming what is wrong, unless the config describes an attention-only decoder."""
+    name = config.model_type
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"target is a {name!r} model: encoder-decoders are not supported; use a decoder-only causal LM"
+        )
+    kinds = set(layer_kinds(text))
+    if kinds - {FULL, SLIDING}:
+        raise ValueError(
+            f"target is a {name!r} model with layers of kind {sorted(kinds - {FULL, SLIDING})}: only full "
+            "and sliding "
+            "attention can be rolled back to an accepted path; recurrent, hybrid and chunked layers are "
+            "not supported"
+        )
+
+
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """The attention kind of every layer; models without `layer_types` slide everywhere or nowhere."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return list(kinds) if kinds else [SLIDING if getattr(config, "sliding_window", None) else FULL]
+
+
+class TargetModel:
+    """A causal LM and the facts that decoding needs of it. Raises ValueError if trees cannot be verified on
+    it.
+
+    hidden_size, vocab_size: of features and logits. max_positions: the longest text, prompt included.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        check_supported(model.config)
+        if getattr(model, "_is_stateful", False):
+            raise ValueError(
+                f"target is a {model.config.model_type!r} model: its state is recurrent and cannot be "
+                "rolled back to an "
+                "accepted path; use a model with attention layers only"
+            )
+        attention = model.config._attn_implementation
+        if attention not in ("sdpa", "eager"):
+            raise ValueError(
+                f"attn_implementation is {attention!r}: tree masks need 'sdpa' or 'eager'; load the "
+                "target with one of these"
+            )
+        self.model = model.eval()
+        self.config = model.config.get_text_config(decoder=True)
+        self.decoder = model.get_decoder()
+        self.lm_head = model.get_output_embeddings()
+        if self.lm_head is None:
+            raise ValueError(
+                f"target is a {self.config.model_type!r} model without an lm_head: load it as a causal LM"
+            )
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = self.lm_head.weight.shape[0]
+        self.max_positions: int = self.config.max_position_embeddings
+        self.kinds = set(layer_kinds(self.config))
+        self.window: int = getattr(self.config, "sliding_window", None) or 0
+        self.device = self._feature_device()
+        self._check_tree_verification()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def input_device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends a text, as `generate` sees it; empty if there is none."""
+        generation = getattr(self.model, "generation_config", None)
+        ids = getattr(generation, "eos_token_id", None)
+        ids = self.config.eos_token_id if ids is None else ids
+        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embedding rows [..., d] of tokens [...], unscaled, as EAGLE's heads read them."""
+        weight = self.model.get_input_embeddings().weight
+        return F.embedding(tokens.to(weight.device), weight).to(self.device)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Next-token logits [..., V] in float32 of features [..., d], with the model's own scaling and
+        soft-cap.
+
+        The draft's features go through the same function; lm_head alone would give it another law.
+        """
+        logits = self.lm_head(features.to(self.lm_head.weight.device)).to(self.device).float()
+        if divisor := getattr(self.config, "logits_scaling", None):  # Granite
+            logits = logits / divisor
+        if factor := getattr(self.config, "logit_scale", None):  # Cohere
+            logits = logits * factor
+        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    def features(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor, slot_positions: Tensor, cache: KVCache
+    ) -> Tensor:
+        """One masked forward: post-norm hidden states [B, q, d] of tokens [B, q].
+
+        positions: [B, q]. visible: [B, q, S] bool over cache slots, before any sliding window.
+        slot_positions: [B, S].
+        """
+        masks = {FULL: visible}
+        if SLIDING in self.kinds:
+            masks[SLIDING] = within_window(visible, positions, slot_positions, self.window)
+        masks = {kind: additive(masks[kind], self.dtype) for kind in self.kinds}
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        output = self.decoder(
+            input_ids=tokens.to(self.input_device),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return output.last_hidden_state.to(self.device)
+
+    @torch.inference_mode()
+    def _feature_device(self) -> torch.device:
+        """Where features come out: the last layer's device, which under `device_map` only a forward tells."""
+        if not getattr(self.model, "hf_device_map", None):
+            return self.model.device
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.input_device)
+        return self.decoder(input_ids=token, use_cache=False).last_hidden_state.device
+
+    @torch.inference_mode()
+    def _check_tree_verification(self) -> None:
+        """Verify the tree a(b(d), c(e)) behind a two-token prefix and compare with plain forwards over its
+        two paths."""
+        prefix = [1 % self.vocab_size, 2 % self.vocab_size]
+        tokens = [token % self.vocab_size for token in (3, 4, 5, 6, 7)]
+        parents = torch.tensor([[-1, 0, 0, 1, 2]], device=self.device)
+        tree = DraftTree(
+            tokens=torch.tensor([tokens], device=self.device),
+            parents=parents,
+            depths=torch.tensor([[0, 1, 1, 2, 2]], device=self.device),
+            log_q=torch.empty(1, 0, self.vocab_size, device=self.device),
+            owners=torch.empty(1, 0, dtype=torch.int64, device=self.device),
+            depth=2,
+        )
+        kind = self.config.model_type
+        try:
+            session = TargetSession(self, batch=1, capacity=16)
+            session.prefill(torch.tensor([prefix], device=self.device), [2])
+            logits, _ = session.verify(tree)
+        except (TypeError, AttributeError, NotImplementedError) as error:
+            raise ValueError(
+                f"target is a {kind!r} model, which cannot verify draft trees here: {error}"
+            ) from error
+        for path in ([0, 1, 3], [0, 2, 4]):
+            ids = torch.tensor([prefix + [tokens[node] for node in path]], device=self.input_device)
+            plain = (
+                self.model(input_ids=ids, use_cache=False).logits[0, len(prefix) :].float().to(self.device)
+            )
+            difference = (logits[0, path] - plain).norm() / plain.norm()
+            # Kernels differ in the last bits; a sibling that leaks or a wrong position differs in the first.
+            if not difference < (1e-3 if self.dtype == torch.float32 else 0.1):
+                raise ValueError(
+                    f"target is a {kind!r} model whose tree verification differs from its plain forward "
+                    f"by {difference:.2g} "
+                    "(relative): its positions, masks or logits follow rules that are not supported; use "
+                    "another target"
+                )
+
+
+class TargetSession:
+    """One batch of texts on a target: what is committed, and the tree being verified."""
+
+    def __init__(self, target: TargetModel, batch: int, capacity: int) -> None:
+        self.target = target
+        self.cache = KVCache(batch, capacity, target.device)
+
+    def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Run the first lengths[row] of right-padded tokens [B, L] and commit them; returns their features
+        [B, L, d].
+
+        What lies past a row's length is padding: its features mean nothing and its slots are overwritten.
+        """
+        batch, width = tokens.shape
+        parts = [
+            torch.empty(batch, 0, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device)
+        ]
+        for start in range(0, width, PREFILL_CHUNK):
+            chunk = tokens[:, start : start + PREFILL_CHUNK]
+            slots = self.cache.place(chunk.shape[1], offset=start)  # [B, q]
+            slot_positions = torch.arange(self.cache.view, device=slots.device).expand(batch, -1)
+            visible = slot_positions[:, None, :] <= slots[:, :, None]
+            parts.append(self.target.features(chunk, slots, visible, slot_positions, self.cache))
+        self.cache.advance(lengths)
+        return torch.cat(parts, dim=1)
+
+    def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        """One forward over all nodes under the tree mask: logits [B, N, V] float32 and features [B, N, d]."""
+        cache = self.cache
+        slots = cache.place(tree.tokens.shape[1])  # [B, N]
+        # A node past the last position is never emitted, but a learned embedding must not be read out of
+        # range.
+        positions = (cache.lengths[:, None] + tree.depths).clamp(max=self.target.max_positions - 1)
+        visible = visible_slots(cache.lengths, slots, ancestors(tree.parents, tree.depth), cache.view)
+        slot_positions = torch.arange(cache.view, device=slots.device).expand(len(slots), -1)
+        slot_positions = slot_positions.scatter(1, slots, positions)
+        features = self.target.features(tree.tokens, positions, visible, slot_positions, cache)
+        return self.target.logits(features), features
+
+    def keep(self, path: Tensor, counts: Sequence[int]) -> None:
+        """Commit the accepted path [B, P] (node indices, -1 padded), counts[row] nodes of it, root
+        included."""
+        self.cache.keep(path, counts)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+        self.cache.select(rows)

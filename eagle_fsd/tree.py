@@ -1,0 +1,167 @@
+"""The draft tree and the pure tensor functions on it: rerank, ancestors, children and attention masks. It
+knows no model.
+
+Node 0 is the root, parents come before their children, and every tensor has a leading batch dimension.
+Shapes: B rows, N nodes (TreeConfig.total_tokens), C candidates, M rows of draft distributions, V vocabulary,
+S cache slots in view.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """The tree of one step.
+
+    tokens, parents, depths: [B, N] int64; the root has parent -1 and depth 0.
+    log_q: [B, M, V] float32, the draft's log-probabilities at the nodes that have children.
+    owners: [B, M] int64, the node that each row of log_q belongs to; -1 marks an unused row.
+    depth: the most drafted tokens on a path, so that a walk has static length.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    log_q: Tensor
+    owners: Tensor
+    depth: int
+
+    @property
+    def children(self) -> Tensor:
+        """[B, N, N] bool: whether node m (last) is a child of node n."""
+        return children(self.parents)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Every drafted token that competes for a place, level by level, so that a parent precedes its children.
+
+    tokens, parents: [B, C] int64; parents index candidates, -1 is the root. scores: [B, C] float32, the
+    cumulative log-probability of the path. depths: [C] int64, at least 1.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+    depths: Tensor
+
+
+def root_only(roots: Tensor, vocab_size: int) -> DraftTree:
+    """The tree of plain decoding: roots [B] and nothing else."""
+    tokens = roots[:, None]
+    zeros = torch.zeros_like(tokens)
+    return DraftTree(
+        tokens=tokens,
+        parents=zeros - 1,
+        depths=zeros,
+        log_q=torch.empty(len(roots), 0, vocab_size, device=roots.device),
+        owners=torch.empty(len(roots), 0, dtype=torch.int64, device=roots.device),
+        depth=0,
+    )
+
+
+def rerank(scores: Tensor, count: int) -> Tensor:
+    """The `count` best candidates of scores [B, C], as ascending indices [B, count] (EAGLE-2, section 4.2).
+
+    The sort is stable, so a tie goes to the earlier, shallower candidate. No score exceeds its parent's,
+    hence the selection is closed under parents also when a draft probability of exactly 1 ties a child with
+    its parent.
+    """
+    ranked = torch.nan_to_num(scores, nan=-torch.inf).sort(dim=1, descending=True, stable=True).indices
+    return ranked[:, :count].sort(dim=1).values
+
+
+def build_tree(
+    roots: Tensor, pool: Candidates, total_tokens: int, depth: int, log_q: Tensor, owners: Tensor
+) -> DraftTree:
+    """Keep the best total_tokens - 1 candidates below roots [B].
+
+    log_q: [B, E, V] for the E expanded nodes; owners: [B, E], each one's candidate index, -1 for the root.
+    Expanded nodes that lost their children in the rerank give up their rows: M = min(E, total_tokens - 1)
+    rows suffice.
+    """
+    kept = rerank(pool.scores, total_tokens - 1)  # [B, N-1] candidate indices
+    node_of = torch.full_like(pool.tokens, -1)  # [B, C] node index of a candidate
+    node_of.scatter_(1, kept, torch.arange(1, total_tokens, device=kept.device).expand_as(kept))
+
+    def with_root(root: Tensor, rest: Tensor) -> Tensor:
+        return torch.cat((root[:, None], rest), dim=1)
+
+    parents = with_root(
+        torch.full_like(roots, -1), nodes_of_candidates(pool.parents.gather(1, kept), node_of)
+    )
+    expanded = nodes_of_candidates(owners, node_of)  # [B, E]
+    has_children = children(parents).any(-1)  # [B, N]
+    used = (expanded >= 0) & has_children.gather(1, expanded.clamp(min=0))
+    rows = used.sort(dim=1, descending=True, stable=True).indices[:, : min(owners.shape[1], total_tokens - 1)]
+    return DraftTree(
+        tokens=with_root(roots, pool.tokens.gather(1, kept)),
+        parents=parents,
+        depths=with_root(torch.zeros_like(roots), pool.depths.expand_as(pool.tokens).gather(1, kept)),
+        log_q=log_q.gather(1, rows[:, :, None].expand(-1, -1, log_q.shape[-1])),
+        owners=torch.where(used, expanded, -1).gather(1, rows),
+        depth=depth,
+    )
+
+
+def nodes_of_candidates(candidates: Tensor, node_of: Tensor) -> Tensor:
+    """Node indices of candidate indices [B, X]: -1, the root, becomes node 0; a candidate not kept becomes
+    -1."""
+    return torch.where(candidates < 0, 0, node_of.gather(1, candidates.clamp(min=0)))
+
+
+def children(parents: Tensor) -> Tensor:
+    """[B, N, N] bool from parents [B, N]: entry (n, m) says that m is a child of n. The root's -1 matches no
+    node."""
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    return parents[:, None, :] == nodes[:, None]
+
+
+def ancestors(parents: Tensor, depth: int) -> Tensor:
+    """[B, N, N] bool from parents [B, N]: entry (n, m) says that m lies on the path from the root to n, n
+    included."""
+    reached = (
+        torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
+        .expand(len(parents), -1, -1)
+        .clone()
+    )
+    current = parents
+    for _ in range(depth):
+        reached.scatter_(2, current.clamp(min=0)[:, :, None], True)  # past the root, the root again
+        current = torch.where(current < 0, -1, parents.gather(1, current.clamp(min=0)))
+    return reached
+
+
+def visible_slots(lengths: Tensor, slots: Tensor, relation: Tensor, view: int) -> Tensor:
+    """Which cache slots each new token may attend to: every committed one, and of the new ones those it
+    descends from.
+
+    lengths: [B] committed slots. slots: [B, n] where the n related tokens are written. relation: [B, q, n]
+    bool, whether query q sees related token n. Returns [B, q, view] bool.
+    """
+    committed = torch.arange(view, device=lengths.device) < lengths[:, None]  # [B, S]
+    visible = committed[:, None, :].expand(-1, relation.shape[1], -1).clone()
+    return visible.scatter_(2, slots[:, None, :].expand_as(relation), relation)
+
+
+def within_window(visible: Tensor, query_positions: Tensor, slot_positions: Tensor, window: int) -> Tensor:
+    """Narrow visible [B, q, S] to a sliding window, by position and not by slot: siblings share a position.
+
+    query_positions: [B, q]; slot_positions: [B, S]. A key is seen when query position - key position <
+    window.
+    """
+    return visible & (query_positions[:, :, None] - slot_positions[:, None, :] < window)
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, q, S] mask in the model's dtype: 0 where visible, the smallest number elsewhere.
+
+    A bool mask is silently wrong in eager attention, and -inf gives NaN on rows that see nothing.
+    """
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
