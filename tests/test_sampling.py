@@ -261,6 +261,15 @@ def test_streams_do_not_depend_on_the_batch_size() -> None:
     assert torch.equal(RowRandom(3, 2).uniform(8), RowRandom(3, 7).uniform(8)[:2])
 
 
+def test_select_goes_on_with_the_chosen_rows_streams() -> None:
+    some, all_rows = RowRandom(3, 4), RowRandom(3, 4)
+    some.uniform(5), all_rows.uniform(5)
+    some.select([2, 0])
+    assert torch.equal(some.uniform(6), all_rows.uniform(6)[[2, 0]])
+    some.select([])
+    assert some.uniform(6).shape == (0, 6)
+
+
 def test_same_seed_same_stream_other_seed_other_stream() -> None:
     assert torch.equal(RowRandom(1, 3).uniform(4), RowRandom(1, 3).uniform(4))
     numbers = RowRandom(1, 50).uniform(4)
