@@ -1,4 +1,4 @@
-"""What the tests share: the data folder, the prompts, and one real SmolLM2-135M-Instruct engine for the whole run."""
+"""What the tests share: the data folder, the prompts, and one real SmolLM2-135M-Instruct engine for all."""
 
 from __future__ import annotations
 

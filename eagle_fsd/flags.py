@@ -1,0 +1,239 @@
+"""The command line's flags and what they mean: a rule, a tree, sampling. Needs no model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from eagle_fsd import __version__
+from eagle_fsd.config import SamplingConfig, TreeConfig, require_integer
+
+if TYPE_CHECKING:
+    from eagle_fsd.acceptance import AcceptanceRule
+
+USAGE = 2  # the exit code of a user's mistake
+
+# Flags of the rules' own fields; None where not given, so that the rules' defaults hold.
+RULE_FLAGS = (
+    "threshold", "divergence", "mode", "child", "min_p", "max_overshoot", "max_consecutive", "exact_prefix",
+    "epsilon", "delta",
+)  # fmt: skip
+
+DESCRIPTION = """\
+Answer a prompt with a target model, several tokens a step: a small draft head proposes a tree of tokens
+(EAGLE-2), the target checks it in one forward, and a rule says what to keep. --threshold 0, the default,
+keeps the target's own text; above 0 (fuzzy speculative decoding) the draft is also followed where the two
+distributions are that close."""
+
+EPILOG = """\
+examples:
+  python -m eagle_fsd.generate "Why is the sky blue?"
+  python -m eagle_fsd.generate --threshold 0.3 --temperature 0.6 --top-p 0.9 --top-k 50 "Tell me a story."
+  echo "Why is the sky blue?" | python -m eagle_fsd.generate --json -
+
+A threshold belongs to its divergence: 0.3 in js is another strictness than 0.3 in reverse_kl. In EAGLE's own
+scripts --depth is one less than here, and --top-k is the tree's (here --tree-top-k)."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, without the usage block."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: error: {message} (--help lists the flags)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    tree, sampling = TreeConfig(), SamplingConfig()
+    parser = OneLineParser(
+        prog="eagle-fsd" if Path(sys.argv[0]).stem == "eagle-fsd" else "python -m eagle_fsd.generate",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"eagle_fsd {__version__}")
+
+    group = parser.add_argument_group("prompt (one of the three)")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument("text", nargs="?", metavar="TEXT", help="the prompt; - reads it from stdin")
+    source.add_argument("--prompt", metavar="TEXT", help="the same, as a flag")
+    source.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        help="a text file is one prompt; a .jsonl file one a line: its `prompt`, or the first of its `turns`",
+    )
+    group.add_argument("--system", metavar="TEXT", help="system message of the chat template")
+    group.add_argument(
+        "--raw", action="store_true", help="continue the prompt as it stands, without a chat template"
+    )
+
+    group = parser.add_argument_group("models")
+    group.add_argument(
+        "--base-model",
+        "--base-model-path",
+        metavar="M",
+        help="target: Hub id[@revision], folder or .gguf file (default: smollm2-135m, with a shipped head)",
+    )
+    group.add_argument(
+        "--ea-model",
+        "--ea-model-path",
+        metavar="H",
+        help="EAGLE-1/2 head: Hub id[@revision] or folder (default: the shipped head of a known target)",
+    )
+    group.add_argument("--dtype", help="float32, float16 or bfloat16 (default: chosen by the device)")
+    group.add_argument(
+        "--device", help="cpu, cuda, cuda:1, mps ... (default: cuda where there is one, else cpu)"
+    )
+    group.add_argument("--device-map", metavar="MAP", help="spread the target over devices, e.g. auto")
+    group.add_argument(
+        "--attn-implementation", metavar="NAME", help="sdpa or eager (default: the model's own choice)"
+    )
+    group.add_argument("--trust-remote-code", action="store_true", help="let a Hub model run its own code")
+
+    group = parser.add_argument_group("acceptance")
+    group.add_argument(
+        "--threshold",
+        type=float,
+        metavar="T",
+        help="follow the draft where divergence(p, q) <= T (default: 0, lossless)",
+    )
+    group.add_argument(
+        "--divergence",
+        metavar="D",
+        help="js, reverse_kl, forward_kl, tv, ag, or over the target's ten best: js_top10 ... (default: js)",
+    )
+    group.add_argument(
+        "--mode",
+        choices=("hybrid", "paper"),
+        help="what comes first, the target's own draw or the divergence (default: hybrid, the draw)",
+    )
+    group.add_argument(
+        "--child",
+        choices=("draft", "target"),
+        help="which child is followed: the draft's choice, or the one of largest p (default: draft)",
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        metavar="X",
+        help="never follow a token below X times the largest p (default: 0)",
+    )
+    group.add_argument(
+        "--max-overshoot",
+        type=float,
+        metavar="C",
+        help="never follow a token whose q exceeds C times its p (default: inf, off)",
+    )
+    group.add_argument(
+        "--max-consecutive",
+        type=int,
+        metavar="N",
+        help="at most N fuzzy accepts in a row (default: no limit)",
+    )
+    group.add_argument(
+        "--exact-prefix",
+        type=int,
+        metavar="N",
+        help="keep the first N tokens lossless (default: 0)",
+    )
+    group.add_argument(
+        "--rule",
+        default="fuzzy",
+        choices=("fuzzy", "lossless", "typical"),
+        help="typical is Medusa's rule, for comparison (default: fuzzy)",
+    )
+    group.add_argument("--epsilon", type=float, metavar="E", help="of --rule typical (default: 0.3)")
+    group.add_argument("--delta", type=float, metavar="D", help="of --rule typical (default: 0.09)")
+
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--temperature", type=float, default=sampling.temperature, metavar="X", help="0 is greedy (default)"
+    )
+    group.add_argument(
+        "--top-k", type=int, default=sampling.top_k, metavar="K", help="0 keeps every token (default)"
+    )
+    group.add_argument(
+        "--top-p", type=float, default=sampling.top_p, metavar="P", help="1 keeps every token (default)"
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="the same seed gives the same text (default: 0)"
+    )
+    group.add_argument(
+        "--max-new-tokens",
+        "--max-new-token",
+        type=int,
+        default=256,
+        metavar="N",
+        help="the most new tokens (default: 256)",
+    )
+
+    group = parser.add_argument_group("draft tree")
+    group.add_argument(
+        "--total-tokens",
+        "--total-token",
+        type=int,
+        default=tree.total_tokens,
+        metavar="N",
+        help=f"nodes in a verify forward, root included; 1: plain decoding (default: {tree.total_tokens})",
+    )
+    group.add_argument(
+        "--depth",
+        type=int,
+        default=tree.depth,
+        metavar="N",
+        help=f"most drafted tokens on a path (default: {tree.depth})",
+    )
+    group.add_argument(
+        "--tree-top-k", type=int, default=tree.top_k, metavar="N", help=f"beam width (default: {tree.top_k})"
+    )
+
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json", action="store_true", help="one JSON object per prompt on stdout, and nothing else there"
+    )
+    group.add_argument(
+        "--baseline",
+        action="store_true",
+        help="also run the target alone, by Hugging Face generate, and report the ratio of speeds",
+    )
+    group.add_argument(
+        "--verbose", action="store_true", help="show the libraries' messages, and tracebacks of all errors"
+    )
+    return parser
+
+
+def make_rule(args: argparse.Namespace) -> AcceptanceRule:
+    """The rule that the flags name, with its defaults (threshold 0); a flag of another rule is refused."""
+    from eagle_fsd.acceptance import Fuzzy, Lossless, Typical
+
+    rule = {"fuzzy": Fuzzy, "lossless": Lossless, "typical": Typical}[args.rule]
+    given = {name: getattr(args, name) for name in RULE_FLAGS if getattr(args, name) is not None}
+    takes = {field.name for field in dataclasses.fields(rule)}
+    for name, value in given.items():
+        if name not in takes:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} is {value} with --rule {args.rule}: that rule has none; drop the flag")
+    if args.rule == "fuzzy":
+        given.setdefault("threshold", 0.0)
+    return rule(**given)
+
+
+def generation_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of EagleFSD.stream but for the prompt; all are checked here, before a model is loaded."""
+    require_integer("max_new_tokens", args.max_new_tokens, 1, "256 is usual")
+    require_integer("seed", args.seed, 0, "any whole number from 0 will do")
+    if args.seed >= 2**63:
+        raise ValueError(f"seed is {args.seed}: it must be below 2**63; choose a smaller one")
+    sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
+    return {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "seed": args.seed,
+        "tree": TreeConfig(args.total_tokens, args.depth, args.tree_top_k),
+        "rule": make_rule(args),
+    }

@@ -1,0 +1,374 @@
+"""`python -m eagle_fsd.generate`: answer prompts on the command line, by draft trees and fuzzy acceptance.
+
+stdout carries the text as it is made, or with --json one object per prompt (JSON_KEYS), and nothing else;
+summaries and errors go to stderr. Exit codes: 0; 2 for a user's mistake (one line, no traceback); 130 after
+Ctrl-C (what was made so far is kept); 141 when the reader of stdout went away. An unexpected exception keeps
+its traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from eagle_fsd.flags import USAGE, build_parser, generation_options
+
+# torch and transformers take seconds to import: only what runs a model imports them, so that --help and a
+# mistake answer at once.
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from torch import Tensor
+
+    from eagle_fsd.acceptance import AcceptanceRule
+    from eagle_fsd.engine import EagleFSD
+    from eagle_fsd.stats import GenerationStats
+
+INTERRUPTED, BROKEN_PIPE = 130, 141
+
+STATS_KEYS = (
+    "steps", "tau", "exact_accepts", "fuzzy_accepts", "accept_histogram", "seconds", "prefill_seconds",
+    "draft_seconds", "verify_seconds", "tokens_per_second",
+)  # fmt: skip
+JSON_KEYS = (
+    "text", "prompt_tokens", "token_ids", "new_tokens", *STATS_KEYS, "finish_reason",
+    "threshold", "divergence", "mode", "base_model", "ea_model", "dtype", "device",
+)  # fmt: skip
+
+
+class UserError(Exception):
+    """A user's mistake: shown as one line on stderr, exit code 2."""
+
+
+def read_prompts(args: Namespace) -> list[str]:
+    """The prompts that the arguments name, none blank. A final newline is dropped."""
+    if args.prompt_file is not None:
+        path = Path(args.prompt_file)
+        text = decode_text(path.read_bytes(), str(path))
+        prompts = jsonl_prompts(text, path) if path.suffix == ".jsonl" else [text]
+        origin = str(path)
+    elif args.text == "-":
+        prompts, origin = [decode_text(sys.stdin.buffer.read(), "stdin")], "stdin"
+    else:
+        given = args.prompt if args.prompt is not None else args.text
+        if given is None:
+            raise ValueError("no prompt: give a TEXT, --prompt TEXT, --prompt-file FILE, or - for stdin")
+        prompts, origin = [given], "the command line"
+    if not prompts:
+        raise ValueError(f"{origin} holds no prompt: it must hold at least one")
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.strip():
+            raise ValueError(f"prompt {number} of {origin} is empty: write something to answer")
+    return prompts
+
+
+def decode_text(data: bytes, origin: str) -> str:
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{origin} is not UTF-8 at byte {error.start}: convert it to UTF-8") from error
+
+
+def jsonl_prompts(text: str, path: Path) -> list[str]:
+    prompts = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number} is not JSON ({error}): write one object a line"
+            ) from error
+        fields = record if isinstance(record, dict) else {}
+        turns = fields.get("turns") or [None]
+        prompt = fields.get("prompt", turns[0] if isinstance(turns, list) else None)
+        if not isinstance(prompt, str):
+            raise ValueError(
+                f"{path}, line {number} has no prompt: it needs a string `prompt` or a list `turns`"
+            )
+        prompts.append(prompt)
+    return prompts
+
+
+# -- running ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """What one prompt gave: the new token ids, their text and statistics, and the target alone."""
+
+    prompt_tokens: int
+    stats: GenerationStats
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    interrupted: bool = False
+    baseline: GenerationStats | None = None
+    baseline_ids: list[int] | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.stats.finish_reason or ("interrupted" if self.interrupted else None)
+
+    @property
+    def speedup(self) -> float | None:
+        if self.baseline is None or not self.baseline.tokens_per_second:
+            return None
+        return self.stats.tokens_per_second / self.baseline.tokens_per_second
+
+
+def answer_prompt(
+    model: EagleFSD, prompt: str, args: Namespace, options: dict[str, Any], out: TextIO
+) -> Answer:
+    """Run one prompt, writing its text to `out` as it is made unless --json holds it back."""
+    from eagle_fsd.stats import GenerationStats
+    from eagle_fsd.text import Detokenizer, encode
+
+    with users_mistakes():
+        input_ids = encode(model.tokenizer, prompt, args.system, args.raw)
+    answer = Answer(prompt_tokens=input_ids.shape[1], stats=GenerationStats())
+    if args.baseline:
+        warm_up(model, input_ids, options)
+    detokenizer = Detokenizer(model.tokenizer, context=input_ids[0].tolist() if args.raw else ())
+
+    def show(piece: str) -> None:
+        answer.text += piece
+        if piece and not args.json:
+            out.write(piece)
+            out.flush()
+
+    try:
+        with (
+            held_interrupt() as stop,
+            contextlib.closing(run_steps(model, input_ids, options, answer)) as steps,
+        ):
+            for token_ids in steps:
+                answer.token_ids += token_ids
+                show(detokenizer.add(token_ids))
+                if stop.is_set():
+                    answer.interrupted = True
+                    break
+    except KeyboardInterrupt:  # a second Ctrl-C did not wait for the step's end
+        answer.interrupted = True
+    show(detokenizer.finish())
+    if not args.json:
+        out.write("\n")
+        out.flush()
+    if args.baseline and not answer.interrupted:
+        try:
+            output = model.target_alone(input_ids, **without_draft(options))
+            answer.baseline, answer.baseline_ids = output.stats[0], output.new_tokens[0]
+        except KeyboardInterrupt:
+            answer.interrupted = True
+    return answer
+
+
+def run_steps(
+    model: EagleFSD, input_ids: Tensor, options: dict[str, Any], answer: Answer
+) -> Iterator[list[int]]:
+    """The tokens of each step. What the engine refuses before the first is the user's mistake."""
+    with users_mistakes():
+        stream = model.stream(input_ids, **options)
+        answer.stats = stream.stats
+        steps = iter(stream)
+        first = next(steps, [])
+    yield first
+    yield from steps
+
+
+def warm_up(model: EagleFSD, input_ids: Tensor, options: dict[str, Any]) -> None:
+    """A few tokens both ways, untimed, so that neither side of a comparison pays for first calls."""
+    few = {**options, "max_new_tokens": min(4, options["max_new_tokens"])}
+    with users_mistakes():
+        model.generate(input_ids, **few)
+        model.target_alone(input_ids, **without_draft(few))
+
+
+def without_draft(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in ("rule", "tree")}
+
+
+@contextlib.contextmanager
+def held_interrupt() -> Iterator[threading.Event]:
+    """Within, a first Ctrl-C only sets the event, so that no step is torn; a second one interrupts."""
+    event = threading.Event()
+
+    def note(_signal: int, _frame: object) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, usual)
+
+    usual = signal.signal(signal.SIGINT, note)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+@contextlib.contextmanager
+def users_mistakes() -> Iterator[None]:
+    """A ValueError or OSError within is the user's mistake; anything else is not, and keeps its traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UserError(one_line(error)) from error
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+# -- reporting ------------------------------------------------------------------------------------------
+
+
+def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
+    """threshold, divergence and mode for JSON, null where it has none; lossless is threshold 0."""
+    from eagle_fsd.acceptance import Fuzzy, Lossless
+
+    if not isinstance(rule, Fuzzy):
+        return {"threshold": 0.0 if isinstance(rule, Lossless) else None, "divergence": None, "mode": None}
+    threshold = rule.threshold if math.isfinite(rule.threshold) else "inf"  # JSON has no infinity
+    return {"threshold": threshold, "divergence": rule.divergence, "mode": rule.mode}
+
+
+def to_json(model: EagleFSD, answer: Answer, rule: AcceptanceRule, baseline: bool) -> str:
+    """One line with JSON_KEYS; with --baseline those of the target alone follow (null if interrupted)."""
+    stats = answer.stats.to_dict()
+    record = {
+        "text": answer.text,
+        "prompt_tokens": answer.prompt_tokens,
+        "token_ids": answer.token_ids,
+        "new_tokens": len(answer.token_ids),
+        **{key: stats[key] for key in STATS_KEYS},
+        "finish_reason": answer.finish_reason,
+        **rule_fields(rule),
+        "base_model": model.base_model,
+        "ea_model": model.ea_model,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+    }
+    if baseline:
+        alone = answer.baseline
+        record |= {
+            "baseline_new_tokens": alone and alone.new_tokens,
+            "baseline_seconds": alone and alone.seconds,
+            "baseline_tokens_per_second": alone and alone.tokens_per_second,
+            "baseline_same_tokens": alone and answer.baseline_ids == answer.token_ids,
+            "speedup": answer.speedup,
+        }
+    return json.dumps(record, allow_nan=False)
+
+
+def summary(answer: Answer, rule: AcceptanceRule) -> str:
+    """`128 tokens in 3.2 s (40.0 tok/s), tau 2.31, 17 fuzzy accepts, js <= 0.3 hybrid`; the comparison."""
+    stats = answer.stats
+    fields = rule_fields(rule)
+    if not fields["threshold"]:
+        name = "typical" if fields["threshold"] is None else "lossless"
+    else:
+        name = f"{fields['divergence']} <= {fields['threshold']} {fields['mode']}"
+    line = speed(stats, len(answer.token_ids))
+    line += f", tau {stats.tau:.2f}, {stats.fuzzy_accepts} fuzzy accepts, {name}"
+    if answer.interrupted:
+        line += ", interrupted"
+    if answer.baseline is not None and answer.baseline_ids is not None:
+        same = "the same text" if answer.baseline_ids == answer.token_ids else "another text"
+        line += f"; target alone: {speed(answer.baseline, len(answer.baseline_ids))}, {same}"
+        line += f"; speed ratio {answer.speedup:.2f}" if answer.speedup is not None else ""
+    return line
+
+
+def speed(stats: GenerationStats, tokens: int) -> str:
+    return (
+        f"{tokens} token{'s' * (tokens != 1)} in {stats.seconds:.1f} s ({stats.tokens_per_second:.1f} tok/s)"
+    )
+
+
+# -- the program ------------------------------------------------------------------------------------------
+
+
+def load_model(args: Namespace) -> EagleFSD:
+    """The engine that the flags name; the libraries' chatter stays off unless --verbose."""
+    import transformers
+
+    from eagle_fsd.engine import EagleFSD
+    from eagle_fsd.hub import DEFAULT_TARGET
+    from eagle_fsd.placement import resolve_device, resolve_dtype
+
+    resolve_dtype(args.dtype, resolve_device(args.device))  # before a download, not after it
+    if not args.verbose:
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+    return EagleFSD.from_pretrained(
+        args.base_model if args.base_model is not None else DEFAULT_TARGET,
+        ea_model=args.ea_model,
+        dtype=args.dtype,
+        device=args.device,
+        device_map=args.device_map,
+        attn_implementation=args.attn_implementation,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def run(args: Namespace, out: TextIO) -> int:
+    """Check everything that needs no model, load it, answer the prompts in turn; return the exit code."""
+    with users_mistakes():
+        prompts = read_prompts(args)
+        if args.raw and args.system is not None:
+            raise ValueError("--system with --raw: a raw prompt has no chat template; leave one of them out")
+        options = generation_options(args)
+        model = load_model(args)
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            answer = answer_prompt(model, prompt, args, options, out)
+        except UserError as error:
+            raise UserError(
+                f"prompt {number} of {len(prompts)}: {error}" if len(prompts) > 1 else str(error)
+            ) from error
+        if args.json:
+            out.write(to_json(model, answer, options["rule"], args.baseline) + "\n")
+            out.flush()
+        elif number < len(prompts):
+            out.write("\n")
+        sys.stderr.write(summary(answer, options["rule"]) + "\n")
+        if answer.interrupted:
+            return INTERRUPTED
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, run, and turn every expected ending into its exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    out = sys.stdout
+    if hasattr(out, "reconfigure"):
+        out.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
+    try:
+        # Whatever a library prints goes to stderr: stdout is the text's alone.
+        with contextlib.redirect_stdout(sys.stderr):
+            return run(args, out)
+    except UserError as error:
+        if args.verbose:
+            traceback.print_exc()
+        sys.stderr.write(f"{parser.prog}: error: {error}\n")
+        return USAGE
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more as it exits; there is nobody left to read it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

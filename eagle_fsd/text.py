@@ -1,0 +1,79 @@
+"""Between text and token ids: prompts to ids, and ids back to text as they come. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jinja2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no whole character
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase | None, prompt: str, system: str | None = None, raw: bool = False
+) -> Tensor:
+    """Token ids [1, n] of a prompt, as a chat that waits for its answer, or raw."""
+    if tokenizer is None:
+        raise ValueError("the target has no tokenizer: name a folder or Hub id that holds one")
+    if raw:
+        return tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "the target's tokenizer has no chat template: continue the prompt as it stands (--raw)"
+        )
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": prompt})
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+    except (
+        jinja2.TemplateError
+    ) as error:  # templates raise it on purpose, e.g. for a system role that they lack
+        raise ValueError(
+            f"the target's chat template refuses this chat: {error}; change its roles"
+        ) from error
+
+
+class Detokenizer:
+    """Token ids to text as they come: what it has returned is always a prefix of the whole text's decoding.
+
+    A token may hold half a character, and in some vocabularies its space depends on the token before it; so a
+    new token is decoded behind those just before it, and held back while the text ends in half a character.
+    `context` are ids that the text continues; they are not returned.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.ids = list(context)
+        self.start = 0  # ids[start:shown] are shown already, and give the next token its surroundings
+        self.shown = len(self.ids)
+
+    def add(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete; "" while there is none."""
+        return "".join(self._add(token) for token in ids)
+
+    def finish(self) -> str:
+        """What was held back: a character that stays unfinished is shown as U+FFFD."""
+        return self._show(self._pending())
+
+    def _add(self, token: int) -> str:
+        self.ids.append(token)
+        text = self._pending()
+        return "" if not text or text.endswith(UNFINISHED) else self._show(text)
+
+    def _show(self, text: str) -> str:
+        self.start, self.shown = self.shown, len(self.ids)
+        return text
+
+    def _pending(self) -> str:
+        before, after = self._decode(self.ids[self.start : self.shown]), self._decode(self.ids[self.start :])
+        return after[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

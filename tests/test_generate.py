@@ -1,0 +1,602 @@
+"""The command line: what it prints, what it refuses, how it ends. Most of it runs on a scripted model."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from eagle_fsd import Fuzzy, GenerationStats, Lossless, TreeConfig, Typical, generate
+from eagle_fsd.flags import build_parser, make_rule
+from eagle_fsd.text import Detokenizer
+
+REPLY = "Grüße, 世界 🌍!"
+END = 256
+
+
+class Bytes:
+    """A tokenizer of bytes: the hardest case for streaming, since most characters take several tokens."""
+
+    chat_template: str | None = "<user>{}<answer>"
+
+    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([list(text.encode())], dtype=torch.int64)}
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], **_options: object
+    ) -> dict[str, torch.Tensor]:
+        return self("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<answer>", "pt")
+
+    def decode(self, ids: Sequence[int], **_options: object) -> str:
+        return bytes(i for i in ids if i != END).decode("utf-8", errors="replace")
+
+
+class ScriptedModel:
+    """An engine that answers REPLY, `per_step` tokens a step; `during` runs inside each step."""
+
+    base_model, ea_model, dtype, device = "scripted", "head", torch.float32, torch.device("cpu")
+
+    def __init__(self, reply: str = REPLY, per_step: int = 3) -> None:
+        self.tokenizer = Bytes()
+        self.ids = [*reply.encode(), END]
+        self.per_step = per_step
+        self.calls: list[tuple[str, str, dict[str, Any]]] = []
+        self.during = lambda step: None
+
+    def stream(self, input_ids: torch.Tensor, **options: Any) -> SimpleNamespace:
+        self.calls.append(("stream", self.tokenizer.decode(input_ids[0].tolist()), options))
+        stats = GenerationStats()
+        return ScriptedStream(self._steps(options["max_new_tokens"], stats), stats)
+
+    def _steps(self, most: int, stats: GenerationStats) -> Iterator[list[int]]:
+        ids = self.ids[:most]
+        for start in range(0, len(ids), self.per_step):
+            chunk = ids[start : start + self.per_step]
+            self.during(start // self.per_step)
+            stats.record(len(chunk), exact=len(chunk) - 1, fuzzy=0)
+            stats.seconds += 0.5
+            yield chunk
+        stats.finish_reason = "stop" if ids[-1] == END else "length"
+
+    def generate(self, input_ids: torch.Tensor, **options: Any) -> None:
+        self.calls.append(("generate", "", options))
+
+    def target_alone(self, input_ids: torch.Tensor, **options: Any) -> SimpleNamespace:
+        self.calls.append(("target_alone", "", options))
+        ids = self.ids[: options["max_new_tokens"]]
+        stats = GenerationStats(steps=len(ids), new_tokens=len(ids), seconds=2.0 * len(ids))
+        return SimpleNamespace(stats=[stats], new_tokens=[ids])
+
+
+class ScriptedStream(SimpleNamespace):
+    def __init__(self, steps: Iterator[list[int]], stats: GenerationStats) -> None:
+        super().__init__(steps=steps, stats=stats)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.steps
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> ScriptedModel:
+    scripted = ScriptedModel()
+    monkeypatch.setattr(generate, "load_model", lambda args: scripted)
+    return scripted
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command; argparse's own exits included."""
+    try:
+        code = generate.main(argv)
+    except SystemExit as ending:
+        code = ending.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+# -- text and streaming ---------------------------------------------------------------------------------------
+
+
+def test_text_goes_to_stdout_and_one_line_to_stderr(
+    model: ScriptedModel, capsys: pytest.CaptureFixture
+) -> None:
+    code, out, err = run(capsys, "Hello?")
+    assert (code, out) == (0, REPLY + "\n")
+    assert err == "22 tokens in 4.0 s (5.5 tok/s), tau 2.75, 0 fuzzy accepts, lossless\n"
+    assert model.calls[0][1] == "<user>Hello?<answer>"
+
+
+def test_text_is_shown_as_it_is_made(model: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recorder(io.StringIO):
+        def flush(self) -> None:
+            seen.append(self.getvalue())
+
+    seen: list[str] = []
+    monkeypatch.setattr(sys, "stdout", Recorder())
+    at_step: list[str] = []
+    model.during = lambda step: at_step.append(seen[-1] if seen else "")
+    assert generate.main(["Hello?"]) == 0
+    assert at_step == ["", "Gr", "Grüß", "Grüße, ", "Grüße, 世", "Grüße, 世界", "Grüße, 世界 ", REPLY]
+    assert seen[-1] == REPLY + "\n"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_streamed_pieces_make_the_whole_text(seed: int) -> None:
+    chance = random.Random(seed)
+    data = "".join(chance.choice(["a", " ", "ß", "世", "🌍", "é", "\n"]) for _ in range(30)).encode()
+    ids = list(data)
+    if seed % 2:
+        ids.insert(chance.randrange(len(ids)), 0xFF)  # never valid UTF-8
+        ids = ids[: chance.randrange(20, len(ids))]  # and perhaps half a character at the end
+    ids.insert(chance.randrange(len(ids)), END)
+    whole = Bytes().decode(ids)
+    detokenizer, text, rest = Detokenizer(Bytes()), "", ids
+    while rest:
+        cut = chance.randint(1, 6)
+        text += detokenizer.add(rest[:cut])
+        rest = rest[cut:]
+        assert whole.startswith(text)
+    assert text + detokenizer.finish() == whole
+    assert detokenizer.finish() == ""
+
+
+def words_tokenizer() -> PreTrainedTokenizerFast:
+    """Like SentencePiece: a token's leading space is dropped at the start of a text."""
+    vocab = {word: i for i, word in enumerate(["<unk>", "</s>", "▁Hello", "▁world", "s", "▁again", "."])}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>")
+
+
+def test_spaces_survive_streaming() -> None:
+    tokenizer = words_tokenizer()
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.add([token]) for token in (2, 3, 4, 5, 6, 1)]
+    assert pieces == ["Hello", " world", "s", " again", ".", ""]
+    assert "".join(pieces) == tokenizer.decode([2, 3, 4, 5, 6, 1], skip_special_tokens=True)
+
+
+def test_a_continuation_keeps_its_first_space() -> None:
+    assert Detokenizer(words_tokenizer(), context=[2]).add([3]) == " world"
+    assert Detokenizer(words_tokenizer()).add([3]) == "world"
+
+
+def test_cut_in_half_a_character(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
+    code, out, _ = run(capsys, "--max-new-tokens", "3", "Hello?")
+    assert (code, out) == (0, "Gr\ufffd\n")
+
+
+def test_what_libraries_print_does_not_reach_stdout(
+    model: ScriptedModel, capsys: pytest.CaptureFixture
+) -> None:
+    model.during = lambda step: print(f"noise {step}")  # noqa: T201
+    _, out, err = run(capsys, "--json", "Hello?")
+    assert json.loads(out)["text"] == REPLY
+    assert "noise 0" in err
+
+
+# -- prompts ------------------------------------------------------------------------------------------
+
+
+def prompts_seen(model: ScriptedModel) -> list[str]:
+    return [text for call, text, _ in model.calls if call == "stream"]
+
+
+def test_system_and_raw(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
+    run(capsys, "--system", "Be brief.", "Hello?")
+    run(capsys, "--system", "", "Hello?")
+    run(capsys, "--raw", "Once upon")
+    assert prompts_seen(model) == [
+        "<system>Be brief.<user>Hello?<answer>",
+        "<system><user>Hello?<answer>",
+        "Once upon",
+    ]
+
+
+def test_stdin(model: ScriptedModel, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufeffWhy?\r\nWhy not?\r\n".encode())))
+    assert run(capsys, "--raw", "-")[0] == 0
+    assert prompts_seen(model) == ["Why?\nWhy not?"]
+
+
+def test_prompt_files(model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    text, lines = tmp_path / "one.txt", tmp_path / "many.jsonl"
+    text.write_text("Two\nlines\n", encoding="utf-8")
+    lines.write_text('{"prompt": "first"}\n\n{"turns": ["second", "later"], "id": 7}\n', encoding="utf-8")
+    assert run(capsys, "--raw", "--prompt-file", str(text))[0] == 0
+    code, out, err = run(capsys, "--raw", "--prompt-file", str(lines))
+    assert (code, out) == (0, f"{REPLY}\n\n{REPLY}\n")
+    assert err.count("\n") == 2
+    assert prompts_seen(model) == ["Two\nlines", "first", "second"]
+    _, out, _ = run(capsys, "--json", "--prompt-file", str(lines))
+    assert [json.loads(line)["text"] for line in out.splitlines()] == [REPLY, REPLY]
+
+
+# -- JSON and the baseline ------------------------------------------------------------------------------------
+
+
+def test_json_is_one_object_with_the_contract_keys(
+    model: ScriptedModel, capsys: pytest.CaptureFixture
+) -> None:
+    code, out, _ = run(capsys, "--json", "--threshold", "0.25", "--max-new-tokens", "4", "Hello?")
+    assert code == 0 and out.count("\n") == 1
+    assert json.loads(out) == {
+        "text": "Grü",
+        "prompt_tokens": len("<user>Hello?<answer>"),
+        "token_ids": [71, 114, 195, 188],
+        "new_tokens": 4,
+        "steps": 2,
+        "tau": 2.0,
+        "exact_accepts": 2,
+        "fuzzy_accepts": 0,
+        "accept_histogram": [0, 1, 0, 1],
+        "seconds": 1.0,
+        "prefill_seconds": 0.0,
+        "draft_seconds": 0.0,
+        "verify_seconds": 0.0,
+        "tokens_per_second": 4.0,
+        "finish_reason": "length",
+        "threshold": 0.25,
+        "divergence": "js",
+        "mode": "hybrid",
+        "base_model": "scripted",
+        "ea_model": "head",
+        "dtype": "float32",
+        "device": "cpu",
+    }
+    assert tuple(json.loads(out)) == generate.JSON_KEYS
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], (0.0, "js", "hybrid")),
+        (
+            ["--threshold", "inf", "--divergence", "tv", "--mode", "paper"],
+            ("inf", "tv", "paper"),
+        ),
+        (["--rule", "lossless"], (0.0, None, None)),
+        (["--rule", "typical"], (None, None, None)),
+    ],
+)
+def test_json_names_the_rule(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, flags: list[str], expected: tuple[object, ...]
+) -> None:
+    _, out, _ = run(capsys, "--json", *flags, "Hello?")
+    record = json.loads(out)
+    assert (record["threshold"], record["divergence"], record["mode"]) == expected
+
+
+def test_baseline(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
+    flags = [
+        "--baseline",
+        "--temperature",
+        "0.6",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "5",
+        "--max-new-tokens",
+        "6",
+        "Hello?",
+    ]
+    code, out, err = run(capsys, *flags)
+    assert (code, out) == (0, "Grüß\n")
+    assert err.endswith("target alone: 6 tokens in 12.0 s (0.5 tok/s), the same text; speed ratio 12.00\n")
+    assert [call for call, _, _ in model.calls] == ["generate", "target_alone", "stream", "target_alone"]
+    expected = {"max_new_tokens": 6, "temperature": 0.6, "top_k": 0, "top_p": 0.9, "seed": 5}
+    assert model.calls[-1][2] == expected
+    _, out, _ = run(capsys, "--json", *flags)
+    record = json.loads(out)
+    assert tuple(record)[: len(generate.JSON_KEYS)] == generate.JSON_KEYS
+    assert record["baseline_same_tokens"] is True and record["speedup"] == 12.0
+    assert (record["baseline_new_tokens"], record["baseline_seconds"]) == (6, 12.0)
+
+
+# -- flags ------------------------------------------------------------------------------------------
+
+
+def test_flags_reach_the_engine(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
+    sampling = "--temperature 0.7 --top-k 9 --top-p 0.8 --seed 3 --max-new-tokens 5"
+    tree = "--total-tokens 20 --depth 4 --tree-top-k 6"
+    rule = "--threshold 0.4 --divergence tv --mode paper --child target"
+    guards = "--min-p 0.1 --max-overshoot 4 --max-consecutive 2 --exact-prefix 7"
+    run(capsys, *f"{sampling} {tree} {rule} {guards} Hello?".split(" "))
+    assert model.calls[0][2] == {
+        "max_new_tokens": 5,
+        "temperature": 0.7,
+        "top_k": 9,
+        "top_p": 0.8,
+        "seed": 3,
+        "tree": TreeConfig(20, 4, 6),
+        "rule": Fuzzy(
+            0.4, "tv", "paper", "target", min_p=0.1, max_overshoot=4, max_consecutive=2, exact_prefix=7
+        ),
+    }
+
+
+def test_rules_and_their_defaults() -> None:
+    def rule(*argv: str) -> object:
+        return make_rule(build_parser().parse_args([*argv, "x"]))
+
+    assert rule() == Fuzzy(threshold=0.0)
+    assert rule("--rule", "lossless") == Lossless()
+    assert rule("--rule", "typical") == Typical()
+    assert rule("--rule", "typical", "--epsilon", "0.2", "--delta", "0.5") == Typical(epsilon=0.2, delta=0.5)
+
+
+def test_help_states_the_true_defaults() -> None:
+    text = " ".join(build_parser().format_help().partition("examples:")[0].split())
+    tree, fuzzy, typical = TreeConfig(), Fuzzy(), Typical()
+    for flag, default in {
+        "--total-tokens": tree.total_tokens, "--depth": tree.depth, "--tree-top-k": tree.top_k,
+        "--divergence": fuzzy.divergence, "--mode": fuzzy.mode, "--child": fuzzy.child,
+        "--min-p": f"{fuzzy.min_p:g}",
+        "--max-overshoot": fuzzy.max_overshoot, "--exact-prefix": fuzzy.exact_prefix,
+        "--epsilon": typical.epsilon, "--delta": typical.delta,
+    }.items():  # fmt: skip
+        entry = text[text.rindex(f"{flag} ") :]
+        assert entry[entry.index("(default: ") :].startswith(f"(default: {default}"), flag
+
+
+def test_eagle_spellings() -> None:
+    argv = "--base-model-path m --ea-model-path h --total-token 30 --max-new-token 9 x"
+    args = build_parser().parse_args(argv.split(" "))
+    assert (args.base_model, args.ea_model, args.total_tokens, args.max_new_tokens) == ("m", "h", 30, 9)
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys, eagle_fsd.generate as g; g.build_parser(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_version(capsys: pytest.CaptureFixture) -> None:
+    code, out, _ = run(capsys, "--version")
+    assert code == 0 and out.startswith("eagle_fsd ")
+
+
+# -- mistakes ------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "no prompt": ([], "no prompt"),
+    "empty prompt": (["--prompt", ""], "empty"),
+    "blank prompt": (["  \n"], "empty"),
+    "two prompts": (["a", "--prompt", "b"], "not allowed with"),
+    "no such file": (["--prompt-file", "/does/not/exist"], "/does/not/exist"),
+    "unknown flag": (["x", "--fast"], "--fast"),
+    "raw system": (["--raw", "--system", "s", "x"], "--system"),
+    "negative threshold": (["--threshold", "-0.1", "x"], "threshold is -0.1"),
+    "NaN threshold": (["--threshold", "nan", "x"], "threshold is nan"),
+    "threshold no number": (["--threshold", "much", "x"], "'much'"),
+    "unknown divergence": (["--divergence", "kl", "x"], "'kl'"),
+    "unknown mode": (["--mode", "loose", "x"], "'loose'"),
+    "threshold of another rule": (["--rule", "lossless", "--threshold", "0.3", "x"], "--threshold is 0.3"),
+    "epsilon of another rule": (["--epsilon", "0.3", "x"], "--epsilon is 0.3"),
+    "negative temperature": (["--temperature", "-1", "x"], "temperature is -1"),
+    "NaN temperature": (["--temperature", "nan", "x"], "temperature is nan"),
+    "top-p 0": (["--top-p", "0", "x"], "top_p is 0"),
+    "negative top-k": (["--top-k", "-1", "x"], "top_k is -1"),
+    "no new tokens": (["--max-new-tokens", "0", "x"], "max_new_tokens is 0"),
+    "negative new tokens": (["--max-new-tokens", "-3", "x"], "max_new_tokens is -3"),
+    "negative seed": (["--seed", "-1", "x"], "seed is -1"),
+    "seed too large": (["--seed", str(2**63), "x"], "seed is"),
+    "empty tree": (["--total-tokens", "0", "x"], "total_tokens is 0"),
+    "tree without depth": (["--depth", "0", "x"], "depth is 0"),
+    "tree that cannot be": (["--total-tokens", "99", "--depth", "1", "x"], "total_tokens is 99"),
+    "min-p above 1": (["--min-p", "2", "x"], "min_p is 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        generate, "load_model", lambda args: pytest.fail("a mistake must be found before loading")
+    )
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and words in err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"prompt": "a"}\n{"prompt": \n', "line 2"),
+        (b'{"question": "a"}\n', "line 1"),
+        (b'{"turns": []}\n', "line 1"),
+        (b'["a"]\n', "line 1"),
+        (b'{"prompt": 5}\n', "line 1"),
+        (b'{"prompt": "a"}\n{"prompt": ""}\n', "prompt 2"),
+        (b"\n", "no prompt"),
+        (b"\xff\xfe", "UTF-8"),
+    ],
+)
+def test_bad_jsonl(
+    content: bytes, words: str, model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(content)
+    code, out, err = run(capsys, "--prompt-file", str(path))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err and str(path) in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--dtype", "int3"], "int3"),
+        (["--device", "cuda:99"], "cuda:99"),
+        (["--base-model", "/does/not/exist"], "/does/not/exist"),
+        (["--base-model", "/does/not/exist.gguf"], "/does/not/exist.gguf"),
+    ],
+)
+def test_models_and_devices_that_are_not_there(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture
+) -> None:
+    code, out, err = run(capsys, *argv, "x")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+
+
+def test_what_the_engine_refuses_is_a_mistake(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(input_ids: torch.Tensor, **_options: object) -> None:
+        if input_ids.shape[1] > 4:
+            raise ValueError("the prompt has 6 tokens:\n  at most 4 fit")
+        return scripted(input_ids, **_options)
+
+    scripted = model.stream
+    monkeypatch.setattr(model, "stream", refuse)
+    assert run(capsys, "--raw", "Hello?")[::2] == (
+        2,
+        "python -m eagle_fsd.generate: error: the prompt has 6 tokens: at most 4 fit\n",
+    )
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "abc"}\n{"prompt": "abcdef"}\n')
+    code, out, err = run(capsys, "--raw", "--prompt-file", str(path))
+    assert (code, out) == (2, f"{REPLY}\n\n")
+    assert "prompt 2 of 2: the prompt has 6" in err
+
+
+def test_verbose_shows_where_a_mistake_was_found(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
+    code, _, err = run(capsys, "--verbose", "--threshold", "-1", "x")
+    assert code == 2 and "Traceback" in err
+
+
+def test_no_chat_template(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
+    model.tokenizer.chat_template = None
+    code, _, err = run(capsys, "Hello?")
+    assert code == 2 and "--raw" in err
+    assert run(capsys, "--raw", "Hello?")[0] == 0
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_an_unexpected_exception_keeps_its_traceback(model: ScriptedModel, step: int) -> None:
+    def fail(now: int) -> None:
+        if now == step:
+            raise RuntimeError("a fault")
+
+    model.during = fail
+    with pytest.raises(RuntimeError, match="a fault"):
+        generate.main(["Hello?"])
+
+
+def test_a_value_error_in_mid_run_is_a_fault(model: ScriptedModel) -> None:
+    def fail(now: int) -> None:
+        if now == 2:
+            raise ValueError("a fault")
+
+    model.during = fail
+    with pytest.raises(ValueError, match="a fault"):
+        generate.main(["Hello?"])
+
+
+# -- endings ------------------------------------------------------------------------------------------
+
+
+def press_ctrl_c(times: dict[int, int]) -> Any:
+    def during(step: int) -> None:
+        for _ in range(times.get(step, 0)):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    return during
+
+
+def test_ctrl_c_ends_after_the_step(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
+    model.during = press_ctrl_c({1: 1})
+    code, out, err = run(capsys, "Hello?")
+    assert (code, out) == (130, "Grüß\n")
+    assert err == "6 tokens in 1.0 s (6.0 tok/s), tau 3.00, 0 fuzzy accepts, lossless, interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_with_json(model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    model.during = press_ctrl_c({1: 1})
+    code, out, _ = run(capsys, "--json", "--baseline", "--prompt-file", str(path))
+    (record,) = map(json.loads, out.splitlines())
+    assert code == 130 and record["finish_reason"] == "interrupted"
+    assert (record["text"], record["new_tokens"], record["steps"]) == ("Grüß", 6, 2)
+    assert record["baseline_seconds"] is None and record["speedup"] is None
+
+
+def test_a_second_ctrl_c_does_not_wait(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
+    model.during = press_ctrl_c({1: 2})
+    code, out, err = run(capsys, "Hello?")
+    assert (code, out) == (130, "Gr\ufffd\n")
+    assert "interrupted" in err
+
+
+def test_ctrl_c_while_loading(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "load_model", load)
+    assert run(capsys, "Hello?") == (130, "", "interrupted\n")
+
+
+def test_a_reader_that_goes_away(model: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert generate.main(["Hello?"]) == 141
+
+
+def test_a_terminal_without_the_characters(model: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert generate.main(["Hello?"]) == 0
+    assert raw.getvalue() == b"Gr??e, ?? ?!\n"
+
+
+# -- the real model ------------------------------------------------------------------------------------------
+
+
+def test_real_answer_equals_the_engine(
+    smollm2: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "load_model", lambda args: smollm2)
+    flags = ["--max-new-tokens", "24", "Write one sentence with an emoji and the word café."]
+    code, out, _ = run(capsys, "--json", "--baseline", *flags)
+    record = json.loads(out)
+    assert code == 0 and record["baseline_same_tokens"] is True and record["tau"] > 1.0
+    assert record["text"] == smollm2.tokenizer.decode(record["token_ids"], skip_special_tokens=True)
+    assert record["new_tokens"] == 24 and record["finish_reason"] == "length"
+    code, out, _ = run(capsys, *flags)
+    assert (code, out) == (0, record["text"] + "\n")
+
+
+@pytest.mark.real
+def test_real_process_ends_on_ctrl_c(smollm2: Any) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "eagle_fsd.generate",
+        "--max-new-tokens",
+        "2000",
+        "Count from one to ten thousand.",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and (first + out).strip()
+    assert err.count(b"\n") == 1 and err.endswith(b"interrupted\n"), err.decode()
