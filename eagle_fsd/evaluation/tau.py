@@ -1,0 +1,139 @@
+"""Acceptance length by prompt set and rule: run every cell of a grid, keep its raw row, print a table.
+
+A cell is (prompt set, temperature, rule). Rows go to a JSONL file as they are made and are not made twice, so
+that an interrupted run resumes; tables come from the rows alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from eagle_fsd.acceptance import Fuzzy, Lossless
+from eagle_fsd.config import SamplingConfig, TreeConfig
+from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.prompts import batches, left_padded
+from eagle_fsd.stats import GenerationStats
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement. divergence and mode are None for lossless, whose threshold is 0."""
+
+    prompts: str
+    prompt_count: int
+    max_new_tokens: int
+    sampling: SamplingConfig
+    tree: TreeConfig
+    threshold: float = 0.0
+    divergence: str | None = None
+    mode: str | None = None
+    child: str | None = None
+    seed: int = 0
+
+    def rule(self) -> Fuzzy | Lossless:
+        if self.divergence is None:
+            return Lossless()
+        return Fuzzy(self.threshold, self.divergence, mode=self.mode or "hybrid", child=self.child or "draft")
+
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def measure(
+    engine: EagleFSD, cell: Cell, prompts: Sequence[Sequence[int]], batch_size: int
+) -> dict[str, object]:
+    """Run one cell over its prompts (token ids) and return its row: the cell and the totals of its
+    statistics.
+
+    Prompts are batched by length; prompt i draws from seed + i whatever its batch.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    stats: list[GenerationStats] = []
+    for places in batches(len(order), batch_size):
+        rows = [order[place] for place in places]
+        ids, mask = left_padded([prompts[row] for row in rows], engine.pad_token_id)
+        output = engine.generate(
+            ids,
+            mask,
+            max_new_tokens=cell.max_new_tokens,
+            rule=cell.rule(),
+            tree=cell.tree,
+            seed=[cell.seed + row for row in rows],
+            **asdict(cell.sampling),
+        )
+        stats.append(GenerationStats.total(output.stats, concurrent=True))
+    total = GenerationStats.total(stats)
+    return {**asdict(cell), **total.to_dict(), "batch_size": batch_size}
+
+
+def run(
+    engine: EagleFSD,
+    cells: Iterable[Cell],
+    prompts: Mapping[str, Sequence[Sequence[int]]],
+    output: Path,
+    batch_size: int,
+    provenance: Mapping[str, object],
+) -> list[dict[str, object]]:
+    """Measure every cell that `output` does not hold yet, append its row there, and return the rows of all
+    cells in order."""
+    cells = list(cells)
+    done = {row["key"]: row for row in read_rows(output)}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for cell in tqdm(cells, desc="cells", unit="cell"):
+        if cell.key() in done:
+            continue
+        row = measure(engine, cell, prompts[cell.prompts][: cell.prompt_count], batch_size)
+        row |= {"key": cell.key(), "base_model": engine.base_model, "ea_model": engine.ea_model, **provenance}
+        with output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        done[cell.key()] = row
+    return [done[cell.key()] for cell in cells]
+
+
+def read_rows(path: Path) -> list[dict[str, object]]:
+    """The rows of an earlier run. ValueError names a broken line."""
+    if not path.exists():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}:{number}: is not JSON ({error.msg}); delete the line to measure it again"
+            ) from error
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """A Markdown table: one line per temperature, rule and threshold; tau by prompt set, over all, and fuzzy
+    accepts per step."""
+    sets = list(dict.fromkeys(row["prompts"] for row in rows))
+    lines = [
+        "| temperature | divergence | mode | child | T | "
+        + " | ".join(sets)
+        + " | all | vs lossless | fuzzy / step |",
+        "|" + " --- |" * (len(sets) + 8),
+    ]
+    groups: dict[tuple[object, ...], list[Mapping[str, object]]] = {}
+    for row in rows:
+        rule = (row["divergence"], row["mode"], row["child"], row["threshold"])
+        groups.setdefault((row["sampling"]["temperature"], *rule), []).append(row)
+    lossless: dict[object, float] = {}
+    for (temperature, divergence, mode, child, threshold), members in groups.items():
+        steps = sum(row["steps"] for row in members)
+        tau = sum(row["new_tokens"] for row in members) / steps
+        if divergence is None:
+            lossless[temperature] = tau
+        by_set = {row["prompts"]: row["tau"] for row in members}
+        gain = f"{tau / lossless[temperature] - 1:+.0%}" if temperature in lossless else ""
+        fuzzy = sum(row["fuzzy_accepts"] for row in members) / steps
+        cells = [f"{temperature:g}", divergence or "lossless", mode or "", child or "", f"{threshold:g}"]
+        cells += [f"{by_set[name]:.2f}" if name in by_set else "" for name in sets]
+        lines.append("| " + " | ".join([*cells, f"{tau:.2f}", gain, f"{fuzzy:.2f}"]) + " |")
+    return "\n".join(lines)

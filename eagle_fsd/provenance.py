@@ -1,0 +1,41 @@
+"""What made a number: argv, commit, versions and machine, to be written beside every result."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+import transformers
+
+import eagle_fsd
+
+
+def provenance() -> dict[str, object]:
+    """A JSON-ready record of this run."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "eagle_fsd": eagle_fsd.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": device,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def commit() -> str | None:
+    """The checkout's commit, with `-dirty` where tracked files differ from it; None outside a checkout."""
+    folder = Path(__file__).resolve().parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

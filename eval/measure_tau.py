@@ -1,0 +1,86 @@
+"""Measure tau (tokens per step) by prompt set, temperature and rule; rows to JSONL, a Markdown table to
+stdout.
+
+python eval/measure_tau.py --prompts data/prompts_*.jsonl --output runs/tau.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import product
+from pathlib import Path
+
+from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig
+from eagle_fsd.evaluation.prompts import encode_chat, read_prompts, set_name
+from eagle_fsd.evaluation.tau import Cell, run, table
+from eagle_fsd.provenance import provenance
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--base-model", default="smollm2-135m", help="target: Hub id, folder or .gguf file")
+    parser.add_argument("--ea-model", help="draft head: Hub id or folder (default: the shipped one)")
+    parser.add_argument(
+        "--prompts", type=Path, nargs="+", required=True, help="JSONL files with `turns` or `prompt`"
+    )
+    parser.add_argument("--limit", type=int, help="only the first LIMIT prompts of every file")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="JSONL of rows; a later run resumes from it"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, help="tau does not depend on it; default: %(default)s"
+    )
+    parser.add_argument("--tree", default="16/5/8", help="total_tokens/depth/top_k; default: %(default)s")
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", default=[0.0, 0.6], help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=0.9, help="where temperature > 0; default: %(default)s"
+    )
+    parser.add_argument("--top-k", type=int, default=50, help="where temperature > 0; default: %(default)s")
+    parser.add_argument(
+        "--threshold",
+        action="append",
+        nargs="+",
+        metavar="DIVERGENCE T",
+        help="a divergence and its thresholds, e.g. --threshold js 0.1 0.3; may be repeated",
+    )
+    parser.add_argument("--mode", nargs="+", default=["hybrid"], choices=["hybrid", "paper"])
+    parser.add_argument("--child", nargs="+", default=["draft"], choices=["draft", "target"])
+    parser.add_argument("--dtype", default="float32", help="default: %(default)s")
+    arguments = parser.parse_args()
+
+    try:
+        tree = TreeConfig(*(int(size) for size in arguments.tree.split("/")))
+        engine = EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, dtype=arguments.dtype)
+        prompts = {
+            set_name(path): [
+                encode_chat(engine.tokenizer, text) for text in read_prompts(path)[: arguments.limit]
+            ]
+            for path in arguments.prompts
+        }
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+    cells = []
+    for temperature in arguments.temperature:
+        warpers = (arguments.top_k, arguments.top_p) if temperature else (0, 1.0)
+        sampling = SamplingConfig(temperature, *warpers)
+        rules = [{}]
+        for (divergence, *thresholds), mode, child in product(
+            arguments.threshold or [], arguments.mode, arguments.child
+        ):
+            rules += [
+                {"divergence": divergence, "threshold": float(t), "mode": mode, "child": child}
+                for t in thresholds
+            ]
+        for rule, (name, ids) in product(rules, prompts.items()):
+            cells.append(Cell(name, len(ids), arguments.max_new_tokens, sampling, tree, **rule))
+    rows = run(engine, cells, prompts, arguments.output, arguments.batch_size, provenance())
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
