@@ -151,7 +151,7 @@ def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> Draft
             data, fc_bias="fc.bias" in tensors, qkv_bias=any(QKV_BIAS_KEY.fullmatch(key) for key in tensors)
         )
     except (ValueError, TypeError) as error:
-        raise ValueError(f"draft head {name!r}: {one_line(error)}") from error
+        raise ValueError(f"draft head {name!r}: {one_line(error)}; or choose another head") from error
     check_target(config, name, hidden_size, vocab_size)
     check_tensors(tensors, config, name)
     tensors.pop(EMBEDDING_KEY, None)

@@ -113,6 +113,10 @@ def why(error: Exception, revision: str | None) -> str:
         return "is not a Hub id: it must be owner/name[@revision]; check its spelling"
     if isinstance(error, errors.LocalEntryNotFoundError):
         if huggingface_hub.constants.HF_HUB_OFFLINE:
-            return "is not whole in the cache: offline fetches nothing; unset HF_HUB_OFFLINE or give a folder"
-        return "is not whole in the cache, and the Hub cannot be reached: connect, or give a folder"
-    return f"could not be fetched from the Hub ({one_line(error, 160)}): try again, or give a folder"
+            return "is not whole in the cache: offline it must be; unset HF_HUB_OFFLINE, or give a folder"
+        return (
+            "is not whole in the cache, and the Hub cannot be reached: one must do; connect, or give a folder"
+        )
+    return (
+        f"could not be fetched from the Hub ({one_line(error, 160)}): it must be; try again, or give a folder"
+    )

@@ -9,7 +9,9 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import pickle
 import re
+import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,7 +58,8 @@ SHIPPED_HEADS_OF_FILES = {r"smollm2-135m-instruct([.-][^.]+)?\.gguf": "smollm2-1
 # What reading a broken or foreign model raises inside transformers, torch and safetensors.
 LOAD_ERRORS = (
     *(OSError, ValueError, TypeError, KeyError, AttributeError),
-    *(RuntimeError, ImportError, EOFError, SafetensorError),
+    *(RuntimeError, ImportError, EOFError, IndexError, OverflowError, MemoryError),
+    *(SafetensorError, pickle.UnpicklingError, struct.error),
 )
 
 
@@ -156,9 +159,8 @@ def split_hub_id(name: str, kind: str, local: str) -> tuple[str, str | None]:
     """`owner/name@revision` apart; what is neither on disk nor shaped like a Hub id is refused."""
     repo, _, revision = name.partition("@")
     if re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", repo, re.ASCII) is None:
-        raise ValueError(
-            f"{kind} {name!r} is not there: it must be {local}, or a Hub id owner/name[@revision]"
-        )
+        rule = f"it must be {local}, or a Hub id owner/name[@revision]; check its spelling"
+        raise ValueError(f"{kind} {name!r} is not there: {rule}")
     return repo, revision or None
 
 
@@ -180,12 +182,13 @@ def load_target(
         source = resolve_target(source, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if source.gguf_file is None:
-        check_folder(source)
+        check_folder(source, trust_remote_code)
     else:
         options["gguf_file"] = source.gguf_file
-    with one_line_errors(source.name), quiet_off_terminals(source.gguf_file is not None):
+    with one_line_errors(source.name):
         config = transformers.AutoConfig.from_pretrained(source.folder, **options)
-        check_decoder(config)
+    check_decoder(config, source.name)
+    with one_line_errors(source.name), quiet_off_terminals(source.gguf_file is not None):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=config,
@@ -195,18 +198,14 @@ def load_target(
             output_loading_info=True,
             **options,
         )
-        missing = sorted(report["missing_keys"])
-        if missing:
-            count = f"{len(missing)} weights, such as {missing[0]}"
-            raise ValueError(
-                f"its files lack {count}: every weight must be there; choose a causal language model"
-            )
         if device_map is None:
             model = model.to(place)
-        if source.gguf_file is not None:
-            forget_quantization(model)
-        tokenizer = None
-        if source.gguf_file is not None or any(any(source.folder.glob(name)) for name in TOKENIZER_FILES):
+    check_whole(report, source.name)
+    if source.gguf_file is not None:
+        forget_quantization(model)
+    tokenizer = None
+    if source.gguf_file is not None or any(any(source.folder.glob(name)) for name in TOKENIZER_FILES):
+        with one_line_errors(source.name):
             tokenizer = transformers.AutoTokenizer.from_pretrained(source.folder, **options)
     return model.eval(), tokenizer
 
@@ -224,7 +223,7 @@ def load_head(
     return read_head(source.file, source.name, hidden_size, vocab_size).to(device=device, dtype=dtype)
 
 
-def check_folder(source: TargetSource) -> None:
+def check_folder(source: TargetSource, trust_remote_code: bool) -> None:
     """A folder must have a config and whole weights; said here, since transformers' errors are long."""
     folder, where = source.folder, f"target {source.name!r}"
     files = sorted(folder.glob("*.gguf"))
@@ -232,7 +231,12 @@ def check_folder(source: TargetSource) -> None:
         raise ValueError(
             f"{where} has no {CONFIG_NAME}: a folder must have one; name its file {str(files[0])!r}"
         )
-    read_config(folder, "target")
+    config = read_config(folder, "target")
+    foreign = config.get("auto_map") and config.get("model_type") not in transformers.CONFIG_MAPPING
+    if foreign and not trust_remote_code:
+        raise ValueError(
+            f"{where} needs its own code: that runs only on request; set trust_remote_code if you trust it"
+        )
     if has_whole_weights(folder):
         return
     shards = shard_names(folder)
@@ -243,17 +247,31 @@ def check_folder(source: TargetSource) -> None:
         raise ValueError(f"{where} has no weights: {SAFETENSORS_NAME} or {BIN_NAME} must be there; add one")
 
 
-def check_decoder(config: transformers.PreTrainedConfig) -> None:
+def check_decoder(config: transformers.PreTrainedConfig, name: str) -> None:
     """Refuse what is no causal decoder; which decoders trees can be verified on is target.py's to say."""
-    remedy = "choose a causal language model"
+    rule = "it must be a decoder; choose a causal language model"
+    kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"it is an encoder-decoder ({config.model_type}), it must be a decoder; {remedy}")
+        raise ValueError(f"target {name!r} is an encoder-decoder ({kind}): {rule}")
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     causal = remote or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     # BERT and its kin have a causal class too, but attend both ways unless the config says is_decoder.
     if not causal or getattr(config, "is_decoder", True) is False:
-        raise ValueError(f"it is not a decoder ({config.model_type}), it must be one; {remedy}")
-    check_supported(config)
+        raise ValueError(f"target {name!r} is not a decoder ({kind}): {rule}")
+    try:
+        check_supported(config)
+    except ValueError as error:
+        raise ValueError(f"target {name!r} cannot be used: {one_line(error)}") from error
+
+
+def check_whole(report: dict[str, Any], name: str) -> None:
+    """transformers fills what the files lack at random and only warns."""
+    missing = sorted(report["missing_keys"])
+    if missing:
+        lost = f"{len(missing)} weights, such as {missing[0]}"
+        raise ValueError(
+            f"target {name!r} lacks {lost}: its files must hold all; choose a causal language model"
+        )
 
 
 def forget_quantization(model: transformers.PreTrainedModel) -> None:
@@ -275,8 +293,9 @@ def one_line_errors(name: str) -> Iterator[None]:
             f"target {name!r} does not fit: the device must hold it; use a smaller dtype"
         ) from error
     except LOAD_ERRORS as error:
-        text = one_line(error) or type(error).__name__
-        raise ValueError(f"target {name!r} cannot be loaded: {text}") from error
+        text = one_line(error, 200) or type(error).__name__
+        rule = "it must be a whole model that transformers reads; check it, or choose another"
+        raise ValueError(f"target {name!r} cannot be loaded ({text}): {rule}") from error
 
 
 @contextlib.contextmanager
@@ -289,9 +308,9 @@ def quiet_off_terminals(gguf: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         logging.disable_progress_bar()
         stack.callback(logging.enable_progress_bar)
-        if gguf:  # its bar heeds none of transformers' switches
-            module = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-            if hasattr(module, "tqdm"):
+        with contextlib.suppress(ImportError, AttributeError):  # where another release keeps it elsewhere
+            if gguf:  # its bar heeds none of transformers' switches
+                module = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
                 stack.callback(setattr, module, "tqdm", module.tqdm)
                 module.tqdm = functools.partial(module.tqdm, disable=True)
         yield
