@@ -46,9 +46,8 @@ class TreeConfig:
         require_integer("top_k", self.top_k, 1, "8 or 10 is usual")
         if self.total_tokens > 1 + self.candidates:
             raise ValueError(
-                f"total_tokens is {self.total_tokens}: a tree of depth {self.depth} and top_k "
-                f"{self.top_k} has at most "
-                f"{1 + self.candidates} nodes; lower total_tokens, or raise depth or top_k"
+                f"total_tokens is {self.total_tokens}: a tree of depth {self.depth} and top_k {self.top_k} "
+                f"has at most {1 + self.candidates} nodes; lower total_tokens, or raise depth or top_k"
             )
 
     @property

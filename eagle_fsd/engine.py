@@ -10,17 +10,19 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
-from eagle_fsd.acceptance import AcceptanceRule, Fuzzy
+from eagle_fsd.acceptance import AcceptanceRule, Lossless
 from eagle_fsd.config import SamplingConfig, TreeConfig, require_integer
 from eagle_fsd.decoding import Request, decode
 from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter
 from eagle_fsd.head import DraftHead
+from eagle_fsd.padding import right_padded, unpad
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel, TargetSession
@@ -83,9 +85,8 @@ class EagleFSD:
             ):
                 if mine != its:
                     raise ValueError(
-                        f"the head's {name} is {mine} and the target's is {its}: a head drafts only for "
-                        "the target it was "
-                        "trained on; choose the head of this target"
+                        f"the head's {name} is {mine} and the target's is {its}: a head drafts only for the "
+                        "target it was trained on; choose the head of this target"
                     )
         self.target = target
         self.head = None if head is None else head.to(target.device, target.dtype).eval()
@@ -112,8 +113,8 @@ class EagleFSD:
         and bfloat16 on CUDA. Raises ValueError for anything that cannot be had, does not fit or is not
         supported.
         """
-        source = hub.resolve_target(base_model)
-        head_source = hub.resolve_head(ea_model, base_model)
+        head_source = hub.resolve_head(ea_model, base_model)  # first: it fails faster
+        source = hub.resolve_target(base_model, trust_remote_code=trust_remote_code)
         model, tokenizer = hub.load_target(
             source,
             dtype=dtype,
@@ -160,14 +161,14 @@ class EagleFSD:
         steps, stats, watch = self._start(
             input_ids,
             attention_mask,
-            max_new_tokens,
-            temperature,
-            top_k,
-            top_p,
-            rule,
-            tree,
-            seed,
-            eos_token_id,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            rule=rule,
+            tree=tree,
+            seed=seed,
+            eos_token_id=eos_token_id,
         )
         new_tokens: list[list[int]] = [[] for _ in stats]
         for chunks in steps:
@@ -181,36 +182,19 @@ class EagleFSD:
         self,
         input_ids: Tensor | Sequence[Sequence[int]],
         attention_mask: Tensor | None = None,
-        *,
-        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        rule: AcceptanceRule | None = None,
-        tree: TreeConfig | None = None,
-        seed: int | Sequence[int] = 0,
-        eos_token_id: int | Sequence[int] | None = None,
+        **options: Any,
     ) -> TokenStream:
-        """Generate for one prompt [1, L] and yield its new token ids as each step emits them; arguments as in
-        `generate`."""
+        """Generate for one prompt [1, L] and yield its new token ids as each step emits them.
+
+        options: the keyword arguments of `generate`, with the same defaults.
+        """
         input_ids = torch.as_tensor(input_ids, dtype=torch.int64)
         if input_ids.ndim != 2 or len(input_ids) != 1:
             raise ValueError(
                 f"input_ids has shape {list(input_ids.shape)}: a stream takes one prompt, [1, L]; use "
-                "generate"
+                "generate for a batch"
             )
-        steps, (stats,), watch = self._start(
-            input_ids,
-            attention_mask,
-            max_new_tokens,
-            temperature,
-            top_k,
-            top_p,
-            rule,
-            tree,
-            seed,
-            eos_token_id,
-        )
+        steps, (stats,), watch = self._start(input_ids, attention_mask, **options)
         return TokenStream(steps, stats, watch)
 
     def target_alone(
@@ -271,14 +255,15 @@ class EagleFSD:
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None,
-        max_new_tokens: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        rule: AcceptanceRule | None,
-        tree: TreeConfig | None,
-        seed: int | Sequence[int],
-        eos_token_id: int | Sequence[int] | None,
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        rule: AcceptanceRule | None = None,
+        tree: TreeConfig | None = None,
+        seed: int | Sequence[int] = 0,
+        eos_token_id: int | Sequence[int] | None = None,
     ) -> tuple[Iterator[list[list[int]]], list[GenerationStats], Stopwatch]:
         """Check the arguments and set one batch up; nothing runs before the first step is asked for."""
         require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
@@ -291,7 +276,7 @@ class EagleFSD:
             lengths=lengths,
             limits=limits,
             eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
-            rule=Fuzzy() if rule is None else rule,
+            rule=Lossless() if rule is None else rule,
             tree=tree,
             sampling=SamplingConfig(temperature, top_k, top_p),
         )
@@ -314,8 +299,7 @@ class EagleFSD:
         if length >= positions:
             raise ValueError(
                 f"prompt {row} has {length} tokens: the target has {positions} positions, and one must be "
-                "left for the answer; "
-                "shorten the prompt"
+                "left for the answer; shorten the prompt"
             )
         return positions - length
 
@@ -345,48 +329,6 @@ class EagleFSD:
     def _output(
         self, input_ids: Tensor, new_tokens: list[list[int]], stats: list[GenerationStats]
     ) -> GenerationOutput:
-        width = max(map(len, new_tokens))
-        padded = [row + [self.pad_token_id] * (width - len(row)) for row in new_tokens]
-        sequences = torch.cat(
-            (input_ids, torch.tensor(padded, dtype=torch.int64).to(input_ids.device)), dim=1
-        )
+        added = right_padded(new_tokens, self.pad_token_id).to(input_ids.device)
+        sequences = torch.cat((input_ids, added), dim=1)
         return GenerationOutput(sequences, new_tokens, stats)
-
-
-def unpad(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, list[int]]:
-    """Right-padded tokens [B, longest] and the lengths of prompts that are padded on either side. ValueError
-    if they are none."""
-    if input_ids.ndim != 2 or not input_ids.numel():
-        raise ValueError(
-            f"input_ids has shape {list(input_ids.shape)}: it must be [B, L] with at least one token; "
-            "tokenize a prompt"
-        )
-    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
-        raise ValueError(
-            f"input_ids holds {int(input_ids.min())}..{int(input_ids.max())}: token ids must lie in "
-            f"0..{vocab_size - 1}; "
-            "use the target's own tokenizer"
-        )
-    if attention_mask is None:
-        return input_ids, [input_ids.shape[1]] * len(input_ids)
-    mask = torch.as_tensor(attention_mask).to(input_ids.device).bool()
-    if mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask has shape {list(mask.shape)}: it must be that of input_ids, "
-            f"{list(input_ids.shape)}"
-        )
-    lengths = mask.sum(1)
-    if not bool(lengths.all()):
-        raise ValueError(
-            f"row {int(lengths.argmin())} of the batch is empty: every prompt needs at least one token; "
-            "drop the row"
-        )
-    starts = mask.to(torch.uint8).argmax(1)
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    if not torch.equal(mask, (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])):
-        raise ValueError(
-            "attention_mask has holes: each row's prompt must be one run of tokens, padded on one side "
-            "or both"
-        )
-    source = (starts[:, None] + columns[: int(lengths.max())]).clamp(max=mask.shape[1] - 1)
-    return input_ids.gather(1, source), lengths.tolist()

@@ -7,12 +7,12 @@ import shlex
 import subprocess
 import sys
 from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
 
-import eagle_fsd
+from eagle_fsd import __version__
 
 
 def provenance() -> dict[str, object]:
@@ -22,10 +22,10 @@ def provenance() -> dict[str, object]:
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "eagle_fsd": eagle_fsd.__version__,
+        "eagle_fsd": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
         "device": device,
         "threads": torch.get_num_threads(),
     }

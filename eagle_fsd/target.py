@@ -35,9 +35,8 @@ def check_supported(config: PretrainedConfig) -> None:
     if kinds - {FULL, SLIDING}:
         raise ValueError(
             f"target is a {name!r} model with layers of kind {sorted(kinds - {FULL, SLIDING})}: only full "
-            "and sliding "
-            "attention can be rolled back to an accepted path; recurrent, hybrid and chunked layers are "
-            "not supported"
+            "and sliding attention can be rolled back to an accepted path; recurrent, hybrid and chunked "
+            "layers are not supported"
         )
 
 
@@ -58,15 +57,14 @@ class TargetModel:
         check_supported(model.config)
         if getattr(model, "_is_stateful", False):
             raise ValueError(
-                f"target is a {model.config.model_type!r} model: its state is recurrent and cannot be "
-                "rolled back to an "
-                "accepted path; use a model with attention layers only"
+                f"target is a {model.config.model_type!r} model: its state is recurrent and cannot be rolled "
+                "back to an accepted path; use a model with attention layers only"
             )
         attention = model.config._attn_implementation
         if attention not in ("sdpa", "eager"):
             raise ValueError(
-                f"attn_implementation is {attention!r}: tree masks need 'sdpa' or 'eager'; load the "
-                "target with one of these"
+                f"attn_implementation is {attention!r}: tree masks need 'sdpa' or 'eager'; load the target "
+                "with one of these"
             )
         self.model = model.eval()
         self.config = model.config.get_text_config(decoder=True)
@@ -183,10 +181,9 @@ class TargetModel:
             # Kernels differ in the last bits; a sibling that leaks or a wrong position differs in the first.
             if not difference < (1e-3 if self.dtype == torch.float32 else 0.1):
                 raise ValueError(
-                    f"target is a {kind!r} model whose tree verification differs from its plain forward "
-                    f"by {difference:.2g} "
-                    "(relative): its positions, masks or logits follow rules that are not supported; use "
-                    "another target"
+                    f"target is a {kind!r} model whose tree verification differs from its plain forward by "
+                    f"{difference:.2g} (relative): its positions, masks or logits follow rules that are not "
+                    "supported; use another target"
                 )
 
 

@@ -11,7 +11,8 @@ from tqdm import tqdm
 from eagle_fsd.acceptance import Lossless
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.prompts import batches, left_padded
+from eagle_fsd.evaluation.prompts import batches
+from eagle_fsd.padding import left_padded
 from eagle_fsd.stats import GenerationStats
 
 NEAR_TIE = 1e-4  # two logits closer than this may change places between kernels in float32

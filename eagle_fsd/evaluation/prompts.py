@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 
@@ -37,14 +35,6 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Token ids of one user turn in the target's chat template, with the assistant's turn opened."""
     messages = [{"role": "user", "content": prompt}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
-
-def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """input_ids and attention_mask [B, longest] of prompts, padded on the left."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in prompts])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
-    return ids, mask
 
 
 def batches(count: int, size: int) -> Iterator[range]:

@@ -16,7 +16,8 @@ from tqdm import tqdm
 from eagle_fsd.acceptance import Fuzzy, Lossless
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.prompts import batches, left_padded
+from eagle_fsd.evaluation.prompts import batches
+from eagle_fsd.padding import left_padded
 from eagle_fsd.stats import GenerationStats
 
 
