@@ -101,7 +101,7 @@ def jsonl_prompts(text: str, path: Path) -> list[str]:
     return prompts
 
 
-# -- running ------------------------------------------------------------------------------------------
+# -- running ----------------------------------------
 
 
 @dataclass
@@ -227,7 +227,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# -- reporting ------------------------------------------------------------------------------------------
+# -- reporting ----------------------------------------
 
 
 def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
@@ -293,11 +293,13 @@ def speed(stats: GenerationStats, tokens: int) -> str:
     )
 
 
-# -- the program ------------------------------------------------------------------------------------------
+# -- the program ----------------------------------------
 
 
 def load_model(args: Namespace) -> EagleFSD:
     """The engine that the flags name; the libraries' chatter stays off unless --verbose."""
+    if not args.verbose:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is first imported: progress bars
     import transformers
 
     from eagle_fsd.engine import EagleFSD
@@ -307,7 +309,6 @@ def load_model(args: Namespace) -> EagleFSD:
     resolve_dtype(args.dtype, resolve_device(args.device))  # before a download, not after it
     if not args.verbose:
         transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
     return EagleFSD.from_pretrained(
         args.base_model if args.base_model is not None else DEFAULT_TARGET,
         ea_model=args.ea_model,

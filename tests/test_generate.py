@@ -107,7 +107,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-# -- text and streaming ---------------------------------------------------------------------------------------
+# -- text and streaming ----------------------------------------
 
 
 def test_text_goes_to_stdout_and_one_line_to_stderr(
@@ -188,7 +188,7 @@ def test_what_libraries_print_does_not_reach_stdout(
     assert "noise 0" in err
 
 
-# -- prompts ------------------------------------------------------------------------------------------
+# -- prompts ----------------------------------------
 
 
 def prompts_seen(model: ScriptedModel) -> list[str]:
@@ -225,7 +225,7 @@ def test_prompt_files(model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_p
     assert [json.loads(line)["text"] for line in out.splitlines()] == [REPLY, REPLY]
 
 
-# -- JSON and the baseline ------------------------------------------------------------------------------------
+# -- JSON and the baseline ----------------------------------------
 
 
 def test_json_is_one_object_with_the_contract_keys(
@@ -306,7 +306,7 @@ def test_baseline(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
     assert (record["baseline_new_tokens"], record["baseline_seconds"]) == (6, 12.0)
 
 
-# -- flags ------------------------------------------------------------------------------------------
+# -- flags ----------------------------------------
 
 
 def test_flags_reach_the_engine(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
@@ -368,7 +368,7 @@ def test_version(capsys: pytest.CaptureFixture) -> None:
     assert code == 0 and out.startswith("eagle_fsd ")
 
 
-# -- mistakes ------------------------------------------------------------------------------------------
+# -- mistakes ----------------------------------------
 
 MISTAKES = {
     "no prompt": ([], "no prompt"),
@@ -506,7 +506,7 @@ def test_a_value_error_in_mid_run_is_a_fault(model: ScriptedModel) -> None:
         generate.main(["Hello?"])
 
 
-# -- endings ------------------------------------------------------------------------------------------
+# -- endings ----------------------------------------
 
 
 def press_ctrl_c(times: dict[int, int]) -> Any:
@@ -567,7 +567,7 @@ def test_a_terminal_without_the_characters(model: ScriptedModel, monkeypatch: py
     assert raw.getvalue() == b"Gr??e, ?? ?!\n"
 
 
-# -- the real model ------------------------------------------------------------------------------------------
+# -- the real model ----------------------------------------
 
 
 def test_real_answer_equals_the_engine(
@@ -592,7 +592,7 @@ def test_real_process_ends_on_ctrl_c(smollm2: Any) -> None:
         "eagle_fsd.generate",
         "--max-new-tokens",
         "2000",
-        "Count from one to ten thousand.",
+        "Write a long story about the sea.",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         first = process.stdout.read(1)
