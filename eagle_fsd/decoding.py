@@ -74,17 +74,19 @@ def decode(
 def prefill(request: Request, target: TargetSession, drafter: Drafter) -> Tensor:
     """Run every prompt but its last token, which is returned as the first root [B], and show the drafter the
     pairs."""
-    counts = torch.tensor(request.lengths, device=request.tokens.device)[:, None] - 1
-    features = target.prefill(request.tokens[:, :-1], counts[:, 0].tolist())
+    counts = [length - 1 for length in request.lengths]
+    features = target.prefill(request.tokens[:, :-1], counts)
+    last = torch.tensor(counts, device=request.tokens.device)[:, None]
     # A one-token prompt has no feature yet: its first pair carries a zero feature and the root.
-    empty = counts == 0
+    empty = last == 0
     pairs = features if features.shape[1] else features.new_zeros(len(counts), 1, features.shape[2])
-    pairs = pairs.masked_fill(empty[:, :, None], 0.0)
-    followers = torch.where(
-        empty, request.tokens[:, :1], request.tokens[:, 1:] if features.shape[1] else request.tokens
+    followers = request.tokens[:, 1:] if features.shape[1] else request.tokens
+    drafter.extend(
+        pairs.masked_fill(empty[:, :, None], 0.0),
+        torch.where(empty, request.tokens[:, :1], followers),
+        [max(count, 1) for count in counts],
     )
-    drafter.extend(pairs, followers, counts[:, 0].clamp(min=1).tolist())
-    return request.tokens.gather(1, counts)[:, 0]
+    return request.tokens.gather(1, last)[:, 0]
 
 
 def keep(
