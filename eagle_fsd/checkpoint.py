@@ -150,10 +150,11 @@ def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> Draft
         config = HeadConfig.from_dict(
             data, fc_bias="fc.bias" in tensors, qkv_bias=any(QKV_BIAS_KEY.fullmatch(key) for key in tensors)
         )
-    except (ValueError, TypeError) as error:
+        expected = layout(config)
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"draft head {name!r}: {one_line(error)}; or choose another head") from error
     check_target(config, name, hidden_size, vocab_size)
-    check_tensors(tensors, config, name)
+    check_tensors(tensors, expected, name)
     tensors.pop(EMBEDDING_KEY, None)
     head = DraftHead(config)
     head.load_state_dict(tensors, strict=True)
@@ -173,25 +174,29 @@ def check_target(config: HeadConfig, name: str, hidden_size: int, vocab_size: in
             )
 
 
-def check_tensors(tensors: Mapping[str, Tensor], config: HeadConfig, name: str) -> None:
-    """The keys and shapes of a checkpoint against its layout; finite floating-point values."""
+def layout(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """The keys that a head's file may hold, with their shapes; all but EMBEDDING_KEY must be there."""
     with torch.device("meta"):  # shapes without memory
-        expected = {key: tuple(value.shape) for key, value in DraftHead(config).state_dict().items()}
-    allowed = expected | {EMBEDDING_KEY: (config.vocab_size, config.hidden_size)}
+        shapes = {key: tuple(value.shape) for key, value in DraftHead(config).state_dict().items()}
+    return shapes | {EMBEDDING_KEY: (config.vocab_size, config.hidden_size)}
+
+
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], name: str) -> None:
+    """The keys and shapes of a checkpoint against its layout; finite floating-point values."""
     where = f"draft head {name!r}"
     remedy = "choose an EAGLE-1/2 head with its own config.json"
-    missing = sorted(expected.keys() - tensors.keys())
+    missing = sorted(expected.keys() - tensors.keys() - {EMBEDDING_KEY})
     if missing:
         raise ValueError(f"{where} lacks {listed(missing)}: every key of the layout must be there; {remedy}")
-    unexpected = sorted(tensors.keys() - allowed.keys())
+    unexpected = sorted(tensors.keys() - expected.keys())
     if unexpected:
         raise ValueError(
             f"{where} has {listed(unexpected)}: no key outside the layout may be there; {remedy}"
         )
     for key, value in tensors.items():
-        if tuple(value.shape) != allowed[key]:
+        if tuple(value.shape) != expected[key]:
             raise ValueError(
-                f"{where}: {key} is {list(value.shape)}, it must be {list(allowed[key])}; {remedy}"
+                f"{where}: {key} is {list(value.shape)}, it must be {list(expected[key])}; {remedy}"
             )
         if value.dtype not in PLAIN_DTYPES:
             raise ValueError(
