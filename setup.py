@@ -31,8 +31,8 @@ setup(
         "accelerate>=1.1",
     ],
     extras_require={
-        "train": ["tensorboard>=2.16"],
-        "eval": ["scipy>=1.11", "matplotlib>=3.8"],
+        "train": ["tqdm>=4.60"],
+        "eval": ["tqdm>=4.60", "scipy>=1.11"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
         "dev": ["pytest>=8", "ruff>=0.9", "scipy>=1.11"],
     },

@@ -594,7 +594,7 @@ def test_real_process_ends_on_ctrl_c(smollm2: Any) -> None:
         "2000",
         "Write a long story about the sea.",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)

@@ -1,0 +1,107 @@
+"""The README says what is there: its commands run, its flags and files exist, its picture is the script's."""
+
+from __future__ import annotations
+
+import io
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_fsd import generate
+from eagle_fsd.flags import build_parser
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands() -> list[str]:
+    """The shell blocks' lines, without their comments."""
+    lines = "".join(blocks("bash")).splitlines()
+    return [re.sub(r"\s+#.*", "", line) for line in lines if line.strip()]
+
+
+GENERATE = [line for line in commands() if "eagle_fsd.generate" in line]
+MAKE = [line for line in commands() if line.startswith("make ")]
+
+
+def arguments(line: str) -> list[str]:
+    return shlex.split(line.partition("eagle_fsd.generate")[2])
+
+
+def test_there_are_commands() -> None:
+    assert {"make demo", "make test"} <= set(MAKE)
+    assert len(GENERATE) >= 3 and len(blocks("python")) == 1
+
+
+@pytest.mark.parametrize("line", MAKE)
+def test_make_targets(line: str) -> None:
+    """`make -n` says what would run; the demo's command must parse."""
+    plan = subprocess.run(
+        ["make", "-n", *line.split()[1:]], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    if line == "make demo":
+        (run,) = [
+            step for step in plan.stdout.replace("\\\n", " ").splitlines() if "eagle_fsd.generate" in step
+        ]
+        assert build_parser().parse_args(arguments(run)).threshold > 0
+
+
+def test_the_continuous_integration_runs_the_tests() -> None:
+    assert re.search(r"^exec make (test|check)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", GENERATE)
+def test_generate_commands(
+    line: str, smollm2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "load_model", lambda args: smollm2)
+    if line.startswith("echo "):
+        said = shlex.split(line.partition("|")[0])[1]
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{said}\n".encode())))
+    assert generate.main([*arguments(line), "--max-new-tokens", "12"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.real
+def test_python_example(smollm2: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks("python")
+    exec(compile(example, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert re.search(r"^tau \d\.\d\d, \d+ fuzzy accepts$", printed, re.MULTILINE)
+    assert printed.rstrip().endswith("]")
+
+
+def test_every_flag_is_described_and_no_other() -> None:
+    table = README[README.index("## Flags") : README.index("## Supported targets")]
+    described = set(re.findall(r"--[a-z][a-z-]+", table))
+    known = {option for action in build_parser()._actions for option in action.option_strings}
+    assert described <= known
+    hidden_aliases = {"--max-new-token"}
+    assert {option for option in known if option.startswith("--")} - described <= hidden_aliases
+
+
+def test_the_picture_is_the_scripts() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "make_picture.py"))
+    assert (ROOT / "docs" / "step.svg").read_text(encoding="utf-8") == script["picture"]()
+
+
+def test_links_and_named_files_exist() -> None:
+    links = set(re.findall(r"\]\(([^)]+)\)", README)) | set(re.findall(r"`([a-z_]+/[\w./]*)`", README))
+    assert "docs/step.svg" in links
+    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
+    assert not missing
+
+
+def test_tables_are_delimited() -> None:
+    opened, closed = re.findall(r"<!-- table:(\w+) -->", README), re.findall(r"<!-- /table:(\w+) -->", README)
+    assert opened == closed and "tau" in opened
