@@ -9,18 +9,26 @@ attention that ignores masks, recurrence and unknown logits transforms alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from eagle_fsd.cache import KVCache
 from eagle_fsd.tree import DraftTree, additive, ancestors, visible_slots, within_window
 
 PREFILL_CHUNK = 512  # tokens per prefill forward: bounds the mask to chunk x context
 FULL, SLIDING = "full_attention", "sliding_attention"
+# What a forward raises that cannot take our cache, masks or positions.
+FORWARD_ERRORS = (
+    *(TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError),
+    *(IndexError, KeyError, AssertionError),
+)
+UNLIMITED = 2**31 - 1  # positions of a model whose config names no limit
 
 
 def check_supported(config: PretrainedConfig) -> None:
@@ -41,9 +49,32 @@ def check_supported(config: PretrainedConfig) -> None:
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """The attention kind of every layer; models without `layer_types` slide everywhere or nowhere."""
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    return list(kinds) if kinds else [SLIDING if getattr(config, "sliding_window", None) else FULL]
+    """The attention kind of every layer; models that do not name them slide everywhere or nowhere."""
+    kinds = named_layer_kinds(config)
+    return kinds or [SLIDING if getattr(config, "sliding_window", None) else FULL]
+
+
+def named_layer_kinds(config: PretrainedConfig) -> list[str]:
+    """The attention kind of every layer where the config names them, else nothing."""
+    for name in ("layer_types", "layers_block_type"):
+        if kinds := getattr(config, name, None):
+            return list(kinds)
+    # GPT-Neo's local layers window by slot, inside the layer.
+    return [FULL if kind == "global" else kind for kind in getattr(config, "attention_layers", None) or ()]
+
+
+def longest_text(config: PretrainedConfig) -> int:
+    """How many positions a text may use.
+
+    A "longrope" model turns every position by other angles once the text outgrows its original length: what
+    a cache holds is then wrong, and nodes of one tree would disagree. So its texts end there.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    limits = [getattr(config, "max_position_embeddings", None) or UNLIMITED]
+    for parameters in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if parameters.get("rope_type") == "longrope":
+            limits.append(parameters["original_max_position_embeddings"])
+    return min(limits)
 
 
 class TargetModel:
@@ -76,7 +107,12 @@ class TargetModel:
             )
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
-        self.max_positions: int = self.config.max_position_embeddings
+        if any(part.weight.is_meta for part in (self.lm_head, model.get_input_embeddings())):
+            raise ValueError(
+                "device_map offloads the embeddings or the lm_head: drafting reads both all the time; place "
+                "them on a device and offload decoder layers only"
+            )
+        self.max_positions = longest_text(self.config)
         self.kinds = set(layer_kinds(self.config))
         self.window: int = getattr(self.config, "sliding_window", None) or 0
         self.device = self._feature_device()
@@ -97,6 +133,20 @@ class TargetModel:
         ids = getattr(generation, "eos_token_id", None)
         ids = self.config.eos_token_id if ids is None else ids
         return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+    @contextlib.contextmanager
+    def without_generation_defaults(self) -> Iterator[PreTrainedModel]:
+        """The model, for its own `generate`, without the penalties and warpers that its repository sets as
+        defaults: decoding here applies none either."""
+        defaults = self.model.generation_config
+        pad = next(iter(self.eos_token_ids), 0)
+        self.model.generation_config = GenerationConfig(
+            eos_token_id=list(self.eos_token_ids) or None, pad_token_id=pad
+        )
+        try:
+            yield self.model
+        finally:
+            self.model.generation_config = defaults
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embedding rows [..., d] of tokens [...], unscaled, as EAGLE's heads read them."""
@@ -150,41 +200,68 @@ class TargetModel:
 
     @torch.inference_mode()
     def _check_tree_verification(self) -> None:
-        """Verify the tree a(b(d), c(e)) behind a two-token prefix and compare with plain forwards over its
-        two paths."""
+        """Raise ValueError unless a small tree comes out of `verify` as it does of plain forwards."""
+        kind = self.config.model_type
+        try:
+            if SLIDING in self.kinds and self.window:
+                with self._narrow_window():
+                    difference = self._tree_difference()
+                    if not difference < self._tolerance and not named_layer_kinds(self.config):
+                        self.kinds = {FULL}  # the config has a window that this class of models ignores
+                        difference = self._tree_difference()
+            else:
+                difference = self._tree_difference()
+        except FORWARD_ERRORS as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(
+                f"target is a {kind!r} model, which cannot verify draft trees here: {reason}; use "
+                "another target"
+            ) from error
+        if not difference < self._tolerance:
+            raise ValueError(
+                f"target is a {kind!r} model whose tree verification differs from its plain forward by "
+                f"{difference:.2g} (relative): its positions (ALiBi, say), masks or logits follow rules "
+                "that are not supported; use another target"
+            )
+
+    @property
+    def _tolerance(self) -> float:
+        """Kernels differ in the last bits; a sibling that leaks or a wrong position differs in the first."""
+        return 1e-3 if self.dtype == torch.float32 else 0.1
+
+    @contextlib.contextmanager
+    def _narrow_window(self) -> Iterator[None]:
+        """Shrink the sliding window of the model and of our masks, so that a short text outgrows it."""
+        window = self.window
+        self.window = self.config.sliding_window = 3
+        try:
+            yield
+        finally:
+            self.window = self.config.sliding_window = window
+
+    def _tree_difference(self) -> float:
+        """How far the logits of the tree a(b(d), c(e)) behind a two-token prefix are from those of plain
+        forwards over its two paths, relative."""
         prefix = [1 % self.vocab_size, 2 % self.vocab_size]
         tokens = [token % self.vocab_size for token in (3, 4, 5, 6, 7)]
-        parents = torch.tensor([[-1, 0, 0, 1, 2]], device=self.device)
         tree = DraftTree(
             tokens=torch.tensor([tokens], device=self.device),
-            parents=parents,
+            parents=torch.tensor([[-1, 0, 0, 1, 2]], device=self.device),
             depths=torch.tensor([[0, 1, 1, 2, 2]], device=self.device),
             log_q=torch.empty(1, 0, self.vocab_size, device=self.device),
             owners=torch.empty(1, 0, dtype=torch.int64, device=self.device),
             depth=2,
         )
-        kind = self.config.model_type
-        try:
-            session = TargetSession(self, batch=1, capacity=16)
-            session.prefill(torch.tensor([prefix], device=self.device), [2])
-            logits, _ = session.verify(tree)
-        except (TypeError, AttributeError, NotImplementedError) as error:
-            raise ValueError(
-                f"target is a {kind!r} model, which cannot verify draft trees here: {error}"
-            ) from error
+        session = TargetSession(self, batch=1, capacity=16)
+        session.prefill(torch.tensor([prefix], device=self.device), [2])
+        logits, _ = session.verify(tree)
+        differences = []
         for path in ([0, 1, 3], [0, 2, 4]):
             ids = torch.tensor([prefix + [tokens[node] for node in path]], device=self.input_device)
-            plain = (
-                self.model(input_ids=ids, use_cache=False).logits[0, len(prefix) :].float().to(self.device)
-            )
-            difference = (logits[0, path] - plain).norm() / plain.norm()
-            # Kernels differ in the last bits; a sibling that leaks or a wrong position differs in the first.
-            if not difference < (1e-3 if self.dtype == torch.float32 else 0.1):
-                raise ValueError(
-                    f"target is a {kind!r} model whose tree verification differs from its plain forward by "
-                    f"{difference:.2g} (relative): its positions, masks or logits follow rules that are not "
-                    "supported; use another target"
-                )
+            plain = self.model(input_ids=ids, use_cache=False).logits[0, len(prefix) :].float()
+            plain = plain.to(self.device)
+            differences.append(float((logits[0, path] - plain).norm() / plain.norm()))
+        return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 class TargetSession:
