@@ -22,7 +22,7 @@ from eagle_fsd.config import SamplingConfig, TreeConfig, require_integer
 from eagle_fsd.decoding import Request, decode
 from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter
 from eagle_fsd.head import DraftHead
-from eagle_fsd.padding import right_padded, unpad
+from eagle_fsd.padding import left_padded, right_padded, unpad
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel, TargetSession
@@ -211,26 +211,30 @@ class EagleFSD:
         """The baseline: the same prompts through the target's own Hugging Face `generate`, without drafting.
 
         Its random numbers are Hugging Face's: sampled texts have the same law, not the same tokens. Stats
-        count one step a token.
+        count one step a token. All rows end where the longest prompt leaves no position.
         """
         input_ids = torch.as_tensor(input_ids, dtype=torch.int64)
+        require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
+        require_integer("seed", seed, 0, "any will do")
         sampling = SamplingConfig(temperature, top_k, top_p)
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         arguments = {} if sampling.greedy else {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        tokens, lengths = unpad(input_ids, attention_mask, self.target.vocab_size)
+        limit = min(max_new_tokens, *(self._room(row, length) for row, length in enumerate(lengths)))
+        prompts = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
+        ids, mask = left_padded(prompts, self.pad_token_id)  # as `generate` needs them
         start = time.perf_counter()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), self.target.without_generation_defaults() as model:
             torch.manual_seed(seed)
-            sequences = self.target.model.generate(
-                input_ids.to(self.target.input_device),
+            sequences = model.generate(
+                ids.to(self.target.input_device),
                 attention_mask=mask.to(self.target.input_device),
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=limit,
                 do_sample=not sampling.greedy,
-                pad_token_id=self.pad_token_id,
                 **arguments,
             )
         seconds = time.perf_counter() - start
         new_tokens, stats = [], []
-        for row in sequences[:, input_ids.shape[1] :].tolist():
+        for row in sequences[:, ids.shape[1] :].tolist():
             ends = [i for i, token in enumerate(row) if token in self.target.eos_token_ids]
             new_tokens.append(row[: ends[0] + 1] if ends else row)
             count = len(new_tokens[-1])

@@ -51,7 +51,10 @@ class RowRandom:
     """
 
     def __init__(self, seed: int | Sequence[int], batch: int, device: torch.device | str = "cpu") -> None:
-        seeds = list(seed) if isinstance(seed, Sequence) else [seed + row for row in range(batch)]
+        if isinstance(seed, int):
+            seeds = [seed + row for row in range(batch)]
+        else:
+            seeds = list(seed) if isinstance(seed, Sequence) else [seed] * batch
         if len(seeds) != batch:
             raise ValueError(f"seed has {len(seeds)} values for {batch} rows: give one int or one per row")
         for value in seeds:
