@@ -5,7 +5,10 @@ HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT hold as they do there. Failure
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -90,13 +93,31 @@ def shard_names(folder: Path) -> list[str]:
 def snapshot(repo: str, revision: str | None, patterns: list[str], kind: str) -> Path:
     """The cache folder, now with every file in the repository's root that matches."""
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
+        with quiet_off_terminals():
+            folder = huggingface_hub.snapshot_download(
                 repo, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
             )
-        )
     except DOWNLOAD_ERRORS as error:
         raise ValueError(f"{kind} {repo!r} {why(error, revision)}") from error
+    return Path(folder)
+
+
+def bars_wanted() -> bool:
+    """Progress bars are for people: off in a pipe or a file, unless the user asks."""
+    return sys.stderr.isatty() or huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS is False
+
+
+@contextlib.contextmanager
+def quiet_off_terminals() -> Iterator[None]:
+    """Without the download bars where they are not wanted."""
+    if bars_wanted() or huggingface_hub.utils.are_progress_bars_disabled():
+        yield
+        return
+    huggingface_hub.utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        huggingface_hub.utils.enable_progress_bars()
 
 
 def why(error: Exception, revision: str | None) -> str:

@@ -10,7 +10,6 @@ import functools
 import importlib
 import importlib.util
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from eagle_fsd.checkpoint import (
 from eagle_fsd.checkpoint import save_head as save_head
 from eagle_fsd.download import (
     TOKENIZER_FILES,
+    bars_wanted,
     download_head,
     download_target,
     has_whole_weights,
@@ -178,7 +178,7 @@ def load_target(
     with one_line_errors(source.name):
         config = transformers.AutoConfig.from_pretrained(source.folder, **options)
     check_decoder(config, source.name)
-    with one_line_errors(source.name), quiet_off_terminals(source.gguf_file is not None):
+    with one_line_errors(source.name), quiet_loading(source.gguf_file is not None):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=config,
@@ -289,10 +289,10 @@ def one_line_errors(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet_off_terminals(gguf: bool) -> Iterator[None]:
-    """Loading bars are for people: where stderr is a pipe or a file, they stay off."""
+def quiet_loading(gguf: bool) -> Iterator[None]:
+    """Without the loading bars where they are not wanted."""
     logging = transformers.utils.logging
-    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
+    if bars_wanted() or not logging.is_progress_bar_enabled():
         yield
         return
     with contextlib.ExitStack() as stack:
