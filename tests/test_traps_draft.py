@@ -1,4 +1,4 @@
-"""Traps of the drafting path: positions, features, weights. On a head that is exact when all is right, tau is 6.0.
+"""Traps of the drafting path: positions, features, weights. The head is exact if all is right: tau is 6.0.
 
 Each test ends with the trap itself, set on purpose: the number that the test pins must then be another one.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from trap_models import exact_engine, exact_pair, random_head, random_llama, random_tokens
 from transformers import LlamaModel
+from trap_models import exact_engine, exact_pair, random_head, random_llama, random_tokens
 
 from eagle_fsd import EagleFSD, Fuzzy, HeadConfig, Lossless, TreeConfig, decoding, draft
 from eagle_fsd import tree as trees
@@ -46,7 +46,7 @@ def shifted_rotary(offset: int) -> Callable[[DraftHead, Tensor, torch.dtype], tu
 
 
 def test_trap_01_draft_rope_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 1: the head's rotary positions are off by one: pair j sits at j, the first tree level at len(prefix + root) - 1."""
+    """Trap 1: rotary off by one: pair j sits at j, the first tree level at len(prefix + root) - 1."""
     engine = exact_engine()
     positions: list[list[int]] = []
     engine.head.register_forward_pre_hook(lambda _, args: positions.append(args[2][0].tolist()))
@@ -74,7 +74,7 @@ def forked_tree(batch: int, vocab_size: int) -> DraftTree:
 
 
 def verification_error(target: TargetModel, tree: DraftTree) -> float:
-    """The largest difference of logits between a verified tree and plain forwards over its paths, on two ragged rows."""
+    """The most that a verified tree's logits differ from plain forwards over its paths, on ragged rows."""
     lengths, prompts = [9, 5], random_tokens(2, 9, target.vocab_size)
     worst = 0.0
     with torch.inference_mode():
@@ -90,7 +90,7 @@ def verification_error(target: TargetModel, tree: DraftTree) -> float:
 
 
 def test_trap_02_positions_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 2: tree positions counted by flat node index: a node of depth i sits at len(prefix) + i, its siblings too."""
+    """Trap 2: positions by flat node index: a node of depth i sits at len(prefix) + i, its siblings too."""
     target = TargetModel(random_llama())
     tree = forked_tree(2, target.vocab_size)
     seen: list[Tensor] = []
@@ -130,7 +130,7 @@ def deepest_first(scores: Tensor, count: int) -> Tensor:
 
 
 def test_trap_03_parents_before_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 3: a log-probability of 0.0 makes a child equal its parent, and a tie broken deeper first leaves it an orphan."""
+    """Trap 3: log-probability 0.0 ties a child with its parent; a tie broken deeper first orphans it."""
     certain = exact_engine(sharpness=1000.0)
     config = TreeConfig(4, 5, 8)
     tree = first_tree(certain, config)
@@ -147,7 +147,7 @@ def test_trap_03_parents_before_children(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_trap_03_scores_in_float32() -> None:
-    """Trap 3: scores summed in half precision tie where they differ; a half-precision target still ranks in float32."""
+    """Trap 3: scores in half precision tie where they differ; a bf16 target's trees rank in float32."""
     model, head = random_llama(), random_head(random_llama())
     tree = first_tree(EagleFSD(TargetModel(model.bfloat16()), head), TREE)
     assert tree.log_q.dtype == torch.float32
@@ -160,8 +160,7 @@ def test_trap_03_scores_in_float32() -> None:
 def extend_with_drafted(
     drafter: EagleDrafter, features: Tensor, tokens: Tensor, counts: Sequence[int]
 ) -> None:
-    """EagleDrafter.extend that keeps what was drafted: accepted tokens enter with the head's own predictions, the last one
-    with its true feature."""
+    """EagleDrafter.extend that keeps what was drafted: only the last accepted token has its true feature."""
     if not drafter.cache.row_lengths[0]:  # a prompt has true features only
         return RIGHT_EXTEND(drafter, features, tokens, counts)
     (count,) = counts
@@ -181,7 +180,7 @@ def tau_alone(engine: EagleFSD) -> float:
 
 
 def test_trap_05_head_cache_from_true_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 5: the head's keys and values of accepted tokens stay as drafted, from predicted instead of true features."""
+    """Trap 5: the head's KV of accepted tokens stays as drafted, from predicted instead of true features."""
     engine = exact_engine()
     assert tau_alone(engine) == FULL
     seen: list[tuple[Tensor, Tensor, list[int]]] = []
@@ -229,7 +228,7 @@ def test_trap_14_target_without_lm_head_weights(tmp_path: Path) -> None:
 
 
 def test_trap_14_strict_head(tmp_path: Path) -> None:
-    """Trap 14: a head loaded with strict=False keeps random weights; a loose T hides it, so the lossless tau is pinned."""
+    """Trap 14: a strict=False load keeps random weights, a loose T hides it: the lossless tau is pinned."""
     from safetensors.torch import save_file
 
     target, head = exact_pair()
@@ -257,7 +256,7 @@ def test_trap_14_strict_head(tmp_path: Path) -> None:
 def test_trap_15_beyond_trained_positions(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Trap 15: a head used past the positions it was trained for: it must go on with true positions, and say so."""
+    """Trap 15: a head past the positions it was trained for must go on with true positions, and say so."""
     target, head = exact_pair()
     config = dataclasses.replace(head.config, max_position_embeddings=16)
     short = DraftHead(config)
@@ -283,7 +282,7 @@ def test_trap_15_half_precision_positions() -> None:
 
 
 def test_trap_19_broken_draft_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 19: with T = 0 the text is right whatever is drafted, so equality alone proves nothing of the draft path."""
+    """Trap 19: at T = 0 the text is right whatever is drafted: equality proves nothing of the draft path."""
     engine = exact_engine()
     assert tau(engine) == FULL  # checks the text as well
     with monkeypatch.context() as patch:

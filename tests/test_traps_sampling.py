@@ -1,4 +1,4 @@
-"""Traps of drawing, stopping and counting: warpers, zero probabilities, random streams, end tokens, tau, baselines.
+"""Traps of drawing, stopping and counting: warpers, p = 0, random streams, end tokens, tau, baselines.
 
 Each test ends with the trap itself, set on purpose: what the test checks must then come out wrong.
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from trap_models import exact_engine, random_tokens
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from trap_models import exact_engine, random_tokens
 
 import eagle_fsd
 from eagle_fsd import EagleFSD, Fuzzy, GenerationStats, Lossless, SamplingConfig, TreeConfig, decoding, flags
@@ -44,7 +44,7 @@ def warper_uses(node: ast.AST) -> bool:
 
 
 def test_trap_09_warpers_need_no_prefix() -> None:
-    """Trap 9: warpers called with input_ids=None: here warping is a function of logits alone, node by node, with HF's law."""
+    """Trap 9: warpers called with input_ids=None: here warping reads logits alone, node by node, HF's law."""
     logits = 3 * torch.randn(2, 16, 40, generator=torch.Generator().manual_seed(0))  # [B, N, V]
     prefix = random_tokens(1, 5, 40)
     warpers = [TemperatureLogitsWarper(0.6), TopKLogitsWarper(20), TopPLogitsWarper(0.9)]
@@ -100,7 +100,7 @@ def test_trap_10_zero_probability_is_never_accepted(sampling: SamplingConfig, ch
 
 
 def test_trap_10_draw_at_zero() -> None:
-    """Trap 10: an inverse CDF read with `<=` gives the first token at u = 0, and the last one at u -> 1, whatever their p."""
+    """Trap 10: an inverse CDF read with `<=` gives the first token at u = 0, whatever its p."""
     for vocab in (4, 1000):
         probs = torch.zeros(vocab)
         probs[1:3] = 0.5
@@ -136,7 +136,7 @@ def sampled_under(engine: EagleFSD, global_seed: int) -> list[list[int]]:
 
 
 def test_trap_11_one_source_of_randomness(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 11: random numbers from outside the seeded torch streams: texts depend on the seed and on nothing else."""
+    """Trap 11: random numbers from outside the seeded streams: texts depend on the seed and nothing else."""
     core = [
         file
         for file, node in sources()
@@ -155,7 +155,7 @@ def test_trap_11_one_source_of_randomness(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_trap_12_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 12: tokens after an end token kept, only one of several end tokens known, the limit overshot by depth + 1."""
+    """Trap 12: tokens after an end token kept, one of several end tokens missed, the limit overshot."""
     engine = exact_engine()
     prompt = random_tokens(1, 12)
     text = engine.target_alone(prompt, max_new_tokens=40).new_tokens[0]
@@ -236,7 +236,7 @@ def test_trap_17_tau_counts_the_targets_own_token() -> None:
 
 
 def test_trap_18_baseline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 18: a speed ratio over an unnamed baseline: it is the target's own `generate`, whole, alone, named in the help."""
+    """Trap 18: a ratio over an unnamed baseline: it is the target's own `generate`, named in the help."""
     engine = exact_engine()
     calls: list[dict[str, object]] = []
     right = engine.target.model.generate
@@ -259,7 +259,7 @@ def test_trap_18_baseline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_trap_18_baseline_may_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 18: a speed-up over an uncompiled target alone: where the user compiles the target, the baseline runs that too."""
+    """Trap 18: an uncompiled baseline: where the user compiles the target, the baseline runs that too."""
     engine = exact_engine()
     calls: list[str] = []
 
@@ -280,7 +280,7 @@ def test_trap_18_baseline_may_be_compiled(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_trap_17_record_refuses_a_step_without_own_token() -> None:
-    """Trap 17: a step always emits one token at least, so that tau cannot fall below 1 and steps are never lost."""
+    """Trap 17: every step emits at least the target's own token, so that tau never falls below 1."""
     stats = GenerationStats()
     stats.record(3, 2, 0)
     stats.set_times(Stopwatch(), 1.0)

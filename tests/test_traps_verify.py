@@ -1,4 +1,4 @@
-"""Traps of verification, acceptance and the cache: aliasing, padding, memory, kernels, frozen sizes, vocabularies.
+"""Traps of verification, acceptance and cache: aliasing, padding, memory, kernels, sizes, vocabularies.
 
 Each test ends with the trap itself, set on purpose: what the test checks must then come out wrong.
 """
@@ -27,7 +27,7 @@ ALWAYS = Fuzzy(threshold=float("inf"), mode="paper", exact_eos=False)  # the lon
 
 
 def filled_cache() -> KVCache:
-    """Two layers, rows of 3 and 5 committed tokens, and a tree of 8 nodes behind them; every number another one."""
+    """Two layers, rows of 3 and 5 committed tokens, a tree of 8 nodes behind them; no number twice."""
     cache = KVCache(2, 24, torch.device("cpu"))
     cache.place(5)
     numbers = torch.arange(2 * 1 * 5 * 2, dtype=torch.float32).reshape(2, 1, 5, 2)
@@ -93,8 +93,10 @@ def test_trap_04_compaction_does_not_alias() -> None:
 
 
 def context_error(engine: EagleFSD, monkeypatch: pytest.MonkeyPatch, rule: Fuzzy) -> float:
-    """Decode two ragged rows and compare every root's logits with a plain forward over the finished text: the largest
-    difference. The rows accept paths of different lengths, and what they accept is not what the target would say."""
+    """Decode two ragged rows; the most that a root's logits differ from a plain forward over the text.
+
+    The rows accept paths of different lengths, and what they accept is not what the target would say.
+    """
     prompts, lengths = random_tokens(2, 9, engine.target.vocab_size, seed=3), [9, 4]
     mask = torch.arange(9) < torch.tensor(lengths)[:, None]
     roots: list[tuple[list[int], Tensor]] = []  # of every step with both rows: their places and logits
@@ -121,13 +123,13 @@ def context_error(engine: EagleFSD, monkeypatch: pytest.MonkeyPatch, rule: Fuzzy
 
 
 def uncertain_engine() -> EagleFSD:
-    """A random target and a random head: paths under a rule with a threshold between the two's divergences vary."""
+    """A random target and a random head: under a middling threshold the lengths of paths vary."""
     model = random_llama()
     return EagleFSD(TargetModel(model), random_head(model))
 
 
 def test_trap_04_context_stays_true(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 4: after a few steps the cache no longer holds the text: each root's logits must be those of a plain forward."""
+    """Trap 4: soon the cache no longer holds the text: each root's logits must be a plain forward's."""
     engine = uncertain_engine()
     rule = dataclasses.replace(ALWAYS, threshold=0.35)
     assert context_error(engine, monkeypatch, rule) < 1e-3
@@ -136,8 +138,10 @@ def test_trap_04_context_stays_true(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small_tree() -> tuple[DraftTree, Tensor]:
-    """Root 0 -> 1 -> 2 and the target's logits [1, 3, 4]: node 2 is a leaf; one row of log_q is unused, and equal to p at
-    the root, while the root's own q is far from p."""
+    """Root 0 -> 1 -> 2 and the target's logits [1, 3, 4]: node 2 is a leaf.
+
+    One row of log_q is unused, and equal to p at the root, while the root's own q is far from p.
+    """
     logits = torch.tensor([[[0.0, 6.0, 0.0, 0.0], [0.0, 0.0, 6.0, 0.0], [0.0, 0.0, 0.0, 6.0]]])
     p = logits.log_softmax(-1)
     tree = DraftTree(
@@ -160,7 +164,7 @@ def decide(rule: Fuzzy | Lossless, tree: DraftTree, logits: Tensor) -> Verdict:
 
 @pytest.mark.parametrize("mode", ["hybrid", "paper"])
 def test_trap_06_no_child_no_acceptance(mode: str) -> None:
-    """Trap 6: -1 padding read as a node, and a rule that looks at the divergence alone accepting "token -1" at a leaf."""
+    """Trap 6: -1 padding read as a node, and a divergence-only rule accepting "token -1" at a leaf."""
     tree, logits = small_tree()
     verdict = decide(Fuzzy(float("inf"), mode=mode), tree, logits)
     assert verdict.path.tolist() == [[0, 1, 2]]
@@ -168,13 +172,13 @@ def test_trap_06_no_child_no_acceptance(mode: str) -> None:
     close = Fuzzy(0.01, mode=mode)
     verdict = decide(close, tree, logits)
     assert verdict.path.tolist() == [[0, -1, -1]] and verdict.tokens.tolist() == [[1, -1, -1]]
-    # The trap: the unused row's -1 read as a node. Its divergence is 0 and would let the root's child through.
+    # The trap: the unused row's -1 read as a node. Its divergence is 0: the root's child would pass.
     trapped = dataclasses.replace(tree, owners=tree.owners.clamp(min=0))
     assert decide(close, trapped, logits).path.tolist() != verdict.path.tolist()
 
 
 def test_trap_06_padded_paths_in_a_batch() -> None:
-    """Trap 6: the padding of a short path spoils its row beside a row with a long one: rows must equal their runs alone."""
+    """Trap 6: a short path's padding spoils its row beside a long one: rows must equal their runs alone."""
     engine = uncertain_engine()
     prompts = random_tokens(4, 9, engine.target.vocab_size, seed=5)
     for rule in (Lossless(), dataclasses.replace(ALWAYS, threshold=0.35)):
@@ -227,9 +231,13 @@ def test_trap_07_no_table_of_leaves_depth_vocabulary(temperature: float) -> None
     assert largest.numel > bound
 
 
-def unexcused(engine: EagleFSD, prompts: Tensor, count: int, tolerance: float) -> list[tuple[int, int, float]]:
-    """Where T = 0 first leaves the target's own greedy text although its two candidates' logits differ by more than the
-    tolerance: (row, place, difference)."""
+def unexcused(
+    engine: EagleFSD, prompts: Tensor, count: int, tolerance: float
+) -> list[tuple[int, int, float]]:
+    """Where T = 0 first leaves the target's own text: (row, place, difference of the tokens' logits).
+
+    Differences within the tolerance are excused.
+    """
     ours = engine.generate(prompts, max_new_tokens=count, rule=Lossless(), tree=TREE)
     theirs = engine.target_alone(prompts, max_new_tokens=count)
     found = []
@@ -246,7 +254,7 @@ def unexcused(engine: EagleFSD, prompts: Tensor, count: int, tolerance: float) -
 
 
 def test_trap_08_float32_is_exact_half_precision_by_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 8: many-row verification and one-row decoding run other kernels: equal tokens in float32, by margin in bf16."""
+    """Trap 8: many rows run other kernels than one: equal tokens in float32, by margin in bf16."""
     prompts = random_tokens(8, 12, 2048)  # many tokens: half of these texts meet a near-tie in bf16
     model = random_llama(vocab_size=2048)
     exact = EagleFSD(TargetModel(model), random_head(model))
@@ -269,7 +277,7 @@ def test_trap_08_float32_is_exact_half_precision_by_margin(monkeypatch: pytest.M
 
 
 def test_trap_13_cache_not_frozen_at_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 13: the cache keeps the first call's length: a later, longer call must give what a fresh engine gives."""
+    """Trap 13: a cache frozen at the first call's length: a longer call must equal a fresh engine's."""
     engine = exact_engine()
     short, long = random_tokens(1, 8), random_tokens(3, 30, seed=1)
     for prompts, count in ((short, 4), (long, 90), (short, 4)):
@@ -294,7 +302,7 @@ def test_trap_13_cache_not_frozen_at_first_call(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_trap_16_padded_vocabularies() -> None:
-    """Trap 16: p over a padded vocabulary and q over the plain one: never compared before they are aligned."""
+    """Trap 16: p over a padded vocabulary, q over the plain one: never compared before they are aligned."""
     p, q = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
     padding = torch.zeros(3, 8)
     for name, divergence in DIVERGENCES.items():
@@ -308,7 +316,7 @@ def test_trap_16_padded_vocabularies() -> None:
 
 
 def test_trap_16_padded_target() -> None:
-    """Trap 16: a target whose logits are padded past its tokenizer gives p and q of the same width, and the same tau."""
+    """Trap 16: a target padded past its tokenizer gives p and q of the same width, and the same tau."""
     target, head = exact_pair()
     target.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
     with torch.no_grad():

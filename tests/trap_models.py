@@ -1,9 +1,10 @@
-"""A target and a head made by hand, for the tests of traps: the head is exact, and only if every seam of the drafting path is right.
+"""A target and a head made by hand, for the tests of traps: exact only if every seam of drafting is right.
 
-The target is a Llama of one layer whose next token is argmax(first[x_t] + second[x_{t - LAG}]): its one attention head looks exactly LAG
-positions back. The head must find the same token, and can do so only
+The target is a Llama of one layer whose next token is argmax(first[x_t] + second[x_{t - LAG}]): its one
+attention head looks exactly LAG positions back. The draft head must find the same token, and can do so only
 - at the right rotary positions: its attention looks exactly LAG - 1 pairs back;
-- from true features: the token of a pair is read off a part of the feature ("secret") that the head's own predictions leave empty;
+- from true features: a pair's token is read off a part of the feature ("secret") that the head's own
+  predictions leave empty;
 - after the final norm: the norm's gains have random signs and sizes, which the head undoes.
 Then every step accepts a full path, tau is depth + 1, and any of the above that breaks costs most of it.
 """
@@ -31,7 +32,7 @@ LAGGED_SIZE = 6.0
 
 
 def exact_pair(sharpness: float = 10.0, seed: int = 0) -> tuple[LlamaForCausalLM, DraftHead]:
-    """The target and its exact head. sharpness: scale of the logits, whose two best are then mostly several nats apart."""
+    """The target and its exact head. sharpness: scale of the logits; at 10 the best lead by several nats."""
     generator = torch.Generator().manual_seed(seed)
     first, second = (torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
     signs = torch.randint(0, 2, (WIDTH,), generator=generator) * 2 - 1
@@ -57,7 +58,7 @@ def exact_pair(sharpness: float = 10.0, seed: int = 0) -> tuple[LlamaForCausalLM
     eye = torch.eye(VOCAB)
     layer = target.model.layers[0]
     with torch.no_grad():
-        for parameter in (*target.parameters(),):
+        for parameter in target.parameters():
             parameter.zero_()
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             norm.weight.fill_(1.0)
