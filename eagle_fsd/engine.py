@@ -151,10 +151,10 @@ class EagleFSD:
     ) -> GenerationOutput:
         """Generate for a batch of prompts [B, L], left- or right-padded as attention_mask [B, L] says.
 
-        rule: when a drafted token is accepted; None is Fuzzy(), with its documented default threshold. tree:
-        the draft tree's size; total_tokens=1 is plain decoding. seed: row r of an int seed s draws what a
-        single prompt with seed s + r draws. eos_token_id: None is the model's own. Texts end after an end
-        token, at max_new_tokens, or where the model's positions end. Raises ValueError for bad arguments.
+        rule: when a drafted token is accepted; None is Lossless(). tree: the draft tree's size;
+        total_tokens=1 is plain decoding. seed: row r of an int seed s draws what a single prompt with seed
+        s + r draws. eos_token_id: None is the model's own. Texts end after an end token, at max_new_tokens,
+        or where the model's positions end. Raises ValueError for bad arguments.
         """
         input_ids = torch.as_tensor(input_ids, dtype=torch.int64)
         start = time.perf_counter()
@@ -274,12 +274,11 @@ class EagleFSD:
         tree = tree or TreeConfig()
         tokens, lengths = unpad(input_ids, attention_mask, self.target.vocab_size)
         limits = [min(max_new_tokens, self._room(row, length)) for row, length in enumerate(lengths)]
-        eos = self.target.eos_token_ids if eos_token_id is None else eos_token_id
         request = Request(
             tokens=tokens.to(self.device),
             lengths=lengths,
             limits=limits,
-            eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
+            eos_token_ids=self._end_tokens(eos_token_id),
             rule=Lossless() if rule is None else rule,
             tree=tree,
             sampling=SamplingConfig(temperature, top_k, top_p),
@@ -296,6 +295,19 @@ class EagleFSD:
             stats,
             watch,
         )
+
+    def _end_tokens(self, eos_token_id: int | Sequence[int] | None) -> tuple[int, ...]:
+        """The tokens that end a text: the caller's, or else the model's own."""
+        if eos_token_id is None:
+            return self.target.eos_token_ids
+        ids = (eos_token_id,) if isinstance(eos_token_id, (int, str)) else tuple(eos_token_id)
+        for token in ids:
+            if not isinstance(token, int) or not 0 <= token < self.target.vocab_size:
+                raise ValueError(
+                    f"eos_token_id is {eos_token_id!r}: it must be one token id or several, in "
+                    f"0..{self.target.vocab_size - 1}; None takes the model's own"
+                )
+        return ids
 
     def _room(self, row: int, length: int) -> int:
         """How many tokens a prompt of this length leaves room for."""
