@@ -1,4 +1,4 @@
-"""Traps 19 and 20 on the shipped head: its lossless tau is pinned, and the wrong feature must cost much of it."""
+"""Traps 19 and 20 on the shipped head: its lossless tau is pinned; the wrong feature must cost much of it."""
 
 from __future__ import annotations
 
