@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub import errors
+from huggingface_hub import constants, errors, utils
 
 from eagle_fsd.checkpoint import (
     BIN_NAME,
@@ -104,20 +104,20 @@ def snapshot(repo: str, revision: str | None, patterns: list[str], kind: str) ->
 
 def bars_wanted() -> bool:
     """Progress bars are for people: off in a pipe or a file, unless the user asks."""
-    return sys.stderr.isatty() or huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS is False
+    return sys.stderr.isatty() or constants.HF_HUB_DISABLE_PROGRESS_BARS is False
 
 
 @contextlib.contextmanager
 def quiet_off_terminals() -> Iterator[None]:
     """Without the download bars where they are not wanted."""
-    if bars_wanted() or huggingface_hub.utils.are_progress_bars_disabled():
+    if bars_wanted() or utils.are_progress_bars_disabled():
         yield
         return
-    huggingface_hub.utils.disable_progress_bars()
+    utils.disable_progress_bars()
     try:
         yield
     finally:
-        huggingface_hub.utils.enable_progress_bars()
+        utils.enable_progress_bars()
 
 
 def why(error: Exception, revision: str | None) -> str:
@@ -133,7 +133,7 @@ def why(error: Exception, revision: str | None) -> str:
     if isinstance(error, errors.HFValidationError):
         return "is not a Hub id: it must be owner/name[@revision]; check its spelling"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        if huggingface_hub.constants.HF_HUB_OFFLINE:
+        if constants.HF_HUB_OFFLINE:
             return "is not whole in the cache: offline it must be; unset HF_HUB_OFFLINE, or give a folder"
         return (
             "is not whole in the cache, and the Hub cannot be reached: one must do; connect, or give a folder"

@@ -790,11 +790,11 @@ def test_other_heads_on_the_hub_are_refused_before_their_weights_are_fetched(
 
 
 def test_the_environment_of_the_hub_client_holds(server: FakeHub, tiny: Path, tmp_path: Path) -> None:
-    """HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE as a user sets them: in processes of their own."""
+    """HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE as a user sets them, each in a process of its own."""
     server.add("owner/tiny", contents(tiny) | UNWANTED, token="hf_mine")
     code = (
-        "import sys; from eagle_fsd import hub\n"
-        "try: print(hub.resolve_target(sys.argv[1]).folder)\n"
+        "import sys; from eagle_fsd.download import download_target\n"
+        "try: print(download_target(sys.argv[1], None, trust_remote_code=False))\n"
         "except ValueError as error: print(error)\n"
     )
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING_FACE"))}
