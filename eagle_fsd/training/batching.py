@@ -1,0 +1,106 @@
+"""Sequences to batches: splits, order, padding, noise, the tokens of the softmax, all from one seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.training.features import FeatureSequence, batches_by_length
+from eagle_fsd.training.loss import Batch, pair
+
+
+def collate(sequences: Sequence[FeatureSequence]) -> Batch:
+    """Pad sequences on the right and pair them; padding carries no loss and, being later, is seen by no real
+    position.
+    """
+    longest = max(len(sequence.tokens) for sequence in sequences)
+    width = sequences[0].features.shape[1]
+    tokens = torch.zeros(len(sequences), longest, dtype=torch.int64)
+    learn = torch.zeros(len(sequences), longest, dtype=torch.bool)
+    features = sequences[0].features.new_zeros(len(sequences), longest, width)
+    for row, sequence in enumerate(sequences):
+        length = len(sequence.tokens)
+        tokens[row, :length], learn[row, :length], features[row, :length] = (
+            sequence.tokens,
+            sequence.learn,
+            sequence.features,
+        )
+    return pair(tokens, features, learn)
+
+
+def batch_plan(
+    lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, pool: int = 512
+) -> list[list[int]]:
+    """The epoch's batches of sequence numbers: shuffled, bucketed by length within pools of sequences, and
+    shuffled again.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    batches: list[list[int]] = []
+    for start in range(0, len(order), pool):
+        part = order[start : start + pool]
+        batches += [
+            [part[index] for index in group]
+            for group in batches_by_length([lengths[number] for number in part], batch_tokens)
+        ]
+    return [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def add_noise(batch: Batch, amount: float, std: float, seed: int) -> Batch:
+    """EAGLE-1's uniform noise on the input features, in units of the features' std (paper: 0.2 * 512 /
+    length, features of about unit std).
+    """
+    if amount == 0:
+        return batch
+    generator = torch.Generator().manual_seed(seed)
+    noise = (torch.rand(batch.features.shape, generator=generator) - 0.5) * (amount * std)
+    return Batch(
+        (batch.features.float() + noise).to(batch.features.dtype), batch.next_tokens, batch.goals, batch.learn
+    )
+
+
+def features_std(sequences: Sequence[FeatureSequence], most: int = 500) -> float:
+    """One number for all dimensions: the std of the features that are learned, over the first `most`
+    sequences.
+    """
+    parts = [sequence.features[sequence.learn].float() for sequence in sequences[:most]]
+    return max(torch.cat(parts).std().item(), 1e-6)
+
+
+def split_held_out(
+    sequences: Sequence[FeatureSequence], count: int, seed: int
+) -> tuple[list[FeatureSequence], list[FeatureSequence]]:
+    """Training and held-out sequences; the held-out ones are drawn from the first tenth, the start of the
+    first source.
+    """
+    if not 0 < count < len(sequences):
+        raise ValueError(
+            f"held_out is {count}: it must be in 1..{len(sequences) - 1} (sequences); change --held-out"
+        )
+    pool = max(len(sequences) // 10, count)
+    chosen = set(torch.randperm(pool, generator=torch.Generator().manual_seed(seed))[:count].tolist())
+    train = [sequence for number, sequence in enumerate(sequences) if number not in chosen]
+    return train, [sequences[number] for number in sorted(chosen)]
+
+
+def softmax_tokens(
+    sequences: Sequence[FeatureSequence], vocab_size: int, most: int, always: Sequence[int] = ()
+) -> Tensor:
+    """The tokens that every batch's softmax runs over: the `most` frequent of the data, with `always` (the
+    end tokens) among them; ascending.
+    """
+    counts = torch.bincount(torch.cat([sequence.tokens for sequence in sequences]), minlength=vocab_size)
+    counts[list(always)] = counts.sum() + 1
+    best = counts.argsort(descending=True, stable=True)[:most]
+    return best[counts[best] > 0].sort().values
+
+
+def tokens_of_batch(common: Tensor, batch: Batch) -> Tensor:
+    """The tokens [S] of a batch's softmax: the common ones and all that occur in it.
+
+    Without the latter a rare token's position teaches the distribution over wrong tokens, and text full of
+    names or another script is hardly learned.
+    """
+    return torch.cat((common, batch.next_tokens.flatten())).unique()

@@ -1,0 +1,157 @@
+"""Text to training examples: token ids plus a mask of the positions that the head learns from. Knows JSONL
+and chat templates, no tensors.
+
+A row is either a conversation (`conversations`: [{role, content}, ...], optional `complete`) or a pair
+(`prompt`, `completion`). The mask marks the tokens after which the target would go on writing the answer:
+the head learns to predict the target's feature *at* these tokens. An end token is context for later turns
+and never marked, so a cut answer (`complete: false`) teaches nothing about ending.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One token sequence; `learn[i]` says whether the feature at token i is something to learn."""
+
+    tokens: list[int]
+    learn: list[bool]
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.learn)
+
+
+@dataclass
+class Skipped:
+    """How many rows were left out, by reason."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, reason: str) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, object) for each non-empty line; a malformed line is a ValueError that names the
+    file and the line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"data file {str(path)!r} does not exist; give the path of a JSONL file")
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{path}, line {number}: not JSON ({error.msg}); "
+                    "every line must be one JSON object, repair or remove it"
+                ) from error
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"{path}, line {number}: {type(row).__name__} instead of a JSON object; remove it"
+                )
+            yield number, row
+
+
+def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
+    """The chat turns of a row of either kind, checked."""
+    if "conversations" in row:
+        turns = row["conversations"]
+    elif "prompt" in row and "completion" in row:
+        turns = [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["completion"]},
+        ]
+    else:
+        raise ValueError(
+            f"{where}: no 'conversations' and no 'prompt' with 'completion' "
+            f"(keys: {sorted(row)}); see train/train_head.py --help"
+        )
+    well_formed = isinstance(turns, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        for turn in turns
+    )
+    if not well_formed:
+        raise ValueError(
+            f"{where}: turns must be a list of objects with strings 'role' and 'content'; remove the row"
+        )
+    return turns
+
+
+def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = False) -> Example:
+    """Encode a conversation with the tokenizer's chat template, the last answer without its end token.
+
+    Each answer is encoded on its own after the rendered text before it, as it is when the target writes it.
+    `learn_all` marks every token after the template's own opening (everything before the first turn's
+    content) instead of the answers alone.
+    """
+    tokens: list[int] = []
+    learn: list[bool] = []
+    rendered = ""
+
+    def append(text: str, mark: bool) -> None:
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        tokens.extend(ids)
+        learn.extend([mark] * len(ids))
+
+    for index, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        before = tokenizer.apply_chat_template(turns[:index], tokenize=False, add_generation_prompt=True)
+        if not before.startswith(rendered):
+            raise ValueError(
+                "the chat template renders a conversation's start differently; train on single-turn rows"
+            )
+        opening = turns[0]["content"].strip()
+        start = before.find(opening) if learn_all and not rendered and opening else 0
+        append(before[len(rendered) :][:start], False)
+        append(before[len(rendered) :][start:], learn_all)
+        append(turn["content"], True)
+        rendered = before + turn["content"]
+    return Example(tokens, learn)
+
+
+def load_examples(
+    path: str | Path, tokenizer: Any, max_length: int, learn_all: bool = False, limit: int | None = None
+) -> tuple[list[Example], Skipped]:
+    """Read a JSONL file into examples cut to `max_length` tokens; rows with nothing to learn are skipped and
+    counted by reason.
+    """
+    if max_length < 3:
+        raise ValueError(
+            f"max_length is {max_length}; it must be at least 3 (a feature, a token and a prediction)"
+        )
+    examples: list[Example] = []
+    skipped = Skipped()
+    for number, row in read_jsonl(path):
+        if limit is not None and len(examples) >= limit:
+            break
+        turns = turns_of(row, f"{path}, line {number}")
+        if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
+            skipped.add("empty answer")
+            continue
+        example = encode_turns(turns, tokenizer, learn_all)
+        example = Example(example.tokens[:max_length], example.learn[:max_length])
+        if not any(example.learn[1:]):
+            skipped.add("nothing to learn within max_length")
+            continue
+        examples.append(example)
+    if skipped.counts:
+        logger.warning("%s: skipped rows: %s", path, skipped.counts)
+    if not examples:
+        raise ValueError(
+            f"{path}: no usable row ({skipped.counts or 'the file is empty'}); give a file with answers"
+        )
+    return examples, skipped

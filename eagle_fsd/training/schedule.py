@@ -1,0 +1,121 @@
+"""How a run goes: its settings, the head's start, learning rate and optimizers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from eagle_fsd.head import DraftHead
+from eagle_fsd.training.loss import LossWeights
+
+
+def option(name: str) -> str:
+    """The command line's spelling of a setting."""
+    return name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run.
+
+    minutes: 0 is off, else the schedule ends at whichever comes first, the epochs' end or the time's.
+    unroll: drafting steps per batch from the share `unroll_after` of the run on; before that 1, which is
+    more than twice as fast.
+    """
+
+    epochs: float = 10.0
+    minutes: float = 0.0
+    batch_tokens: int = 4096
+    learning_rate: float = 1e-3
+    warmup: float = 0.03
+    optimizer: str = "adamw"
+    weight_decay: float = 0.01
+    clip: float = 0.5
+    noise: float = 0.0
+    unroll: int = 3
+    unroll_after: float = 0.4
+    loss: LossWeights = field(default_factory=LossWeights)
+    eval_every: int = 200
+    checkpoint_every: int = 100
+    seed: int = 0
+    bfloat16: bool = True
+
+    def __post_init__(self) -> None:
+        for name in (
+            "epochs",
+            "batch_tokens",
+            "learning_rate",
+            "clip",
+            "unroll",
+            "eval_every",
+            "checkpoint_every",
+        ):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}: it must be above 0; change --{option(name)}"
+                )
+        for name in ("minutes", "weight_decay", "noise"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}: it must not be negative; change --{option(name)}"
+                )
+        for name in ("warmup", "unroll_after"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}: it is a share of the run, at least 0 and below 1; "
+                    f"change --{option(name)}"
+                )
+        if self.optimizer not in ("adamw", "muon"):
+            raise ValueError(
+                f"optimizer is {self.optimizer!r}: it must be 'adamw' or 'muon'; change --optimizer"
+            )
+
+
+def initialise(head: DraftHead, seed: int) -> None:
+    """Start as "pass the feature through": `fc` is the identity on the feature half and small noise on the
+    embedding half.
+
+    A random `fc` hardly learns (see train/EXPERIMENTS.md); everything else starts as small noise, as in
+    Llama.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+            elif name.endswith("bias"):
+                parameter.zero_()
+        width = head.config.hidden_size
+        head.fc.weight[:, width:] = torch.eye(width)
+
+
+def learning_rate_at(progress: float, config: TrainConfig) -> float:
+    """Linear warm-up, then a cosine down to zero; progress runs from 0 to 1."""
+    if progress < config.warmup:
+        return config.learning_rate * max(progress / config.warmup, 1e-3)
+    return (
+        config.learning_rate
+        * 0.5
+        * (1 + math.cos(math.pi * min((progress - config.warmup) / (1 - config.warmup), 1.0)))
+    )
+
+
+def make_optimizers(head: DraftHead, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW for all, or Muon for the matrices and AdamW for the rest; both take the same learning rate."""
+    matrices = [parameter for parameter in head.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in head.parameters() if parameter.ndim != 2]
+    if config.optimizer == "muon":
+        muon = torch.optim.Muon(
+            matrices,
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        return [muon, torch.optim.AdamW(others, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return [torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))]
