@@ -1,12 +1,14 @@
 """A target and a head made by hand, for the tests of traps: exact only if every seam of drafting is right.
 
-The target is a Llama of one layer whose next token is argmax(first[x_t] + second[x_{t - LAG}]): its one
-attention head looks exactly LAG positions back. The draft head must find the same token, and can do so only
-- at the right rotary positions: its attention looks exactly LAG - 1 pairs back;
-- from true features: a pair's token is read off a part of the feature ("secret") that the head's own
-  predictions leave empty;
-- after the final norm: the norm's gains have random signs and sizes, which the head undoes.
-Then every step accepts a full path, tau is depth + 1, and any of the above that breaks costs most of it.
+The target is a Llama of one layer whose next token is the argmax of a sum of four tables, at x_t, x_{t-1},
+x_{t-2} and x_{t-LAG}: its attention heads look exactly 1, 2 and LAG positions back. The draft head must find
+the same sum, and can do so only
+- at the right rotary positions: its attention looks exactly 2 and LAG - 1 pairs back;
+- from true features: the token LAG back is read off a part of a committed pair's feature ("secret") that the
+  head's own predictions leave empty;
+- after the final norm: the norm's gains have random signs and sizes, which the head undoes;
+- in the right place of the tree: x_{t-1} is read off the parent's predicted feature, x_{t-2} off an ancestor.
+Then every step accepts a full path, tau is depth + 1, and any of the above that breaks costs much of it.
 """
 
 from __future__ import annotations
@@ -21,30 +23,34 @@ from eagle_fsd.head import DraftHead
 from eagle_fsd.target import TargetModel
 
 VOCAB = 32
-LAG = 7  # at least the tree's depth, so that a drafted node looks at committed pairs only
+LAG = 7  # at least the tree's depth, so that a drafted node reads the secret of committed pairs only
+LAGS = (1, 2, LAG)
+WEIGHTS = (1.0, 1.0, 1.0, 3.0)  # of the tables at x_t, x_{t-1}, x_{t-2}, x_{t-LAG}
 THETA = 10000.0
 FOCUS = 60.0  # attention scores' scale: 40 nats between the right position and its neighbours
-TOKEN, SECRET, LAGGED, SPARE = (slice(i * VOCAB, (i + 1) * VOCAB) for i in range(4))  # parts of a feature
-ONE = 4 * VOCAB
-WIDTH = 4 * VOCAB + 8
+PARTS = tuple(slice(i * VOCAB, (i + 1) * VOCAB) for i in range(6))  # of a feature
+TOKEN, *LAGGED, SECRET, SPARE = PARTS
+ONE = len(PARTS) * VOCAB
+WIDTH = ONE + 6  # divisible by the number of attention heads, as Llama asks
 SIZE = ((WIDTH - 1) / 2) ** 0.5  # of a one-hot entry, such that an embedding has a root mean square of 1
-LAGGED_SIZE = 6.0
+HEAD_SHAPE = {"hidden_size": WIDTH, "intermediate_size": 8, "head_dim": VOCAB, "vocab_size": VOCAB}
 
 
 def exact_pair(sharpness: float = 10.0, seed: int = 0) -> tuple[LlamaForCausalLM, DraftHead]:
     """The target and its exact head. sharpness: scale of the logits; at 10 the best lead by several nats."""
     generator = torch.Generator().manual_seed(seed)
-    first, second = (torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
+    tables = [torch.randn(VOCAB, VOCAB, generator=generator) for _ in WEIGHTS]
     signs = torch.randint(0, 2, (WIDTH,), generator=generator) * 2 - 1
     gains = signs * (0.5 + 1.5 * torch.rand(WIDTH, generator=generator))
+    rms = ((5 * SIZE**2 + 1) / WIDTH) ** 0.5  # of the last hidden state, the same everywhere
+    unit = gains * SIZE / rms  # what the final norm makes of a one-hot entry
+    eye = torch.eye(VOCAB)
+
     config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        intermediate_size=8,
+        **HEAD_SHAPE,
         num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=VOCAB,
+        num_attention_heads=len(LAGS),
+        num_key_value_heads=len(LAGS),
         max_position_embeddings=512,
         rope_theta=THETA,
         tie_word_embeddings=False,
@@ -53,10 +59,7 @@ def exact_pair(sharpness: float = 10.0, seed: int = 0) -> tuple[LlamaForCausalLM
         pad_token_id=0,
     )
     target = LlamaForCausalLM(config).eval()
-    rms = ((2 * SIZE**2 + LAGGED_SIZE**2 + 1) / WIDTH) ** 0.5  # of the last hidden state, the same everywhere
-    unit = gains / rms  # what the final norm makes of 1
-    eye = torch.eye(VOCAB)
-    layer = target.model.layers[0]
+    layer, logits = target.model.layers[0], target.lm_head.weight
     with torch.no_grad():
         for parameter in target.parameters():
             parameter.zero_()
@@ -66,44 +69,51 @@ def exact_pair(sharpness: float = 10.0, seed: int = 0) -> tuple[LlamaForCausalLM
         embedding = target.model.embed_tokens.weight
         embedding[:, TOKEN] = embedding[:, SECRET] = SIZE * eye
         embedding[:, ONE] = 1.0
-        look_back(layer.self_attn, LAG)
-        layer.self_attn.v_proj.weight[:, TOKEN] = eye / SIZE
-        layer.self_attn.o_proj.weight[LAGGED] = LAGGED_SIZE * eye
-        target.lm_head.weight[:, TOKEN] = sharpness * first.T / (unit[TOKEN] * SIZE)
-        target.lm_head.weight[:, LAGGED] = 2 * sharpness * second.T / (unit[LAGGED] * LAGGED_SIZE)
+        for number, (lag, part) in enumerate(zip(LAGS, LAGGED, strict=True)):
+            look_back(layer.self_attn, number, lag, source=TOKEN, read=eye, part=part, write=eye)
+        for table, weight, part in zip(tables, WEIGHTS, (TOKEN, *LAGGED), strict=True):
+            logits[:, part] = sharpness * weight * table.T / unit[part]
 
-    head = DraftHead(
-        HeadConfig(
-            hidden_size=WIDTH,
-            intermediate_size=8,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            head_dim=VOCAB,
-            vocab_size=VOCAB,
-            rope_theta=THETA,
-            max_position_embeddings=512,
-        )
-    ).eval()
+    shape = HeadConfig(
+        **HEAD_SHAPE,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        rope_theta=THETA,
+        max_position_embeddings=512,
+    )
+    head = DraftHead(shape).eval()
+    one_back, two_back, far_back = LAGGED
     attention = head.layers[0].self_attn
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.zero_()
-        head.fc.weight[TOKEN, TOKEN] = unit[TOKEN].diag()  # of the embedding, the input's first half
-        feature = head.fc.weight[:, WIDTH:]
-        feature[SPARE, SECRET] = (1 / (unit[SECRET] * SIZE)).diag()
+        of_embedding, of_feature = head.fc.weight[:, :WIDTH], head.fc.weight[:, WIDTH:]
+        of_embedding[TOKEN, TOKEN] = (unit[TOKEN] / SIZE).diag()
+        of_feature[one_back, TOKEN] = (unit[one_back] / unit[TOKEN]).diag()
+        of_feature[SPARE, SECRET] = (1 / unit[SECRET]).diag()
         head.fc.bias[ONE] = 1.0
-        look_back(attention, LAG - 1)  # pair p holds token p's feature and predicts token p + 1's
-        attention.v_proj.weight[:, SPARE] = eye
-        attention.o_proj.weight[LAGGED] = (unit[LAGGED] * LAGGED_SIZE).diag()
+        # Pair p holds token p's feature and token p + 1, and predicts token p + 1's feature.
+        read, write = (1 / unit[TOKEN]).diag(), unit[two_back].diag()
+        look_back(attention, 0, 2, source=TOKEN, read=read, part=two_back, write=write)
+        look_back(attention, 1, LAG - 1, source=SPARE, read=eye, part=far_back, write=unit[far_back].diag())
     return target, head
 
 
-def look_back(attention: nn.Module, distance: int) -> None:
-    """Constant queries and keys whose rotary product peaks where query position - key position = distance."""
+def look_back(
+    attention: nn.Module, number: int, distance: int, source: slice, read: Tensor, part: slice, write: Tensor
+) -> None:
+    """Make attention head `number` copy a part of the input at exactly `distance` positions back.
+
+    Its queries and keys are constant, and their rotary product peaks where the positions differ by that much.
+    """
+    rows = PARTS[number]
     angles = THETA ** (-torch.arange(0, VOCAB, 2) / VOCAB) * distance
-    scale = FOCUS * VOCAB**0.5
-    attention.q_proj.weight[: VOCAB // 2, ONE] = scale
-    attention.k_proj.weight[:, ONE] = torch.cat((angles.cos(), angles.sin()))
+    constant = torch.zeros(VOCAB)
+    constant[: VOCAB // 2] = FOCUS * VOCAB**0.5
+    attention.q_proj.weight[rows, ONE] = constant
+    attention.k_proj.weight[rows, ONE] = torch.cat((angles.cos(), angles.sin()))
+    attention.v_proj.weight[rows, source] = read
+    attention.o_proj.weight[part, rows] = write
 
 
 def exact_engine(sharpness: float = 10.0, seed: int = 0) -> EagleFSD:

@@ -1,0 +1,280 @@
+"""The loop: ragged batches, sizes that must not matter, stopping, and what the stats say of it."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from tiny_models import KnowingDrafter, greedy_alone, prompts_of, run_loop, tiny_head, tiny_model
+
+from eagle_fsd import Fuzzy, GenerationStats, Lossless, SamplingConfig, TreeConfig, Typical
+from eagle_fsd import draft as draft_module
+from eagle_fsd import target as target_module
+from eagle_fsd.acceptance import AcceptanceRule
+from eagle_fsd.draft import NoDrafter
+from eagle_fsd.target import TargetModel
+
+LENGTHS = (6, 1, 19, 11)
+NEW_TOKENS = 26
+PROMPTS = prompts_of(LENGTHS)
+TREE = TreeConfig(16, 5, 3)
+SAMPLED = SamplingConfig(temperature=0.9, top_k=40, top_p=0.95)
+
+
+@functools.cache
+def target() -> TargetModel:
+    """A sliding-window model, so that positions and slots matter beyond the prompt."""
+    return TargetModel(tiny_model("mistral"))
+
+
+@functools.cache
+def greedy_texts() -> list[list[int]]:
+    return greedy_alone(target().model, PROMPTS, NEW_TOKENS + 8)
+
+
+def saying(token: int, rows: int) -> KnowingDrafter:
+    """A drafter that always says the same."""
+    return KnowingDrafter([[token] * 64] * rows, reach=None, check=False)
+
+
+def check_stats(stats: GenerationStats, text: list[int], steps: list[list[int]]) -> None:
+    """The counts follow from the chunks, and accepts from the counts but for a step that was cut."""
+    sizes = [len(step) for step in steps if step]
+    assert stats.steps == len(sizes) == sum(stats.accept_histogram)
+    assert stats.new_tokens == len(text) == sum(k * n for k, n in enumerate(stats.accept_histogram))
+    assert [sizes.count(k) for k in range(len(stats.accept_histogram))] == stats.accept_histogram
+    drafted = stats.exact_accepts + stats.fuzzy_accepts
+    assert stats.new_tokens - stats.steps <= drafted <= stats.new_tokens - stats.steps + 1
+    assert stats.tau == pytest.approx(len(text) / len(sizes))
+
+
+# --- ragged batches ---
+
+
+@pytest.mark.parametrize("drafting", ["head", "knowing"])
+def test_greedy_rows_equal_the_same_prompt_alone(drafting: str) -> None:
+    """Rows of different lengths that finish at different times: each equals the target's own text."""
+    limits = [26, 3, 17, 9]
+    drafter = tiny_head() if drafting == "head" else KnowingDrafter(greedy_texts())
+    made = run_loop(target(), PROMPTS, drafter, limits)
+    assert made.texts == [text[:limit] for text, limit in zip(greedy_texts(), limits, strict=True)]
+    for row in range(len(PROMPTS)):
+        check_stats(made.stats[row], made.texts[row], [step[row] for step in made.steps])
+    assert [len(step) for step in made.steps] == [len(PROMPTS)] * len(made.steps)
+    done = [max(i for i, step in enumerate(made.steps) if step[row]) for row in range(len(PROMPTS))]
+    assert len(set(done)) == len(done), "the rows were meant to finish at different times"
+    if drafting == "knowing":
+        assert all(stats.tau > 2 for stats in made.stats)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Lossless(), Fuzzy(threshold=0.5), Fuzzy(threshold=0.5, mode="paper"), Typical()],
+    ids=["lossless", "hybrid", "paper", "typical"],
+)
+@pytest.mark.parametrize("capacity", [1, 512], ids=["growing", "roomy"])
+def test_sampled_rows_equal_the_same_prompt_alone(rule: AcceptanceRule, capacity: int) -> None:
+    """Row r of seed s draws what the prompt alone with seed s + r draws, also in caches that grow."""
+    limits = [26, 5, 17, 9]
+    settings = {"rule": rule, "sampling": SAMPLED, "tree": TreeConfig(12, 3, 4)}
+    batch = run_loop(target(), PROMPTS, tiny_head(), limits, seed=40, capacity=capacity, **settings)
+    for row, (prompt, limit) in enumerate(zip(PROMPTS, limits, strict=True)):
+        alone = run_loop(target(), [prompt], tiny_head(), limit, seed=40 + row, **settings)
+        assert batch.texts[row] == alone.texts[0]
+        assert batch.stats[row] == alone.stats[0]
+    named = run_loop(target(), PROMPTS, tiny_head(), limits, seed=[40, 41, 42, 43], **settings)
+    assert named.texts == batch.texts
+
+
+@pytest.mark.parametrize(
+    "rule", [Lossless(), Fuzzy(threshold=0.6, divergence="tv", child="target")], ids=["lossless", "fuzzy"]
+)
+def test_sampled_rows_with_ragged_trees_equal_the_same_prompt_alone(rule: AcceptanceRule) -> None:
+    """Trees and accepted paths differ between the rows: their caches drift apart by more than the prompts."""
+    texts = greedy_texts()
+    settings = {"rule": rule, "sampling": SamplingConfig(temperature=0.05)}
+    batch = run_loop(
+        target(), PROMPTS, KnowingDrafter(texts, check=False), [24, 9, 13, 21], seed=7, **settings
+    )
+    for row, prompt in enumerate(PROMPTS):
+        drafter = KnowingDrafter(texts[row : row + 1], check=False, first_row=row)
+        alone = run_loop(target(), [prompt], drafter, [24, 9, 13, 21][row], seed=7 + row, **settings)
+        assert batch.texts[row] == alone.texts[0]
+        assert batch.stats[row] == alone.stats[0]
+    assert max(stats.tau for stats in batch.stats) > 1.5
+
+
+def test_a_batch_in_another_order_is_the_same_texts() -> None:
+    made = run_loop(target(), PROMPTS[::-1], tiny_head(), sampling=SAMPLED, seed=[8, 7, 6, 5])
+    assert made.texts[::-1] == run_loop(target(), PROMPTS, tiny_head(), sampling=SAMPLED, seed=5).texts
+
+
+def test_seeds_matter() -> None:
+    texts = [
+        run_loop(target(), PROMPTS[:1], tiny_head(), sampling=SAMPLED, seed=seed).texts for seed in (0, 1, 0)
+    ]
+    assert texts[0] == texts[2] != texts[1]
+
+
+# --- sizes that must not matter ---
+
+
+SIZES = [
+    *((1, 1, 1), (1, 5, 8), (2, 1, 1), (2, 3, 4), (3, 2, 1), (4, 3, 1), (6, 5, 1), (5, 1, 4), (9, 1, 8)),
+    *((16, 5, 8), (60, 6, 10), (21, 2, 4), (7, 6, 2), (31, 3, 96)),
+]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "/".join(map(str, size)))
+def test_greedy_text_does_not_depend_on_the_trees_size(size: tuple[int, int, int]) -> None:
+    made = run_loop(target(), PROMPTS, tiny_head(), 12, tree=TreeConfig(*size))
+    assert made.texts == [text[:12] for text in greedy_texts()]
+    assert all(len(step[row]) <= size[1] + 1 for step in made.steps for row in range(len(PROMPTS)))
+
+
+def test_plain_decoding_is_a_tree_of_one_node() -> None:
+    made = run_loop(target(), PROMPTS, NoDrafter(96), 12, tree=TreeConfig(1))
+    assert made.texts == [text[:12] for text in greedy_texts()]
+    assert all(stats.tau == 1.0 and stats.steps == 12 for stats in made.stats)
+
+
+@pytest.mark.parametrize("capacity", [1, 5, 64])
+def test_text_does_not_depend_on_the_first_capacity(capacity: int) -> None:
+    """A cache frozen at its first length would be overrun or lose what it holds."""
+    for drafter in (tiny_head(), KnowingDrafter(greedy_texts())):
+        made = run_loop(target(), PROMPTS, drafter, NEW_TOKENS, capacity=capacity)
+        assert made.texts == [text[:NEW_TOKENS] for text in greedy_texts()]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7])
+def test_prompts_longer_than_the_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = prompts_of((40, 3, 17, 1), seed=5)
+    whole = run_loop(target(), prompts, tiny_head(), 12, sampling=SAMPLED)
+    monkeypatch.setattr(target_module, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(draft_module, "EXTEND_CHUNK", chunk)
+    pieces = run_loop(target(), prompts, tiny_head(), 12, sampling=SAMPLED)
+    assert pieces.texts == whole.texts
+    assert pieces.stats == whole.stats, "the same trees were drafted, too"
+
+
+def test_prompts_of_one_token() -> None:
+    prompts = [[5], [17], [80]]
+    wanted = greedy_alone(target().model, prompts, 16)
+    assert run_loop(target(), prompts, tiny_head(), 16).texts == wanted
+    made = run_loop(target(), prompts, KnowingDrafter(wanted, reach=None), 16)
+    assert made.texts == wanted
+    assert all(stats.steps == 3 for stats in made.stats)
+
+
+# --- oracles ---
+
+
+def test_an_oracle_has_full_paths_accepted_in_every_step() -> None:
+    made = run_loop(target(), PROMPTS, KnowingDrafter(greedy_texts(), reach=None), 24)
+    for row, stats in enumerate(made.stats):
+        assert [len(step[row]) for step in made.steps] == [6, 6, 6, 6]
+        assert (stats.tau, stats.exact_accepts, stats.fuzzy_accepts) == (6.0, 20, 0)
+        assert stats.accept_histogram == [0, 0, 0, 0, 0, 0, 4]
+
+
+def test_an_anti_oracle_changes_nothing_and_tau_is_one() -> None:
+    made = run_loop(target(), PROMPTS, KnowingDrafter(greedy_texts(), wrong=True), 24)
+    assert made.texts == [text[:24] for text in greedy_texts()]
+    for stats in made.stats:
+        assert (stats.tau, stats.steps, stats.exact_accepts, stats.fuzzy_accepts) == (1.0, 24, 0, 0)
+
+
+def test_an_infinite_threshold_follows_the_draft_to_its_depth() -> None:
+    """What a wrong draft says is emitted, every step as long as the tree is deep, and counted as fuzzy."""
+    rule = Fuzzy(threshold=float("inf"), mode="paper")
+    made = run_loop(target(), PROMPTS, saying(50, rows=4), 24, rule=rule)
+    for stats in made.stats:
+        assert stats.accept_histogram == [0, 0, 0, 0, 0, 0, 4]
+        assert stats.fuzzy_accepts > 15
+        assert stats.fuzzy_accepts + stats.exact_accepts == 20
+
+
+# --- stopping ---
+
+
+@pytest.mark.parametrize("reach", [None, (0, 5)], ids=["whole paths", "ragged paths"])
+def test_nothing_after_an_end_token_inside_an_accepted_path(reach: tuple[int, int] | None) -> None:
+    """Every place of the path is tried as the end, the first and the step's own token too."""
+    texts = greedy_texts()
+    for place in range(14):
+        ends = {text[place] for text in texts}  # several end tokens
+        firsts = [next(i for i, token in enumerate(text) if token in ends) for text in texts]
+        made = run_loop(target(), PROMPTS, KnowingDrafter(texts, reach=reach), 20, eos=sorted(ends))
+        assert made.texts == [text[: first + 1] for text, first in zip(texts, firsts, strict=True)]
+        for row, stats in enumerate(made.stats):
+            assert stats.finish_reason == "stop"
+            check_stats(stats, made.texts[row], [step[row] for step in made.steps])
+
+
+def test_end_tokens_of_generate_are_ours() -> None:
+    model = tiny_model("mistral")
+    for end in sorted(set(greedy_texts()[0]))[:6]:
+        model.generation_config.eos_token_id = [end, 95]
+        wanted = greedy_alone(model, PROMPTS[:1], NEW_TOKENS)
+        assert wanted[0][-1] in (end, 95) or len(wanted[0]) == NEW_TOKENS
+        made = run_loop(target(), PROMPTS[:1], tiny_head(), NEW_TOKENS, eos=[end, 95])
+        assert made.texts == wanted
+
+
+@pytest.mark.parametrize("limit", range(1, 14))
+def test_never_more_than_the_limit(limit: int) -> None:
+    """Every remainder of the limit by the length of a full step; and no step that was not needed."""
+    made = run_loop(target(), PROMPTS, KnowingDrafter(greedy_texts(), reach=None), limit)
+    assert made.texts == [text[:limit] for text in greedy_texts()]
+    for row, stats in enumerate(made.stats):
+        assert stats.finish_reason == "length"
+        assert stats.steps == -(-limit // 6)
+        check_stats(stats, made.texts[row], [step[row] for step in made.steps])
+
+
+def test_an_end_token_in_the_last_place_is_a_stop() -> None:
+    text = greedy_texts()[0]
+    place = next(i for i in range(4, 20) if text[i] not in text[:i])
+    made = run_loop(target(), PROMPTS[:1], tiny_head(), place + 1, eos=[text[place]])
+    assert made.texts == [text[: place + 1]]
+    assert made.stats[0].finish_reason == "stop"
+
+
+def test_end_tokens_come_from_the_target_alone() -> None:
+    """exact_eos: a rule that follows any draft still does not end a text by it."""
+    follow = Fuzzy(threshold=float("inf"))
+    made = run_loop(target(), PROMPTS[:1], saying(50, rows=1), 12, rule=follow, eos=[50])
+    assert 50 not in made.texts[0]
+    assert (made.stats[0].new_tokens, made.stats[0].finish_reason) == (12, "length")
+    free = Fuzzy(threshold=float("inf"), exact_eos=False)
+    made = run_loop(target(), PROMPTS[:1], saying(50, rows=1), 12, rule=free, eos=[50])
+    assert made.texts[0] == [50]
+    assert (made.stats[0].finish_reason, made.stats[0].fuzzy_accepts) == ("stop", 1)
+
+
+# --- the stats ---
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "rule",
+    [Lossless(), Fuzzy(threshold=0.4), Fuzzy(threshold=2.0, divergence="reverse_kl", mode="paper")],
+    ids=["lossless", "hybrid", "paper"],
+)
+def test_stats_add_up_under_every_rule(rule: AcceptanceRule, sampling: SamplingConfig) -> None:
+    drafter = KnowingDrafter(greedy_texts(), check=False)
+    made = run_loop(target(), PROMPTS, drafter, [26, 3, 17, 9], rule=rule, sampling=sampling, eos=[11, 12])
+    for row, stats in enumerate(made.stats):
+        check_stats(stats, made.texts[row], [step[row] for step in made.steps])
+        assert stats.finish_reason == ("stop" if made.texts[row][-1] in (11, 12) else "length")
+        assert not {11, 12} & set(made.texts[row][:-1])
+        if isinstance(rule, Lossless):
+            assert stats.fuzzy_accepts == 0
+
+
+def test_no_row_runs_after_its_end() -> None:
+    """A finished row leaves the batch: the others go on without it, and its steps yield nothing."""
+    made = run_loop(target(), PROMPTS, tiny_head(), [2, 26, 2, 26])
+    for step in made.steps[2:]:
+        assert step[0] == [] == step[2]
+        assert step[1] or step[3]

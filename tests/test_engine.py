@@ -1,0 +1,466 @@
+"""The contract of EagleFSD: arguments, outputs, padding, streams, the baseline; bad input is one line."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_models import VOCAB, KnowingEngine, greedy_alone, prompts_of, tiny_head, tiny_model
+
+from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical
+from eagle_fsd.hub import save_head
+from eagle_fsd.padding import left_padded, right_padded
+from eagle_fsd.target import TargetModel
+
+LENGTHS = (5, 13, 1, 9)
+PROMPTS = prompts_of(LENGTHS)
+NEW_TOKENS = 18
+TREE = TreeConfig(16, 5, 3)
+PAD = 77
+
+
+@functools.cache
+def engine() -> EagleFSD:
+    return EagleFSD(TargetModel(tiny_model("llama")), tiny_head())
+
+
+@functools.cache
+def gpt2() -> EagleFSD:
+    """Learned positions: the first one past the end is an index error, were it ever used."""
+    return EagleFSD(TargetModel(tiny_model("gpt2", n_positions=32)), tiny_head())
+
+
+@functools.cache
+def texts() -> list[list[int]]:
+    return greedy_alone(engine().target.model, PROMPTS, NEW_TOKENS)
+
+
+def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if side == "left":
+        return left_padded(PROMPTS, pad=PAD)
+    lengths = torch.tensor(LENGTHS)[:, None]
+    return right_padded(PROMPTS, PAD), (torch.arange(max(LENGTHS)) < lengths).long()
+
+
+def padded_on_both_sides() -> tuple[torch.Tensor, torch.Tensor]:
+    ids, mask = padded("left")
+    edge = torch.full((len(ids), 2), PAD)
+    return torch.cat((edge, ids, edge), dim=1), torch.cat((0 * edge, mask, 0 * edge), dim=1)
+
+
+# --- outputs ---
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_sequences_are_the_input_as_given_and_the_new_tokens(side: str) -> None:
+    ids, mask = padded_on_both_sides() if side == "both" else padded(side)
+    before = ids.clone(), mask.clone()
+    out = engine().generate(ids, mask, max_new_tokens=NEW_TOKENS)
+    assert torch.equal(ids, before[0]) and torch.equal(mask, before[1])
+    assert out.new_tokens == texts()
+    assert out.sequences.dtype == torch.int64
+    assert torch.equal(out.sequences, torch.cat((ids, torch.tensor(texts())), dim=1))
+    assert len(out.stats) == len(PROMPTS)
+
+
+def test_short_rows_are_padded_on_the_right_with_the_pad_token() -> None:
+    ids, mask = padded("left")
+    ends = [texts()[0][3], texts()[1][7]]
+    out = engine().generate(ids, mask, max_new_tokens=NEW_TOKENS, eos_token_id=ends)
+    width = max(map(len, out.new_tokens))
+    assert out.sequences.shape == (4, ids.shape[1] + width)
+    for row, text in enumerate(out.new_tokens):
+        added = out.sequences[row, ids.shape[1] :].tolist()
+        assert added == text + [engine().pad_token_id] * (width - len(text))
+        assert out.stats[row].finish_reason == ("stop" if text[-1] in ends else "length")
+        assert not set(ends) & set(text[:-1])
+    assert len({len(text) for text in out.new_tokens}) > 1
+
+
+def test_the_pad_token_is_the_tokenizers_else_an_end_token_else_zero() -> None:
+    class Tokenizer:
+        pad_token_id = 41
+
+    model = tiny_model("llama")
+    plain = EagleFSD(TargetModel(model), None)
+    assert plain.pad_token_id == 0
+    model.generation_config.eos_token_id = [9, 12]
+    assert plain.pad_token_id == 9
+    assert EagleFSD(plain.target, None, tokenizer=Tokenizer()).pad_token_id == 41
+
+
+def test_lists_are_taken_like_tensors() -> None:
+    out = engine().generate([PROMPTS[0]], max_new_tokens=6)
+    assert out.new_tokens == [texts()[0][:6]]
+    assert out.sequences.tolist() == [PROMPTS[0] + texts()[0][:6]]
+    ids, mask = padded("right")
+    assert engine().generate(ids.tolist(), mask.tolist(), max_new_tokens=6).new_tokens == [
+        t[:6] for t in texts()
+    ]
+    assert engine().generate(ids.int(), mask.bool(), max_new_tokens=6).new_tokens == [t[:6] for t in texts()]
+
+
+def test_the_default_rule_is_lossless_and_rules_are_taken() -> None:
+    known = KnowingEngine(engine().target, texts())
+    ids, mask = padded("left")
+    for rule in (None, Lossless(), Fuzzy(threshold=0)):
+        assert (
+            known.generate(ids, mask, max_new_tokens=NEW_TOKENS, rule=rule, tree=TREE).new_tokens == texts()
+        )
+    loose = engine().generate(ids, mask, max_new_tokens=NEW_TOKENS, rule=Fuzzy(threshold=math.inf))
+    assert loose.new_tokens != texts()
+    assert all(row.tau > 3 and row.fuzzy_accepts > 0 for row in loose.stats)
+    assert engine().generate(ids, mask, max_new_tokens=5, rule=Typical()).stats[0].new_tokens == 5
+
+
+def test_the_models_own_end_tokens_are_the_default() -> None:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = [texts()[0][4], texts()[0][9]]
+    own = EagleFSD(TargetModel(model), tiny_head())
+    wanted = greedy_alone(model, PROMPTS[:1], NEW_TOKENS)
+    assert len(wanted[0]) <= 5
+    out = own.generate([PROMPTS[0]], max_new_tokens=NEW_TOKENS)
+    assert out.new_tokens == wanted
+    assert out.stats[0].finish_reason == "stop"
+    for none in ([], (), 95 if 95 not in texts()[0] else 94):
+        out = own.generate([PROMPTS[0]], max_new_tokens=NEW_TOKENS, eos_token_id=none)
+        assert out.new_tokens == texts()[:1]
+    out = own.generate([PROMPTS[0]], max_new_tokens=NEW_TOKENS, eos_token_id=texts()[0][0])
+    assert out.new_tokens == [texts()[0][:1]]
+
+
+def test_sampling_is_seeded_by_row() -> None:
+    ids, mask = padded("left")
+    settings = {"max_new_tokens": 12, "temperature": 1.0, "top_k": 50, "top_p": 0.9}
+    batch = engine().generate(ids, mask, seed=11, **settings)
+    state = torch.random.get_rng_state()
+    again = engine().generate(ids, mask, seed=[11, 12, 13, 14], **settings)
+    assert torch.equal(torch.random.get_rng_state(), state), "torch's global numbers are not ours to draw"
+    assert again.new_tokens == batch.new_tokens
+    for row, prompt in enumerate(PROMPTS):
+        alone = engine().generate([prompt], seed=11 + row, **settings)
+        assert alone.new_tokens[0] == batch.new_tokens[row]
+    assert engine().generate(ids, mask, seed=99, **settings).new_tokens != batch.new_tokens
+
+
+def test_stats_hold_counts_and_seconds() -> None:
+    ids, mask = padded("left")
+    known = KnowingEngine(engine().target, texts(), reach=None)
+    out = known.generate(ids, mask, max_new_tokens=NEW_TOKENS, tree=TREE)
+    for stats in out.stats:
+        assert (stats.steps, stats.new_tokens, stats.tau) == (3, 18, 6.0)
+        assert stats.accept_histogram == [0] * 6 + [3]
+        phases = [stats.prefill_seconds, stats.draft_seconds, stats.verify_seconds, stats.accept_seconds]
+        assert all(seconds > 0 for seconds in (*phases, stats.keep_seconds, stats.tokens_per_second))
+        assert sum(phases) + stats.keep_seconds <= stats.seconds
+        assert stats.to_dict()["finish_reason"] == "length"
+
+
+def test_a_tree_of_one_node_needs_no_head() -> None:
+    plain = EagleFSD(engine().target, None)
+    out = plain.generate([PROMPTS[1]], max_new_tokens=NEW_TOKENS, tree=TreeConfig(1))
+    assert out.new_tokens == texts()[1:2]
+    assert out.stats[0].tau == 1.0
+
+
+# --- streams ---
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stream_is_generate_step_by_step(temperature: float) -> None:
+    settings = {"max_new_tokens": NEW_TOKENS, "temperature": temperature, "seed": 5}
+    whole = engine().generate([PROMPTS[1]], **settings)
+    stream = engine().stream([PROMPTS[1]], **settings)
+    seen: list[int] = []
+    for chunk in stream:
+        assert chunk and all(isinstance(token, int) for token in chunk)
+        seen += chunk
+        assert stream.stats.new_tokens == len(seen)
+        assert stream.stats.seconds > 0
+    assert [seen] == whole.new_tokens
+    assert stream.stats.steps == whole.stats[0].steps
+    assert stream.stats.accept_histogram == whole.stats[0].accept_histogram
+    assert stream.stats.finish_reason == "length"
+    assert list(stream) == [], "a stream is read once"
+
+
+def test_a_stream_that_is_left_counts_what_was_made() -> None:
+    stream = engine().stream([PROMPTS[1]], max_new_tokens=NEW_TOKENS)
+    seen: list[int] = []
+    for chunk in stream:
+        seen += chunk
+        if len(seen) >= 5:
+            break
+    assert stream.stats.finish_reason == "interrupted"
+    assert stream.stats.new_tokens == len(seen) < NEW_TOKENS
+    assert seen == texts()[1][: len(seen)]
+    assert stream.stats.tokens_per_second > 0
+
+
+def test_a_stream_interrupted_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C lands anywhere: what was yielded is counted, and the reason is told."""
+    stream = engine().stream([PROMPTS[1]], max_new_tokens=NEW_TOKENS)
+    seen: list[int] = []
+    verify = engine().target.features
+    calls = []
+
+    def pressed(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return verify(*args, **kwargs)
+
+    monkeypatch.setattr(engine().target, "features", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        for chunk in stream:
+            seen += chunk
+    assert seen and seen == texts()[1][: len(seen)]
+    assert stream.stats.new_tokens == len(seen)
+    assert stream.stats.finish_reason == "interrupted"
+
+
+def test_a_stream_takes_padding_and_stops() -> None:
+    ids, mask = left_padded([PROMPTS[0], PROMPTS[1]], pad=PAD)
+    end = texts()[0][6]
+    chunks = list(engine().stream(ids[:1], mask[:1], max_new_tokens=NEW_TOKENS, eos_token_id=end))
+    wanted = texts()[0][: texts()[0].index(end) + 1]
+    assert [token for chunk in chunks for token in chunk] == wanted
+
+
+# --- the baseline ---
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_target_alone_is_generate_of_hugging_face(side: str) -> None:
+    ids, mask = padded_on_both_sides() if side == "both" else padded(side)
+    out = engine().target_alone(ids, mask, max_new_tokens=NEW_TOKENS)
+    assert out.new_tokens == texts()
+    assert torch.equal(out.sequences, torch.cat((ids, torch.tensor(texts())), dim=1))
+    for stats in out.stats:
+        assert (stats.steps, stats.new_tokens, stats.tau) == (NEW_TOKENS, NEW_TOKENS, 1.0)
+        assert (stats.accept_histogram, stats.finish_reason) == ([0, NEW_TOKENS], "length")
+        assert stats.seconds > 0
+
+
+def test_target_alone_stops_and_cuts_like_ours() -> None:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = [texts()[0][3], texts()[1][7]]
+    own = EagleFSD(TargetModel(model), tiny_head())
+    ids, mask = padded("left")
+    ours = own.generate(ids, mask, max_new_tokens=NEW_TOKENS)
+    alone = own.target_alone(ids, mask, max_new_tokens=NEW_TOKENS)
+    assert alone.new_tokens == ours.new_tokens
+    assert torch.equal(alone.sequences, ours.sequences)
+    assert [row.finish_reason for row in alone.stats] == [row.finish_reason for row in ours.stats]
+
+
+def test_target_alone_samples_by_its_seed_and_leaves_torchs_alone() -> None:
+    settings = {"max_new_tokens": 12, "temperature": 1.0, "top_k": 50, "top_p": 0.9}
+    state = torch.random.get_rng_state()
+    first, again, other = (engine().target_alone([PROMPTS[0]], seed=s, **settings) for s in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert first.new_tokens == again.new_tokens != other.new_tokens
+
+
+def test_target_alone_has_the_law_of_ours_whatever_the_repository_prefers() -> None:
+    """A repetition penalty among a model's generation defaults would make the baseline another text."""
+    model = tiny_model("llama")
+    preferred = transformers.GenerationConfig(
+        repetition_penalty=5.0, no_repeat_ngram_size=1, do_sample=True, temperature=9.0, min_new_tokens=30
+    )
+    model.generation_config = preferred
+    own = EagleFSD(TargetModel(model), tiny_head())
+    ids, mask = padded("left")
+    assert own.target_alone(ids, mask, max_new_tokens=NEW_TOKENS).new_tokens == texts()
+    assert model.generation_config is preferred
+
+
+# --- the ends of positions ---
+
+
+@pytest.mark.parametrize("drafting", ["head", "knowing"])
+def test_a_text_ends_where_the_positions_do(drafting: str) -> None:
+    prompts = prompts_of((20, 31, 4))
+    wanted = [greedy_alone(gpt2().target.model, [prompt], 32 - len(prompt))[0] for prompt in prompts]
+    ids, mask = left_padded(prompts, pad=0)
+    maker = gpt2() if drafting == "head" else KnowingEngine(gpt2().target, wanted, reach=None)
+    out = maker.generate(ids, mask, max_new_tokens=100, tree=TREE)
+    assert out.new_tokens == wanted
+    assert [len(text) for text in out.new_tokens] == [12, 1, 28]
+    assert [stats.finish_reason for stats in out.stats] == ["length"] * 3
+    alone = gpt2().target_alone([prompts[0]], max_new_tokens=100)
+    assert alone.new_tokens == wanted[:1]
+
+
+def test_a_head_past_its_trained_positions_warns_and_stays_correct(caplog: pytest.LogCaptureFixture) -> None:
+    short = EagleFSD(engine().target, tiny_head(max_position_embeddings=8))
+    ids, mask = padded("left")
+    with caplog.at_level(logging.WARNING, logger="eagle_fsd"):
+        assert short.generate(ids, mask, max_new_tokens=NEW_TOKENS).new_tokens == texts()
+    assert "trained up to position 8" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="eagle_fsd"):
+        engine().generate(ids, mask, max_new_tokens=2)
+    assert not caplog.records
+
+
+# --- bad input ---
+
+
+def generate(**options: Any) -> Callable[[], object]:
+    return lambda: engine().generate(**{"input_ids": [[1, 2, 3]], "max_new_tokens": 2, **options})
+
+
+BAD = {
+    "negative threshold": (lambda: Fuzzy(threshold=-0.1), r"threshold is -0.1: .* at least 0; 0 is lossless"),
+    "NaN threshold": (lambda: Fuzzy(threshold=math.nan), "threshold is nan: .* 0 is lossless"),
+    "threshold of text": (lambda: Fuzzy(threshold="0.3"), "threshold is '0.3': it must be a number"),
+    "unknown divergence": (lambda: Fuzzy(divergence="kl"), "divergence .*'kl'.*reverse_kl"),
+    "unknown mode": (lambda: Fuzzy(mode="both"), "mode is 'both': it must be one of hybrid, paper"),
+    "unknown child": (lambda: Fuzzy(child="q"), "child is 'q': it must be one of draft, target"),
+    "min_p above 1": (lambda: Fuzzy(min_p=1.5), "min_p is 1.5: .* between 0 and 1; 0 turns"),
+    "negative overshoot": (lambda: Fuzzy(max_overshoot=-1.0), "max_overshoot is -1.0: .* inf turns"),
+    "negative in a row": (lambda: Fuzzy(max_consecutive=-1), "max_consecutive is -1: .* None turns"),
+    "half a prefix": (lambda: Fuzzy(exact_prefix=1.5), "exact_prefix is 1.5: it must be an integer"),
+    "tree of nothing": (lambda: TreeConfig(0), "total_tokens is 0: .* at least 1; 1 turns drafting off"),
+    "tree without depth": (lambda: TreeConfig(16, 0, 8), "depth is 0: it must be an integer of at least 1"),
+    "tree without width": (lambda: TreeConfig(16, 5, 0), "top_k is 0: it must be an integer of at least 1"),
+    "tree too large": (lambda: TreeConfig(60, 1, 8), "total_tokens is 60: .* at most 9 nodes; lower"),
+    "tree of halves": (lambda: TreeConfig(16.0, 5, 8), "total_tokens is 16.0: it must be an integer"),
+    "tree wider than the vocabulary": (
+        generate(tree=TreeConfig(16, 2, VOCAB + 1)),
+        "top_k of the tree is 97: the vocabulary has 96 tokens; lower top_k",
+    ),
+    "no prompt": (generate(input_ids=[]), r"input_ids has shape \[0\]: .* tokenize a prompt"),
+    "empty prompt": (generate(input_ids=[[]]), r"input_ids has shape \[1, 0\]: .* at least one token"),
+    "prompt without batch": (generate(input_ids=[1, 2]), r"input_ids has shape \[2\]: it must be \[B, L\]"),
+    "ragged lists": (generate(input_ids=[[1, 2], [3]]), "length 2"),
+    "empty row": (
+        generate(input_ids=[[1, 2], [3, 4]], attention_mask=torch.tensor([[1, 1], [0, 0]])),
+        "row 1 of the batch is empty: .* drop the row",
+    ),
+    "mask with holes": (
+        generate(attention_mask=torch.tensor([[1, 0, 1]])),
+        "attention_mask has holes: .* one run of tokens",
+    ),
+    "mask of another shape": (
+        generate(attention_mask=torch.ones(1, 2)),
+        r"attention_mask has shape \[1, 2\]: .* \[1, 3\]",
+    ),
+    "token past the vocabulary": (
+        generate(input_ids=[[1, VOCAB]]),
+        "input_ids holds 1..96: .* 0..95; use the target's own tokenizer",
+    ),
+    "negative token": (generate(input_ids=[[-1, 3]]), "input_ids holds -1..3: .* 0..95"),
+    "prompt as long as the positions": (
+        lambda: gpt2().generate(prompts_of((32,))),
+        "prompt 0 has 32 tokens: the target has 32 positions.*; shorten the prompt",
+    ),
+    "prompt past the positions": (lambda: gpt2().generate(prompts_of((50,))), "prompt 0 has 50 tokens"),
+    "no new tokens": (generate(max_new_tokens=0), "max_new_tokens is 0: .* at least 1; ask for at least one"),
+    "negative new tokens": (generate(max_new_tokens=-5), "max_new_tokens is -5"),
+    "half a token": (generate(max_new_tokens=1.5), "max_new_tokens is 1.5: it must be an integer"),
+    "NaN temperature": (generate(temperature=math.nan), "temperature is nan: .* 0 is greedy"),
+    "negative temperature": (generate(temperature=-1), "temperature is -1: .* at least 0; 0 is greedy"),
+    "infinite temperature": (generate(temperature=math.inf), "temperature is inf: it must be finite"),
+    "negative top_k": (generate(top_k=-1), "top_k is -1: .* at least 0; 0 keeps every token"),
+    "top_p of 0": (generate(top_p=0.0), "top_p is 0: it must be above 0 and at most 1"),
+    "top_p above 1": (generate(top_p=1.2), "top_p is 1.2: .* between 0 and 1; 1 keeps every token"),
+    "NaN top_p": (generate(top_p=math.nan), "top_p is nan"),
+    "negative seed": (generate(seed=-1), r"seed -1 must be an int in \[0, 2\*\*63\)"),
+    "no seed": (generate(seed=None), "seed None must be an int"),
+    "two seeds for a row": (
+        generate(seed=[1, 2]),
+        "seed has 2 values for 1 rows: give one int or one per row",
+    ),
+    "head of another width": (
+        lambda: EagleFSD(engine().target, tiny_head(hidden_size=64)),
+        "the head's hidden_size is 64 and the target's is 32: .* choose the head of this target",
+    ),
+    "head of another vocabulary": (
+        lambda: EagleFSD(engine().target, tiny_head(vocab_size=97)),
+        "the head's vocab_size is 97 and the target's is 96",
+    ),
+    "a tree and no head": (
+        lambda: EagleFSD(engine().target, None).generate([[1]]),
+        r"there is no draft head: .* TreeConfig\(1\)",
+    ),
+    "stream of a batch": (
+        lambda: engine().stream([[1], [2]]),
+        r"input_ids has shape \[2, 1\]: a stream takes one prompt",
+    ),
+    "stream of bad options": (lambda: engine().stream([[1]], top_p=2.0), "top_p is 2.0"),
+    "baseline of no prompt": (lambda: engine().target_alone([[]]), r"input_ids has shape \[1, 0\]"),
+    "baseline of no tokens": (lambda: engine().target_alone([[1]], max_new_tokens=0), "max_new_tokens is 0"),
+    "baseline past the positions": (lambda: gpt2().target_alone(prompts_of((32,))), "prompt 0 has 32 tokens"),
+    "baseline of a negative seed": (lambda: engine().target_alone([[1]], seed=-1), "seed is -1"),
+    "baseline of holes": (
+        lambda: engine().target_alone([[1, 2, 3]], torch.tensor([[1, 0, 1]])),
+        "attention_mask has holes",
+    ),
+    "baseline of a foreign token": (lambda: engine().target_alone([[VOCAB]]), "input_ids holds 96..96"),
+    "end token of text": (generate(eos_token_id="</s>"), "eos_token_id is '</s>'"),
+    "end token past the vocabulary": (generate(eos_token_id=-1), "eos_token_id is -1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_a_value_error_with_name_value_rule_and_remedy(name: str) -> None:
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by `stream`, which starts lazily."""
+    monkeypatch.setattr(engine().target, "features", lambda *_: pytest.fail("a forward was run"))
+    for options in (
+        {"temperature": -1},
+        {"seed": -1},
+        {"max_new_tokens": 0},
+        {"tree": TreeConfig(16, 2, 97)},
+    ):
+        with pytest.raises(ValueError):
+            engine().stream([[1, 2]], **options)
+        with pytest.raises(ValueError):
+            engine().generate([[1, 2]], **options)
+
+
+# --- loading ---
+
+
+def test_from_pretrained_loads_a_folder_and_its_head(tmp_path: Any) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "target")
+    save_head(tiny_head(), tmp_path / "head")
+    loaded = EagleFSD.from_pretrained(str(tmp_path / "target"), str(tmp_path / "head"), device="cpu")
+    assert (loaded.base_model, loaded.ea_model) == (str(tmp_path / "target"), str(tmp_path / "head"))
+    assert (loaded.dtype, loaded.device, loaded.tokenizer) == (torch.float32, torch.device("cpu"), None)
+    ids, mask = padded("left")
+    out, wanted = (e.generate(ids, mask, max_new_tokens=NEW_TOKENS) for e in (loaded, engine()))
+    assert out.new_tokens == wanted.new_tokens == texts()
+    assert [stats.steps for stats in out.stats] == [stats.steps for stats in wanted.stats], (
+        "the head is that head"
+    )
+    half = EagleFSD.from_pretrained(
+        str(tmp_path / "target"), str(tmp_path / "head"), dtype="bfloat16", attn_implementation="eager"
+    )
+    assert half.dtype == torch.bfloat16 == next(half.head.parameters()).dtype
+    assert half.target.model.config._attn_implementation == "eager"
+    assert half.generate(ids, mask, max_new_tokens=3).stats[0].new_tokens == 3
+
+
+def test_from_pretrained_refuses_a_head_that_does_not_fit(tmp_path: Any) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "target")
+    save_head(tiny_head(hidden_size=64), tmp_path / "wide")
+    save_head(tiny_head(vocab_size=97), tmp_path / "many")
+    for name in ("wide", "many"):
+        with pytest.raises(ValueError, match=name) as caught:
+            EagleFSD.from_pretrained(str(tmp_path / "target"), str(tmp_path / name), device="cpu")
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,305 @@
+"""Tiny random-weight models of real transformers classes, and drafters that know what such a model
+will say.
+
+Everything is float32 on the CPU, vocabulary 96, hidden size 32, two layers. The weights are drawn far
+wider than transformers' own initialisation, so that greedy text is no constant token and attention is sharp
+enough for a wrong mask or position to change it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from eagle_fsd.acceptance import AcceptanceRule, Lossless
+from eagle_fsd.config import HeadConfig, SamplingConfig, TreeConfig
+from eagle_fsd.decoding import Request, decode
+from eagle_fsd.draft import Drafter, EagleDrafter
+from eagle_fsd.engine import EagleFSD
+from eagle_fsd.head import DraftHead
+from eagle_fsd.padding import right_padded
+from eagle_fsd.sampling import RowRandom
+from eagle_fsd.stats import GenerationStats, Stopwatch
+from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.tree import DraftTree
+
+VOCAB, HIDDEN, WINDOW = 96, 32, 8
+
+LLAMA_LIKE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GPT_LIKE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": HIDDEN,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+
+# Family -> (model class, config class, arguments beside the common ones).
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA_LIKE),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", LLAMA_LIKE),
+    "qwen2-window": (
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        {**LLAMA_LIKE, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", LLAMA_LIKE),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**LLAMA_LIKE, "sliding_window": WINDOW}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {**LLAMA_LIKE, **MIXED, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**LLAMA_LIKE, **MIXED, "query_pre_attn_scalar": 8, "final_logit_softcapping": 4.0},
+    ),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", LLAMA_LIKE),
+    "phi3-window": ("Phi3ForCausalLM", "Phi3Config", {**LLAMA_LIKE, "sliding_window": WINDOW}),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", LLAMA_LIKE),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT_LIKE),
+    "gptj": ("GPTJForCausalLM", "GPTJConfig", {**GPT_LIKE, "rotary_dim": 4}),
+    "gpt_neox": (
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        {key: value for key, value in LLAMA_LIKE.items() if key not in ("num_key_value_heads", "head_dim")},
+    ),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**LLAMA_LIKE, **EXPERTS, "sliding_window": WINDOW}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**LLAMA_LIKE, **EXPERTS}),
+    "granite": (
+        "GraniteForCausalLM",
+        "GraniteConfig",
+        {**LLAMA_LIKE, "logits_scaling": 7.0, "embedding_multiplier": 2.0},
+    ),
+    "cohere": ("CohereForCausalLM", "CohereConfig", {**LLAMA_LIKE, "logit_scale": 0.25}),
+}
+
+
+def tiny_model(
+    family: str = "llama", attention: str = "sdpa", seed: int = 0, **overrides: object
+) -> transformers.PreTrainedModel:
+    """A model of the family with wide random weights, in eval mode, without end tokens."""
+    model_class, config_class, arguments = FAMILIES[family]
+    config = getattr(transformers, config_class)(**{**arguments, **overrides})
+    config._attn_implementation = attention
+    model = getattr(transformers, model_class)(config).eval()
+    randomize(model, seed)
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return model
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    """Draw every matrix so that activations keep their size, and shake the vectors (norms, biases)."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim >= 2:
+            parameter.copy_(1.5 * noise / min(parameter.shape[-2:]) ** 0.5)
+        elif name.endswith("bias"):
+            parameter.copy_(0.1 * noise)
+        else:
+            parameter.add_(0.1 * noise)
+
+
+def tiny_head(
+    seed: int = 0, hidden_size: int = HIDDEN, vocab_size: int = VOCAB, max_position_embeddings: int = 2048
+) -> DraftHead:
+    """A random draft head that fits the tiny models."""
+    head = DraftHead(
+        HeadConfig(
+            hidden_size=hidden_size,
+            intermediate_size=48,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            vocab_size=vocab_size,
+            max_position_embeddings=max_position_embeddings,
+        )
+    ).eval()
+    randomize(head, seed)
+    return head
+
+
+def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def greedy_alone(
+    model: transformers.PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[list[int]]:
+    """What Hugging Face's greedy `generate` makes of each prompt alone; the model's end tokens count."""
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
+        )
+        texts.append(made[0, len(prompt) :].tolist())
+    return texts
+
+
+class KnowingDrafter:
+    """Knows each row's text to come and drafts it among wrong tokens, on another tree in every row and step.
+
+    Every level of the tree has `width` nodes in random order: the path's next token, wrong siblings of it,
+    and the right token below a wrong parent, which must not be taken. Beyond a random level (`reach`: between
+    these two; None: the depth) the path goes wrong too. With `wrong` it is never right at all. check: the
+    texts must be what is emitted. first_row: the first row's name, which its trees depend on.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[Sequence[int]],
+        width: int = 3,
+        reach: Sequence[int] | None = (1, 5),
+        wrong: bool = False,
+        seed: int = 0,
+        first_row: int = 0,
+        check: bool = True,
+    ) -> None:
+        self.texts = [list(text) for text in texts]
+        self.emitted = [-1] * len(texts)  # -1: the prompt is not read yet
+        self.width, self.reach, self.wrong, self.check = width, reach, wrong, check
+        self.randoms = [random.Random(f"{seed}/{first_row + row}") for row in range(len(texts))]
+
+    def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
+        self.emitted = [
+            0 if done < 0 else done + count for done, count in zip(self.emitted, counts, strict=True)
+        ]
+
+    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+        rows = [
+            self._row(text, done, root, config.depth, draw)
+            for text, done, root, draw in zip(
+                self.texts, self.emitted, roots.tolist(), self.randoms, strict=True
+            )
+        ]
+        tokens, parents, depths, log_q, owners = (list(part) for part in zip(*rows, strict=True))
+        return DraftTree(
+            tokens=torch.tensor(tokens),
+            parents=torch.tensor(parents),
+            depths=torch.tensor(depths),
+            log_q=torch.stack(log_q),
+            owners=torch.tensor(owners),
+            depth=config.depth,
+        )
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.texts = [self.texts[row] for row in rows]
+        self.emitted = [self.emitted[row] for row in rows]
+        self.randoms = [self.randoms[row] for row in rows]
+
+    def _row(self, text: list[int], done: int, root: int, depth: int, draw: random.Random) -> tuple[Any, ...]:
+        if self.check and done:
+            assert text[done - 1] == root, "the root is not the last emitted token"
+        reach = depth if self.reach is None else draw.randint(*self.reach)
+        tokens, parents, depths = [root], [-1], [0]
+        path, stray, favourites = 0, None, {}
+        for level in range(1, depth + 1):
+            right = text[done + level - 1] if done + level <= len(text) else 0
+            others = draw.sample([token for token in range(VOCAB) if token != right], self.width)
+            goes_right = level <= reach and not self.wrong
+            level_nodes = [(right if goes_right else others[0], path, "path"), (others[1], path, "stray")]
+            if stray is not None:
+                level_nodes.append((right, stray, "bait"))
+            level_nodes += [(token, path, "") for token in others[2:]]
+            level_nodes = level_nodes[: self.width]
+            draw.shuffle(level_nodes)
+            names = {}
+            for token, parent, name in level_nodes:
+                names[name] = len(tokens)
+                tokens.append(token)
+                parents.append(parent)
+                depths.append(level)
+            favourites[path] = tokens[names["path"]]
+            if stray is not None and "bait" in names:
+                favourites[stray] = right
+            path, stray = names["path"], names["stray"]
+        owners = (sorted(set(parents) - {-1}) + [-1] * len(tokens))[: 2 * depth]
+        law = torch.randn(len(owners), VOCAB, generator=torch.Generator().manual_seed(done))
+        for row, owner in enumerate(owners):
+            if owner >= 0:
+                law[row, favourites[owner]] += 8.0
+        return tokens, parents, depths, law.log_softmax(-1), owners
+
+
+class KnowingEngine(EagleFSD):
+    """EagleFSD whose drafter is a KnowingDrafter of these texts; use trees of depth D, top_k 3."""
+
+    def __init__(self, target: TargetModel, texts: Sequence[Sequence[int]], **options: Any) -> None:
+        super().__init__(target, head=None)
+        self.texts, self.options = texts, options
+
+    def _drafter(self, tree: TreeConfig, lengths: Sequence[int], capacity: int) -> Drafter:
+        return KnowingDrafter(self.texts, **self.options)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What the bare loop made: all new tokens, the chunk of every step, and the stats, by row."""
+
+    texts: list[list[int]]
+    steps: list[list[list[int]]]
+    stats: list[GenerationStats]
+
+
+def run_loop(
+    target: TargetModel,
+    prompts: Sequence[Sequence[int]],
+    drafter: Drafter | DraftHead,
+    max_new_tokens: int | Sequence[int] = 24,
+    *,
+    rule: AcceptanceRule | None = None,
+    tree: TreeConfig | None = None,
+    sampling: SamplingConfig | None = None,
+    eos: Sequence[int] = (),
+    seed: int | Sequence[int] = 0,
+    capacity: int = 512,
+) -> Decoded:
+    """The bare loop on a batch of prompts, with any drafter and any first capacity of the caches."""
+    batch = len(prompts)
+    limits = [max_new_tokens] * batch if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    request = Request(
+        tokens=right_padded(prompts, 0),
+        lengths=[len(prompt) for prompt in prompts],
+        limits=limits,
+        eos_token_ids=tuple(eos),
+        rule=rule or Lossless(),
+        tree=tree or TreeConfig(16, 5, 3),
+        sampling=sampling or SamplingConfig(),
+    )
+    if isinstance(drafter, DraftHead):
+        drafter = EagleDrafter(drafter, target, batch, capacity, target.device)
+    stats = [GenerationStats() for _ in prompts]
+    session = TargetSession(target, batch, capacity)
+    steps = list(decode(request, session, drafter, RowRandom(seed, batch), stats, Stopwatch()))
+    texts = [[token for chunks in steps for token in chunks[row]] for row in range(batch)]
+    return Decoded(texts, steps, stats)
