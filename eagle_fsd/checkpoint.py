@@ -240,6 +240,7 @@ def save_head(
         partial.chmod(0o755)  # mkdtemp's 0700 would hide a shipped head from other users
         (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, partial / SAFETENSORS_NAME, metadata={"format": "pt"})
+        (partial / SAFETENSORS_NAME).chmod(0o644)  # safetensors makes it 0600
         if not folder.exists():
             partial.rename(folder)
             return folder

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DEFAULT_ROPE_THETA = 10000.0
+CHECK = "check the head's config.json"  # the remedy of every bad size of a head
 
 
 def require_integer(name: str, value: object, minimum: int, remedy: str) -> None:
@@ -111,20 +112,18 @@ class HeadConfig:
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
         for name in (*sizes, "vocab_size", "max_position_embeddings"):
-            require_integer(name, getattr(self, name), 1, "check the head's config.json")
+            require_integer(name, getattr(self, name), 1, CHECK)
+        for name in ("rms_norm_eps", "rope_theta"):
+            require_number(name, getattr(self, name), 0.0, math.inf, CHECK)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads is {self.num_key_value_heads}: it must divide num_attention_heads "
-                f"({self.num_attention_heads}); check the head's config.json"
+                f"({self.num_attention_heads}); {CHECK}"
             )
         if self.head_dim % 2:
-            raise ValueError(
-                f"head_dim is {self.head_dim}: rotary positions need it even; check the head's config.json"
-            )
+            raise ValueError(f"head_dim is {self.head_dim}: rotary positions need it even; {CHECK}")
         if self.hidden_act != "silu":
-            raise ValueError(
-                f"hidden_act is {self.hidden_act!r}: EAGLE heads use 'silu'; check the head's config.json"
-            )
+            raise ValueError(f"hidden_act is {self.hidden_act!r}: EAGLE heads use 'silu'; {CHECK}")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, fc_bias: bool, qkv_bias: bool) -> HeadConfig:
@@ -149,9 +148,11 @@ class HeadConfig:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise ValueError(
-                f"rope scaling is {kind!r}: draft heads here use plain rotary positions ('default')"
+                f"rope scaling is {kind!r}: draft heads here use plain rotary positions ('default'); choose "
+                "another head"
             )
         heads = data["num_attention_heads"]
+        require_integer("num_attention_heads", heads, 1, CHECK)
         return cls(
             hidden_size=data["hidden_size"],
             intermediate_size=data["intermediate_size"],

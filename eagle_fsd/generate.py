@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from eagle_fsd.flags import USAGE, build_parser, generation_options
+from eagle_fsd.prompts import decode_text, read_prompts
 
 # torch and transformers take seconds to import: only what runs a model imports them, so that --help and a
 # mistake answer at once.
@@ -50,13 +51,10 @@ class UserError(Exception):
     """A user's mistake: shown as one line on stderr, exit code 2."""
 
 
-def read_prompts(args: Namespace) -> list[str]:
+def prompts_named(args: Namespace) -> list[str]:
     """The prompts that the arguments name, none blank. A final newline is dropped."""
     if args.prompt_file is not None:
-        path = Path(args.prompt_file)
-        text = decode_text(path.read_bytes(), str(path))
-        prompts = jsonl_prompts(text, path) if path.suffix == ".jsonl" else [text]
-        origin = str(path)
+        prompts, origin = read_prompts(Path(args.prompt_file)), args.prompt_file
     elif args.text == "-":
         prompts, origin = [decode_text(sys.stdin.buffer.read(), "stdin")], "stdin"
     else:
@@ -69,35 +67,6 @@ def read_prompts(args: Namespace) -> list[str]:
     for number, prompt in enumerate(prompts, 1):
         if not prompt.strip():
             raise ValueError(f"prompt {number} of {origin} is empty: write something to answer")
-    return prompts
-
-
-def decode_text(data: bytes, origin: str) -> str:
-    try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{origin} is not UTF-8 at byte {error.start}: convert it to UTF-8") from error
-
-
-def jsonl_prompts(text: str, path: Path) -> list[str]:
-    prompts = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number} is not JSON ({error}): write one object a line"
-            ) from error
-        fields = record if isinstance(record, dict) else {}
-        turns = fields.get("turns") or [None]
-        prompt = fields.get("prompt", turns[0] if isinstance(turns, list) else None)
-        if not isinstance(prompt, str):
-            raise ValueError(
-                f"{path}, line {number} has no prompt: it needs a string `prompt` or a list `turns`"
-            )
-        prompts.append(prompt)
     return prompts
 
 
@@ -323,7 +292,7 @@ def load_model(args: Namespace) -> EagleFSD:
 def run(args: Namespace, out: TextIO) -> int:
     """Check everything that needs no model, load it, answer the prompts in turn; return the exit code."""
     with users_mistakes():
-        prompts = read_prompts(args)
+        prompts = prompts_named(args)
         if args.raw and args.system is not None:
             raise ValueError("--system with --raw: a raw prompt has no chat template; leave one of them out")
         options = generation_options(args)

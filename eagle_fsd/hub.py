@@ -187,6 +187,7 @@ def load_target(
             attn_implementation=attn_implementation,
             output_loading_info=True,
             **options,
+            **(unpacked() if source.gguf_file is not None else {}),
         )
         if device_map is None:
             model = model.to(place)
@@ -262,6 +263,15 @@ def check_whole(report: dict[str, Any], name: str) -> None:
         raise ValueError(
             f"target {name!r} lacks {lost}: its files must hold all; choose a causal language model"
         )
+
+
+def unpacked() -> dict[str, Any]:
+    """Options that make plain floats of GGUF weights, whatever kernels are installed: where they are, newer
+    releases of transformers keep the weights packed, under an attention that takes no masks. Older ones
+    always unpack.
+    """
+    made = getattr(transformers, "GgufConfig", None)
+    return {"quantization_config": made(dequantize=True)} if made else {}
 
 
 def forget_quantization(model: transformers.PreTrainedModel) -> None:

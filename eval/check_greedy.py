@@ -15,7 +15,7 @@ from pathlib import Path
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.evaluation.greedy import compare, reference
-from eagle_fsd.evaluation.prompts import encode_chat, read_prompts
+from eagle_fsd.evaluation.prompts import chat_prompts
 from eagle_fsd.provenance import provenance
 
 
@@ -42,11 +42,12 @@ def main() -> None:
 
     try:
         trees = [TreeConfig(*(int(size) for size in tree.split("/"))) for tree in arguments.tree]
-        texts = [text for path in arguments.prompts for text in read_prompts(path)[: arguments.limit]]
         engine = EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, dtype="float32")
+        prompts = [
+            ids for path in arguments.prompts for ids in chat_prompts(path, engine.tokenizer, arguments.limit)
+        ]
     except (ValueError, TypeError) as error:
         parser.error(str(error))
-    prompts = [encode_chat(engine.tokenizer, text) for text in texts]
     asked = {"base_model": engine.base_model, "max_new_tokens": arguments.max_new_tokens, "prompts": prompts}
     kept = (
         json.loads(arguments.reference.read_text())

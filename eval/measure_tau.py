@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig
-from eagle_fsd.evaluation.prompts import encode_chat, read_prompts, set_name
+from eagle_fsd.evaluation.prompts import chat_prompts, set_name
 from eagle_fsd.evaluation.tau import Cell, run, table
 from eagle_fsd.provenance import provenance
 
@@ -57,9 +57,7 @@ def main() -> None:
         tree = TreeConfig(*(int(size) for size in arguments.tree.split("/")))
         engine = EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, dtype=arguments.dtype)
         prompts = {
-            set_name(path): [
-                encode_chat(engine.tokenizer, text) for text in read_prompts(path)[: arguments.limit]
-            ]
+            set_name(path): chat_prompts(path, engine.tokenizer, arguments.limit)
             for path in arguments.prompts
         }
     except (ValueError, TypeError) as error:

@@ -337,6 +337,17 @@ def test_a_gguf_file_loads_quietly_as_plain_weights(
     assert transformers.utils.logging.is_progress_bar_enabled()
 
 
+def test_gguf_weights_are_unpacked_where_kernels_would_keep_them_packed(
+    gguf_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    quantizer = pytest.importorskip("transformers.quantizers.quantizer_gguf", reason="this release unpacks")
+    monkeypatch.setattr(quantizer, "get_gguf_kernel", lambda *_: pytest.fail("kernels were asked for"))
+    model, _ = hub.load_target(str(gguf_file), dtype="bfloat16")
+    assert {type(part) for name, part in model.named_modules() if name.endswith("_proj")} == {torch.nn.Linear}
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert "packed" not in capfd.readouterr().err
+
+
 def test_a_spoilt_gguf_file_is_one_line(gguf_file: Path, tmp_path: Path) -> None:
     whole = gguf_file.read_bytes()
     path = tmp_path / "spoilt.gguf"
@@ -535,8 +546,10 @@ def test_heads_whose_tensors_are_not_the_layout(head_folder: Path, edit: Edit, w
         ({"hidden_size": "16"}, "hidden_size"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": "linear"}, "'str'"),
-        ({"rope_theta": "high"}, "draft head"),
-        ({"num_attention_heads": 0, "head_dim": None}, "draft head"),
+        ({"rope_theta": "high"}, "rope_theta is 'high'"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0"),
+        ({"num_attention_heads": "8", "head_dim": None}, "num_attention_heads is '8'"),
         ({"intermediate_size": 48}, "_proj.weight is ["),
         ({"draft_vocab_size": 32}, "EAGLE-3"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE-3"),

@@ -1,40 +1,27 @@
-"""Prompt sets: JSONL files in, chat prompts as token ids out, in batches of left-padded rows."""
+"""Prompt sets: files in, chat prompts as token ids out, in batches."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from eagle_fsd.prompts import read_prompts
+from eagle_fsd.text import encode
 
-def read_prompts(path: Path) -> list[str]:
-    """The first turn of every row of a JSONL file: `turns[0]` or `prompt`. ValueError names the file and the
-    line."""
+
+def chat_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[list[int]]:
+    """Token ids of a file's first `limit` prompts, each one user turn in the target's chat template with the
+    assistant's turn opened. ValueError for a file that is not there or holds a row without a prompt."""
     if not path.is_file():
         raise ValueError(f"{path}: no such prompt file; give the path of a .jsonl file")
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-            prompts.append(row["turns"][0] if "turns" in row else row["prompt"])
-        except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
-            raise ValueError(
-                f"{path}:{number}: needs a JSON object with `turns` or `prompt` ({error!r})"
-            ) from error
-    return prompts
+    return [encode(tokenizer, prompt)[0].tolist() for prompt in read_prompts(path)[:limit]]
 
 
 def set_name(path: Path) -> str:
     """prompts_gsm8k.jsonl is the set gsm8k."""
     return path.stem.removeprefix("prompts_")
-
-
-def encode_chat(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Token ids of one user turn in the target's chat template, with the assistant's turn opened."""
-    messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
 def batches(count: int, size: int) -> Iterator[range]:
