@@ -129,13 +129,13 @@ class Fuzzy:
     """Fuzzy Speculative Decoding: follow the draft where divergence(p, q) <= threshold (Holsman et al., arXiv
     2502.20704).
 
-    threshold: in nats of `divergence` (a name of DIVERGENCES), on raw temperature-1 distributions. 0 is
-    lossless. A threshold
-        means nothing without its divergence.
+    threshold: in nats of `divergence` (a name of DIVERGENCES), on raw temperature-1 distributions; 0 is
+      lossless. A threshold means nothing without its divergence.
     mode: "hybrid" keeps a child that the target drew and relaxes only a rejection; "paper" follows the draft
-    first. child: which child is the draft's choice. "draft": the largest q when greedy, else drawn from q
-    over the allowed children.
-        "target": the largest p.
+      first.
+    child: which child is the draft's choice. "draft": the largest q when greedy, else drawn from q over the
+      allowed children. "target": the largest p.
+
     Guards narrow the children that may be chosen. Always on: p > 0 after the user's warpers. min_p: p >=
     min_p * max p. max_overshoot: q <= max_overshoot * p. exact_eos: an end token is only ever emitted by the
     target. max_consecutive, exact_prefix: see AcceptanceRule. p and q of these guards are raw, at temperature
@@ -253,9 +253,8 @@ def drawn_child(eligible: Tensor, log_q: Tensor, uniforms: Tensor) -> Tensor:
     none."""
     weights = log_q[:, None, :].expand_as(eligible).masked_fill(~eligible, -torch.inf)
     possible = (weights > -torch.inf).any(-1)  # a child of q = 0 is never drawn
-    weights = torch.where(possible[..., None], weights, 0.0).softmax(
-        -1
-    )  # softmax: restricted q may underflow as it is
+    weights = torch.where(possible[..., None], weights, 0.0)
+    weights = weights.softmax(-1)  # not exp: restricted q may underflow as it is
     return torch.where(possible, draw(weights, uniforms), -1)
 
 

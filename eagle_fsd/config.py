@@ -51,6 +51,14 @@ class TreeConfig:
                 f"has at most {1 + self.candidates} nodes; lower total_tokens, or raise depth or top_k"
             )
 
+    @classmethod
+    def parse(cls, text: str) -> TreeConfig:
+        """The tree written as total_tokens/depth/top_k, such as 16/5/8."""
+        sizes = text.split("/")
+        if len(sizes) != 3 or not all(size.isdecimal() for size in sizes):
+            raise ValueError(f"tree is {text!r}: it must be total_tokens/depth/top_k; 16/5/8 is one")
+        return cls(*map(int, sizes))
+
     @property
     def candidates(self) -> int:
         """Drafted tokens that compete for a place: top_k below the root, then top_k per beam node and

@@ -41,12 +41,12 @@ def main() -> None:
     arguments = parser.parse_args()
 
     try:
-        trees = [TreeConfig(*(int(size) for size in tree.split("/"))) for tree in arguments.tree]
+        trees = [TreeConfig.parse(tree) for tree in arguments.tree]
         engine = EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, dtype="float32")
         prompts = [
             ids for path in arguments.prompts for ids in chat_prompts(path, engine.tokenizer, arguments.limit)
         ]
-    except (ValueError, TypeError) as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     asked = {"base_model": engine.base_model, "max_new_tokens": arguments.max_new_tokens, "prompts": prompts}
     kept = (

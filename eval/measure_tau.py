@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 from itertools import product
 from pathlib import Path
+from typing import Any
 
-from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig
+from eagle_fsd import EagleFSD, Fuzzy, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.prompts import chat_prompts, set_name
 from eagle_fsd.evaluation.tau import Cell, run, table
 from eagle_fsd.provenance import provenance
@@ -54,30 +55,46 @@ def main() -> None:
     arguments = parser.parse_args()
 
     try:
-        tree = TreeConfig(*(int(size) for size in arguments.tree.split("/")))
+        tree = TreeConfig.parse(arguments.tree)
+        rules = [{}, *fuzzy_rules(arguments)]
+        samplings = [
+            SamplingConfig(temperature, arguments.top_k, arguments.top_p) if temperature else SamplingConfig()
+            for temperature in arguments.temperature
+        ]
         engine = EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, dtype=arguments.dtype)
         prompts = {
             set_name(path): chat_prompts(path, engine.tokenizer, arguments.limit)
             for path in arguments.prompts
         }
-    except (ValueError, TypeError) as error:
-        parser.error(str(error))
-    cells = []
-    for temperature in arguments.temperature:
-        warpers = (arguments.top_k, arguments.top_p) if temperature else (0, 1.0)
-        sampling = SamplingConfig(temperature, *warpers)
-        rules = [{}]
-        for (divergence, *thresholds), mode, child in product(
-            arguments.threshold or [], arguments.mode, arguments.child
-        ):
-            rules += [
-                {"divergence": divergence, "threshold": float(t), "mode": mode, "child": child}
-                for t in thresholds
-            ]
-        for rule, (name, ids) in product(rules, prompts.items()):
-            cells.append(Cell(name, len(ids), arguments.max_new_tokens, sampling, tree, **rule))
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+    cells = [
+        Cell(name, len(ids), arguments.max_new_tokens, sampling, tree, dtype=arguments.dtype, **rule)
+        for sampling, rule, (name, ids) in product(samplings, rules, prompts.items())
+    ]
     rows = run(engine, cells, prompts, arguments.output, arguments.batch_size, provenance())
     print(table(rows))
+
+
+def fuzzy_rules(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The fields of a cell for every fuzzy rule asked for. ValueError for one that cannot be."""
+    rules = []
+    for (divergence, *thresholds), mode, child in product(
+        arguments.threshold or [], arguments.mode, arguments.child
+    ):
+        for threshold in thresholds:
+            rules.append(
+                {"divergence": divergence, "threshold": number(threshold), "mode": mode, "child": child}
+            )
+            Fuzzy(**rules[-1])
+    return rules
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"threshold is {text!r}: it must be a number; --threshold js 0.1 0.3") from error
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from eagle_fsd.stats import GenerationStats
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement. divergence and mode are None for lossless, whose threshold is 0."""
+    """One measurement. divergence, mode and child are None for lossless, whose threshold is 0."""
 
     prompts: str
     prompt_count: int
@@ -35,6 +35,7 @@ class Cell:
     mode: str | None = None
     child: str | None = None
     seed: int = 0
+    dtype: str = "float32"
 
     def rule(self) -> Fuzzy | Lossless:
         if self.divergence is None:
