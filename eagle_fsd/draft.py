@@ -72,9 +72,8 @@ class EagleDrafter:
         self.head = head
         self.vocabulary = vocabulary
         self.cache = KVCache(batch, capacity, device)
-        self.root_features = torch.zeros(
-            batch, head.config.hidden_size, device=device
-        )  # the prediction at each root
+        # What the head predicts at each root
+        self.root_features = torch.zeros(batch, head.config.hidden_size, device=device)
 
     def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
         """Commit new true pairs to the head's cache and predict the roots' features.
@@ -102,26 +101,18 @@ class EagleDrafter:
 
         log_q = self._log_q(self.root_features[:, None])  # [B, 1, V]
         scores, tokens = best_children(log_q, top_k)  # [B, 1, K]
-        levels = [
-            Candidates(
-                tokens[:, 0], torch.full_like(tokens[:, 0], -1), scores[:, 0], torch.ones_like(tokens[0, 0])
-            )
-        ]
-        log_qs, owners = [log_q], [torch.full_like(roots[:, None], -1)]
-
-        beam = torch.arange(top_k, device=roots.device).expand(
-            batch, -1
-        )  # [B, K] candidate indices of the beam
         tokens, scores = tokens[:, 0], scores[:, 0]  # [B, K] of the beam
+        below_root = torch.full_like(tokens, -1)
+        levels = [Candidates(tokens, below_root, scores, torch.ones_like(tokens[0]))]
+        log_qs, owners = [log_q], [below_root[:, :1]]
+
+        beam = torch.arange(top_k, device=roots.device).expand(batch, -1)  # [B, K] indices of candidates
         features = self.root_features[:, None].expand(-1, top_k, -1)  # each beam node's parent's prediction
-        ancestry = torch.eye(top_k, dtype=torch.bool, device=roots.device).expand(
-            batch, -1, -1
-        )  # [B, K, K * level]
+        own = torch.eye(top_k, dtype=torch.bool, device=roots.device).expand(batch, -1, -1)
+        ancestry = own  # [B, K, K * level]: of all levels so far
         for level in range(1, config.depth):
             self.cache.place(top_k, offset=(level - 1) * top_k)
-            slots = lengths[:, None] + torch.arange(
-                level * top_k, device=roots.device
-            )  # of all levels so far
+            slots = lengths[:, None] + torch.arange(level * top_k, device=roots.device)
             visible = visible_slots(lengths, slots, ancestry, self.cache.view)
             positions = (lengths[:, None] + level - 1).expand(-1, top_k)
             hidden = self._forward(features, tokens, positions, visible)  # [B, K, d]
@@ -146,7 +137,6 @@ class EagleDrafter:
             beam = top_k + (level - 1) * top_k**2 + picked
             tokens, scores = flat_tokens.gather(1, picked), flat_scores.gather(1, picked)
             features = hidden[every, parent]
-            own = torch.eye(top_k, dtype=torch.bool, device=roots.device).expand(batch, -1, -1)
             ancestry = torch.cat((ancestry[every, parent], own), dim=2)
 
         pool = Candidates(
