@@ -31,7 +31,7 @@ setup(
         "accelerate>=1.1",
     ],
     extras_require={
-        "train": ["tqdm>=4.60"],
+        "train": ["tqdm>=4.60", "datasets>=3"],
         "eval": ["tqdm>=4.60", "scipy>=1.11"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
         "dev": ["pytest>=8", "ruff>=0.9", "scipy>=1.11"],

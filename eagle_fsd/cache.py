@@ -84,6 +84,18 @@ class KVCache:
         self.slots = self.slots[list(rows)]
         self._set_lengths([self.row_lengths[row] for row in rows])
 
+    def replace(self, rows: Sequence[int], other: KVCache) -> None:
+        """Put the texts of another cache, one for each, in the place of these rows."""
+        if other.view > self.capacity:
+            self.grow(other.view)
+        for layer, news in other.layers.items():
+            for buffer, new in zip(self.layers[layer], news, strict=True):
+                buffer[list(rows), :, : other.view] = new[:, :, : other.view]
+        lengths = self.row_lengths.copy()
+        for row, length in zip(rows, other.row_lengths, strict=True):
+            lengths[row] = length
+        self._set_lengths(lengths)
+
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` slots; what is stored stays."""
         for layer, buffers in self.layers.items():

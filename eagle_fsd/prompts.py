@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file: of a .jsonl file each row's `prompt`, or the first of its `turns`; else the
-    whole text.
+    """The prompts of a file: of a .jsonl file what each row asks (see prompt_of), else the whole text.
 
     Raises OSError for a file that cannot be read, ValueError with file and line for a row without a prompt.
     """
@@ -35,12 +36,29 @@ def jsonl_prompts(text: str, path: Path) -> list[str]:
             raise ValueError(
                 f"{path}, line {number} is not JSON ({error}): write one object a line"
             ) from error
-        fields = record if isinstance(record, dict) else {}
-        turns = fields.get("turns") or [None]
-        prompt = fields.get("prompt", turns[0] if isinstance(turns, list) else None)
-        if not isinstance(prompt, str):
+        prompt = prompt_of(record) if isinstance(record, dict) else None
+        if prompt is None:
             raise ValueError(
-                f"{path}, line {number} has no prompt: it needs a string `prompt` or a list `turns`"
+                f"{path}, line {number} has no prompt: it needs a string `prompt` or `question`, a list "
+                "`turns`, or chat `messages` or `conversations` with a user's turn"
             )
         prompts.append(prompt)
     return prompts
+
+
+def prompt_of(record: Mapping[str, Any]) -> str | None:
+    """What a row of any of the usual shapes asks: `prompt`, `question`, the first of `turns`, or the user's
+    first turn of `messages` ({role, content}) or ShareGPT's `conversations` ({from, value}). None if it asks
+    nothing.
+    """
+    turns = record.get("turns")
+    found = record.get(
+        "prompt", record.get("question", turns[0] if turns and isinstance(turns, list) else None)
+    )
+    chat = record.get("messages", record.get("conversations"))
+    if found is None and isinstance(chat, list):
+        for turn in filter(lambda turn: isinstance(turn, dict), chat):
+            if turn.get("role", turn.get("from")) in ("user", "human"):
+                found = turn.get("content", turn.get("value"))
+                break
+    return found if isinstance(found, str) else None

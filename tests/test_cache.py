@@ -184,3 +184,29 @@ def test_rows_out_of_order() -> None:
     cache.select([2, 0])
     twin.select([2, 0])
     check(cache, twin, layers=1)
+
+
+@pytest.mark.parametrize("capacity", [6, 40])
+def test_replace_puts_other_texts_in_the_rows(capacity: int) -> None:
+    """Longer and shorter ones than were there; the rows between stay as they are, and all can go on."""
+    draw, layers = generator(5), 2
+    cache, twin = KVCache(4, capacity, CPU), Twin(4)
+    other, new = KVCache(2, 20, CPU), Twin(2)
+    for part, made, counts in ((cache, twin, [5, 3, 6, 1]), (other, new, [9, 2])):
+        ids = torch.randint(1, 50, (len(counts), max(counts)), generator=draw)
+        write(part, ids, layers)
+        made.placed = ids.tolist()
+        part.advance(counts)
+        made.advance(counts)
+    cache.replace([2, 0], other)
+    twin.rows[2], twin.rows[0] = new.rows
+    check(cache, twin, layers)
+    ids = torch.randint(1, 50, (4, 3), generator=draw)
+    write(cache, ids, layers)
+    twin.placed = ids.tolist()
+    cache.advance([3, 0, 1, 2])
+    twin.advance([3, 0, 1, 2])
+    check(cache, twin, layers)
+    cache.replace([1], KVCache(1, 8, CPU))  # a text of which nothing is read yet
+    twin.rows[1] = []
+    check(cache, twin, layers)

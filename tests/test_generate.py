@@ -416,7 +416,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     ("content", "words"),
     [
         (b'{"prompt": "a"}\n{"prompt": \n', "line 2"),
-        (b'{"question": "a"}\n', "line 1"),
+        (b'{"text": "a"}\n', "line 1"),
         (b'{"turns": []}\n', "line 1"),
         (b'["a"]\n', "line 1"),
         (b'{"prompt": 5}\n', "line 1"),

@@ -22,7 +22,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eagle_fsd.config import HeadConfig
 from eagle_fsd.head import DraftHead, causal_attention
 from eagle_fsd.hub import load_head, resolve_head
-from eagle_fsd.training.answers import AnswerSettings, write_answers
 from eagle_fsd.training.batching import batch_plan, collate, softmax_tokens, split_held_out, tokens_of_batch
 from eagle_fsd.training.data import Example, encode_turns, load_examples, read_jsonl
 from eagle_fsd.training.evaluation import evaluate, hold_out
@@ -375,22 +374,6 @@ def test_batches_by_length_hold_every_row_once_within_the_budget() -> None:
     )
 
 
-def test_written_answers_equal_greedy_generation_and_their_features_a_plain_forward() -> None:
-    target, end = tiny_target(), 4
-    prompts = [[1, 2, 3], [5, 6, 7, 8, 9], [2]]
-    for prompt, made in zip(prompts, write_answers(target, prompts, AnswerSettings(8), [end]), strict=True):
-        plain = target.generate(
-            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=end, pad_token_id=0
-        )[0]
-        count = len(made.tokens)
-        assert made.tokens.tolist() == plain[:count].tolist()
-        assert plain[count:].tolist() == [end] or count == len(prompt) + 7
-        assert made.learn.tolist() == [index >= len(prompt) for index in range(count)]
-        with torch.inference_mode():
-            states = target.base_model(made.tokens[None]).last_hidden_state[0]
-            torch.testing.assert_close(made.features, states, atol=1e-4, rtol=1e-4)
-
-
 # the trainer
 
 
@@ -562,11 +545,11 @@ def test_the_scripts_train_and_export_a_head(tmp_path: Path, monkeypatch: pytest
     rows = [conversation(f"Count to {n}.", " ".join(map(str, range(n)))) for n in range(4, 12)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "prompts.jsonl").write_text('{"question": "Say hello."}\n{"prompt": "Count."}\n')
-    argv = f"x --prompts {tmp_path}/prompts.jsonl --output {tmp_path}/own --max-new-tokens 8"
+    argv = f"x --prompts {tmp_path}/prompts.jsonl --output {tmp_path}/own.jsonl --max-new-tokens 8"
     monkeypatch.setattr(sys, "argv", argv.split())
-    script("make_answers").main()
-    assert len((tmp_path / "own" / "answers.jsonl").read_text().splitlines()) == 2
-    argv = f"x --data {tmp_path}/rows.jsonl --answers {tmp_path}/own --output {tmp_path}/run --epochs 1"
+    script("synthesize").main()
+    assert len((tmp_path / "own.jsonl").read_text().splitlines()) == 2
+    argv = f"x --data {tmp_path}/rows.jsonl {tmp_path}/own.jsonl --output {tmp_path}/run --epochs 1"
     argv += f" --batch-tokens 128 --held-out 2 --unroll 2 --unroll-after 0 --export {tmp_path}/head"
     monkeypatch.setattr(sys, "argv", argv.split())
     script("train_head").main()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,3 +156,14 @@ def load_examples(
             f"{path}: no usable row ({skipped.counts or 'the file is empty'}); give a file with answers"
         )
     return examples, skipped
+
+
+def overlap(text: str, others: frozenset[tuple[str, ...]], run: int = 8) -> bool:
+    """Whether the text shares a run of so many words with the texts that `others` was made of."""
+    return not others.isdisjoint(word_runs(text, run))
+
+
+def word_runs(text: str, run: int = 8) -> Iterator[tuple[str, ...]]:
+    """Every run of so many consecutive words, lower case; a shorter text is one run."""
+    words = re.findall(r"\w+", text.lower())
+    return (tuple(words[start : start + run]) for start in range(max(len(words) - run, 0) + 1))

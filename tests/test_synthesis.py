@@ -1,0 +1,341 @@
+"""The target's own answers: equal to `generate` whatever the pool; files that go on; sources of prompts."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB, greedy_alone, prompts_of, tiny_model
+
+from eagle_fsd import SamplingConfig
+from eagle_fsd.prompts import prompt_of
+from eagle_fsd.target import TargetModel
+from eagle_fsd.training import conversations
+from eagle_fsd.training.conversations import (
+    Plan,
+    RowFile,
+    answer_prompts,
+    gather_prompts,
+    self_prompts,
+    user_opening,
+    without_overlap,
+)
+from eagle_fsd.training.synthesis import Answer, Question, write_answers
+
+ENDS = [5, 17, 30, 31]
+NEW_TOKENS = 15
+GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(1.0, top_k=20, top_p=0.9)
+
+
+@functools.cache
+def target_of(family: str) -> TargetModel:
+    model = tiny_model(family)
+    model.generation_config.eos_token_id = ENDS
+    return TargetModel(model)
+
+
+@functools.cache
+def questions_of(mixed: bool = False, count: int = 23) -> tuple[Question, ...]:
+    draw = random.Random(0)
+    prompts = prompts_of([1, 1, *(draw.randint(1, 20) for _ in range(count - 2))])
+    return tuple(
+        Question(i, prompt, SAMPLED if mixed and i % 2 else GREEDY, seed=i)
+        for i, prompt in enumerate(prompts)
+    )
+
+
+def by_number(answers: Iterator[Answer]) -> dict[int, Answer]:
+    found = {answer.number: answer for answer in answers}
+    return dict(sorted(found.items()))
+
+
+# --- the pool ---
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("rows", [1, 3, 8, 64])
+def test_answers_are_the_targets_own_greedy_texts_whatever_the_pool(family: str, rows: int) -> None:
+    """Rows that take the place of finished ones, in groups, beside rows in the middle of their answers."""
+    target, questions = target_of(family), questions_of()
+    made = by_number(write_answers(target, questions, NEW_TOKENS, rows))
+    wanted = greedy_alone(target.model, [question.tokens for question in questions], NEW_TOKENS)
+    assert list(made) == list(range(len(questions)))
+    for answer, text in zip(made.values(), wanted, strict=True):
+        ended = text[-1] in ENDS
+        assert (answer.tokens, answer.complete) == (text[:-1] if ended else text, ended)
+
+
+def test_some_of_these_answers_end_and_some_are_cut() -> None:
+    made = by_number(write_answers(target_of("llama"), questions_of(), NEW_TOKENS))
+    assert 3 < sum(answer.complete for answer in made.values()) < 20
+
+
+def test_a_sampled_answer_depends_on_its_seed_alone() -> None:
+    target, questions = target_of("llama"), questions_of(mixed=True)
+    pools = [by_number(write_answers(target, questions, NEW_TOKENS, rows)) for rows in (3, 8)]
+    assert pools[0] == pools[1]
+    backwards = by_number(write_answers(target, questions[::-1][:9], NEW_TOKENS, 4))
+    assert backwards == {number: pools[0][number] for number in backwards}
+    greedy = by_number(write_answers(target, questions_of(), NEW_TOKENS, 8))
+    assert all((pools[0][i] == greedy[i]) == (i % 2 == 0) for i in (4, 5, 6, 7, 8, 9))
+
+
+def test_an_answer_ends_where_the_positions_do() -> None:
+    model = tiny_model("gpt2", n_positions=24)
+    prompt = prompts_of((20,))[0]
+    (answer,) = write_answers(TargetModel(model), [Question(0, prompt, GREEDY, 0)], 100)
+    assert (answer.tokens, answer.complete) == (greedy_alone(model, [prompt], 4)[0], False)
+
+
+@pytest.mark.parametrize("length", [0, 256])
+def test_prompts_that_cannot_be_answered(length: int) -> None:
+    with pytest.raises(ValueError, match=f"prompt 3 has {length} tokens: .*256 positions; leave it out"):
+        next(write_answers(target_of("llama"), [Question(3, [1] * length, GREEDY, 0)], 4))
+
+
+# --- files of conversations ---
+
+
+class LetterTokenizer:
+    """One id a character, and a chat template of one line a turn."""
+
+    chat_template = "yes"
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=[ord(letter) % VOCAB for letter in text])
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, str]],
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **_: Any,
+    ) -> Any:
+        text = "".join(f"<{turn['role'][0]}>{turn['content']}#\n" for turn in messages)
+        text += "<a>" if add_generation_prompt else ""
+        return {"input_ids": torch.tensor([self(text).input_ids])} if tokenize else text
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(map(str, ids))
+
+
+PROMPTS = ["Why?", "Name three rivers.", "Sum 1 and 2.", "Sing!", "Go on."]
+PLAN = Plan(samplings=(GREEDY, SAMPLED), max_new_tokens=6, rows=2, seed=3)
+
+
+def answers(path: Path, plan: Plan = PLAN, prompts: list[str] = PROMPTS) -> list[dict[str, Any]]:
+    return answer_prompts(target_of("llama"), LetterTokenizer(), prompts, plan, path)
+
+
+def test_rows_are_conversations_in_the_prompts_order(tmp_path: Path) -> None:
+    rows = answers(tmp_path / "new" / "a.jsonl")
+    assert rows == [json.loads(line) for line in (tmp_path / "new" / "a.jsonl").read_text().splitlines()]
+    assert [row["conversations"][0] for row in rows] == [
+        {"role": "user", "content": text} for text in PROMPTS
+    ]
+    assert [row["temperature"] for row in rows] == [0.0, 1.0, 0.0, 1.0, 0.0]
+    tokens = LetterTokenizer().apply_chat_template(rows[0]["conversations"][:1], add_generation_prompt=True)
+    wanted = greedy_alone(target_of("llama").model, tokens["input_ids"].tolist(), 6)[0]
+    made = [int(word) for word in rows[0]["conversations"][1]["content"].split()]
+    assert made == wanted[: len(made)] and len(made) >= 5
+
+
+def test_a_system_message_is_part_of_every_conversation(tmp_path: Path) -> None:
+    rows = answers(tmp_path / "a.jsonl", Plan(max_new_tokens=2, system="Be brief."))
+    assert all(row["conversations"][0] == {"role": "system", "content": "Be brief."} for row in rows)
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"number": 4, "comp', b"\xe2\x82"])
+def test_a_stopped_run_goes_on_and_leaves_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bytes
+) -> None:
+    whole, stopped = tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"
+    answers(whole)
+    real = conversations.write_answers
+
+    def killed(*arguments: Any) -> Iterator[Answer]:
+        for count, answer in enumerate(real(*arguments)):
+            if count == 2:
+                raise KeyboardInterrupt
+            yield answer
+
+    monkeypatch.setattr(conversations, "write_answers", killed)
+    with pytest.raises(KeyboardInterrupt):
+        answers(stopped)
+    with stopped.open("ab") as file:
+        file.write(torn)
+    asked: list[int] = []
+    monkeypatch.setattr(
+        conversations, "write_answers", lambda t, q, *rest: asked.append(len(q)) or real(t, q, *rest)
+    )
+    answers(stopped)
+    assert asked == [3], "finished rows are not made again"
+    assert stopped.read_bytes() == whole.read_bytes()
+
+
+def test_a_file_of_other_settings_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    before = answers(path)
+    for plan, prompts in ((Plan(max_new_tokens=6, seed=4), PROMPTS), (PLAN, PROMPTS[:4])):
+        with pytest.raises(ValueError, match=r"a\.jsonl was made with other prompts or settings .* another"):
+            answers(path, plan, prompts)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == before
+    assert answers(path, Plan(samplings=(GREEDY, SAMPLED), max_new_tokens=6, rows=5, seed=3)) == before
+
+
+def test_long_prompts_are_left_out(tmp_path: Path) -> None:
+    plan = Plan(max_new_tokens=2, max_prompt_tokens=20)
+    rows = answers(tmp_path / "a.jsonl", plan, [*PROMPTS, "long " * 30, "longer " * 200])
+    assert [row["number"] for row in rows] == [0, 2, 3, 4]
+
+
+def test_the_file_of_rows_names_what_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"number": 0}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl was made with other"):
+        RowFile(path, {"seed": 1}).read()
+
+
+@pytest.mark.parametrize("field", ["max_new_tokens", "max_prompt_tokens", "rows"])
+def test_plans_that_cannot_be(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is 0: .*--{field.replace('_', '-')}"):
+        Plan(**{field: 0})
+
+
+# --- prompts ---
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "a"}, "a"),
+        ({"question": "a", "answer": "b"}, "a"),
+        ({"turns": ["a", "b"]}, "a"),
+        ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]}, "a"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "a"),
+        ({"conversations": [{"role": "user", "content": "a"}]}, "a"),
+        ({"conversations": [{"from": "gpt", "value": "b"}]}, None),
+        ({"turns": []}, None),
+        ({"turns": "a"}, None),
+        ({"messages": ["a"]}, None),
+        ({"prompt": 7}, None),
+        ({"text": "a"}, None),
+    ],
+)
+def test_what_a_row_asks(row: dict[str, Any], prompt: str | None) -> None:
+    assert prompt_of(row) == prompt
+
+
+def test_prompts_come_from_files_once_each(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        '{"prompt": "x"}\n{"prompt": " "}\n{"question": "y"}\n{"prompt": "z"}\n'
+    )
+    (tmp_path / "b.txt").write_text("x\n")
+    (tmp_path / "c.jsonl").write_text('{"turns": ["y"]}\n{"prompt": "v"}\n')
+    files = [tmp_path / name for name in ("a.jsonl", "b.txt", "c.jsonl")]
+    assert gather_prompts(files) == ["x", "y", "z", "v"]
+    assert gather_prompts(files, limit=3) == ["x", "y", "v"]
+    with pytest.raises(ValueError, match=r"gone\.jsonl: no such prompt file"):
+        gather_prompts([tmp_path / "gone.jsonl"])
+
+
+def test_prompts_come_from_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": "none"}, *({"question": f"q{n}"} for n in range(5))]
+    asked: list[Any] = []
+    module = ModuleType("datasets")
+    module.load_dataset = lambda *names, **options: asked.append((names, options)) or iter(rows)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    assert gather_prompts([], "owner/set", "test", limit=3) == ["q0", "q1", "q2"]
+    assert asked == [(("owner/set",), {"split": "test", "streaming": True})]
+    rows[:] = [{"text": "none"}]
+    with pytest.raises(ValueError, match=r"'owner/set', split 'train': no row has a prompt"):
+        gather_prompts([], "owner/set")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"needs the package datasets: pip install eagle-fsd\[train\]"):
+        gather_prompts([], "owner/set")
+
+
+def test_prompts_that_overlap_with_an_evaluation_set_are_left_out(tmp_path: Path) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text(
+        '{"turns": ["Please say: one two three four five six seven eight!"]}\n{"prompt": "Why?"}\n'
+    )
+    prompts = ["One two, three four five six SEVEN eight nine", "one two three four", "why", "Why not?"]
+    assert without_overlap(prompts, [held]) == ["one two three four", "Why not?"]
+    assert without_overlap(prompts, []) == prompts
+
+
+def test_the_target_writes_prompts_in_the_users_place(tmp_path: Path) -> None:
+    tokenizer, path = LetterTokenizer(), tmp_path / "own.jsonl"
+    opening = user_opening(tokenizer, system="S")
+    assert opening == tokenizer("<s>S#\n<u>").input_ids
+    assert user_opening(tokenizer, None) == tokenizer("<u>").input_ids
+    prompts = self_prompts(target_of("llama"), tokenizer, 12, PLAN, path)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["number"] for row in rows] == list(range(12))
+    assert prompts == [row["prompt"] for row in rows if row["complete"] and len(row["prompt"].split()) > 2]
+    assert 2 < len(prompts) == len(set(prompts))
+    assert self_prompts(target_of("llama"), tokenizer, 12, PLAN, path) == prompts
+    assert self_prompts(target_of("llama"), tokenizer, 0, PLAN, tmp_path / "none.jsonl") == []
+
+    class Dropping(LetterTokenizer):
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            return "nothing"
+
+    with pytest.raises(ValueError, match=r"drops the user's words: .* give --prompts"):
+        user_opening(Dropping(), None)
+
+
+# --- the script ---
+
+
+def script() -> ModuleType:
+    path = Path(__file__).parents[1] / "train" / "synthesize.py"
+    spec = importlib.util.spec_from_file_location("synthesize", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_script_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, prompts, output = script(), tmp_path / "p.jsonl", tmp_path / "out" / "answers.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    model = target_of("llama").model
+    monkeypatch.setattr(module.hub, "resolve_target", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(module.hub, "load_target", lambda *_, **__: (model, LetterTokenizer()))
+    argv = ["synthesize.py", "--base-model", "tiny", "--prompts", str(prompts), "--output", str(output)]
+    argv += [
+        "--self-prompts",
+        "8",
+        "--max-new-tokens",
+        "4",
+        "--temperature",
+        "0",
+        "0.7",
+        "--exclude",
+        str(prompts),
+    ]
+    monkeypatch.setattr("sys.argv", argv[:-2])
+    module.main()
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["conversations"][0]["content"] for row in rows][:5] == PROMPTS
+    assert len(rows) > 5 and {row["temperature"] for row in rows} == {0.0, 0.7}
+    record = json.loads((tmp_path / "out" / "answers.provenance.json").read_text())
+    assert (record["base_model"], record["rows"]) == ("tiny", len(rows))
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(SystemExit, match=r"synthesize: .*answers\.jsonl was made with other prompts"):
+        module.main()
+    monkeypatch.setattr("sys.argv", ["synthesize.py", "--output", str(output)])
+    with pytest.raises(
+        SystemExit, match="synthesize: no prompts: give --prompts, --dataset or --self-prompts"
+    ):
+        module.main()
