@@ -11,11 +11,13 @@ THRESHOLD ?= 0.3
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
+export QUESTION  # any quotes in it reach the program as they are
+
 .PHONY: demo test test-slow check lint setup clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
-	$(BIN)/python -m eagle_fsd.generate --prompt "$(QUESTION)" --threshold $(THRESHOLD) --divergence js \
+	$(BIN)/python -m eagle_fsd.generate --prompt "$$QUESTION" --threshold $(THRESHOLD) --divergence js \
 	    --temperature 0.6 --top-p 0.9 --top-k 50 --seed 1 --max-new-tokens 128
 
 test: $(READY)

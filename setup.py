@@ -32,9 +32,9 @@ setup(
     ],
     extras_require={
         "train": ["tqdm>=4.60", "datasets>=3"],
-        "eval": ["tqdm>=4.60", "scipy>=1.11"],
+        "eval": ["tqdm>=4.60"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
-        "dev": ["pytest>=8", "ruff>=0.9", "scipy>=1.11"],
+        "dev": ["pytest>=8", "ruff>=0.9", "scipy>=1.11", "tqdm>=4.60"],
     },
     entry_points={"console_scripts": ["eagle-fsd = eagle_fsd.generate:main"]},
     classifiers=[

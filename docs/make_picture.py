@@ -29,7 +29,11 @@ STORY = (
     (EXACT, ("target draws “blue”:", "a child, so follow it", "exact accept")),
     (
         FUZZY,
-        ("target draws “because”: no child,", "but D(p, q) = 0.11 ≤ T:", "fuzzy accept of the best q"),
+        (
+            "target draws “because”: no child,",
+            "but D(p, q) = 0.11 ≤ T:",
+            "fuzzy accept of what q chose",
+        ),
     ),
     (EXACT, ("target draws “to”:", "a child, so follow it", "exact accept")),
     (OWN, ("target draws “the”: no child,", "and D(p, q) = 0.47 > T:", "stop, emit the draw")),

@@ -17,7 +17,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from eagle_fsd.config import SamplingConfig, require_integer, require_number
+from eagle_fsd.config import SamplingConfig, require_choice, require_integer, require_number
 from eagle_fsd.divergence import divergence_named
 from eagle_fsd.sampling import RowRandom, draw, warp
 from eagle_fsd.tree import DraftTree
@@ -48,12 +48,12 @@ class Verified:
     rule's own draw.
 
     logits: [B, N, V] float32, the target's, raw. probs: [B, N, V] float32, p after temperature, top-k and
-    top-p. uniforms: [B, N]. eos: [E] token ids that end a text.
+    top-p; None when greedy, which warps nothing. uniforms: [B, N]. eos: [E] token ids that end a text.
     """
 
     tree: DraftTree
     logits: Tensor
-    probs: Tensor
+    probs: Tensor | None
     uniforms: Tensor
     eos: Tensor
     sampling: SamplingConfig
@@ -77,12 +77,10 @@ class Verified:
     def allowed_children(self, exact_eos: bool) -> Tensor:
         """[B, N, N] bool: the children that a relaxed rule may choose among.
 
-        A child must have p > 0 after the user's warpers. Greedy decoding warps nothing, so there the raw p
-        decides.
+        A child must have p > 0 after the user's warpers; when greedy, the raw p decides.
         """
         parents, tokens = self.tree.parents.clamp(min=0), self.tree.tokens
-        support = self.logits if self.sampling.greedy else self.probs
-        floor = -torch.inf if self.sampling.greedy else 0.0
+        support, floor = (self.logits, -torch.inf) if self.probs is None else (self.probs, 0.0)
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         allowed = support[rows, parents, tokens] > floor  # [B, N]
         if exact_eos:
@@ -235,11 +233,6 @@ class Typical:
         return likeliest_child(verified.allowed_children(self.exact_eos) & typical[:, None, :], log_p)
 
 
-def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(choices)}")
-
-
 def likeliest_child(eligible: Tensor, scores: Tensor) -> Tensor:
     """The eligible child (eligible [B, N, N]) of the largest score [B, N], for every node: [B, N], -1 for
     none."""
@@ -273,13 +266,12 @@ def accept(
     token ids. Every row uses the same count of its own random numbers each step, whatever the other rows do.
     """
     nodes = tree.tokens.shape[1]
-    probs = warp(logits, sampling)
-    uniforms = (
-        torch.zeros(len(emitted), 2 * nodes, device=logits.device)
-        if sampling.greedy
-        else random.uniform(2 * nodes)
-    )
-    draws = logits.argmax(-1) if sampling.greedy else draw(probs, uniforms[:, :nodes])  # [B, N]
+    if sampling.greedy:
+        probs, uniforms = None, torch.zeros(len(emitted), 2 * nodes, device=logits.device)
+        draws = logits.argmax(-1)  # [B, N]
+    else:
+        probs, uniforms = warp(logits, sampling), random.uniform(2 * nodes)
+        draws = draw(probs, uniforms[:, :nodes])
     matches = tree.children & (tree.tokens[:, None, :] == draws[:, :, None])
     exact = torch.where(matches.any(-1), matches.to(torch.uint8).argmax(-1), -1)
     relaxed = rule.follow(Verified(tree, logits, probs, uniforms[:, nodes:], eos, sampling))
@@ -304,11 +296,11 @@ def walk(
         first, second = (choice, match) if rule.mode == PAPER else (match, choice)
         child = torch.where(alive, torch.where(first >= 0, first, second), -1)
         alive = child >= 0
-        by_divergence = alive & (child != match)
-        in_a_row = torch.where(by_divergence, in_a_row + 1, 0)
+        by_rule = alive & (child != match)
+        in_a_row = torch.where(by_rule, in_a_row + 1, 0)
         node = torch.where(alive, child, node)
         path.append(child)
-        fuzzy.append(by_divergence)
+        fuzzy.append(by_rule)
     path = torch.stack(path, dim=1)  # [B, depth + 1]
     length = (path >= 0).sum(1)
     next_token = draws.gather(1, node[:, None])[:, 0]

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eagle_fsd.padding import on_device
+
 
 class KVCache:
     """Keys and values of every layer, [B, H, S, D] each, allocated when a layer first writes.
@@ -111,4 +113,4 @@ class KVCache:
 
     def _set_lengths(self, lengths: list[int]) -> None:
         self.row_lengths = lengths
-        self.lengths = torch.tensor(lengths, dtype=torch.int64, device=self.device)
+        self.lengths = on_device(lengths, self.device)

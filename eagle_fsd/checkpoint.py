@@ -11,6 +11,7 @@ import pickle
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle_fsd.config import HeadConfig
+from eagle_fsd.config import CHECK, HeadConfig
 from eagle_fsd.head import DraftHead
 
 CONFIG_NAME = "config.json"
@@ -51,7 +52,7 @@ def read_config(folder: Path, kind: str) -> dict[str, Any]:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{str(path)!r} is not JSON ({one_line(error, 80)}): it must be; download it again"
         ) from error
@@ -116,17 +117,19 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if path.suffix not in BIN_SUFFIXES:
         raise ValueError(f"{shown} has an unknown suffix: it must be .safetensors or .bin; convert it")
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols: what is wrong is said below
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         code = re.search(r"GLOBAL (\S+)", str(error))
-        if code is not None:
-            raise ValueError(
-                f"{shown} holds code or objects ({code[1]}): it must hold tensors alone; "
-                "convert it to safetensors where you trust it"
-            ) from error
-        raise ValueError(f"{shown} is not a whole PyTorch file ({one_line(error, 80)}): {again}") from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AssertionError) as error:
-        raise ValueError(f"{shown} is not a whole PyTorch file ({one_line(error, 80)}): {again}") from error
+        what = f"holds code or objects ({code[1]})" if code else "is damaged, or holds code or objects"
+        raise ValueError(
+            f"{shown} {what}: it must hold tensors alone; download it again, or convert it to safetensors "
+            "where you trust it"
+        ) from error
+    except Exception as error:  # what an unpickler raises on a damaged file has no common base
+        reason = one_line(error, 80) or type(error).__name__
+        raise ValueError(f"{shown} is not a whole PyTorch file ({reason}): {again}") from error
     if not isinstance(tensors, dict) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in tensors.items()
     ):
@@ -150,10 +153,15 @@ def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> Draft
         config = HeadConfig.from_dict(
             data, fc_bias="fc.bias" in tensors, qkv_bias=any(QKV_BIAS_KEY.fullmatch(key) for key in tensors)
         )
-        expected = layout(config)
-    except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"draft head {name!r}: {one_line(error)}; or choose another head") from error
+    except ValueError as error:
+        raise ValueError(f"draft head {name!r}: {one_line(error)}") from error
     check_target(config, name, hidden_size, vocab_size)
+    try:
+        expected = layout(config)
+    except RuntimeError as error:  # sizes beyond what a tensor can have
+        raise ValueError(
+            f"draft head {name!r} has sizes that cannot be ({one_line(error, 80)}): {CHECK}"
+        ) from error
     check_tensors(tensors, expected, name)
     tensors.pop(EMBEDDING_KEY, None)
     head = DraftHead(config)

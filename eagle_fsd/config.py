@@ -4,26 +4,34 @@ construction."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 DEFAULT_ROPE_THETA = 10000.0
+LEAST, MOST = 1e-30, 1e30  # beyond these a rotary base or a norm's epsilon yields no finite weights
 CHECK = "check the head's config.json"  # the remedy of every bad size of a head
 
 
 def require_integer(name: str, value: object, minimum: int, remedy: str) -> None:
-    """Raise ValueError unless `value` is an int (not a bool) of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    """Raise ValueError unless `value` is an integer (numpy's too, no bool) of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
         raise ValueError(f"{name} is {value!r}: it must be an integer of at least {minimum}; {remedy}")
 
 
 def require_number(name: str, value: object, low: float, high: float, remedy: str) -> None:
     """Raise ValueError unless `value` is a real number within [low, high]; NaN is never within."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:  # type: ignore[operator]
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:
         span = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
         raise ValueError(f"{name} is {value!r}: it must be a number {span}; {remedy}")
+
+
+def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is one of the names."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(choices)}; choose one")
 
 
 @dataclass(frozen=True)
@@ -44,11 +52,11 @@ class TreeConfig:
             "total_tokens", self.total_tokens, 1, "1 turns drafting off, 16 suits a CPU, 60 a GPU"
         )
         require_integer("depth", self.depth, 1, "5 or 6 is usual")
-        require_integer("top_k", self.top_k, 1, "8 or 10 is usual")
+        require_integer("top_k of the tree", self.top_k, 1, "8 or 10 is usual")
         if self.total_tokens > 1 + self.candidates:
             raise ValueError(
-                f"total_tokens is {self.total_tokens}: a tree of depth {self.depth} and top_k {self.top_k} "
-                f"has at most {1 + self.candidates} nodes; lower total_tokens, or raise depth or top_k"
+                f"total_tokens is {self.total_tokens}: a tree of depth {self.depth} and tree top_k "
+                f"{self.top_k} has at most {1 + self.candidates} nodes; lower it, or raise depth or top_k"
             )
 
     @classmethod
@@ -58,6 +66,11 @@ class TreeConfig:
         if len(sizes) != 3 or not all(size.isdecimal() for size in sizes):
             raise ValueError(f"tree is {text!r}: it must be total_tokens/depth/top_k; 16/5/8 is one")
         return cls(*map(int, sizes))
+
+    @property
+    def reach(self) -> int:
+        """The depth that a tree of so many nodes can have: deeper levels would be drafted for nothing."""
+        return min(self.depth, self.total_tokens - 1)
 
     @property
     def candidates(self) -> int:
@@ -122,7 +135,7 @@ class HeadConfig:
         for name in (*sizes, "vocab_size", "max_position_embeddings"):
             require_integer(name, getattr(self, name), 1, CHECK)
         for name in ("rms_norm_eps", "rope_theta"):
-            require_number(name, getattr(self, name), 0.0, math.inf, CHECK)
+            require_number(name, getattr(self, name), LEAST, MOST, CHECK)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads is {self.num_key_value_heads}: it must divide num_attention_heads "
@@ -153,6 +166,12 @@ class HeadConfig:
                 f"num_hidden_layers is {layers!r}: an EAGLE-1/2 head has 1; this is another model's config"
             )
         rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"rope parameters are {rope!r}: they must be an object; {CHECK}")
+        if data.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise ValueError(
+                "partial_rotary_factor is not 1: draft heads here rotate whole heads; choose another"
+            )
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise ValueError(
@@ -160,7 +179,8 @@ class HeadConfig:
                 "another head"
             )
         heads = data["num_attention_heads"]
-        require_integer("num_attention_heads", heads, 1, CHECK)
+        for name in ("num_attention_heads", "hidden_size"):
+            require_integer(name, data[name], 1, CHECK)
         return cls(
             hidden_size=data["hidden_size"],
             intermediate_size=data["intermediate_size"],

@@ -16,6 +16,7 @@ from torch import Tensor
 from eagle_fsd.acceptance import AcceptanceRule, Verdict, accept
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.draft import Drafter
+from eagle_fsd.padding import on_device
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetSession
@@ -55,14 +56,15 @@ def decode(
         with watch("verify"):
             logits, features = target.verify(tree)
         with watch("accept"):
-            emitted = torch.tensor([stats[row].new_tokens for row in rows], device=roots.device)
+            emitted = on_device([stats[row].new_tokens for row in rows], roots.device)
             verdict = accept(request.rule, tree, logits, request.sampling, random, emitted, eos)
-            steps = to_host(verdict)  # the step's one host sync
+            steps = to_host(verdict)  # the one place where a step waits for the device
             news = {row: emit(request, row, stats[row], *step) for row, step in zip(rows, steps, strict=True)}
         with watch("keep"):
             counts = [count for count, _, _ in steps]
             going = [i for i, row in enumerate(rows) if stats[row].finish_reason is None]
-            roots = keep(target, drafter, verdict, features, counts)
+            if going:
+                roots = keep(target, drafter, verdict, features, counts)
             if 0 < len(going) < len(rows):
                 for part in (target, drafter, random):
                     part.select(going)

@@ -101,7 +101,7 @@ DIVERGENCES: dict[str, Divergence] = {f.__name__: f for f in (*_FULL, *(over_top
 
 def divergence_named(name: str) -> Divergence:
     """The function behind a name of DIVERGENCES; ValueError with all names otherwise."""
-    if name not in DIVERGENCES:
+    if not isinstance(name, str) or name not in DIVERGENCES:
         raise ValueError(f"divergence {name!r} is not known; choose one of: {', '.join(DIVERGENCES)}")
     return DIVERGENCES[name]
 

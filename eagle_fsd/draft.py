@@ -18,6 +18,7 @@ from torch import Tensor
 from eagle_fsd.cache import KVCache
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.head import DraftHead
+from eagle_fsd.padding import on_device
 from eagle_fsd.tree import Candidates, DraftTree, build_tree, root_only, visible_slots
 
 EXTEND_CHUNK = 512  # pairs per forward while a prompt is read: bounds the mask to chunk x context
@@ -87,15 +88,17 @@ class EagleDrafter:
             slots = self.cache.place(tokens[:, chunk].shape[1], offset=start)  # [B, q]
             visible = torch.arange(self.cache.view, device=slots.device) <= slots[:, :, None]
             outputs.append(self._forward(features[:, chunk], tokens[:, chunk], slots, visible))
-        last = torch.tensor(counts, device=tokens.device)[:, None, None] - 1
+        last = on_device(counts, tokens.device)[:, None, None] - 1
         output = torch.cat(outputs, dim=1)
         self.root_features = output.gather(1, last.expand(-1, -1, output.shape[-1]))[:, 0]
         self.cache.advance(counts)
 
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
-        """Grow `depth` levels of `top_k` beam nodes by cumulative log-probability, then keep the best
-        total_tokens - 1."""
-        top_k, batch = config.top_k, len(roots)
+        """Grow levels of `top_k` beam nodes by cumulative log-probability, then keep the best nodes of all.
+
+        A kept node's ancestors are kept, so no level beyond `config.reach` could have a part in the tree.
+        """
+        top_k, depth, batch = config.top_k, config.reach, len(roots)
         lengths = self.cache.lengths
         every = torch.arange(batch, device=roots.device)[:, None]  # [B, 1]
 
@@ -110,7 +113,7 @@ class EagleDrafter:
         features = self.root_features[:, None].expand(-1, top_k, -1)  # each beam node's parent's prediction
         own = torch.eye(top_k, dtype=torch.bool, device=roots.device).expand(batch, -1, -1)
         ancestry = own  # [B, K, K * level]: of all levels so far
-        for level in range(1, config.depth):
+        for level in range(1, depth):
             self.cache.place(top_k, offset=(level - 1) * top_k)
             slots = lengths[:, None] + torch.arange(level * top_k, device=roots.device)
             visible = visible_slots(lengths, slots, ancestry, self.cache.view)
@@ -146,7 +149,7 @@ class EagleDrafter:
             depths=torch.cat([level.depths for level in levels]),
         )
         log_q, owner = torch.cat(log_qs, dim=1), torch.cat(owners, dim=1)
-        return build_tree(roots, pool, config.total_tokens, config.depth, log_q, owner)
+        return build_tree(roots, pool, config.total_tokens, depth, log_q, owner)
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)

@@ -7,9 +7,11 @@ It turns padded batches into requests and back, and holds no text: a tokenizer c
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from eagle_fsd.config import SamplingConfig, TreeConfig, require_integer
 from eagle_fsd.decoding import Request, decode
 from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter
 from eagle_fsd.head import DraftHead
-from eagle_fsd.padding import left_padded, right_padded, unpad
+from eagle_fsd.padding import as_ids, left_padded, right_padded, unpad
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel, TargetSession
@@ -51,13 +53,18 @@ class TokenStream:
         self.stats = stats
         self._steps = steps
         self._watch = watch
-        self._start = time.perf_counter()
 
     def __iter__(self) -> Iterator[list[int]]:
+        seconds = 0.0  # spent here; what the caller does between two chunks is not ours
         try:
-            for (chunk,) in self._steps:
-                self.stats.set_times(self._watch, time.perf_counter() - self._start)
-                yield chunk
+            while True:
+                start = time.perf_counter()
+                chunks = next(self._steps, None)
+                seconds += time.perf_counter() - start
+                self.stats.set_times(self._watch, seconds)
+                if chunks is None:
+                    break
+                yield chunks[0]
         finally:
             if self.stats.finish_reason is None:
                 self.stats.finish_reason = "interrupted"
@@ -97,8 +104,8 @@ class EagleFSD:
     @classmethod
     def from_pretrained(
         cls,
-        base_model: str = hub.DEFAULT_TARGET,
-        ea_model: str | None = None,
+        base_model: str | os.PathLike[str] = hub.DEFAULT_TARGET,
+        ea_model: str | os.PathLike[str] | None = None,
         *,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
@@ -113,6 +120,8 @@ class EagleFSD:
         and bfloat16 on CUDA. Raises ValueError for anything that cannot be had, does not fit or is not
         supported.
         """
+        base_model = os.fspath(base_model)
+        ea_model = None if ea_model is None else os.fspath(ea_model)
         head_source = hub.resolve_head(ea_model, base_model)  # first: it fails faster
         source = hub.resolve_target(base_model, trust_remote_code=trust_remote_code)
         model, tokenizer = hub.load_target(
@@ -156,7 +165,7 @@ class EagleFSD:
         s + r draws. eos_token_id: None is the model's own. Texts end after an end token, at max_new_tokens,
         or where the model's positions end. Raises ValueError for bad arguments.
         """
-        input_ids = torch.as_tensor(input_ids, dtype=torch.int64)
+        input_ids = as_ids(input_ids)
         start = time.perf_counter()
         steps, stats, watch = self._start(
             input_ids,
@@ -188,7 +197,7 @@ class EagleFSD:
 
         options: the keyword arguments of `generate`, with the same defaults.
         """
-        input_ids = torch.as_tensor(input_ids, dtype=torch.int64)
+        input_ids = as_ids(input_ids)
         if input_ids.ndim != 2 or len(input_ids) != 1:
             raise ValueError(
                 f"input_ids has shape {list(input_ids.shape)}: a stream takes one prompt, [1, L]; use "
@@ -213,7 +222,7 @@ class EagleFSD:
         Its random numbers are Hugging Face's: sampled texts have the same law, not the same tokens. Stats
         count one step a token. All rows end where the longest prompt leaves no position.
         """
-        input_ids = torch.as_tensor(input_ids, dtype=torch.int64)
+        input_ids = as_ids(input_ids)
         require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
         require_integer("seed", seed, 0, "any will do")
         sampling = SamplingConfig(temperature, top_k, top_p)
@@ -271,7 +280,11 @@ class EagleFSD:
     ) -> tuple[Iterator[list[list[int]]], list[GenerationStats], Stopwatch]:
         """Check the arguments and set one batch up; nothing runs before the first step is asked for."""
         require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
-        tree = tree or TreeConfig()
+        tree = TreeConfig() if tree is None else tree
+        if not isinstance(tree, TreeConfig):
+            raise ValueError(f"tree is {tree!r}: it must be a TreeConfig, such as TreeConfig(16, 5, 8)")
+        if rule is not None and (isinstance(rule, type) or not hasattr(rule, "follow")):
+            raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
         tokens, lengths = unpad(input_ids, attention_mask, self.target.vocab_size)
         limits = [min(max_new_tokens, self._room(row, length)) for row, length in enumerate(lengths)]
         request = Request(
@@ -300,22 +313,22 @@ class EagleFSD:
         """The tokens that end a text: the caller's, or else the model's own."""
         if eos_token_id is None:
             return self.target.eos_token_ids
-        ids = (eos_token_id,) if isinstance(eos_token_id, (int, str)) else tuple(eos_token_id)
+        ids = tuple(eos_token_id) if isinstance(eos_token_id, (list, tuple, set)) else (eos_token_id,)
         for token in ids:
-            if not isinstance(token, int) or not 0 <= token < self.target.vocab_size:
+            if not isinstance(token, Integral) or not 0 <= token < self.target.vocab_size:
                 raise ValueError(
-                    f"eos_token_id is {eos_token_id!r}: it must be one token id or several, in "
+                    f"eos_token_id is {eos_token_id!r}: it must be one token id or a list of them, in "
                     f"0..{self.target.vocab_size - 1}; None takes the model's own"
                 )
-        return ids
+        return tuple(int(token) for token in ids)
 
     def _room(self, row: int, length: int) -> int:
         """How many tokens a prompt of this length leaves room for."""
         positions = self.target.max_positions
         if length >= positions:
             raise ValueError(
-                f"prompt {row} has {length} tokens: the target has {positions} positions, and one must be "
-                "left for the answer; shorten the prompt"
+                f"row {row} of the batch has {length} tokens: the target has {positions} positions, and one "
+                "must be left for the answer; shorten the prompt"
             )
         return positions - length
 
@@ -339,7 +352,7 @@ class EagleFSD:
                 max(lengths),
                 trained,
             )
-        beams = tree.top_k * (tree.depth - 1)
+        beams = tree.top_k * (tree.reach - 1)
         return EagleDrafter(self.head, self.target, len(lengths), capacity + beams, self.device)
 
     def _output(

@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     source.add_argument(
         "--prompt-file",
         metavar="FILE",
-        help="a text file is one prompt; a .jsonl file one a line: its `prompt`, or the first of its `turns`",
+        help="a text file is one prompt; a .jsonl file one a line: `prompt`, `question`, `turns` ...",
     )
     group.add_argument("--system", metavar="TEXT", help="system message of the chat template")
     group.add_argument(
@@ -84,9 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="EAGLE-1/2 head: Hub id[@revision] or folder (default: the shipped head of a known target)",
     )
     group.add_argument("--dtype", help="float32, float16 or bfloat16 (default: chosen by the device)")
-    group.add_argument(
-        "--device", help="cpu, cuda, cuda:1, mps ... (default: cuda where there is one, else cpu)"
-    )
+    group.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one, else cpu)")
     group.add_argument("--device-map", metavar="MAP", help="spread the target over devices, e.g. auto")
     group.add_argument(
         "--attn-implementation", metavar="NAME", help="sdpa or eager (default: the model's own choice)"

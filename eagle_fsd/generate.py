@@ -9,6 +9,7 @@ its traceback.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -56,6 +57,8 @@ def prompts_named(args: Namespace) -> list[str]:
     if args.prompt_file is not None:
         prompts, origin = read_prompts(Path(args.prompt_file)), args.prompt_file
     elif args.text == "-":
+        if sys.stdin is None:
+            raise ValueError("stdin is closed: pipe a prompt into it, or give a TEXT")
         prompts, origin = [decode_text(sys.stdin.buffer.read(), "stdin")], "stdin"
     else:
         given = args.prompt if args.prompt is not None else args.text
@@ -246,7 +249,8 @@ def summary(answer: Answer, rule: AcceptanceRule) -> str:
     else:
         name = f"{fields['divergence']} <= {fields['threshold']} {fields['mode']}"
     line = speed(stats, len(answer.token_ids))
-    line += f", tau {stats.tau:.2f}, {stats.fuzzy_accepts} fuzzy accepts, {name}"
+    accepts = "relaxed" if name == "typical" else "fuzzy"
+    line += f", tau {stats.tau:.2f}, {stats.fuzzy_accepts} {accepts} accepts, {name}"
     if answer.interrupted:
         line += ", interrupted"
     if answer.baseline is not None and answer.baseline_ids is not None:
@@ -315,6 +319,11 @@ def run(args: Namespace, out: TextIO) -> int:
     return 0
 
 
+def discard_stdout() -> None:
+    """The interpreter flushes stdout once more as it exits; what it holds then has nowhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, and turn every expected ending into its exit code."""
     parser = build_parser()
@@ -335,9 +344,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more as it exits; there is nobody left to read it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        discard_stdout()
+        sys.stderr.write(f"{parser.prog}: error: stdout takes no more ({error.strerror}): make room\n")
+        return USAGE
 
 
 if __name__ == "__main__":

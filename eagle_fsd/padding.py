@@ -22,6 +22,28 @@ def right_padded(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
     return torch.tensor([list(row) + [pad] * (width - len(row)) for row in rows], dtype=torch.int64)
 
 
+def on_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """A list as an int64 tensor there, sent without waiting for the work that the device has queued."""
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def as_ids(input_ids: object) -> Tensor:
+    """Token ids as an int64 tensor. ValueError for what holds no whole numbers."""
+    try:
+        ids = torch.as_tensor(input_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"input_ids is a {type(input_ids).__name__} and no tensor of token ids ({reason}): it must be "
+            "[B, L]; tokenize a prompt"
+        ) from error
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        if not ids.numel():
+            return ids.to(torch.int64)
+        raise ValueError(f"input_ids holds {ids.dtype}: token ids must be integers; tokenize a prompt")
+    return ids.to(torch.int64)
+
+
 def unpad(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, list[int]]:
     """Right-padded tokens [B, longest] and the lengths of prompts that are padded on either side. ValueError
     if they are none."""

@@ -11,9 +11,16 @@ from typing import Any
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file: of a .jsonl file what each row asks (see prompt_of), else the whole text.
 
-    Raises OSError for a file that cannot be read, ValueError with file and line for a row without a prompt.
+    Raises ValueError for a file that cannot be read, and with its line for a row without a prompt.
     """
-    text = decode_text(path.read_bytes(), str(path))
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"prompt file {str(path)!r} cannot be read ({error.strerror}): it must be a text or .jsonl file; "
+            "check the path"
+        ) from error
+    text = decode_text(data, str(path))
     return jsonl_prompts(text, path) if path.suffix == ".jsonl" else [text]
 
 

@@ -33,9 +33,17 @@ def provenance() -> dict[str, object]:
 
 def commit() -> str | None:
     """The checkout's commit, with `-dirty` where tracked files differ from it; None outside a checkout."""
-    folder = Path(__file__).resolve().parent
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    file = Path(__file__).resolve()
+    git = ["git", "-C", str(file.parent)]
+    known = [
+        *git,
+        "ls-files",
+        "--error-unmatch",
+        file.name,
+    ]  # not where it is installed in another's checkout
+    describe = [*git, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.run(known, capture_output=True, check=True)
+        return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None

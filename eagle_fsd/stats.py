@@ -47,7 +47,7 @@ class GenerationStats:
     steps: int = 0
     new_tokens: int = 0
     exact_accepts: int = 0  # emitted draft tokens that equal the target's own draw
-    fuzzy_accepts: int = 0  # emitted draft tokens let through by the divergence alone
+    fuzzy_accepts: int = 0  # emitted draft tokens let through by the rule, not the draw
     accept_histogram: list[int] = dataclasses.field(default_factory=list)  # [k]: steps that emitted k tokens
     seconds: float = 0.0
     prefill_seconds: float = 0.0

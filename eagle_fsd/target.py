@@ -22,6 +22,7 @@ from eagle_fsd.cache import KVCache
 from eagle_fsd.tree import DraftTree, additive, ancestors, visible_slots, within_window
 
 PREFILL_CHUNK = 512  # tokens per prefill forward: bounds the mask to chunk x context
+ATTENTION = ("sdpa", "eager")  # implementations that take our masks
 FULL, SLIDING = "full_attention", "sliding_attention"
 # What a forward raises that cannot take our cache, masks or positions.
 FORWARD_ERRORS = (
@@ -43,8 +44,8 @@ def check_supported(config: PretrainedConfig) -> None:
     if kinds - {FULL, SLIDING}:
         raise ValueError(
             f"target is a {name!r} model with layers of kind {sorted(kinds - {FULL, SLIDING})}: only full "
-            "and sliding attention can be rolled back to an accepted path; recurrent, hybrid and chunked "
-            "layers are not supported"
+            "and sliding attention can be rolled back to an accepted path, recurrent, hybrid and chunked "
+            "layers cannot; use a model with full or sliding attention alone"
         )
 
 
@@ -70,7 +71,8 @@ def longest_text(config: PretrainedConfig) -> int:
     a cache holds is then wrong, and nodes of one tree would disagree. So its texts end there.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    limits = [getattr(config, "max_position_embeddings", None) or UNLIMITED]
+    limit = getattr(config, "max_position_embeddings", None)
+    limits = [UNLIMITED if limit is None else limit]
     for parameters in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         if parameters.get("rope_type") == "longrope":
             limits.append(parameters["original_max_position_embeddings"])
@@ -92,7 +94,7 @@ class TargetModel:
                 "back to an accepted path; use a model with attention layers only"
             )
         attention = model.config._attn_implementation
-        if attention not in ("sdpa", "eager"):
+        if attention not in ATTENTION:
             raise ValueError(
                 f"attn_implementation is {attention!r}: tree masks need 'sdpa' or 'eager'; load the target "
                 "with one of these"
@@ -104,6 +106,11 @@ class TargetModel:
         if self.lm_head is None:
             raise ValueError(
                 f"target is a {self.config.model_type!r} model without an lm_head: load it as a causal LM"
+            )
+        if not isinstance(getattr(self.config, "hidden_size", None), int):
+            raise ValueError(
+                f"target is a {self.config.model_type!r} model whose config names no hidden_size: drafting "
+                "reads features of that size; use another target"
             )
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
@@ -131,8 +138,15 @@ class TargetModel:
         """Every token that ends a text, as `generate` sees it; empty if there is none."""
         generation = getattr(self.model, "generation_config", None)
         ids = getattr(generation, "eos_token_id", None)
-        ids = self.config.eos_token_id if ids is None else ids
-        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+        ids = getattr(self.config, "eos_token_id", None) if ids is None else ids
+        ids = () if ids is None else (ids,) if isinstance(ids, (int, str)) else tuple(ids)
+        for token in ids:
+            if not isinstance(token, int):
+                raise ValueError(
+                    f"the target's eos_token_id is {ids!r}: end tokens must be token ids; check its "
+                    "generation_config.json"
+                )
+        return ids
 
     @contextlib.contextmanager
     def without_generation_defaults(self) -> Iterator[PreTrainedModel]:

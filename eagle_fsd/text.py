@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+PLAIN = "or continue the prompt as it stands (--raw)"
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no whole character
 
 
@@ -20,23 +21,29 @@ def encode(
     """Token ids [1, n] of a prompt, as a chat that waits for its answer, or raw."""
     if tokenizer is None:
         raise ValueError("the target has no tokenizer: name a folder or Hub id that holds one")
+    try:
+        (prompt + (system or "")).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt or its system message is not UTF-8 at character {error.start}: retype it, or give a "
+            "file of UTF-8 text"
+        ) from error
     if raw:
         return tokenizer(prompt, return_tensors="pt")["input_ids"]
     if not tokenizer.chat_template:
-        raise ValueError(
-            "the target's tokenizer has no chat template: continue the prompt as it stands (--raw)"
-        )
+        raise ValueError(f"the target's tokenizer has no chat template: choose one that has, {PLAIN}")
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
     try:
         return tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )["input_ids"]
-    except (
-        jinja2.TemplateError
-    ) as error:  # templates raise it on purpose, e.g. for a system role that they lack
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the target's chat template is broken ({error}): mend it, {PLAIN}") from error
+    # Templates raise on purpose, e.g. for a system role that they lack, and by mistake.
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"the target's chat template refuses this chat: {error}; change its roles"
+            f"the target's chat template refuses this chat ({error}): leave the system message out, {PLAIN}"
         ) from error
 
 

@@ -1,7 +1,8 @@
-"""Measure tau (tokens per step) by prompt set, temperature and rule; rows to JSONL, a Markdown table to
-stdout.
+"""Measure tau (tokens per step) by prompt set, temperature and rule: JSONL of rows, and a table to stdout.
 
-python eval/measure_tau.py --prompts data/prompts_*.jsonl --output runs/tau.jsonl
+    python eval/measure_tau.py --prompts data/prompts_*.jsonl --output runs/tau.jsonl
+
+A run that was stopped goes on at the first missing row.
 """
 
 from __future__ import annotations
@@ -12,25 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd import EagleFSD, Fuzzy, SamplingConfig, TreeConfig
+from eagle_fsd.evaluation.arguments import check_sizes, parser_of
 from eagle_fsd.evaluation.prompts import chat_prompts, set_name
 from eagle_fsd.evaluation.tau import Cell, run, table
 from eagle_fsd.provenance import provenance
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--base-model", default="smollm2-135m", help="target: Hub id, folder or .gguf file")
-    parser.add_argument("--ea-model", help="draft head: Hub id or folder (default: the shipped one)")
-    parser.add_argument(
-        "--prompts", type=Path, nargs="+", required=True, help="JSONL files with `turns` or `prompt`"
-    )
-    parser.add_argument("--limit", type=int, help="only the first LIMIT prompts of every file")
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--output", type=Path, required=True, help="JSONL of rows; a later run resumes from it"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
     parser.add_argument(
         "--batch-size", type=int, default=8, help="tau does not depend on it; default: %(default)s"
     )
@@ -55,6 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     try:
+        check_sizes(arguments, arguments.batch_size)
         tree = TreeConfig.parse(arguments.tree)
         rules = [{}, *fuzzy_rules(arguments)]
         samplings = [
@@ -66,13 +60,13 @@ def main() -> None:
             set_name(path): chat_prompts(path, engine.tokenizer, arguments.limit)
             for path in arguments.prompts
         }
+        cells = [
+            Cell(name, len(ids), arguments.max_new_tokens, sampling, tree, dtype=arguments.dtype, **rule)
+            for sampling, rule, (name, ids) in product(samplings, rules, prompts.items())
+        ]
+        rows = run(engine, cells, prompts, arguments.output, arguments.batch_size, provenance())
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
-    cells = [
-        Cell(name, len(ids), arguments.max_new_tokens, sampling, tree, dtype=arguments.dtype, **rule)
-        for sampling, rule, (name, ids) in product(samplings, rules, prompts.items())
-    ]
-    rows = run(engine, cells, prompts, arguments.output, arguments.batch_size, provenance())
     print(table(rows))
 
 
@@ -82,6 +76,10 @@ def fuzzy_rules(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for (divergence, *thresholds), mode, child in product(
         arguments.threshold or [], arguments.mode, arguments.child
     ):
+        if not thresholds:
+            raise ValueError(
+                f"--threshold {divergence} has no number: give a divergence and thresholds, js 0.1 0.3"
+            )
         for threshold in thresholds:
             rules.append(
                 {"divergence": divergence, "threshold": number(threshold), "mode": mode, "child": child}

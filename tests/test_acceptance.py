@@ -187,9 +187,7 @@ def plain_accept(
         else:
             x = inverse_cdf(row.warped[node], uniforms[node])
         exact = next((c for c in row.children(node) if row.tokens[c] == x), -1)
-        choice = (
-            -1 if sampling.greedy is None else plain_choice(rule, row, node, sampling, uniforms[nodes + node])
-        )
+        choice = plain_choice(rule, row, node, sampling, uniforms[nodes + node])
         if emitted + len(tokens) < rule.exact_prefix:
             choice = -1
         if rule.max_consecutive is not None and in_a_row >= rule.max_consecutive:

@@ -132,6 +132,17 @@ def test_greedy_text_does_not_depend_on_the_trees_size(size: tuple[int, int, int
     assert all(len(step[row]) <= size[1] + 1 for step in made.steps for row in range(len(PROMPTS)))
 
 
+def test_levels_that_no_node_could_come_from_are_not_drafted() -> None:
+    """A tree of three nodes is at most two deep, whatever depth was asked for."""
+    head, forwards = tiny_head(), []
+    head.register_forward_hook(lambda *_: forwards.append(None))
+    made = [run_loop(target(), PROMPTS[:1], head, 12, tree=TreeConfig(3, depth, 2)) for depth in (2, 50)]
+    assert made[0].texts == made[1].texts and made[0].stats == made[1].stats
+    first = len(forwards)
+    run_loop(target(), PROMPTS[:1], head, 12, tree=TreeConfig(3, 10**9, 2))
+    assert len(forwards) - first == first / 2
+
+
 def test_plain_decoding_is_a_tree_of_one_node() -> None:
     made = run_loop(target(), PROMPTS, NoDrafter(96), 12, tree=TreeConfig(1))
     assert made.texts == [text[:12] for text in greedy_texts()]

@@ -186,7 +186,7 @@ def test_reverse_kl_is_the_one_that_punishes_mass_where_the_target_has_none() ->
 
 
 def test_classical_inequalities() -> None:
-    """Pinsker; js <= ln 2 * tv; tv^2 / 2 <= js; js <= ag; each coarsened value <= its full one."""
+    """Pinsker; js <= ln 2 * tv; tv^2 / 2 <= js; js <= ag."""
     for _, p, q in PAIRS:
         value = {name: f(p, q) for name, f in DIVERGENCES.items()}
         slack = 2e-6

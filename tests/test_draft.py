@@ -129,7 +129,7 @@ def test_trees_equal_the_plain_recursion(config: str, seed: int) -> None:
     roots = torch.stack([tokens[-1] for _, tokens in rows])
     with torch.no_grad():
         tree = fed(head, vocabulary, rows).draft(roots, size)
-        assert tree.tokens.shape == (3, size.total_tokens) and tree.depth == size.depth
+        assert tree.tokens.shape == (3, size.total_tokens) and tree.depth == size.reach
         for row, pairs in enumerate(rows):
             check_row(tree, row, int(roots[row]), PlainEagle2(head, vocabulary, pairs).draft(size))
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from tiny_models import VOCAB, KnowingEngine, greedy_alone, prompts_of, tiny_head, tiny_model
+from tiny_models import FAMILIES, VOCAB, KnowingEngine, greedy_alone, prompts_of, tiny_head, tiny_model
 
-from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical
+from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, hub
 from eagle_fsd.hub import save_head
 from eagle_fsd.padding import left_padded, right_padded
 from eagle_fsd.target import TargetModel
@@ -190,6 +192,17 @@ def test_a_stream_is_generate_step_by_step(temperature: float) -> None:
     assert list(stream) == [], "a stream is read once"
 
 
+def test_a_streams_seconds_are_its_own() -> None:
+    """What the caller does between two chunks does not count."""
+    stream = engine().stream([PROMPTS[1]], max_new_tokens=NEW_TOKENS)
+    time.sleep(0.2)
+    for _ in stream:
+        time.sleep(0.05)
+    phases = ("prefill", "draft", "verify", "accept", "keep")
+    busy = sum(getattr(stream.stats, f"{phase}_seconds") for phase in phases)
+    assert busy <= stream.stats.seconds < busy + 0.2
+
+
 def test_a_stream_that_is_left_counts_what_was_made() -> None:
     stream = engine().stream([PROMPTS[1]], max_new_tokens=NEW_TOKENS)
     seen: list[int] = []
@@ -330,7 +343,7 @@ BAD = {
     "half a prefix": (lambda: Fuzzy(exact_prefix=1.5), "exact_prefix is 1.5: it must be an integer"),
     "tree of nothing": (lambda: TreeConfig(0), "total_tokens is 0: .* at least 1; 1 turns drafting off"),
     "tree without depth": (lambda: TreeConfig(16, 0, 8), "depth is 0: it must be an integer of at least 1"),
-    "tree without width": (lambda: TreeConfig(16, 5, 0), "top_k is 0: it must be an integer of at least 1"),
+    "tree without width": (lambda: TreeConfig(16, 5, 0), "top_k of the tree is 0: it must be an integer"),
     "tree too large": (lambda: TreeConfig(60, 1, 8), "total_tokens is 60: .* at most 9 nodes; lower"),
     "tree of halves": (lambda: TreeConfig(16.0, 5, 8), "total_tokens is 16.0: it must be an integer"),
     "tree wider than the vocabulary": (
@@ -360,9 +373,9 @@ BAD = {
     "negative token": (generate(input_ids=[[-1, 3]]), "input_ids holds -1..3: .* 0..95"),
     "prompt as long as the positions": (
         lambda: gpt2().generate(prompts_of((32,))),
-        "prompt 0 has 32 tokens: the target has 32 positions.*; shorten the prompt",
+        "row 0 of the batch has 32 tokens: the target has 32 positions.*; shorten the prompt",
     ),
-    "prompt past the positions": (lambda: gpt2().generate(prompts_of((50,))), "prompt 0 has 50 tokens"),
+    "prompt past the positions": (lambda: gpt2().generate(prompts_of((50,))), "row 0 .* has 50 tokens"),
     "no new tokens": (generate(max_new_tokens=0), "max_new_tokens is 0: .* at least 1; ask for at least one"),
     "negative new tokens": (generate(max_new_tokens=-5), "max_new_tokens is -5"),
     "half a token": (generate(max_new_tokens=1.5), "max_new_tokens is 1.5: it must be an integer"),
@@ -398,13 +411,32 @@ BAD = {
     "stream of bad options": (lambda: engine().stream([[1]], top_p=2.0), "top_p is 2.0"),
     "baseline of no prompt": (lambda: engine().target_alone([[]]), r"input_ids has shape \[1, 0\]"),
     "baseline of no tokens": (lambda: engine().target_alone([[1]], max_new_tokens=0), "max_new_tokens is 0"),
-    "baseline past the positions": (lambda: gpt2().target_alone(prompts_of((32,))), "prompt 0 has 32 tokens"),
+    "baseline past the positions": (lambda: gpt2().target_alone(prompts_of((32,))), "row 0 .* has 32"),
     "baseline of a negative seed": (lambda: engine().target_alone([[1]], seed=-1), "seed is -1"),
     "baseline of holes": (
         lambda: engine().target_alone([[1, 2, 3]], torch.tensor([[1, 0, 1]])),
         "attention_mask has holes",
     ),
     "baseline of a foreign token": (lambda: engine().target_alone([[VOCAB]]), "input_ids holds 96..96"),
+    "rule of text": (generate(rule="fuzzy"), "rule is 'fuzzy': it must be a rule, such as Fuzzy"),
+    "rule that is a class": (generate(rule=Fuzzy), "rule is <class .*: it must be a rule, such as Fuzzy"),
+    "tree of text": (generate(tree="16/5/8"), "tree is '16/5/8': it must be a TreeConfig, such as"),
+    "no tree": (generate(tree=()), r"tree is \(\): it must be a TreeConfig"),
+    "divergence of a list": (lambda: Fuzzy(divergence=["js"]), r"divergence \['js'\] is not known; choose"),
+    "ids of text": (
+        generate(input_ids="hello"),
+        "input_ids is a str and no tensor of token ids .*; tokenize",
+    ),
+    "no ids": (generate(input_ids=None), "input_ids is a NoneType and no tensor .*; tokenize a prompt"),
+    "ids of halves": (
+        generate(input_ids=[[1.7, 2.2]]),
+        "input_ids holds torch.float32: .* integers; tokenize",
+    ),
+    "ragged ids": (
+        generate(input_ids=[[1, 2], [3]]),
+        "input_ids is a list and no tensor .*; tokenize a prompt",
+    ),
+    "end token of halves": (generate(eos_token_id=2.5), "eos_token_id is 2.5: it must be one token id or a"),
     "end token of text": (generate(eos_token_id="</s>"), "eos_token_id is '</s>'"),
     "end token past the vocabulary": (generate(eos_token_id=-1), "eos_token_id is -1"),
 }
@@ -454,6 +486,40 @@ def test_from_pretrained_loads_a_folder_and_its_head(tmp_path: Any) -> None:
     assert half.dtype == torch.bfloat16 == next(half.head.parameters()).dtype
     assert half.target.model.config._attn_implementation == "eager"
     assert half.generate(ids, mask, max_new_tokens=3).stats[0].new_tokens == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_loads_from_a_folder(family: str, tmp_path: Path) -> None:
+    """Names and paths; some configs say things of themselves (`is_decoder`) that only loading looks at."""
+    model = tiny_model(family, "eager")
+    model.save_pretrained(tmp_path / "target")
+    save_head(tiny_head(), tmp_path / "head")
+    loaded = EagleFSD.from_pretrained(
+        tmp_path / "target", tmp_path / "head", dtype="float32", device="cpu", attn_implementation="eager"
+    )
+    assert loaded.generate([PROMPTS[1]], max_new_tokens=8).new_tokens == greedy_alone(model, PROMPTS[1:2], 8)
+    assert (loaded.base_model, loaded.ea_model) == (str(tmp_path / "target"), str(tmp_path / "head"))
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "x" * 300])
+def test_names_that_are_no_paths(name: str) -> None:
+    for resolve, kind in ((hub.resolve_target, "target"), (lambda n: hub.resolve_head(n, ""), "draft head")):
+        with pytest.raises(ValueError, match=f"{kind} '{name}' is no path .* or a Hub id; check it"):
+            resolve(name)
+
+
+def test_arguments_of_loading_are_checked_first(tmp_path: Any) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    save_head(tiny_head(), tmp_path / "head")
+    for options, message in (
+        (
+            {"attn_implementation": "flash_attention_2"},
+            "attn_implementation is .* of sdpa, eager; choose",
+        ),
+        ({"device_map": "nonsense"}, "device_map is 'nonsense': it must be one of auto, .*; choose one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EagleFSD.from_pretrained(str(tmp_path), str(tmp_path / "head"), **options)
 
 
 def test_from_pretrained_refuses_a_head_that_does_not_fit(tmp_path: Any) -> None:

@@ -48,7 +48,24 @@ def test_a_cells_rule() -> None:
     assert cell().rule() == Lossless()
     fuzzy = cell(threshold=0.2, divergence="tv", mode="paper", child="target")
     assert fuzzy.rule() == Fuzzy(0.2, "tv", mode="paper", child="target")
-    assert cell().key() != fuzzy.key() != cell(threshold=0.3, divergence="tv", mode="paper").key()
+
+
+def test_a_rows_key_is_its_settings_models_and_prompts(engine: EagleFSD) -> None:
+    """A head that was trained anew in the same folder is another one, and so are other prompts."""
+    prompts = prompts_of((3, 4))
+    key = cell().key(engine, prompts)
+    other = EagleFSD(engine.target, tiny_head(seed=1), base_model="tiny", ea_model="tiny-head")
+    keys = {
+        key,
+        cell(seed=1).key(engine, prompts),
+        cell(threshold=0.2, divergence="tv").key(engine, prompts),
+        cell(threshold=0.2, divergence="tv", mode="paper").key(engine, prompts),
+        cell().key(engine, prompts_of((3, 4), seed=1)),
+        cell().key(other, prompts),
+        cell().key(EagleFSD(engine.target, None, base_model="tiny", ea_model="tiny-head"), prompts),
+    }
+    assert len(keys) == 7
+    assert cell().key(EagleFSD(engine.target, engine.head, base_model="tiny"), prompts) == key
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
@@ -93,9 +110,11 @@ def test_a_grid_is_resumed_and_not_measured_twice(
     assert asked == cells[2:]
     assert rows[:2] == first
     assert [json.loads(line) for line in output.read_text().splitlines()] == rows
-    with output.open("a") as file:
-        file.write('{"half')
-    with pytest.raises(ValueError, match=r"rows.jsonl:4: is not JSON .* delete the line"):
+    whole = output.read_bytes()
+    output.write_bytes(whole + b'{"half')
+    assert tau.run(engine, cells, prompts, output, 2, {}) == rows and output.read_bytes() == whole
+    output.write_bytes(b'{"half\n' + whole)
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: is not JSON .* delete the line"):
         tau.run(engine, cells, prompts, output, 2, {})
 
 
@@ -141,6 +160,7 @@ def test_comparison_names_every_difference_and_its_gap(engine: EagleFSD) -> None
     other[0][5] = (other[0][5] + 1) % 96
     del other[2][8:]
     differences, _ = greedy.compare(engine, prompts, other, TREE, 2, NEW_TOKENS)
+    assert differences[0].best[0] == expected[0][5]
     assert [(d.prompt, d.position, d.expected, d.found) for d in differences] == [
         (0, 5, other[0][5], expected[0][5]),
         (2, 8, None, expected[2][8]),
@@ -150,9 +170,23 @@ def test_comparison_names_every_difference_and_its_gap(engine: EagleFSD) -> None
     best = logits.topk(2).values
     assert differences[0].gap == pytest.approx(float(best[0] - best[1]), rel=1e-4)
     assert not differences[0].excused
-    assert greedy.Difference(0, 0, 1, 2, gap=0.9e-4).excused
-    assert not greedy.Difference(0, 0, 1, 2, gap=1e-4).excused
-    assert not greedy.Difference(0, 0, 1, 2, gap=float("nan")).excused
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "gap", "excused"),
+    [
+        (1, 2, 0.9e-4, True),
+        (2, 1, 0.0, True),
+        (1, 2, 1e-4, False),
+        (1, 2, float("nan"), False),
+        (1, 3, 0.0, False),
+        (None, 1, 0.0, False),
+    ],
+)
+def test_a_near_tie_excuses_the_two_tokens_that_tie(
+    expected: int | None, found: int | None, gap: float, excused: bool
+) -> None:
+    assert greedy.Difference(0, 0, expected, found, best=(1, 2), gap=gap).excused is excused
 
 
 def test_comparison_catches_a_rule_that_is_not_lossless(
@@ -186,7 +220,9 @@ def test_prompt_sets_are_chats_of_first_turns(tmp_path: Path) -> None:
     assert chat_prompts(path, CharTokenizer()) == [[1, 97, 98, 2], [1, 99, 2], [1, 100, 2]]
     assert chat_prompts(path, CharTokenizer(), limit=1) == [[1, 97, 98, 2]]
     assert (set_name(path), set_name(tmp_path / "own.jsonl")) == ("few", "own")
-    with pytest.raises(ValueError, match=r"gone.jsonl: no such prompt file; give the path"):
+    with pytest.raises(
+        ValueError, match=r"gone.jsonl' cannot be read \(No such file or directory\): .* check the path"
+    ):
         chat_prompts(tmp_path / "gone.jsonl", CharTokenizer())
     path.write_text('{"turns": ["ab"]}\n{"text": "c"}\n')
     with pytest.raises(ValueError, match=r"prompts_few.jsonl, line 2 has no prompt"):
@@ -212,6 +248,11 @@ def test_batches_cover_every_index_once(size: int) -> None:
         ("measure_tau.py", ["--threshold", "js", "x"], "threshold is 'x'"),
         ("measure_tau.py", ["--threshold", "kl", "0.1"], "divergence 'kl' is not known; choose"),
         ("measure_tau.py", ["--temperature", "-1"], "temperature is -1.0"),
+        ("measure_tau.py", ["--threshold", "js"], "--threshold js has no number: give"),
+        ("measure_tau.py", ["--limit", "0"], "limit is 0: it must be an integer of at least 1; leave"),
+        ("measure_tau.py", ["--batch-size", "0"], "batch_size is 0"),
+        ("check_greedy.py", ["--batch-size", "1", "0"], "batch_size is 0"),
+        ("check_greedy.py", ["--max-new-tokens", "0"], "max_new_tokens is 0"),
         ("check_greedy.py", ["--tree", "a/b/c"], "tree is 'a/b/c'"),
     ],
 )

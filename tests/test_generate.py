@@ -485,6 +485,71 @@ def test_no_chat_template(model: ScriptedModel, capsys: pytest.CaptureFixture) -
     assert run(capsys, "--raw", "Hello?")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{{ raise_exception('no system role') }}",
+            "refuses this chat (no system role): leave the system",
+        ),
+        ("{{ messages[0]['content'] + 1 }}", "refuses this chat (can only concatenate str"),
+        ("{% if %}", "chat template is broken (Expected an expression"),
+    ],
+)
+def test_chat_templates_that_fail(
+    model: ScriptedModel,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    message: str,
+) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def apply(messages: list[dict[str, str]], **_: object) -> None:
+        render_jinja_template([messages], chat_template=template)
+
+    monkeypatch.setattr(model.tokenizer, "apply_chat_template", apply, raising=False)
+    code, _, err = run(capsys, "Hello?")
+    assert code == 2 and message in err and "--raw" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["a\udcff"], ["--system", "\udcff", "Hello?"], ["--raw", "a\udcff"]])
+def test_arguments_that_are_not_utf8(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, arguments: list[str]
+) -> None:
+    code, _, err = run(capsys, *arguments)
+    assert code == 2 and "is not UTF-8 at character" in err and err.count("\n") == 1
+
+
+def test_a_closed_stdin(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    code, _, err = run(capsys, "-")
+    assert code == 2 and "stdin is closed: pipe a prompt into it" in err
+
+
+@pytest.mark.parametrize("name", ["gone.txt", "."])
+def test_prompt_files_that_cannot_be_read(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_path: Path, name: str
+) -> None:
+    code, _, err = run(capsys, "--prompt-file", str(tmp_path / name))
+    assert code == 2 and "cannot be read (" in err and "check the path" in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    code = (
+        "import sys; from eagle_fsd import generate;"
+        "generate.run = lambda args, out: (out.write('x' * 99999), out.flush());"
+        "sys.exit(generate.main(['Hello?']))"
+    )
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 2 and "stdout takes no more (No space left on device)" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("step", [0, 2])
 def test_an_unexpected_exception_keeps_its_traceback(model: ScriptedModel, step: int) -> None:
     def fail(now: int) -> None:

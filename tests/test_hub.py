@@ -8,7 +8,9 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -19,9 +21,10 @@ from hub_server import FakeHub
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle_fsd import checkpoint, hub
+from eagle_fsd import checkpoint, generate, hub
 from eagle_fsd.config import HeadConfig
 from eagle_fsd.head import DraftHead
+from eagle_fsd.placement import resolve_device, resolve_dtype
 
 VOCAB, WIDTH = 64, 16
 TARGET_CONFIG = {
@@ -189,7 +192,7 @@ def test_a_target_that_lacks_a_weight_is_refused_not_filled_at_random(copy: Path
 
 def test_a_target_whose_weights_have_other_shapes_is_refused(copy: Path) -> None:
     set_fields(copy, intermediate_size=40)
-    one_line_error(lambda: hub.load_target(str(copy)), "cannot be loaded")
+    one_line_error(lambda: hub.load_target(str(copy)), "is [16, 32] in its files and [16, 40] by")
 
 
 @pytest.mark.parametrize(
@@ -238,14 +241,14 @@ def test_a_broken_tokenizer_and_an_unknown_attention(copy: Path) -> None:
 
 def test_devices_and_dtypes(tiny: Path) -> None:
     cpu = torch.device("cpu")
-    assert hub.resolve_device(None) == hub.resolve_device("auto")
-    assert hub.resolve_device("cpu") == cpu and hub.resolve_device(cpu) == cpu
-    assert hub.resolve_dtype(None, cpu) == hub.resolve_dtype("auto", cpu) == torch.float32
-    assert hub.resolve_dtype(torch.float16, cpu) == hub.resolve_dtype("float16", cpu) == torch.float16
+    assert resolve_device(None) == resolve_device("auto")
+    assert resolve_device("cpu") == cpu and resolve_device(cpu) == cpu
+    assert resolve_dtype(None, cpu) == resolve_dtype("auto", cpu) == torch.float32
+    assert resolve_dtype(torch.float16, cpu) == resolve_dtype("float16", cpu) == torch.float16
     for device in ("cuda:99", "nonesuch", "meta", "", "cpu:x", 1.5):
-        one_line_error(lambda device=device: hub.resolve_device(device), "device", str(device))
+        one_line_error(lambda device=device: resolve_device(device), "device", str(device))
     for dtype in ("int8", "float7", "", torch.int64, 3):
-        one_line_error(lambda dtype=dtype: hub.resolve_dtype(dtype, cpu), "dtype", str(dtype), "bfloat16")
+        one_line_error(lambda dtype=dtype: resolve_dtype(dtype, cpu), "dtype", str(dtype), "bfloat16")
     one_line_error(lambda: hub.load_target(str(tiny), device="cuda:99"), "cuda:99")
     one_line_error(lambda: hub.load_target(str(tiny), dtype="int8"), "int8")
 
@@ -545,7 +548,10 @@ def test_heads_whose_tensors_are_not_the_layout(head_folder: Path, edit: Edit, w
         ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn'"),
         ({"hidden_size": "16"}, "hidden_size"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": "linear"}, "'str'"),
+        ({"rope_scaling": "linear"}, "rope parameters are 'linear'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"hidden_size": 10**18, "head_dim": None}, "draft head"),
         ({"rope_theta": "high"}, "rope_theta is 'high'"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
         ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0"),
@@ -586,14 +592,17 @@ def test_a_head_bin_is_never_run_as_code(head_folder: Path, tmp_path: Path) -> N
     path = head_folder / "code.bin"
     write_code(path, ran)
     one_line_error(lambda: load(path), "code.bin", "code or objects", "open")
-    path.write_bytes(pickle.dumps(object(), protocol=2))
-    one_line_error(lambda: load(path), "code.bin")
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):  # torch names the code in some, and warns of others
+        path.write_bytes(pickle.dumps({"fc.weight": pickle.PickleBuffer}, protocol=protocol))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            one_line_error(lambda: load(path), "code.bin", "code or objects")
     assert not ran.exists()
     torch.save(load_file(head_folder / "model.safetensors"), path)
     whole = path.read_bytes()
     for data in (b"", b"PK", whole[:50], whole[: len(whole) // 2]):
         path.write_bytes(data)
-        one_line_error(lambda: load(path), "not a whole PyTorch file")
+        one_line_error(lambda: load(path), "code.bin")
     for value in ([torch.ones(1)], {"state_dict": {"fc.weight": torch.ones(1)}}, {1: torch.ones(1)}):
         torch.save(value, path)
         one_line_error(lambda: load(path), "no dict of named tensors")
@@ -626,6 +635,93 @@ def test_saving_over_a_head_is_atomic(
 
 
 # -- the Hub ---------------------------------------------------------------------------------------
+
+
+# --- mistakes on the command line ---
+
+
+def without(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def as_code(folder: Path) -> None:
+    without(folder, "model.safetensors")
+    write_code(folder / "pytorch_model.bin", folder / "ran")
+
+
+SPOILT_HEADS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "width": (
+        lambda f: checkpoint.save_head(DraftHead(replace(HEAD_CONFIG, hidden_size=32)), f),
+        "hidden_size 32",
+    ),
+    "vocabulary": (
+        lambda f: checkpoint.save_head(DraftHead(replace(HEAD_CONFIG, vocab_size=65)), f),
+        "vocab_size 65",
+    ),
+    "missing key": (lambda f: edit_head(f, lambda t: t.pop("fc.weight")), "lacks fc.weight"),
+    "extra key": (lambda f: edit_head(f, lambda t: t.update(x=torch.ones(1))), "has x: no key outside"),
+    "wrong shape": (lambda f: edit_head(f, lambda t: t.update({"fc.bias": torch.ones(3)})), "fc.bias is [3]"),
+    "truncated": (cut, "is not a whole safetensors file"),
+    "no config": (lambda f: without(f, "config.json"), "has no config.json"),
+    "code": (as_code, "holds code or objects"),
+}
+
+
+def run_main(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit code and stderr of the command line; nothing may reach stdout."""
+    try:
+        code = generate.main([*arguments, "--max-new-tokens", "3"])
+    except SystemExit as exit_:
+        code = exit_.code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return code, printed.err
+
+
+@pytest.mark.parametrize("name", SPOILT_HEADS)
+def test_a_spoilt_head_on_the_command_line(
+    tiny: Path, head_folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    spoil, message = SPOILT_HEADS[name]
+    spoil(head_folder)
+    code, err = run_main(capsys, "--base-model", str(tiny), "--ea-model", str(head_folder), "--raw", "w3 w4")
+    assert code == 2 and message in err and err.count("\n") == 1
+    assert not (head_folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--attn-implementation", "flash_attention_2"], "must be one of sdpa, eager"),
+        (["--device-map", "nonsense"], "device_map is 'nonsense'"),
+        (["--device", "cuda:99"], "device 'cuda:99' is not there"),
+        (["--dtype", "int3"], "dtype 'int3' is not there"),
+        (["--tree-top-k", "65"], "top_k of the tree is 65"),
+        (["--depth", "0"], "depth is 0"),
+        (["--raw", "w3 " * 3000], "positions"),
+        (["--base-model", "owner/none"], "owner/none"),
+        (["--ea-model", "owner/none"], "owner/none"),
+        (["--ea-model", "~nosuchuser/x"], "no path"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_other_mistakes_on_the_command_line(
+    tiny: Path,
+    head_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    given = ["--base-model", str(tiny), "--ea-model", str(head_folder), *arguments]
+    code, err = run_main(capsys, *given, *([] if "--raw" in arguments else ["--raw", "w3 w4"]))
+    assert code == 2 and message in err and err.count("\n") == 1
 
 
 @pytest.fixture

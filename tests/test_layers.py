@@ -17,7 +17,7 @@ LAYERS = [
     {"sampling", "tree", "head"},
     {"cache", "checkpoint"},
     {"acceptance", "target", "draft", "placement", "download"},
-    {"decoding"},
+    {"decoding", "loading"},
     {"hub", "text"},
     {"engine"},
     {"training", "evaluation"},
@@ -28,7 +28,17 @@ RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 
 # Who may know Hugging Face's libraries, and so text; the rest knows tensors and token ids.
 HUGGING_FACE = {"transformers", "huggingface_hub", "tokenizers"}
-KNOWS_HUGGING_FACE = {"target", "hub", "download", "engine", "text", "training", "evaluation", "generate"}
+KNOWS_HUGGING_FACE = {
+    "target",
+    "hub",
+    "download",
+    "loading",
+    "engine",
+    "text",
+    "training",
+    "evaluation",
+    "generate",
+}
 
 
 def module_of(path: Path) -> str:

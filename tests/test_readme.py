@@ -105,3 +105,6 @@ def test_links_and_named_files_exist() -> None:
 def test_tables_are_delimited() -> None:
     opened, closed = re.findall(r"<!-- table:(\w+) -->", README), re.findall(r"<!-- /table:(\w+) -->", README)
     assert opened == closed and "tau" in opened
+    for name in opened:
+        table = README.split(f"<!-- table:{name} -->")[1].split("<!-- /table")[0]
+        assert re.search(r"\|[^|]*\d\.\d+[^|]*\|", table), f"table {name} holds no figure"

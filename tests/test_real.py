@@ -11,8 +11,14 @@ from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.evaluation.greedy import compare, reference
 from eagle_fsd.text import encode
 
+PROMPTS = (
+    "Name the largest planet.",
+    "A train leaves at 9:40 and arrives at 12:15. How long is the ride? Explain how you found it.",
+    "Write a Python function that reverses the words of a sentence, with a docstring and an example.",
+    "What is 2 + 2?",
+)
 NEAR_TIES = 2  # the most texts of all prompts that may part where the target's best two logits tie
-LEAST_TAU = {TreeConfig(16, 5, 8): 1.9, TreeConfig(60, 6, 10): 2.0}  # over all prompts
+LEAST_TAU = {TreeConfig(16, 5, 8): 1.9, TreeConfig(60, 6, 10): 2.2}  # over all prompts of the sets
 
 
 def check(engine: EagleFSD, texts: list[str], tree: TreeConfig, batch_size: int, new_tokens: int) -> float:
@@ -26,12 +32,10 @@ def check(engine: EagleFSD, texts: list[str], tree: TreeConfig, batch_size: int,
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_greedy_text_of_a_prompt_from_every_set(
-    smollm2: EagleFSD, prompts: Callable[[str], list[str]], batch_size: int
-) -> None:
+@pytest.mark.parametrize("tree", LEAST_TAU, ids=str)
+def test_greedy_text(smollm2: EagleFSD, tree: TreeConfig, batch_size: int) -> None:
     """In a batch the four have different lengths and end at different times."""
-    texts = [prompts(name)[3] for name in PROMPT_SETS]
-    assert check(smollm2, texts, TreeConfig(16, 5, 8), batch_size, new_tokens=24) > 1.5
+    assert check(smollm2, list(PROMPTS), tree, batch_size, new_tokens=24) > 1.8
 
 
 @pytest.mark.slow

@@ -253,7 +253,7 @@ def test_texts_of_a_longrope_model_end_where_its_angles_change() -> None:
     out = KnowingEngine(target, wanted).generate(prompt, max_new_tokens=100, tree=TREE)
     assert out.new_tokens == wanted
     assert out.stats[0].finish_reason == "length"
-    with pytest.raises(ValueError, match="prompt 0 has 32 tokens"):
+    with pytest.raises(ValueError, match="row 0 of the batch has 32 tokens"):
         EagleFSD(target, tiny_head()).generate(prompts_of((32,)))
 
 

@@ -25,7 +25,9 @@ PROMPTS = (
     "Give three tips for staying healthy.",
 )
 NEW_TOKENS = 32
-LOWEST, HIGHEST = 1.6, 4.0  # tau of the shipped head on these prompts, lossless at temperature 0, 16/5/8
+TAU = (
+    2.33  # of the shipped head on these prompts, lossless at temperature 0, 16/5/8; another head has another
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +52,9 @@ def run(engine: EagleFSD) -> tuple[float, list[list[int]]]:
 
 
 def test_trap_19_tau_of_the_shipped_head(engine: EagleFSD) -> None:
-    """Trap 19: equal texts prove nothing of the draft path: the shipped head's tau lies in its band."""
+    """Trap 19: equal texts prove nothing of the draft path: the shipped head's tau is what it was."""
     tau, _ = run(engine)
-    assert LOWEST <= tau <= HIGHEST
+    assert tau == pytest.approx(TAU, abs=0.1)
 
 
 def test_trap_20_wrong_feature_of_the_real_target(engine: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> None:

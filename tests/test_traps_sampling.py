@@ -1,6 +1,6 @@
 """Traps of drawing, stopping and counting: warpers, p = 0, random streams, end tokens, tau, baselines.
 
-Each test ends with the trap itself, set on purpose: what the test checks must then come out wrong.
+Most tests end with the trap itself, set on purpose: what the test checks must then come out wrong.
 """
 
 from __future__ import annotations
@@ -147,9 +147,11 @@ def test_trap_11_one_source_of_randomness(monkeypatch: pytest.MonkeyPatch) -> No
     engine = exact_engine(sharpness=1.0)
     with torch.random.fork_rng():
         assert sampled_under(engine, 1) == sampled_under(engine, 2)
-        monkeypatch.setattr(
-            RowRandom, "uniform", lambda rows, n: torch.tensor([[random.random()] * n, [random.random()] * n])
-        )
+
+        def foreign(rows: RowRandom, n: int) -> Tensor:
+            return torch.tensor([[random.random()] * n for _ in rows._generators])
+
+        monkeypatch.setattr(RowRandom, "uniform", foreign)
         with pytest.raises(AssertionError):
             sampled_under(engine, 1)
 

@@ -1,6 +1,6 @@
 """Traps of verification, acceptance and cache: aliasing, padding, memory, kernels, sizes, vocabularies.
 
-Each test ends with the trap itself, set on purpose: what the test checks must then come out wrong.
+Most tests end with the trap itself, set on purpose: what the test checks must then come out wrong.
 """
 
 from __future__ import annotations

@@ -13,9 +13,7 @@ from eagle_fsd.text import encode
 
 def chat_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[list[int]]:
     """Token ids of a file's first `limit` prompts, each one user turn in the target's chat template with the
-    assistant's turn opened. ValueError for a file that is not there or holds a row without a prompt."""
-    if not path.is_file():
-        raise ValueError(f"{path}: no such prompt file; give the path of a .jsonl file")
+    assistant's turn opened."""
     return [encode(tokenizer, prompt)[0].tolist() for prompt in read_prompts(path)[:limit]]
 
 

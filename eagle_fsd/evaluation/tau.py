@@ -6,11 +6,13 @@ that an interrupted run resumes; tables come from the rows alone.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from eagle_fsd.acceptance import Fuzzy, Lossless
@@ -42,8 +44,22 @@ class Cell:
             return Lossless()
         return Fuzzy(self.threshold, self.divergence, mode=self.mode or "hybrid", child=self.child or "draft")
 
-    def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+    def key(self, engine: EagleFSD, prompts: Sequence[Sequence[int]]) -> str:
+        """What a row must share to stand for this cell: the settings, the models' weights and the prompts."""
+        made_by = [
+            engine.base_model,
+            digest(engine.target.model),
+            digest(engine.head),
+            list(map(list, prompts)),
+        ]
+        return hashlib.sha256(json.dumps([asdict(self), made_by], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def digest(model: torch.nn.Module | None) -> str:
+    """A short hash of a model's weights: a head that was trained anew in the same folder is another one."""
+    weights = {} if model is None else model.state_dict()
+    sums = [(name, float(weight.double().sum())) for name, weight in weights.items()]
+    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]
 
 
 def measure(
@@ -83,26 +99,32 @@ def run(
 ) -> list[dict[str, object]]:
     """Measure every cell that `output` does not hold yet, append its row there, and return the rows of all
     cells in order."""
-    cells = list(cells)
     done = {row["key"]: row for row in read_rows(output)}
     output.parent.mkdir(parents=True, exist_ok=True)
-    for cell in tqdm(cells, desc="cells", unit="cell"):
-        if cell.key() in done:
-            continue
-        row = measure(engine, cell, prompts[cell.prompts][: cell.prompt_count], batch_size)
-        row |= {"key": cell.key(), "base_model": engine.base_model, "ea_model": engine.ea_model, **provenance}
-        with output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        done[cell.key()] = row
-    return [done[cell.key()] for cell in cells]
+    rows = []
+    for cell in tqdm(list(cells), desc="cells", unit="cell"):
+        ids = prompts[cell.prompts][: cell.prompt_count]
+        key = cell.key(engine, ids)
+        if key not in done:
+            row = measure(engine, cell, ids, batch_size)
+            row |= {"key": key, "base_model": engine.base_model, "ea_model": engine.ea_model, **provenance}
+            with output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            done[key] = row
+        rows.append(done[key])
+    return rows
 
 
 def read_rows(path: Path) -> list[dict[str, object]]:
-    """The rows of an earlier run. ValueError names a broken line."""
+    """The rows of an earlier run; a torn last one is dropped, ValueError names any other broken line."""
     if not path.exists():
         return []
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    data = path.read_bytes()
+    if not data.endswith(b"\n"):
+        data = data[: data.rfind(b"\n") + 1]
+        path.write_bytes(data)
+    for number, line in enumerate(data.decode().splitlines(), 1):
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:

@@ -1,0 +1,43 @@
+"""What every script of eval/ asks for: the models, the prompt files and how much of them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from eagle_fsd.config import require_integer
+from eagle_fsd.hub import DEFAULT_TARGET
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """A parser with the common arguments; the description is shown as it is."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--base-model", default=DEFAULT_TARGET, help="target: Hub id, folder or .gguf file")
+    parser.add_argument("--ea-model", help="draft head: Hub id or folder (default: the shipped one)")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="JSONL files of `prompt`, `turns`, `messages` ...",
+    )
+    parser.add_argument("--limit", type=int, help="only the first LIMIT prompts of every file")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
+    return parser
+
+
+def check_sizes(arguments: argparse.Namespace, *batch_sizes: int) -> None:
+    """ValueError for numbers that leave nothing to do, and for a file given twice."""
+    if arguments.limit is not None:
+        require_integer("limit", arguments.limit, 1, "leave --limit out for all prompts")
+    require_integer("max_new_tokens", arguments.max_new_tokens, 1, "ask for at least one token")
+    for size in batch_sizes:
+        require_integer("batch_size", size, 1, "1 runs every prompt alone")
+    names = [path.stem for path in arguments.prompts]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"prompt set {name!r} is given twice: every file needs a name of its own; rename one"
+            )
