@@ -114,8 +114,11 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The shape of an EAGLE-1/2 draft head: one Llama decoder layer behind `fc`, read from EAGLE's
-    config.json."""
+    """The shape of an EAGLE-1/2 draft head: one Llama decoder layer behind `fc`, as in EAGLE's config.json.
+
+    trained_positions: the longest text it was trained on, where that is known; a note that EAGLE's files lack
+    and other loaders ignore.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -129,6 +132,7 @@ class HeadConfig:
     hidden_act: str = "silu"
     fc_bias: bool = True
     qkv_bias: bool = False
+    trained_positions: int | None = None
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -136,6 +140,8 @@ class HeadConfig:
             require_integer(name, getattr(self, name), 1, CHECK)
         for name in ("rms_norm_eps", "rope_theta"):
             require_number(name, getattr(self, name), LEAST, MOST, CHECK)
+        if self.trained_positions is not None:
+            require_integer("trained_positions", self.trained_positions, 1, CHECK)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads is {self.num_key_value_heads}: it must divide num_attention_heads "
@@ -194,11 +200,13 @@ class HeadConfig:
             hidden_act=data.get("hidden_act", "silu"),
             fc_bias=fc_bias,
             qkv_bias=qkv_bias,
+            trained_positions=data.get("trained_positions"),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The config.json that EAGLE, vLLM and SGLang read: Llama fields, one layer, flags that match the
         keys."""
+        trained = {} if self.trained_positions is None else {"trained_positions": self.trained_positions}
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -216,4 +224,5 @@ class HeadConfig:
             "bias": self.fc_bias,
             "qkv_bias": self.qkv_bias,
             "tie_word_embeddings": False,
+            **trained,
         }

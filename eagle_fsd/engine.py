@@ -344,7 +344,7 @@ class EagleFSD:
                 f"top_k of the tree is {tree.top_k}: the vocabulary has {self.target.vocab_size} tokens; "
                 "lower top_k"
             )
-        trained = self.head.config.max_position_embeddings
+        trained = self.head.config.trained_positions or self.head.config.max_position_embeddings
         if max(lengths) > trained:
             logger.warning(
                 "prompt of %d tokens: the head was trained up to position %d, so it may draft worse; the "

@@ -127,10 +127,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             parameter.add_(0.1 * noise)
 
 
-def tiny_head(
-    seed: int = 0, hidden_size: int = HIDDEN, vocab_size: int = VOCAB, max_position_embeddings: int = 2048
-) -> DraftHead:
-    """A random draft head that fits the tiny models."""
+def tiny_head(seed: int = 0, hidden_size: int = HIDDEN, vocab_size: int = VOCAB, **sizes: int) -> DraftHead:
+    """A random draft head that fits the tiny models; sizes: further fields of its config."""
     head = DraftHead(
         HeadConfig(
             hidden_size=hidden_size,
@@ -139,7 +137,7 @@ def tiny_head(
             num_key_value_heads=2,
             head_dim=8,
             vocab_size=vocab_size,
-            max_position_embeddings=max_position_embeddings,
+            **sizes,
         )
     ).eval()
     randomize(head, seed)
