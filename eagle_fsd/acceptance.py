@@ -1,5 +1,4 @@
-"""Which path of a verified tree is accepted: the rules, and the walk that applies them. It knows no model and
-no text.
+"""Which path of a verified tree is accepted: the rules, and the walk that applies them. Knows no model.
 
 At every node the target draws one token, x ~ p after the user's warpers (argmax at temperature 0). A walk
 from the root then follows, at each node, the child that equals the draw (exact accept), or a child that the
@@ -44,8 +43,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a rule may look at: a tree, the target's verdict on it, and one uniform number per node for the
-    rule's own draw.
+    """What a rule may look at: a tree, what the target says of it, and one uniform number per node.
 
     logits: [B, N, V] float32, the target's, raw. probs: [B, N, V] float32, p after temperature, top-k and
     top-p; None when greedy, which warps nothing. uniforms: [B, N]. eos: [E] token ids that end a text.
@@ -59,8 +57,7 @@ class Verified:
     sampling: SamplingConfig
 
     def node_log_probs(self) -> Tensor:
-        """log p of every node's token at its parent, raw, at temperature 1: [B, N]; the root's is
-        meaningless."""
+        """Raw log p [B, N] of every node's token at its parent; the root's is meaningless."""
         parents, tokens = self.tree.parents.clamp(min=0), self.tree.tokens
         norm = self.logits.logsumexp(-1).gather(1, parents)
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
@@ -106,8 +103,7 @@ class AcceptanceRule(Protocol):
     def exact_prefix(self) -> int: ...
 
     def follow(self, verified: Verified) -> Tensor | None:
-        """The child [B, N] that the rule would follow at every node, -1 for none; None if it never follows
-        any."""
+        """The child [B, N] that the rule would follow at each node, -1 for none; None: never any."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +120,7 @@ class Lossless:
 
 @dataclass(frozen=True)
 class Fuzzy:
-    """Fuzzy Speculative Decoding: follow the draft where divergence(p, q) <= threshold (Holsman et al., arXiv
-    2502.20704).
+    """Follow the draft where divergence(p, q) <= threshold (FSD, Holsman et al., arXiv 2502.20704).
 
     threshold: in nats of `divergence` (a name of DIVERGENCES), on raw temperature-1 distributions; 0 is
       lossless. A threshold means nothing without its divergence.
@@ -184,8 +179,7 @@ class Fuzzy:
         return drawn_child(eligible, log_q, verified.uniforms)
 
     def close_nodes(self, verified: Verified) -> Tensor:
-        """[B, N] bool: the nodes with a draft distribution within the threshold. A NaN divergence is not
-        within."""
+        """[B, N] bool: the nodes whose draft is within the threshold; a NaN divergence is not."""
         owners = verified.tree.owners  # [B, M]
         rows = torch.arange(len(owners), device=owners.device)[:, None]
         measured = divergence_named(self.divergence)(
@@ -198,8 +192,7 @@ class Fuzzy:
 
 @dataclass(frozen=True)
 class Typical:
-    """Medusa's typical acceptance (Cai et al., arXiv 2401.10774, section 2.3.1), on a tree whose siblings
-    compete.
+    """Medusa's typical acceptance (Cai et al., arXiv 2401.10774, section 2.3.1), on competing siblings.
 
     A child is typical when p(x) > min(epsilon, delta * exp(-H(p))), H the entropy in nats; of several the
     likeliest is taken. p is at the sampling temperature, before top-k and top-p; when greedy, at temperature
@@ -234,16 +227,14 @@ class Typical:
 
 
 def likeliest_child(eligible: Tensor, scores: Tensor) -> Tensor:
-    """The eligible child (eligible [B, N, N]) of the largest score [B, N], for every node: [B, N], -1 for
-    none."""
+    """Every node's eligible child [B, N, N] of the largest score [B, N]: [B, N], -1 for none."""
     ranked = scores.nan_to_num(nan=-torch.inf)[:, None, :].clamp(min=torch.finfo(scores.dtype).min)
     best = ranked.expand_as(eligible).masked_fill(~eligible, -torch.inf).argmax(-1)
     return torch.where(eligible.any(-1), best, -1)
 
 
 def drawn_child(eligible: Tensor, log_q: Tensor, uniforms: Tensor) -> Tensor:
-    """An eligible child drawn from q restricted to the eligible ones, one uniform per node: [B, N], -1 for
-    none."""
+    """Every node's child drawn from q among the eligible ones [B, N, N]: [B, N], -1 for none."""
     weights = log_q[:, None, :].expand_as(eligible).masked_fill(~eligible, -torch.inf)
     possible = (weights > -torch.inf).any(-1)  # a child of q = 0 is never drawn
     weights = torch.where(possible[..., None], weights, 0.0)
@@ -283,8 +274,7 @@ def accept(
 def walk(
     rule: AcceptanceRule, tree: DraftTree, draws: Tensor, exact: Tensor, relaxed: Tensor, emitted: Tensor
 ) -> Verdict:
-    """Follow exact [B, N] or relaxed [B, N] children from the root, under the rule's mode, until neither has
-    one."""
+    """Follow exact or relaxed children [B, N] from the root, as the rule's mode says, to the end."""
     node = torch.zeros_like(emitted)  # [B]
     alive = torch.ones_like(emitted, dtype=torch.bool)
     in_a_row = torch.zeros_like(emitted)

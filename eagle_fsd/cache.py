@@ -32,8 +32,7 @@ class KVCache:
         self._set_lengths([0] * batch)
 
     def place(self, width: int, offset: int = 0) -> Tensor:
-        """Say where the next forward writes: `width` slots per row, `offset` past its length. Returns them,
-        [B, width].
+        """Where the next forward writes: `width` slots per row, `offset` past its length; [B, width].
 
         The cache grows if they do not fit; `view` is then the number of slots that attention sees.
         """
@@ -46,8 +45,7 @@ class KVCache:
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write [B, H, width, D] at the placed slots and return the layer's view, [B, H, view, D]
-        (transformers' protocol)."""
+        """Write [B, H, width, D] at the placed slots; returns the layer's view [B, H, view, D]."""
         if layer_idx not in self.layers:
             # Zeros, not empty: a NaN in scratch memory would pass through attention's multiplication by 0.
             self.layers[layer_idx] = tuple(

@@ -1,5 +1,4 @@
-"""The small frozen dataclasses that say how to draft, sample and shape a head; each validates itself on
-construction."""
+"""Small frozen dataclasses: how to draft, how to sample, a head's shape. Each validates itself."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ class TreeConfig:
 
     @property
     def candidates(self) -> int:
-        """Drafted tokens that compete for a place: top_k below the root, then top_k per beam node and
-        level."""
+        """Drafted tokens that compete for a place: top_k for the root and for every beam node."""
         return self.top_k + (self.depth - 1) * self.top_k**2
 
     def __str__(self) -> str:
@@ -84,8 +82,7 @@ class TreeConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the target's text is sampled; the order and law are Hugging Face's: temperature, then top_k, then
-    top_p.
+    """How text is sampled, in Hugging Face's order and law: temperature, then top_k, then top_p.
 
     temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1 keeps every token.
     """
@@ -154,8 +151,7 @@ class HeadConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, fc_bias: bool, qkv_bias: bool) -> HeadConfig:
-        """Read EAGLE's config.json; the biases come from the checkpoint's keys, since the files' flags are
-        unreliable.
+        """Read EAGLE's config.json; biases come from the checkpoint's keys, for the flags are unreliable.
 
         Raises ValueError for a missing field, more than one layer, or a rotary scaling that the head does not
         compute.
@@ -204,8 +200,7 @@ class HeadConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The config.json that EAGLE, vLLM and SGLang read: Llama fields, one layer, flags that match the
-        keys."""
+        """The config.json that EAGLE, vLLM and SGLang read, with flags that match the keys."""
         trained = {} if self.trained_positions is None else {"trained_positions": self.trained_positions}
         return {
             "architectures": ["LlamaForCausalLM"],

@@ -24,8 +24,10 @@ from eagle_fsd.target import TargetSession
 
 @dataclass(frozen=True)
 class Request:
-    """One batch to decode. tokens: [B, L] right-padded prompts; lengths: each at least 1; limits: most new
-    tokens per row."""
+    """One batch to decode.
+
+    tokens: [B, L] right-padded prompts; lengths: each at least 1; limits: most new tokens per row.
+    """
 
     tokens: Tensor
     lengths: Sequence[int]
@@ -74,8 +76,7 @@ def decode(
 
 
 def prefill(request: Request, target: TargetSession, drafter: Drafter) -> Tensor:
-    """Run every prompt but its last token, which is returned as the first root [B], and show the drafter the
-    pairs."""
+    """Run every prompt but its last token, the first root [B], which is returned."""
     counts = [length - 1 for length in request.lengths]
     features = target.prefill(request.tokens[:, :-1], counts)
     last = torch.tensor(counts, device=request.tokens.device)[:, None]
@@ -94,8 +95,7 @@ def prefill(request: Request, target: TargetSession, drafter: Drafter) -> Tensor
 def keep(
     target: TargetSession, drafter: Drafter, verdict: Verdict, features: Tensor, counts: Sequence[int]
 ) -> Tensor:
-    """Commit the accepted path and teach the drafter its true features [B, N, d]; returns the next roots
-    [B]."""
+    """Commit the path, show the drafter its true features [B, N, d]; returns the next roots [B]."""
     target.keep(verdict.path, counts)
     nodes = verdict.path.clamp(min=0)[:, :, None].expand(-1, -1, features.shape[-1])
     drafter.extend(features.gather(1, nodes), verdict.tokens.clamp(min=0), counts)
@@ -103,8 +103,7 @@ def keep(
 
 
 def to_host(verdict: Verdict) -> list[tuple[int, list[int], list[bool]]]:
-    """Per row: the length of the path, the tokens emitted, and which of the path's drafted tokens were fuzzy
-    accepts."""
+    """Per row: the path's length, the tokens emitted, and which drafted ones were fuzzy accepts."""
     packed = torch.cat((verdict.length[:, None], verdict.tokens, verdict.fuzzy[:, 1:].long()), dim=1).tolist()
     width = verdict.tokens.shape[1]
     return [

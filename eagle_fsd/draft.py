@@ -1,5 +1,4 @@
-"""Drafting with an EAGLE head: its cache, the pairs it reads, and the growth of a dynamic tree (EAGLE-2,
-section 4.1).
+"""Drafting with an EAGLE head: its cache, its pairs, the growth of a tree (EAGLE-2, section 4.1).
 
 Pair j is (feature f_j, token x_{j+1}) and sits in slot j, at position j. For a text whose last token, the
 root, is x_L, pairs 0..L-1 are committed; the root's pair is the last, so a tree node of depth i >= 1 is fed
@@ -25,12 +24,10 @@ EXTEND_CHUNK = 512  # pairs per forward while a prompt is read: bounds the mask 
 
 
 class Drafter(Protocol):
-    """Whatever proposes trees for one batch of texts. It is told the truth after every step and never asked
-    twice."""
+    """Whatever proposes trees for a batch of texts; after every step it is told the truth."""
 
     def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Learn counts[row] new pairs: features [B, P, d] of the target and the token [B, P] that followed
-        each."""
+        """Learn counts[row] new pairs: the target's features [B, P, d], the tokens [B, P] after them."""
 
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
         """Propose a tree below roots [B], the last emitted tokens."""
@@ -40,8 +37,7 @@ class Drafter(Protocol):
 
 
 class Vocabulary(Protocol):
-    """The target's two ends, which the head borrows: tokens to embeddings [..., d] and features to logits
-    [..., V]."""
+    """The target's two ends: tokens to embeddings [..., d] and features to logits [..., V]."""
 
     def embed(self, tokens: Tensor) -> Tensor: ...
 
@@ -156,8 +152,7 @@ class EagleDrafter:
         self.root_features = self.root_features[list(rows)]
 
     def _forward(self, features: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """Run the head on pairs [B, n] that see the slots of visible [B, n, S]; their keys go where the cache
-        was placed."""
+        """Run the head on pairs [B, n] that see visible [B, n, S]; keys go where the cache was placed."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             k, v = self.cache.update(k, v, layer_idx=0)

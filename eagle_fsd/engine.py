@@ -1,5 +1,4 @@
-"""EagleFSD: a target, its draft head and the loop behind `generate` and `stream`, named and called as in
-Hugging Face.
+"""EagleFSD: target, draft head and loop behind `generate` and `stream`, called as in Hugging Face.
 
 It turns padded batches into requests and back, and holds no text: a tokenizer comes along for the callers.
 """
@@ -46,8 +45,7 @@ class GenerationOutput:
 
 
 class TokenStream:
-    """The chunks of one text (lists of token ids, one per step) as they are made; `stats` is live and valid
-    at any time."""
+    """The chunks of one text (token ids, a list per step) as they are made; `stats` is live."""
 
     def __init__(self, steps: Iterator[list[list[int]]], stats: GenerationStats, watch: Stopwatch) -> None:
         self.stats = stats

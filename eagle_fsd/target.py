@@ -80,8 +80,7 @@ def longest_text(config: PretrainedConfig) -> int:
 
 
 class TargetModel:
-    """A causal LM and the facts that decoding needs of it. Raises ValueError if trees cannot be verified on
-    it.
+    """A causal LM and what decoding needs of it; ValueError if trees cannot be verified on it.
 
     hidden_size, vocab_size: of features and logits. max_positions: the longest text, prompt included.
     """
@@ -168,8 +167,7 @@ class TargetModel:
         return F.embedding(tokens.to(weight.device), weight).to(self.device)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Next-token logits [..., V] in float32 of features [..., d], with the model's own scaling and
-        soft-cap.
+        """Logits [..., V] float32 of features [..., d], with the model's own scaling and soft-cap.
 
         The draft's features go through the same function; lm_head alone would give it another law.
         """
@@ -286,8 +284,7 @@ class TargetSession:
         self.cache = KVCache(batch, capacity, target.device)
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Run the first lengths[row] of right-padded tokens [B, L] and commit them; returns their features
-        [B, L, d].
+        """Run and commit the first lengths[row] of right-padded tokens [B, L]; their features [B, L, d].
 
         What lies past a row's length is padding: its features mean nothing and its slots are overwritten.
         """
@@ -318,8 +315,7 @@ class TargetSession:
         return self.target.logits(features), features
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
-        """Commit the accepted path [B, P] (node indices, -1 padded), counts[row] nodes of it, root
-        included."""
+        """Commit counts[row] nodes of the path [B, P] (node indices, -1 padded), root included."""
         self.cache.keep(path, counts)
 
     def select(self, rows: Sequence[int]) -> None:

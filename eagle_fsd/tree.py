@@ -1,5 +1,4 @@
-"""The draft tree and the pure tensor functions on it: rerank, ancestors, children and attention masks. It
-knows no model.
+"""The draft tree and pure tensor functions on it: rerank, ancestors, children, attention masks.
 
 Node 0 is the root, parents come before their children, and every tensor has a leading batch dimension.
 Shapes: B rows, N nodes (TreeConfig.total_tokens), C candidates, M rows of draft distributions, V vocabulary,
@@ -110,21 +109,18 @@ def build_tree(
 
 
 def nodes_of_candidates(candidates: Tensor, node_of: Tensor) -> Tensor:
-    """Node indices of candidate indices [B, X]: -1, the root, becomes node 0; a candidate not kept becomes
-    -1."""
+    """Node indices of candidates [B, X]: -1, the root, becomes 0; one that was not kept, -1."""
     return torch.where(candidates < 0, 0, node_of.gather(1, candidates.clamp(min=0)))
 
 
 def children(parents: Tensor) -> Tensor:
-    """[B, N, N] bool from parents [B, N]: entry (n, m) says that m is a child of n. The root's -1 matches no
-    node."""
+    """[B, N, N] bool from parents [B, N]: whether m (last) is a child of n."""
     nodes = torch.arange(parents.shape[1], device=parents.device)
     return parents[:, None, :] == nodes[:, None]
 
 
 def ancestors(parents: Tensor, depth: int) -> Tensor:
-    """[B, N, N] bool from parents [B, N]: entry (n, m) says that m lies on the path from the root to n, n
-    included."""
+    """[B, N, N] bool from parents [B, N]: whether m (last) is on the path from the root to n, n too."""
     reached = (
         torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
         .expand(len(parents), -1, -1)
@@ -138,8 +134,7 @@ def ancestors(parents: Tensor, depth: int) -> Tensor:
 
 
 def visible_slots(lengths: Tensor, slots: Tensor, relation: Tensor, view: int) -> Tensor:
-    """Which cache slots each new token may attend to: every committed one, and of the new ones those it
-    descends from.
+    """The slots that each new token sees: all committed ones, and of the new ones its own path.
 
     lengths: [B] committed slots. slots: [B, n] where the n related tokens are written. relation: [B, q, n]
     bool, whether query q sees related token n. Returns [B, q, view] bool.

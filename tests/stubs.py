@@ -1,5 +1,4 @@
-"""Test doubles: targets with a known law, drafters that are always, never or sometimes right, tiny models,
-random trees.
+"""Test doubles: targets of known law, drafters right always, never or sometimes, random trees.
 
 `Chain` is a language whose next token depends on the last two tokens, so that its law can be written down and
 a node verified under the wrong parent shows. `ChainTarget` stands in for a TargetSession on it and

@@ -480,8 +480,7 @@ def test_an_infinite_threshold_follows_wherever_a_child_is_eligible(name: str, c
 @pytest.mark.parametrize("sampling", [WARM, NARROW], ids=["warm", "narrow"])
 @pytest.mark.parametrize("mode", ["hybrid", "paper"])
 def test_zero_threshold_is_off_where_the_divergence_is_zero(sampling: SamplingConfig, mode: str) -> None:
-    """A perfect head: D is exactly 0 at every node. T = 0 still takes the draws only; the least T > 0 does
-    not."""
+    """A perfect head: D is exactly 0 everywhere. T = 0 takes draws only; the least T > 0 does not."""
     tree = random_tree(40, 11, 4, 4, 13, 0)
     logits = torch.randn(40, 11, 13, generator=generator(1))
     rows = torch.arange(40)[:, None]

@@ -1,5 +1,4 @@
-"""The target adapter on every supported architecture: tiny random models of the real classes against
-their own `generate`."""
+"""The target adapter on every supported architecture: tiny models against their own `generate`."""
 
 from __future__ import annotations
 

@@ -254,8 +254,7 @@ def test_tree_mask_drawn() -> None:
 
 
 def test_visible_slots_drawn_for_some_queries() -> None:
-    """A second draft level asks alone: its two nodes see the first level's slots through `relation`, not
-    each other."""
+    """A second draft level asks alone: its nodes see the first level through `relation`, not each other."""
     lengths = torch.tensor([2])
     slots = torch.tensor([[2, 3, 4, 5]])  # level one in 2 and 3, level two in 4 and 5
     relation = torch.tensor([[[False, True, True, False], [True, False, False, True]]])

@@ -1,5 +1,4 @@
-"""Tiny random-weight models of real transformers classes, and drafters that know what such a model
-will say.
+"""Tiny random models of real transformers classes, and drafters that know what they will say.
 
 Everything is float32 on the CPU, vocabulary 96, hidden size 32, two layers. The weights are drawn far
 wider than transformers' own initialisation, so that greedy text is no constant token and attention is sharp

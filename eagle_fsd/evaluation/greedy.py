@@ -53,8 +53,7 @@ def compare(
     batch_size: int,
     max_new_tokens: int,
 ) -> tuple[list[Difference], GenerationStats]:
-    """Generate every prompt losslessly, in batches in the order given, and list where texts differ from
-    `expected`."""
+    """Generate losslessly, in batches in the order given, and list where texts leave `expected`."""
     differences, stats = [], []
     for rows in tqdm(
         list(batches(len(prompts), batch_size)), desc=f"tree {tree}, batch {batch_size}", unit="batch"

@@ -12,8 +12,7 @@ from eagle_fsd.text import encode
 
 
 def chat_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[list[int]]:
-    """Token ids of a file's first `limit` prompts, each one user turn in the target's chat template with the
-    assistant's turn opened."""
+    """A file's first `limit` prompts as chats of one user turn that wait for the answer: token ids."""
     return [encode(tokenizer, prompt)[0].tolist() for prompt in read_prompts(path)[:limit]]
 
 

@@ -65,8 +65,7 @@ def digest(model: torch.nn.Module | None) -> str:
 def measure(
     engine: EagleFSD, cell: Cell, prompts: Sequence[Sequence[int]], batch_size: int
 ) -> dict[str, object]:
-    """Run one cell over its prompts (token ids) and return its row: the cell and the totals of its
-    statistics.
+    """Run one cell over its prompts (token ids); its row is the cell and the sums of its statistics.
 
     Prompts are batched by length; prompt i draws from seed + i whatever its batch.
     """
@@ -97,8 +96,7 @@ def run(
     batch_size: int,
     provenance: Mapping[str, object],
 ) -> list[dict[str, object]]:
-    """Measure every cell that `output` does not hold yet, append its row there, and return the rows of all
-    cells in order."""
+    """Measure the cells that `output` lacks, append their rows to it; returns all cells' rows in order."""
     done = {row["key"]: row for row in read_rows(output)}
     output.parent.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -135,8 +133,7 @@ def read_rows(path: Path) -> list[dict[str, object]]:
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """A Markdown table: one line per temperature, rule and threshold; tau by prompt set, over all, and fuzzy
-    accepts per step."""
+    """A Markdown table of tau: a line per temperature and rule, by prompt set and over all."""
     sets = list(dict.fromkeys(row["prompts"] for row in rows))
     lines = [
         "| temperature | divergence | mode | child | T | "
