@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import logging
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -129,7 +131,7 @@ class LetterTokenizer:
 
 
 PROMPTS = ["Why?", "Name three rivers.", "Sum 1 and 2.", "Sing!", "Go on."]
-PLAN = Plan(samplings=(GREEDY, SAMPLED), max_new_tokens=6, rows=2, seed=3)
+PLAN = Plan("tiny", samplings=(GREEDY, SAMPLED), max_new_tokens=6, rows=2, seed=3)
 
 
 def answers(path: Path, plan: Plan = PLAN, prompts: list[str] = PROMPTS) -> list[dict[str, Any]]:
@@ -150,7 +152,7 @@ def test_rows_are_conversations_in_the_prompts_order(tmp_path: Path) -> None:
 
 
 def test_a_system_message_is_part_of_every_conversation(tmp_path: Path) -> None:
-    rows = answers(tmp_path / "a.jsonl", Plan(max_new_tokens=2, system="Be brief."))
+    rows = answers(tmp_path / "a.jsonl", Plan("tiny", max_new_tokens=2, system="Be brief."))
     assert all(row["conversations"][0] == {"role": "system", "content": "Be brief."} for row in rows)
 
 
@@ -185,15 +187,52 @@ def test_a_stopped_run_goes_on_and_leaves_the_same_file(
 def test_a_file_of_other_settings_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     before = answers(path)
-    for plan, prompts in ((Plan(max_new_tokens=6, seed=4), PROMPTS), (PLAN, PROMPTS[:4])):
-        with pytest.raises(ValueError, match=r"a\.jsonl was made with other prompts or settings .* another"):
+    for changed, plan, prompts in (
+        ("seed was 3, now 4", replace(PLAN, seed=4), PROMPTS),
+        (r"prompts was \w+, now \w+", PLAN, PROMPTS[:4]),
+        (r"target\.name was tiny, now other", replace(PLAN, base_model="other"), PROMPTS),
+    ):
+        with pytest.raises(ValueError, match=rf"a\.jsonl was made .* \({changed}\): name another --output"):
             answers(path, plan, prompts)
     assert [json.loads(line) for line in path.read_text().splitlines()] == before
-    assert answers(path, Plan(samplings=(GREEDY, SAMPLED), max_new_tokens=6, rows=5, seed=3)) == before
+    assert answers(path, replace(PLAN, rows=5)) == before
+
+
+def test_files_of_another_target_are_refused(tmp_path: Path) -> None:
+    """Answers and prompts of its own alike, by weights and by dtype; both keep their name."""
+    tokenizer, (answered, own) = LetterTokenizer(), (tmp_path / name for name in ("a.jsonl", "own.jsonl"))
+    answers(answered)
+    self_prompts(target_of("llama"), tokenizer, 3, PLAN, own)
+    for field, model in {
+        "weights": tiny_model("llama", seed=3),
+        "dtype": tiny_model("llama").bfloat16(),
+    }.items():
+        other = TargetModel(model)
+        with pytest.raises(ValueError, match=rf"a\.jsonl was made by another target.*target\.{field} was"):
+            answer_prompts(other, tokenizer, PROMPTS, PLAN, answered)
+        with pytest.raises(ValueError, match=rf"own\.jsonl was made by another target.*target\.{field} was"):
+            self_prompts(other, tokenizer, 3, PLAN, own)
+
+
+def test_empty_answers_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One that ends at once, and one of blanks; a later run finds the same."""
+
+    class Blank(LetterTokenizer):
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return {2: " ", 4: ""}.get(blank.index(ids) if ids in blank else -1, "text")
+
+    path = tmp_path / "a.jsonl"
+    blank = [[int(word) for word in row["conversations"][-1]["content"].split()] for row in answers(path)]
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            rows = answer_prompts(target_of("llama"), Blank(), PROMPTS, PLAN, tmp_path / "b.jsonl")
+            assert [row["number"] for row in rows] == [0, 1, 3]
+            assert rows == [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
+    assert caplog.text.count("2 conversations left out: the target's answer is empty") == 2
 
 
 def test_long_prompts_are_left_out(tmp_path: Path) -> None:
-    plan = Plan(max_new_tokens=2, max_prompt_tokens=20)
+    plan = Plan("tiny", max_new_tokens=2, max_prompt_tokens=20)
     rows = answers(tmp_path / "a.jsonl", plan, [*PROMPTS, "long " * 30, "longer " * 200])
     assert [row["number"] for row in rows] == [0, 2, 3, 4]
 
@@ -201,14 +240,14 @@ def test_long_prompts_are_left_out(tmp_path: Path) -> None:
 def test_the_file_of_rows_names_what_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"number": 0}\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl was made with other"):
+    with pytest.raises(ValueError, match=r"a\.jsonl was made .* \(a\.jsonl\.settings\.json is missing\)"):
         RowFile(path, {"seed": 1}).read()
 
 
 @pytest.mark.parametrize("field", ["max_new_tokens", "max_prompt_tokens", "rows"])
 def test_plans_that_cannot_be(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is 0: .*--{field.replace('_', '-')}"):
-        Plan(**{field: 0})
+        Plan("tiny", **{field: 0})
 
 
 # --- prompts ---
@@ -244,7 +283,7 @@ def test_prompts_come_from_files_once_each(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("a.jsonl", "b.txt", "c.jsonl")]
     assert gather_prompts(files) == ["x", "y", "z", "v"]
     assert gather_prompts(files, limit=3) == ["x", "y", "v"]
-    with pytest.raises(ValueError, match=r"gone\.jsonl: no such prompt file"):
+    with pytest.raises(ValueError, match=r"prompt file '.*gone\.jsonl' cannot be read"):
         gather_prompts([tmp_path / "gone.jsonl"])
 
 
@@ -332,7 +371,7 @@ def test_the_script_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     record = json.loads((tmp_path / "out" / "answers.provenance.json").read_text())
     assert (record["base_model"], record["rows"]) == ("tiny", len(rows))
     monkeypatch.setattr("sys.argv", argv)
-    with pytest.raises(SystemExit, match=r"synthesize: .*answers\.jsonl was made with other prompts"):
+    with pytest.raises(SystemExit, match=r"synthesize: .*answers\.jsonl was made .*prompts was"):
         module.main()
     monkeypatch.setattr("sys.argv", ["synthesize.py", "--output", str(output)])
     with pytest.raises(

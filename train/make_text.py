@@ -1,5 +1,6 @@
-"""Write fixed public text as training pairs (JSONL of prompt and completion): Python functions, worked
-grade-school answers, P3 rows.
+"""Write fixed public text as training pairs, JSONL of prompt and completion.
+
+Python functions, worked grade-school answers, and rows of pairs such as P3's.
 
 python train/make_text.py --functions 1200 --gsm8k $EAGLE_FSD_DATA/gsm8k_train.jsonl --gsm8k-rows 1000
 --output runs/text.jsonl
@@ -14,13 +15,19 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import logging
+import platform
 import random
 import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle_fsd.training.data import read_jsonl
+from eagle_fsd.training.command import run_command
+from eagle_fsd.training.data import overlap, read_jsonl, word_runs
+from eagle_fsd.training.features import write_atomically
+
+logger = logging.getLogger("make_text")
 
 REQUESTS = (
     "Complete this function.",
@@ -29,13 +36,10 @@ REQUESTS = (
     "Write the body of this function.",
 )
 OPENINGS = ("Here's the completed code:\n\n", "Here is the function:\n\n", "")
-RUN = 8
 
 
 def functions(most_lines: int = 40) -> Iterator[dict[str, str]]:
-    """Each documented function of the standard library: signature and docstring as the prompt, the whole of
-    it as the completion.
-    """
+    """Each documented function of the standard library: its signature and docstring, then the whole of it."""
     generator = random.Random(0)
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
@@ -73,25 +77,18 @@ def worked_answers(path: Path) -> Iterator[dict[str, str]]:
         }
 
 
-def word_runs(text: str) -> set[tuple[str, ...]]:
-    words = re.findall(r"\w+", text.lower())
-    return {tuple(words[start : start + RUN]) for start in range(len(words) - RUN + 1)}
-
-
-def excluded_runs(paths: list[Path]) -> set[tuple[str, ...]]:
-    runs: set[tuple[str, ...]] = set()
-    for path in paths:
-        for _, row in read_jsonl(path):
-            for text in [row.get("question"), row.get("prompt"), *row.get("turns", [])]:
-                runs |= word_runs(text or "")
-    return runs
+def excluded_runs(paths: list[Path]) -> frozenset[tuple[str, ...]]:
+    """The runs of words of evaluation files, every turn's."""
+    rows = [row for path in paths for _, row in read_jsonl(path)]
+    texts = [text for row in rows for text in (row.get("question"), row.get("prompt"), *row.get("turns", []))]
+    return frozenset(run for text in texts if text for run in word_runs(text))
 
 
 def sample(rows: list[dict[str, str]], count: int) -> list[dict[str, str]]:
     return random.Random(1).sample(rows, min(count, len(rows)))
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -106,7 +103,14 @@ def main() -> None:
         "--exclude", type=Path, nargs="*", default=[], help="evaluation files that no row may overlap"
     )
     parser.add_argument("--output", type=Path, required=True)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    run_command("make_text", run, parse())
+
+
+def run(args: argparse.Namespace) -> None:
     banned = excluded_runs(args.exclude)
     sources = [(list(functions()) if args.functions else [], args.functions)]
     if args.gsm8k:
@@ -114,11 +118,14 @@ def main() -> None:
     if args.pairs:
         sources.append(([row for _, row in read_jsonl(args.pairs)], args.pairs_rows))
     rows = [row for source, count in sources for row in sample(source, count)]
-    kept = [row for row in rows if not word_runs(row["prompt"] + " " + row["completion"]) & banned]
+    kept = [row for row in rows if not overlap(row["prompt"] + " " + row["completion"], banned)]
     random.Random(2).shuffle(kept)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-    parser.exit(0, f"{args.output}: {len(kept)} rows, {len(rows) - len(kept)} left out for overlap\n")
+    write_atomically(args.output, "".join(json.dumps(row) + "\n" for row in kept))
+    report = f"{args.output}: {len(kept)} rows, {len(rows) - len(kept)} left out for overlap"
+    if args.functions:
+        report += f"; functions of Python {platform.python_version()}"  # another's differ
+    logger.info(report)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import sys
 from pathlib import Path
 
 from eagle_fsd import SamplingConfig, hub
 from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel
+from eagle_fsd.training.command import run_command
 from eagle_fsd.training.conversations import (
     Plan,
     answer_prompts,
@@ -60,7 +60,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--system", help="system message of every conversation (default: the template's)")
     parser.add_argument(
-        "--output", type=Path, required=True, help="JSONL, a row for every prompt and temperature"
+        "--output", type=Path, required=True, help="JSONL, a row for every prompt that is answered"
     )
     parser.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
     parser.add_argument(
@@ -87,16 +87,12 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = parse()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    try:
-        run(args)
-    except (ValueError, OSError) as error:
-        sys.exit(f"synthesize: {' '.join(str(error).split())}")
+    run_command("synthesize", run, parse())
 
 
 def run(args: argparse.Namespace) -> None:
     plan = Plan(
+        base_model=args.base_model,
         samplings=tuple(
             SamplingConfig(heat, args.top_k, args.top_p) if heat else SamplingConfig()
             for heat in args.temperature

@@ -12,9 +12,7 @@ from eagle_fsd.training.loss import Batch, pair
 
 
 def collate(sequences: Sequence[FeatureSequence]) -> Batch:
-    """Pad sequences on the right and pair them; padding carries no loss and, being later, is seen by no real
-    position.
-    """
+    """Pad sequences on the right and pair them; padding carries no loss and no real position sees it."""
     longest = max(len(sequence.tokens) for sequence in sequences)
     width = sequences[0].features.shape[1]
     tokens = torch.zeros(len(sequences), longest, dtype=torch.int64)
@@ -33,8 +31,9 @@ def collate(sequences: Sequence[FeatureSequence]) -> Batch:
 def batch_plan(
     lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, pool: int = 512
 ) -> list[list[int]]:
-    """The epoch's batches of sequence numbers: shuffled, bucketed by length within pools of sequences, and
-    shuffled again.
+    """The epoch's batches of sequence numbers.
+
+    Sequences are shuffled and bucketed by length within pools of them, and the batches shuffled again.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(lengths), generator=generator).tolist()
@@ -49,8 +48,9 @@ def batch_plan(
 
 
 def add_noise(batch: Batch, amount: float, std: float, seed: int) -> Batch:
-    """EAGLE-1's uniform noise on the input features, in units of the features' std (paper: 0.2 * 512 /
-    length, features of about unit std).
+    """EAGLE-1's uniform noise on the input features: within half of `amount` stds on either side.
+
+    The paper takes 0.2 * 512 / length, on features of about unit std.
     """
     if amount == 0:
         return batch
@@ -62,25 +62,23 @@ def add_noise(batch: Batch, amount: float, std: float, seed: int) -> Batch:
 
 
 def features_std(sequences: Sequence[FeatureSequence], most: int = 500) -> float:
-    """One number for all dimensions: the std of the features that are learned, over the first `most`
-    sequences.
-    """
+    """The std of the features that are learned, one for all dimensions, over the first `most` sequences."""
     parts = [sequence.features[sequence.learn].float() for sequence in sequences[:most]]
     return max(torch.cat(parts).std().item(), 1e-6)
 
 
 def split_held_out(
-    sequences: Sequence[FeatureSequence], count: int, seed: int
+    sequences: Sequence[FeatureSequence], count: int, seed: int, first_source: int
 ) -> tuple[list[FeatureSequence], list[FeatureSequence]]:
-    """Training and held-out sequences; the held-out ones are drawn from the first tenth, the start of the
-    first source.
-    """
-    if not 0 < count < len(sequences):
+    """Training and held-out sequences; the held-out ones are drawn from the first `first_source`."""
+    most = min(first_source, len(sequences) - 1)
+    if not 0 < count <= most:
         raise ValueError(
-            f"held_out is {count}: it must be in 1..{len(sequences) - 1} (sequences); change --held-out"
+            f"held_out is {count}: it must be in 1..{most}, sequences of the first source with one left to "
+            "train on; change --held-out, or give more data"
         )
-    pool = max(len(sequences) // 10, count)
-    chosen = set(torch.randperm(pool, generator=torch.Generator().manual_seed(seed))[:count].tolist())
+    order = torch.randperm(first_source, generator=torch.Generator().manual_seed(seed))
+    chosen = set(order[:count].tolist())
     train = [sequence for number, sequence in enumerate(sequences) if number not in chosen]
     return train, [sequences[number] for number in sorted(chosen)]
 
@@ -88,8 +86,9 @@ def split_held_out(
 def softmax_tokens(
     sequences: Sequence[FeatureSequence], vocab_size: int, most: int, always: Sequence[int] = ()
 ) -> Tensor:
-    """The tokens that every batch's softmax runs over: the `most` frequent of the data, with `always` (the
-    end tokens) among them; ascending.
+    """The tokens that every batch's softmax runs over, ascending: the data's `most` frequent.
+
+    always: tokens that must be among them (the end tokens).
     """
     counts = torch.bincount(torch.cat([sequence.tokens for sequence in sequences]), minlength=vocab_size)
     counts[list(always)] = counts.sum() + 1

@@ -1,5 +1,6 @@
-"""Prompts in, a file of the target's own conversations out: where prompts come from, which are left out, and
-how a run goes on where it was stopped.
+"""Prompts in, a file of the target's own conversations out.
+
+Where prompts come from, which are left out, and how a run goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from eagle_fsd.target import TargetModel
 from eagle_fsd.text import encode
 from eagle_fsd.training.data import overlap, word_runs
 from eagle_fsd.training.features import write_atomically
+from eagle_fsd.training.identity import differences, target_identity
 from eagle_fsd.training.synthesis import Answer, Question, write_answers
 
 logger = logging.getLogger(__name__)
@@ -33,8 +35,12 @@ MARK = "\u241e"  # stands for the user's words while the chat template is looked
 
 @dataclass(frozen=True)
 class Plan:
-    """How prompts are answered. samplings: prompts take them in turn; prompt i draws from seed + i."""
+    """How prompts are answered. samplings: prompts take them in turn; prompt i draws from seed + i.
 
+    base_model: the target's name, which is kept beside what it writes.
+    """
+
+    base_model: str
     samplings: tuple[SamplingConfig, ...] = (SamplingConfig(),)
     max_new_tokens: int = 256
     max_prompt_tokens: int = 512
@@ -57,8 +63,6 @@ def gather_prompts(
     """The prompts of files and of a data set of the Hub, at most `limit` of each, none blank or twice."""
     prompts: list[str] = []
     for path in files:
-        if not path.is_file():
-            raise ValueError(f"{path}: no such prompt file; give the path of a JSONL or text file")
         prompts += read_prompts(path)[:limit]
     if dataset is not None:
         prompts += dataset_prompts(dataset, split, limit)
@@ -123,7 +127,16 @@ def self_prompts(
         return []
     opening = user_opening(tokenizer, plan.system)
     rows = fill(
-        RowFile(path, {"opening": opening, "seed": plan.seed}),
+        RowFile(
+            path,
+            {
+                "target": target_identity(plan.base_model, target.model),
+                "opening": opening,
+                "sampling": asdict(PROMPT_SAMPLING),
+                "max_new_tokens": LONGEST_OWN_PROMPT,
+                "seed": plan.seed,
+            },
+        ),
         target,
         [Question(i, opening, PROMPT_SAMPLING, plan.seed + i) for i in range(count)],
         LONGEST_OWN_PROMPT,
@@ -140,8 +153,9 @@ def self_prompts(
 def answer_prompts(
     target: TargetModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], plan: Plan, path: Path
 ) -> list[dict[str, Any]]:
-    """Write the target's answer to every prompt to the file `path`, a conversation a row, in the prompts'
-    order. Returns the rows. Too long prompts and empty answers are left out and counted.
+    """Write the target's answers to the file `path`, a conversation a row, in the prompts' order.
+
+    Returns the rows. Too long prompts and empty answers are left out and counted.
     """
     questions, asked = [], {}
     for number, prompt in enumerate(prompts):
@@ -165,9 +179,15 @@ def answer_prompts(
         return {"temperature": temperature, "conversations": system + turns}
 
     digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
-    settings = {name: value for name, value in asdict(plan).items() if name != "rows"}
-    file = RowFile(path, {"prompts": digest, **settings})
-    return fill(file, target, questions, plan.max_new_tokens, plan.rows, conversation)
+    settings = {name: value for name, value in asdict(plan).items() if name not in ("rows", "base_model")}
+    identity = {"target": target_identity(plan.base_model, target.model), "prompts": digest}
+    file = RowFile(path, identity | settings)
+    rows = fill(file, target, questions, plan.max_new_tokens, plan.rows, conversation)
+    answered = [row for row in rows if row["conversations"][-1]["content"].strip()]
+    if len(answered) < len(rows):
+        logger.info("%d conversations left out: the target's answer is empty", len(rows) - len(answered))
+        file.write(answered)
+    return answered
 
 
 def fill(
@@ -199,8 +219,10 @@ def fill(
 
 @dataclass(frozen=True)
 class RowFile:
-    """A JSONL file that grows by the row and can be gone on with. identity: the settings that made its rows,
-    kept beside it; a run with others is refused, so that no file mixes two.
+    """A JSONL file that grows by the row and can be gone on with.
+
+    identity: the target and the settings that make its rows, kept beside it; a run with others is refused, so
+    that no file mixes two.
     """
 
     path: Path
@@ -209,16 +231,18 @@ class RowFile:
     def read(self) -> list[dict[str, Any]]:
         """The whole rows of an earlier run with the same settings. A row that was torn is dropped."""
         known = self.path.with_suffix(self.path.suffix + ".settings.json")
-        identity = json.loads(json.dumps(self.identity))
+        identity = json.loads(json.dumps(self.identity))  # tuples as lists, as they are kept
         if not self.path.is_file():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(known, json.dumps(identity, indent=1) + "\n")
             return []
-        found = json.loads(known.read_text(encoding="utf-8")) if known.is_file() else None
-        if found != identity:
+        changed = f"{known.name} is missing"
+        if known.is_file():
+            changed = differences(json.loads(known.read_text(encoding="utf-8")), identity)
+        if changed:
             raise ValueError(
-                f"{self.path} was made with other prompts or settings ({known.name} has them): name another "
-                "--output, or remove it"
+                f"{self.path} was made by another target or with other prompts or settings ({changed}): name "
+                "another --output, or remove it"
             )
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1].decode()
@@ -229,5 +253,9 @@ class RowFile:
     def finish(self) -> list[dict[str, Any]]:
         """Put the rows in their order: a stopped and resumed run leaves the same file as one that was not."""
         rows = sorted(self.read(), key=lambda row: row["number"])
-        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        self.write(rows)
         return rows
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Put these rows in place of all."""
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))

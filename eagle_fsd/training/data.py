@@ -1,10 +1,9 @@
-"""Text to training examples: token ids plus a mask of the positions that the head learns from. Knows JSONL
-and chat templates, no tensors.
+"""Text to training examples: token ids and a mask of what the head learns from; knows no tensors.
 
 A row is either a conversation (`conversations`: [{role, content}, ...], optional `complete`) or a pair
-(`prompt`, `completion`). The mask marks the tokens after which the target would go on writing the answer:
-the head learns to predict the target's feature *at* these tokens. An end token is context for later turns
-and never marked, so a cut answer (`complete: false`) teaches nothing about ending.
+(`prompt`, `completion`). The mask marks the tokens after which the target writes the answer or goes on with
+it, from the prompt's last token on: the head learns to predict the target's feature *at* these tokens. An end
+token is context for later turns and never marked.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ class Skipped:
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) for each non-empty line; a malformed line is a ValueError that names the
-    file and the line.
-    """
+    """Yield (line number, object) for each non-empty line; a ValueError names a malformed one."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"data file {str(path)!r} does not exist; give the path of a JSONL file")
@@ -95,6 +92,7 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
     """Encode a conversation with the tokenizer's chat template, the last answer without its end token.
 
     Each answer is encoded on its own after the rendered text before it, as it is when the target writes it.
+    It is marked, and so is the token before it, after which the target writes the first of its own.
     `learn_all` marks every token after the template's own opening (everything before the first turn's
     content) instead of the answers alone.
     """
@@ -119,7 +117,10 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
         start = before.find(opening) if learn_all and not rendered and opening else 0
         append(before[len(rendered) :][:start], False)
         append(before[len(rendered) :][start:], learn_all)
+        answer = len(tokens)
         append(turn["content"], True)
+        if 0 < answer < len(tokens):
+            learn[answer - 1] = True
         rendered = before + turn["content"]
     return Example(tokens, learn)
 
@@ -127,8 +128,9 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
 def load_examples(
     path: str | Path, tokenizer: Any, max_length: int, learn_all: bool = False, limit: int | None = None
 ) -> tuple[list[Example], Skipped]:
-    """Read a JSONL file into examples cut to `max_length` tokens; rows with nothing to learn are skipped and
-    counted by reason.
+    """Read a JSONL file into examples cut to `max_length` tokens.
+
+    Rows with nothing to learn are skipped and counted by reason.
     """
     if max_length < 3:
         raise ValueError(

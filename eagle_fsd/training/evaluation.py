@@ -1,6 +1,4 @@
-"""Held-out measures of a head: how often its own chain of predictions names the target's token, by depth.
-Knows no files.
-"""
+"""Held-out measures of a head: how often its own chain of predictions names the target's token, by depth."""
 
 from __future__ import annotations
 
@@ -19,8 +17,9 @@ from eagle_fsd.training.loss import learn_masks, unroll
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Sequences never trained on, the target's greedy token at every position of each ([n] int64), and its
-    whole lm_head [V, d].
+    """Sequences never trained on, and what the target says to them.
+
+    greedy: its best token at every position of each ([n] int64). lm_head: the whole of it [V, d], float32.
     """
 
     sequences: Sequence[FeatureSequence]
@@ -33,14 +32,17 @@ class HeldOut:
 def best_tokens(features: Tensor, lm_head: Tensor, k: int, rows: int = 256) -> Tensor:
     """The k most likely tokens for features [N, d]: [N, k], best first."""
     parts = [
-        F.linear(block.to(lm_head.dtype), lm_head).float().topk(k, dim=-1).indices
-        for block in features.split(rows)
+        F.linear(block.to(lm_head.dtype), lm_head).topk(k, dim=-1).indices for block in features.split(rows)
     ]
     return torch.cat(parts) if parts else torch.empty(0, k, dtype=torch.int64)
 
 
 def hold_out(sequences: Sequence[FeatureSequence], lm_head: Tensor, depth: int = 5) -> HeldOut:
-    """Prepare held-out sequences; the target's greedy tokens are computed once, here."""
+    """Prepare held-out sequences; the target's greedy tokens are computed once, here.
+
+    In float32, as the head is measured: rounded to bfloat16 the best two logits are often equal.
+    """
+    lm_head = lm_head.float()
     return HeldOut(
         sequences,
         [best_tokens(sequence.features, lm_head, 1).squeeze(1) for sequence in sequences],
@@ -53,9 +55,10 @@ def hold_out(sequences: Sequence[FeatureSequence], lm_head: Tensor, depth: int =
 def evaluate(head: DraftHead, held_out: HeldOut, embedding: Tensor, k: int = 8) -> dict[str, Any]:
     """Accuracy of drafting along the text, by depth 1..depth.
 
-    top1, top8: share of all learned positions where the target's greedy token is the draft's best, or among
-    its best k, at step d of a draft that follows the text on its own features. chain: the same for top 1,
-    given that every earlier step of the draft was right.
+    A draft starts at a learned position and follows the text on its own features while the positions are
+    learned: across an answer's end nothing is drafted, so what lies beyond counts neither for nor against it.
+    top1, top8: share of the drafts that reach step d where the target's greedy token is the draft's best, or
+    among its best k. chain: the same for top 1, given that every earlier step of the draft was right.
     chain_tau: expected tokens per step of a chain draft of this depth, the target's own token included: a
     lower bound of what a tree gets.
     chain8_tau: the same for best-k sets: an upper bound for trees of that width.
@@ -82,11 +85,10 @@ def evaluate(head: DraftHead, held_out: HeldOut, embedding: Tensor, k: int = 8) 
             hits[2, step] += len(where)
             alive_here = torch.zeros_like(alive)
             alive_here[:, where] = top & alive[:, where]
-            # A chain can only go on along the text: where the text left the greedy path (sampled text), it
-            # is cut.
             alive = alive_here
             reached[:2, step] += alive.sum(1)
             reached[2, step] += len(where)
+            # A chain goes on along the text alone: where sampled text left the greedy path, it is cut.
             followed = torch.ones(len(goal), dtype=torch.bool)
             followed[:-1] = sequence.tokens[2:] == goal[:-1]
             alive = alive & followed

@@ -1,9 +1,8 @@
-"""The target's features for a list of examples, computed once and kept in shards on disk. Knows the target's
-base model, no loss.
+"""The target's features for a list of examples, computed once and kept in shards on disk; knows no loss.
 
 A shard holds whole examples back to back: `tokens` int32 [T], `learn` bool [T], `features` [T, d] (after the
 target's final norm) and `offsets` int64 [examples + 1]. Shards are written by rename, so a run that was
-stopped goes on at the first missing one.
+stopped goes on at the first missing one. A manifest beside them names the target and the data.
 """
 
 from __future__ import annotations
@@ -11,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,9 +23,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from eagle_fsd.checkpoint import one_line
 from eagle_fsd.training.data import Example
+from eagle_fsd.training.identity import differences
 
 logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,7 @@ def fingerprint(examples: Sequence[Example]) -> str:
 
 
 def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices grouped by similar length so that a padded batch holds at most `max_tokens` (at least one
-    row).
-    """
+    """Indices grouped by length so that a padded batch holds at most `max_tokens`, or a single row."""
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     group: list[int] = []
     for index in order:
@@ -65,8 +68,7 @@ def features_of(
 ) -> list[Tensor]:
     """The final-norm features [n, d] of every example, in order.
 
-    Rows are padded on the right and attention is causal, so padding needs no mask: no real token ever sees
-    it.
+    Rows are padded on the right and attention is causal: no real token sees padding, which needs no mask.
     """
     result: list[Tensor | None] = [None] * len(examples)
     for group in batches_by_length([len(example.tokens) for example in examples], batch_tokens):
@@ -84,28 +86,34 @@ def extract(
     base_model: nn.Module,
     examples: Sequence[Example],
     folder: str | Path,
+    target: Mapping[str, str],
     *,
     dtype: torch.dtype = torch.bfloat16,
     shard_examples: int = 128,
     batch_tokens: int = 2048,
     device: torch.device | str = "cpu",
 ) -> Path:
-    """Write the features of `examples` under `folder`, going on where an earlier run stopped; the folder is
-    returned.
+    """Write the features of `examples` under `folder`, which is returned; goes on with an earlier run's.
+
+    target: who computes them (see target_identity); features of another, or of other examples, are refused.
+    dtype: what they are stored in.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = {"examples": fingerprint(examples), "shard_examples": shard_examples, "dtype": str(dtype)}
-    manifest_path = folder / "manifest.json"
-    if manifest_path.is_file():
-        found = json.loads(manifest_path.read_text())
-        if found != manifest:
+    manifest = {
+        "target": dict(target),
+        "examples": fingerprint(examples),
+        "shard_examples": shard_examples,
+        "stored": str(dtype).removeprefix("torch."),
+    }
+    if (folder / MANIFEST).is_file():
+        if changed := differences(read_manifest(folder), manifest):
             raise ValueError(
-                f"features in {folder} belong to other data or settings "
-                f"({found}, now {manifest}); remove the folder or name another"
+                f"features in {folder} belong to another target, other data or settings ({changed}); "
+                "remove the folder or name another"
             )
     else:
-        write_atomically(manifest_path, json.dumps(manifest))
+        write_atomically(folder / MANIFEST, json.dumps(manifest))
     starts = range(0, len(examples), shard_examples)
     for number, start in enumerate(tqdm(starts, desc="features", unit="shard", mininterval=5)):
         path = shard_path(folder, number)
@@ -121,15 +129,27 @@ def extract(
     return folder
 
 
-def load_features(folders: Sequence[str | Path], limit: int | None = None) -> list[FeatureSequence]:
-    """All sequences of the folders' finished shards, in order; `limit` takes the first so many of each."""
-    sequences: list[FeatureSequence] = []
-    for folder in folders:
-        paths = sorted(Path(folder).glob("shard_*.safetensors"))
-        if not paths:
-            raise ValueError(f"no feature shards in {str(folder)!r}; run the extraction first")
-        sequences += islice(chain.from_iterable(load_shard(path) for path in paths), limit)
-    return sequences
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What the features of a folder were made from; ValueError where it does not say."""
+    try:
+        return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{folder} has no readable {MANIFEST}: a folder of features must have one; extract them again"
+        ) from error
+
+
+def load_features(folder: str | Path, target: Mapping[str, str]) -> list[FeatureSequence]:
+    """All sequences of a folder's finished shards, in order; ValueError for features of another target."""
+    folder = Path(folder)
+    paths = sorted(folder.glob("shard_*.safetensors"))
+    if not paths:
+        raise ValueError(f"no feature shards in {str(folder)!r}; run the extraction first")
+    if changed := differences({"target": read_manifest(folder).get("target")}, {"target": target}):
+        raise ValueError(
+            f"features in {folder} belong to another target ({changed}); extract them with this one"
+        )
+    return list(chain.from_iterable(load_shard(path) for path in paths))
 
 
 def load_shard(path: Path) -> list[FeatureSequence]:
@@ -157,9 +177,8 @@ def write_shard(path: Path, sequences: Sequence[FeatureSequence], dtype: torch.d
         "features": torch.cat([sequence.features for sequence in sequences]).to(dtype),
         "offsets": lengths.cumsum(0),
     }
-    partial = path.with_suffix(".partial")
-    save_file(shard, partial)
-    partial.replace(path)
+    with whole_file(path) as partial:
+        save_file(shard, partial)
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -168,6 +187,18 @@ def shard_path(folder: Path, number: int) -> Path:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a small text file so that a reader never sees half of it."""
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Where to write what then takes the place of `path`; OSError where the disk does not take it."""
     partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    try:
+        yield partial
+    except (RuntimeError, SafetensorError) as error:  # torch's and safetensors' word for a full disk
+        raise OSError(
+            f"{path} cannot be written ({one_line(error, 80)}): free some space and start again"
+        ) from error
     partial.replace(path)

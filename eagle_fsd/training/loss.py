@@ -1,26 +1,48 @@
-"""What the head is taught: pairing, the unrolled forward on its own predictions, and EAGLE-1's loss. Pure
-functions, no files, no text.
+"""What the head is taught: pairing, the unrolled forward on its own predictions, and EAGLE-1's loss.
 
 Pairing: index j takes (feature f_j, embedding of x_{j+1}) at position j and predicts f_{j+1}; the target's
 lm_head turns that into the distribution of x_{j+2}. Shapes: B sequences, n = tokens - 1 pairs, d features, N
-positions that carry loss, S tokens in the softmax.
+positions that carry loss, S tokens in the softmax. Pure functions, no files, no text.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_fsd.config import require_number
 from eagle_fsd.head import DraftHead
+from eagle_fsd.target import TargetModel
+
+# What a config may do to lm_head's product, and the value that does nothing; None and 0 do nothing either.
+LOGITS_FIELDS = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}
+
+
+def require_plain_logits(target: TargetModel) -> None:
+    """ValueError unless the target's logits are lm_head's product alone, which is all that is taught."""
+    config = target.config
+    found = {name: value for name in LOGITS_FIELDS if (value := getattr(config, name, None))}
+    changed = [f"{name} {value:g}" for name, value in found.items() if value != LOGITS_FIELDS[name]]
+    bias = getattr(target.lm_head, "bias", None)
+    if bias is not None and bias.any():
+        changed.append("an lm_head.bias")
+    if changed:
+        raise ValueError(
+            f"target is a {config.model_type!r} model with {' and '.join(changed)}: training takes plain "
+            "logits, features times lm_head.weight, and would teach another distribution; choose a target "
+            "without"
+        )
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded sequences, paired: features [B, n, d], next_tokens [B, n], goals [B, n, d] (f_{j+1}), learn [B,
-    n] (of token j+1).
+    """Padded sequences, paired.
+
+    features [B, n, d]; next_tokens [B, n]; goals [B, n, d], f_{j+1}; learn [B, n], of token j+1.
     """
 
     features: Tensor
@@ -35,8 +57,9 @@ def pair(tokens: Tensor, features: Tensor, learn: Tensor) -> Batch:
 
 
 class UnrollAttention:
-    """The `attend` of several drafting steps over one sequence at once (HASS, arXiv 2408.15766; EAGLE-3's
-    training-time test).
+    """The `attend` of several drafting steps over one sequence at once.
+
+    Cf. HASS (arXiv 2408.15766) and EAGLE-3's training-time test.
 
     At step k the query of position t stands for a draft that left the true features k - 1 positions ago. It
     sees the keys of step 1 (made from true features) up to position t - k + 1 and the key of step i at
@@ -78,9 +101,9 @@ def shift(x: Tensor, steps: int) -> Tensor:
 
 
 def unroll(head: DraftHead, features: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
-    """The head's predictions [B, n, d] at drafting steps 1..steps: step 1 reads true features, each later
-    step the one before it.
+    """The head's predictions [B, n, d] at drafting steps 1..steps.
 
+    Step 1 reads true features, each later step what the one before it predicted.
     Entry k - 1 holds at index j the prediction of f_{j+1} by a draft that left the true features at position
     j - k + 1.
     """
@@ -97,20 +120,19 @@ def unroll(head: DraftHead, features: Tensor, embeddings: Tensor, steps: int) ->
 
 
 def learn_masks(learn: Tensor, steps: int) -> list[Tensor]:
-    """Which indices [B, n] carry loss at steps 1..steps: those whose token and whose draft's root are both
-    to be learned from.
+    """Which indices [B, n] carry loss at steps 1..steps: all tokens from the draft's root on are marked.
 
-    At step k index j belongs to a draft whose root (the last emitted token) is x_{j-k+2}.
+    At step k index j belongs to a draft whose root (the last emitted token) is x_{j-k+2}. A draft that would
+    pass an unmarked token is none: there an answer ended, and nothing is drafted across its end.
     """
     masks = [learn]
-    for step in range(1, steps):
-        masks.append(learn & F.pad(learn, (step, 0))[:, : learn.shape[1]])
+    for _ in range(1, steps):
+        masks.append(learn & F.pad(masks[-1], (1, 0))[:, :-1])
     return masks
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """Mean over N of -sum_x p(x) log softmax(W g)(x), computed in blocks of rows so that the logits [N, S]
-    never exist as a whole.
+    """Mean over N of -sum_x p(x) log softmax(W g)(x); the logits [N, S] never exist as a whole.
 
     The gradient (softmax(W g) - p) W / N is taken in the same pass; W is frozen. Cf. EAGLE (arXiv
     2401.15077), section 4.2, L_cls.
@@ -157,13 +179,22 @@ def target_probabilities(features: Tensor, weight: Tensor, rows: int = 256) -> T
 
 @dataclass(frozen=True)
 class LossWeights:
-    """regression: SmoothL1 on features over their std; cross_entropy: the soft one; decay: weight of each
+    """Factors of the loss's parts, none negative.
+
+    regression: SmoothL1 on features over their std. cross_entropy: the soft one. decay: the weight of each
     further step over the one before.
     """
 
     regression: float = 0.5
     cross_entropy: float = 1.0
     decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("regression", "cross_entropy", "decay"):
+            value, remedy = getattr(self, name), f"change --{name.replace('_', '-')}"
+            require_number(name, value, 0.0, math.inf, remedy)
+            if math.isinf(value):
+                raise ValueError(f"{name} is {value!r}: it must be finite; {remedy}")
 
 
 def head_loss(
@@ -178,12 +209,14 @@ def head_loss(
     """EAGLE-1's loss, averaged over the drafting steps; also the cross-entropy of each step for the log.
 
     embedding [V, d] is the target's table, weight [S, d] the rows of its lm_head that take part in the
-    softmax.
+    softmax. Whatever comes of the target is a constant: gradients reach the head alone.
     """
-    predictions = unroll(head, batch.features, F.embedding(batch.next_tokens, embedding), steps)
-    p = target_probabilities(
-        batch.goals[batch.learn], weight
-    )  # [N, S], a row for each index of the first mask
+    # The head's own dtype; autocast lowers it where it is on.
+    features = batch.features.detach().float()
+    embeddings = F.embedding(batch.next_tokens, embedding.detach()).float()
+    goals, weight = batch.goals.detach(), weight.detach()
+    predictions = unroll(head, features, embeddings, steps)
+    p = target_probabilities(goals[batch.learn], weight)  # [N, S], a row for each index of the first mask
     row_of = torch.full(batch.learn.shape, -1, device=p.device)
     row_of[batch.learn] = torch.arange(len(p), device=p.device)
     total = torch.zeros((), device=p.device)
@@ -195,9 +228,7 @@ def head_loss(
         predicted = prediction[mask]  # [N_k, d]
         goal_p = p if step == 0 else p[row_of[mask]]
         cross_entropy = soft_cross_entropy(predicted, goal_p, weight)
-        regression = F.smooth_l1_loss(
-            predicted.float() / feature_std, batch.goals[mask].float() / feature_std
-        )
+        regression = F.smooth_l1_loss(predicted.float() / feature_std, goals[mask].float() / feature_std)
         factor = weights.decay**step
         total = total + factor * (weights.cross_entropy * cross_entropy + weights.regression * regression)
         scale += factor

@@ -1,8 +1,7 @@
-"""The training loop: sequences with features in, a trained head out. Knows batches, schedule, checkpoints;
-nothing of text or models' names.
+"""The training loop: sequences with features in, a trained head out; knows no text and no models' names.
 
-Everything random at step s comes from (seed, s), so a run that was stopped goes on with the very losses of
-one that was not.
+Everything random at step s comes from (seed, s), so a run that was stopped, or killed, goes on with the very
+losses of one that was not. With `minutes` the schedule follows the clock, and no two runs are the same.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import pickle
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from eagle_fsd.checkpoint import one_line
 from eagle_fsd.head import DraftHead
 from eagle_fsd.training.batching import add_noise, batch_plan, collate, features_std, tokens_of_batch
 from eagle_fsd.training.evaluation import HeldOut, evaluate
-from eagle_fsd.training.features import FeatureSequence
+from eagle_fsd.training.features import FeatureSequence, whole_file, write_atomically
+from eagle_fsd.training.identity import differences, digest, spread
 from eagle_fsd.training.loss import Batch, head_loss
 from eagle_fsd.training.schedule import TrainConfig, learning_rate_at, make_optimizers
 
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
 LOG = "log.jsonl"
+# What torch.load raises for a file that is cut short or another's.
+DAMAGE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, LookupError, TypeError, ValueError)
 
 
 class Trainer:
@@ -62,10 +66,12 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lengths = [len(sequence.tokens) for sequence in sequences]
         self.feature_std = features_std(sequences)
+        self.dtype = torch.bfloat16 if config.bfloat16 else torch.float32
         self.optimizers = make_optimizers(head, config)
         self.step, self.seconds, self.best = 0, 0.0, -1.0
         self.steps_per_epoch = len(batch_plan(self.lengths, config.batch_tokens, config.seed, 0))
         self.stop = False
+        self.identity = self.run_identity()
 
     def progress(self) -> float:
         by_steps = self.step / max(self.config.epochs * self.steps_per_epoch, 1)
@@ -95,7 +101,7 @@ class Trainer:
             batch, self.config.noise, self.feature_std, self.config.seed * 1_000_003 + self.step
         )
         with torch.autocast("cpu", torch.bfloat16, enabled=self.config.bfloat16):
-            weight = self.lm_head[tokens_of_batch(self.common, batch)]  # [S, d]
+            weight = self.lm_head[tokens_of_batch(self.common, batch)].to(self.dtype)  # [S, d]
             loss, entropies = head_loss(
                 self.head,
                 noisy,
@@ -118,10 +124,12 @@ class Trainer:
         return {"loss": loss.item(), "cross_entropy": entropies, "norm": norm.item(), "lr": rate}
 
     def run(self) -> dict[str, Any]:
-        """Train to the end of the schedule or to SIGTERM or Ctrl-C; the last evaluation is returned. Goes on
-        from a checkpoint.
+        """Train to the end of the schedule, from the folder's checkpoint on, and return the last evaluation.
+
+        SIGTERM and Ctrl-C end it early, with `stop` set.
         """
         self.resume()
+        self.cut_log()
         result: dict[str, Any] = {}
         with stop_on_signals(self), tqdm(initial=self.step, unit="step", mininterval=10) as bar:
             for batch in self.batches():
@@ -143,9 +151,7 @@ class Trainer:
         return result
 
     def evaluate_and_keep(self) -> dict[str, Any]:
-        """Held-out accuracy into the log; the head with the best expected chain length is kept beside the
-        last one.
-        """
+        """Held-out accuracy into the log; the head with the best expected chain length is kept."""
         started = time.monotonic()
         result = evaluate(self.head, self.held_out, self.embedding)
         self.seconds += time.monotonic() - started
@@ -169,7 +175,7 @@ class Trainer:
             "step": self.step,
             "seconds": self.seconds,
             "best": self.best,
-            "run": self.identity(),
+            "run": self.identity,
         }
         save_atomically(state, self.folder / CHECKPOINT)
 
@@ -178,12 +184,9 @@ class Trainer:
         path = self.folder / CHECKPOINT
         if not path.is_file():
             return False
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if fixed(state["run"]) != fixed(self.identity()):
-            raise ValueError(
-                f"{path} is of another run ({state['run']}, now {self.identity()}); "
-                "name another --output, or remove it"
-            )
+        state = read_checkpoint(path)
+        if changed := differences(fixed(state["run"]), fixed(self.identity)):
+            raise ValueError(f"{path} is of another run ({changed}); name another --output, or remove it")
         self.head.load_state_dict(state["head"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(copy.deepcopy(saved))
@@ -191,9 +194,27 @@ class Trainer:
         logger.info("resumed at step %d", self.step)
         return True
 
-    def identity(self) -> dict[str, Any]:
+    def cut_log(self) -> None:
+        """Drop what a run that was killed logged after its last checkpoint: those steps are taken again."""
+        path = self.folder / LOG
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]  # the last may be torn
+            write_atomically(path, "".join(line for line in whole if json.loads(line)["step"] <= self.step))
+
+    def run_identity(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that resumes it."""
-        return {"config": asdict(self.config), "sequences": len(self.sequences), "tokens": sum(self.lengths)}
+        return {
+            "config": asdict(self.config),
+            "head": asdict(self.head.config),
+            "sequences": len(self.sequences),
+            "tokens": digest(sequence.tokens for sequence in self.sequences),
+            "learn": digest(sequence.learn for sequence in self.sequences),
+            "common": digest([self.common]),
+            "embedding": digest([spread(self.embedding, 4096)]),
+            "lm_head": digest([spread(self.lm_head, 4096)]),
+            "feature_std": f"{self.feature_std:.4g}",  # its last digits vary with the number of threads
+        }
 
 
 def fixed(run: dict[str, Any]) -> dict[str, Any]:
@@ -202,16 +223,27 @@ def fixed(run: dict[str, Any]) -> dict[str, Any]:
     return run | {"config": {name: value for name, value in run["config"].items() if name not in free}}
 
 
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A file of save_atomically; ValueError for what is none."""
+    with path.open("rb") as file:
+        try:
+            return dict(torch.load(file, map_location="cpu", weights_only=True))
+        except DAMAGE as error:
+            raise ValueError(
+                f"{path} is not a whole checkpoint ({one_line(error, 80)}); remove it to start again"
+            ) from error
+
+
 def save_atomically(state: dict[str, Any], path: Path) -> None:
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    partial.replace(path)
+    with whole_file(path) as partial:
+        torch.save(state, partial)
 
 
 @contextmanager
 def stop_on_signals(trainer: Trainer) -> Iterator[None]:
-    """SIGTERM and Ctrl-C let the step finish; the run then writes its checkpoint and ends. A second one is
-    the system's again.
+    """SIGTERM and Ctrl-C let the step finish, and the run writes its checkpoint and ends.
+
+    A second one is the system's again.
     """
 
     def request_stop(number: int, _frame: object) -> None:

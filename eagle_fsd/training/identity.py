@@ -1,0 +1,50 @@
+"""Who made a file: short digests that tell one target, or one run's data, from another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SAMPLE = 64  # values of each weight that a target's digest reads
+
+
+def target_identity(name: str, model: nn.Module) -> dict[str, str]:
+    """What features and answers depend on: the target's name, a digest of its weights, and its dtype.
+
+    The digest reads a few values of every weight, so that a target tuned in some layers alone is another one.
+    """
+    weights = [spread(weight, SAMPLE) for weight in model.parameters() if not weight.is_meta]
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return {"name": name, "weights": digest(weights), "dtype": dtype}
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """A digest of dtypes, shapes and values."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        plain = tensor.detach().cpu().flatten().contiguous()
+        found.update(plain.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def spread(tensor: Tensor, count: int) -> Tensor:
+    """About `count` values of a tensor, evenly spaced."""
+    # An odd stride is no multiple of the usual widths, so the values come from different columns.
+    return tensor.detach().flatten()[:: (tensor.numel() // count) | 1]
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> str:
+    """What differs of two records, for an error: `name was A, now B`; records within them by their path."""
+    parts = []
+    for name in sorted(found.keys() | wanted.keys()):
+        old, new = found.get(name), wanted.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            parts.append(differences(old, new, f"{prefix}{name}."))
+        elif old != new:
+            parts.append(f"{prefix}{name} was {old}, now {new}")
+    return ", ".join(filter(None, parts))
