@@ -19,11 +19,12 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
 from eagle_fsd.acceptance import AcceptanceRule, Lossless
+from eagle_fsd.baseline import generate_alone
 from eagle_fsd.config import SamplingConfig, TreeConfig, require_integer
 from eagle_fsd.decoding import Request, decode
 from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter
 from eagle_fsd.head import DraftHead
-from eagle_fsd.padding import as_ids, left_padded, right_padded, unpad
+from eagle_fsd.padding import as_ids, right_padded, unpad
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel, TargetSession
@@ -224,36 +225,10 @@ class EagleFSD:
         require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
         require_integer("seed", seed, 0, "any will do")
         sampling = SamplingConfig(temperature, top_k, top_p)
-        arguments = {} if sampling.greedy else {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         tokens, lengths = unpad(input_ids, attention_mask, self.target.vocab_size)
         limit = min(max_new_tokens, *(self._room(row, length) for row, length in enumerate(lengths)))
         prompts = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
-        ids, mask = left_padded(prompts, self.pad_token_id)  # as `generate` needs them
-        start = time.perf_counter()
-        with torch.random.fork_rng(), self.target.without_generation_defaults() as model:
-            torch.manual_seed(seed)
-            sequences = model.generate(
-                ids.to(self.target.input_device),
-                attention_mask=mask.to(self.target.input_device),
-                max_new_tokens=limit,
-                do_sample=not sampling.greedy,
-                **arguments,
-            )
-        seconds = time.perf_counter() - start
-        new_tokens, stats = [], []
-        for row in sequences[:, ids.shape[1] :].tolist():
-            ends = [i for i, token in enumerate(row) if token in self.target.eos_token_ids]
-            new_tokens.append(row[: ends[0] + 1] if ends else row)
-            count = len(new_tokens[-1])
-            stats.append(
-                GenerationStats(
-                    steps=count,
-                    new_tokens=count,
-                    accept_histogram=[0, count],
-                    seconds=seconds,
-                    finish_reason="stop" if ends else "length",
-                )
-            )
+        new_tokens, stats = generate_alone(self.target, prompts, limit, sampling, seed, self.pad_token_id)
         return self._output(input_ids, new_tokens, stats)
 
     @property

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle_fsd import Fuzzy, GenerationStats, Lossless, TreeConfig, Typical, generate
 from eagle_fsd.flags import build_parser, make_rule
+from eagle_fsd.report import JSON_KEYS
 from eagle_fsd.text import Detokenizer
 
 REPLY = "Grüße, 世界 🌍!"
@@ -257,7 +258,7 @@ def test_json_is_one_object_with_the_contract_keys(
         "dtype": "float32",
         "device": "cpu",
     }
-    assert tuple(json.loads(out)) == generate.JSON_KEYS
+    assert tuple(json.loads(out)) == JSON_KEYS
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ def test_baseline(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
     assert model.calls[-1][2] == expected
     _, out, _ = run(capsys, "--json", *flags)
     record = json.loads(out)
-    assert tuple(record)[: len(generate.JSON_KEYS)] == generate.JSON_KEYS
+    assert tuple(record)[: len(JSON_KEYS)] == JSON_KEYS
     assert record["baseline_same_tokens"] is True and record["speedup"] == 12.0
     assert (record["baseline_new_tokens"], record["baseline_seconds"]) == (6, 12.0)
 

@@ -13,15 +13,15 @@ PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 # Lowest first. Two modules of one layer never import each other: acceptance, target and draft stay apart, and
 # so do training and evaluation. A subpackage counts as one module.
 LAYERS = [
-    {"config", "divergence", "padding", "prompts", "provenance", "stats"},
+    {"architecture", "config", "divergence", "padding", "prompts", "provenance", "stats"},
     {"sampling", "tree", "head"},
     {"cache", "checkpoint"},
     {"acceptance", "target", "draft", "placement", "download"},
-    {"decoding", "loading"},
+    {"baseline", "decoding", "loading"},
     {"hub", "text"},
     {"engine"},
     {"training", "evaluation"},
-    {"flags"},
+    {"flags", "report"},
     {"generate"},
 ]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
@@ -33,6 +33,7 @@ KNOWS_HUGGING_FACE = {
     "hub",
     "download",
     "loading",
+    "architecture",
     "engine",
     "text",
     "training",

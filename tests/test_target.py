@@ -23,9 +23,10 @@ from tiny_models import (
 
 from eagle_fsd import EagleFSD, Lossless, TreeConfig
 from eagle_fsd import target as target_module
+from eagle_fsd.architecture import check_supported, longest_text
 from eagle_fsd.hub import save_head
 from eagle_fsd.padding import left_padded
-from eagle_fsd.target import TargetModel, TargetSession, check_supported, longest_text
+from eagle_fsd.target import TargetModel, TargetSession
 from eagle_fsd.tree import DraftTree, additive
 
 NEW_TOKENS = 20

@@ -1,0 +1,52 @@
+"""The baseline of every comparison: the target alone, by its own Hugging Face `generate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from eagle_fsd.config import SamplingConfig
+from eagle_fsd.padding import left_padded
+from eagle_fsd.stats import GenerationStats
+from eagle_fsd.target import TargetModel
+
+
+def generate_alone(
+    target: TargetModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: SamplingConfig,
+    seed: int,
+    pad_token_id: int,
+) -> tuple[list[list[int]], list[GenerationStats]]:
+    """New tokens of every prompt, an end token included, and stats that count one step a token."""
+    warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    ids, mask = left_padded(prompts, pad_token_id)  # as `generate` needs them
+    start = time.perf_counter()
+    with torch.random.fork_rng(), target.without_generation_defaults() as model:
+        torch.manual_seed(seed)
+        sequences = model.generate(
+            ids.to(target.input_device),
+            attention_mask=mask.to(target.input_device),
+            max_new_tokens=max_new_tokens,
+            do_sample=not sampling.greedy,
+            **({} if sampling.greedy else warpers),
+        )
+    seconds = time.perf_counter() - start
+    new_tokens, stats = [], []
+    for row in sequences[:, ids.shape[1] :].tolist():
+        ends = [i for i, token in enumerate(row) if token in target.eos_token_ids]
+        new_tokens.append(row[: ends[0] + 1] if ends else row)
+        count = len(new_tokens[-1])
+        stats.append(
+            GenerationStats(
+                steps=count,
+                new_tokens=count,
+                accept_histogram=[0, count],
+                seconds=seconds,
+                finish_reason="stop" if ends else "length",
+            )
+        )
+    return new_tokens, stats

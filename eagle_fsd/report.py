@@ -1,0 +1,110 @@
+"""What the command line says of an answer: one object of JSON, or one line of summary."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+# torch takes seconds to import: only what has run a model imports it, so that --help answers at once.
+if TYPE_CHECKING:
+    from eagle_fsd.acceptance import AcceptanceRule
+    from eagle_fsd.engine import EagleFSD
+    from eagle_fsd.stats import GenerationStats
+
+STATS_KEYS = (
+    "steps", "tau", "exact_accepts", "fuzzy_accepts", "accept_histogram", "seconds", "prefill_seconds",
+    "draft_seconds", "verify_seconds", "tokens_per_second",
+)  # fmt: skip
+JSON_KEYS = (
+    "text", "prompt_tokens", "token_ids", "new_tokens", *STATS_KEYS, "finish_reason",
+    "threshold", "divergence", "mode", "base_model", "ea_model", "dtype", "device",
+)  # fmt: skip
+
+
+@dataclass
+class Answer:
+    """What one prompt gave: the new token ids, their text and statistics, and the target alone."""
+
+    prompt_tokens: int
+    stats: GenerationStats
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    interrupted: bool = False
+    baseline: GenerationStats | None = None
+    baseline_ids: list[int] | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.stats.finish_reason or ("interrupted" if self.interrupted else None)
+
+    @property
+    def speedup(self) -> float | None:
+        if self.baseline is None or not self.baseline.tokens_per_second:
+            return None
+        return self.stats.tokens_per_second / self.baseline.tokens_per_second
+
+
+def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
+    """threshold, divergence and mode for JSON, null where it has none; lossless is threshold 0."""
+    from eagle_fsd.acceptance import Fuzzy, Lossless
+
+    if not isinstance(rule, Fuzzy):
+        return {"threshold": 0.0 if isinstance(rule, Lossless) else None, "divergence": None, "mode": None}
+    threshold = rule.threshold if math.isfinite(rule.threshold) else "inf"  # JSON has no infinity
+    return {"threshold": threshold, "divergence": rule.divergence, "mode": rule.mode}
+
+
+def to_json(model: EagleFSD, answer: Answer, rule: AcceptanceRule, baseline: bool) -> str:
+    """One line with JSON_KEYS; with --baseline those of the target alone follow (null if interrupted)."""
+    stats = answer.stats.to_dict()
+    record = {
+        "text": answer.text,
+        "prompt_tokens": answer.prompt_tokens,
+        "token_ids": answer.token_ids,
+        "new_tokens": len(answer.token_ids),
+        **{key: stats[key] for key in STATS_KEYS},
+        "finish_reason": answer.finish_reason,
+        **rule_fields(rule),
+        "base_model": model.base_model,
+        "ea_model": model.ea_model,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+    }
+    if baseline:
+        alone = answer.baseline
+        record |= {
+            "baseline_new_tokens": alone and alone.new_tokens,
+            "baseline_seconds": alone and alone.seconds,
+            "baseline_tokens_per_second": alone and alone.tokens_per_second,
+            "baseline_same_tokens": alone and answer.baseline_ids == answer.token_ids,
+            "speedup": answer.speedup,
+        }
+    return json.dumps(record, allow_nan=False)
+
+
+def summary(answer: Answer, rule: AcceptanceRule) -> str:
+    """`128 tokens in 3.2 s (40.0 tok/s), tau 2.31, 17 fuzzy accepts, js <= 0.3 hybrid`; the comparison."""
+    stats = answer.stats
+    fields = rule_fields(rule)
+    if not fields["threshold"]:
+        name = "typical" if fields["threshold"] is None else "lossless"
+    else:
+        name = f"{fields['divergence']} <= {fields['threshold']} {fields['mode']}"
+    line = speed(stats, len(answer.token_ids))
+    accepts = "relaxed" if name == "typical" else "fuzzy"
+    line += f", tau {stats.tau:.2f}, {stats.fuzzy_accepts} {accepts} accepts, {name}"
+    if answer.interrupted:
+        line += ", interrupted"
+    if answer.baseline is not None and answer.baseline_ids is not None:
+        same = "the same text" if answer.baseline_ids == answer.token_ids else "another text"
+        line += f"; target alone: {speed(answer.baseline, len(answer.baseline_ids))}, {same}"
+        line += f"; speed ratio {answer.speedup:.2f}" if answer.speedup is not None else ""
+    return line
+
+
+def speed(stats: GenerationStats, tokens: int) -> str:
+    return (
+        f"{tokens} token{'s' * (tokens != 1)} in {stats.seconds:.1f} s ({stats.tokens_per_second:.1f} tok/s)"
+    )
