@@ -8,6 +8,7 @@ import json
 import logging
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from tiny_models import VOCAB, greedy_alone, prompts_of, tiny_model
 
 from eagle_fsd import SamplingConfig
 from eagle_fsd.prompts import prompt_of
+from eagle_fsd.sampling import warp
 from eagle_fsd.target import TargetModel
 from eagle_fsd.training import conversations
 from eagle_fsd.training.conversations import (
@@ -89,6 +91,26 @@ def test_a_sampled_answer_depends_on_its_seed_alone() -> None:
     assert backwards == {number: pools[0][number] for number in backwards}
     greedy = by_number(write_answers(target, questions_of(), NEW_TOKENS, 8))
     assert all((pools[0][i] == greedy[i]) == (i % 2 == 0) for i in (4, 5, 6, 7, 8, 9))
+
+
+def test_sampled_tokens_follow_the_warped_law() -> None:
+    """The first token of many seeds' answers, and the second behind its likeliest."""
+    target, prompt, count = target_of("llama"), prompts_of((6,))[0], 3000
+    questions = [Question(i, prompt, SAMPLED, seed=i) for i in range(count)]
+    made = [answer.tokens for answer in write_answers(target, questions, 2, rows=1000)]
+    likeliest = Counter(tokens[0] for tokens in made if tokens).most_common(1)[0][0]
+    for context, drawn in (
+        ([], [tokens[0] for tokens in made if tokens]),
+        ([likeliest], [tokens[1] for tokens in made if tokens[:1] == [likeliest] and len(tokens) == 2]),
+    ):
+        with torch.inference_mode():
+            logits = target.model(torch.tensor([prompt + context])).logits[:, -1]
+        law = warp(logits, SAMPLED)[0]
+        law[ENDS] = 0.0
+        law /= law.sum()
+        found = torch.tensor(drawn).bincount(minlength=VOCAB) / len(drawn)
+        assert len(drawn) > 300 and (found[law == 0] == 0).all()
+        assert ((found - law).abs() <= 4.5 * (law * (1 - law) / len(drawn)).sqrt()).all()
 
 
 def test_an_answer_ends_where_the_positions_do() -> None:

@@ -1,0 +1,186 @@
+"""Publishing a head: what the card says of its runs, the folder, the push, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HfHubHTTPError
+from tiny_models import tiny_head
+
+from eagle_fsd.hub import load_head, save_head
+from eagle_fsd.training import publishing
+
+SCRIPT = Path(__file__).parents[1] / "train" / "publish.py"
+TRAINING = {
+    "command": "python train/train_head.py --data own.jsonl --output runs/head",
+    "commit": "0123456789ab",
+    "device": "x86_64",
+    "eagle_fsd": "0.1.0",
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+    "steps": 2027,
+    "training_seconds": 1985,
+    "sequences": 5996,
+    "tokens": 1280661,
+    "learned_tokens": 931962,
+    "held_out": {"top1": [0.5022, 0.4321], "positions": 5297},
+}
+ROW = {
+    "prompts": "own",
+    "prompt_count": 40,
+    "max_new_tokens": 64,
+    "sampling": {"temperature": 0.0},
+    "tree": {"total_tokens": 16, "depth": 5, "top_k": 8},
+    "divergence": None,
+    "mode": None,
+    "child": None,
+    "threshold": 0.0,
+    "dtype": "bfloat16",
+    "steps": 100,
+    "new_tokens": 239,
+    "fuzzy_accepts": 0,
+    "tau": 2.39,
+    "command": "python eval/measure_tau.py --prompts own.jsonl",
+}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A head, the record of its training and its rows of tau."""
+    save_head(tiny_head(), tmp_path / "head")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "provenance.json").write_text(json.dumps(TRAINING))
+    (tmp_path / "tau.jsonl").write_text(json.dumps(ROW) + "\n")
+    return tmp_path
+
+
+def run(runs: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
+    argv = ["publish.py", "--head", str(runs / "head"), "--run", str(runs / "run"), "--tau"]
+    argv += [str(runs / "tau.jsonl"), "--base-model", "owner/target", "--repo-id", "me/EAGLE-target"]
+    argv += ["--data", "Answers of the target, MIT.", "--output", str(runs / "out"), *more]
+    monkeypatch.setattr("sys.argv", argv)
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+class FakeApi:
+    """What the client would have done; a fault of its own where it is given one."""
+
+    def __init__(self, fault: Exception | None = None) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.fault = fault
+
+    def __call__(self) -> FakeApi:
+        return self
+
+    def create_repo(self, repo_id: str, **options: Any) -> str:
+        if self.fault is not None:
+            raise self.fault
+        self.calls.append((repo_id, options))
+        return f"https://hub/{repo_id}"
+
+    def upload_folder(self, **options: Any) -> None:
+        files = sorted(path.name for path in Path(options["folder_path"]).iterdir())
+        self.calls.append((options["repo_id"], {"files": files}))
+
+
+def test_a_dry_run_writes_the_repository_and_pushes_nothing(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(publishing, "HfApi", lambda: pytest.fail("the Hub was asked"))
+    run(runs, monkeypatch, "--dry-run")
+    assert capsys.readouterr().out == f"{runs / 'out'}\n"
+    names = sorted(path.name for path in (runs / "out").iterdir())
+    assert names == ["README.md", "config.json", "model.safetensors"]
+    assert load_head(str(runs / "out"), 32, 96).config == load_head(str(runs / "head"), 32, 96).config
+
+
+def test_the_card_says_what_the_runs_recorded(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(runs, monkeypatch, "--dry-run", "--license", "mit")
+    card = ModelCard.load(runs / "out" / "README.md")
+    assert (card.data.license, card.data.base_model) == ("mit", "owner/target")
+    assert "eagle" in card.data.tags
+    for words in (
+        "--base-model owner/target --ea-model me/EAGLE-target",
+        "Answers of the target, MIT.",
+        "first 40 prompts of each set, 64 new tokens, tree 16/5/8 (total_tokens / depth / top_k), bfloat16",
+        "| 0 | lossless |  |  | 0 | 2.39 | 2.39 | +0% | 0.00 |",
+        "2,027 steps in 33 minutes on x86_64, 5,996 sequences, 1,280,661 tokens, 931,962 of which",
+        "best in 50.2 / 43.2 % of 5,297 positions at drafting steps 1 to 2",
+        TRAINING["command"],
+        ROW["command"],
+        "commit 0123456789ab",
+    ):
+        assert words in card.text
+
+
+def test_a_push_creates_the_repository_and_uploads_the_folder(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api = FakeApi()
+    monkeypatch.setattr(publishing, "HfApi", api)
+    run(runs, monkeypatch, "--private")
+    assert capsys.readouterr().out == "https://hub/me/EAGLE-target\n"
+    assert api.calls == [
+        ("me/EAGLE-target", {"private": True, "exist_ok": True}),
+        ("me/EAGLE-target", {"files": ["README.md", "config.json", "model.safetensors"]}),
+    ]
+
+
+def test_a_push_that_is_refused_is_one_line_and_keeps_the_folder(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    response = SimpleNamespace(headers={}, request=None, status_code=401)
+    for fault in (
+        HfHubHTTPError("401 Client Error\nunauthorized", response=response),
+        huggingface_hub.errors.HFValidationError("bad name"),
+        ConnectionError("no network"),
+    ):
+        monkeypatch.setattr(publishing, "HfApi", FakeApi(fault))
+        with pytest.raises(
+            SystemExit, match=r"publish: repository 'me/EAGLE-target' cannot be written \(.*--dry-run$"
+        ):
+            run(runs, monkeypatch, "--output", str(runs / f"out-{type(fault).__name__}"))
+        assert (runs / f"out-{type(fault).__name__}" / "README.md").is_file()
+
+
+def lose(name: str) -> Any:
+    return lambda runs: (runs / "run" / "provenance.json").write_text(
+        json.dumps({key: value for key, value in TRAINING.items() if key != name})
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda runs: (runs / "tau.jsonl").write_text(""),
+            "no rows in .*tau.jsonl: .* run eval/measure_tau.py",
+        ),
+        (
+            lambda runs: (runs / "run" / "provenance.json").unlink(),
+            "training record .* cannot be read .* --output",
+        ),
+        (
+            lambda runs: (runs / "run" / "provenance.json").write_text("{"),
+            "training record .* cannot be read",
+        ),
+        (lose("held_out"), "has no held_out: the run must have ended; resume it"),
+        (lambda runs: (runs / "head" / "model.safetensors").unlink(), "head"),
+        (lambda runs: (runs / "head" / "config.json").unlink(), "has no config.json"),
+        (lambda runs: save_head(tiny_head(), runs / "out"), "is not empty: .* name another"),
+    ],
+)
+def test_what_is_not_there_is_named(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, message: str
+) -> None:
+    spoil(runs)
+    monkeypatch.setattr(publishing, "HfApi", lambda: pytest.fail("the Hub was asked"))
+    with pytest.raises(SystemExit, match=f"publish: .*{message}"):
+        run(runs, monkeypatch)

@@ -1,0 +1,53 @@
+"""Publish a trained head: a model card from the records of its runs, and a push to the Hugging Face Hub.
+
+    python train/publish.py --head runs/head/export --run runs/head --tau runs/tau.jsonl --dry-run \\
+        --base-model owner/target --repo-id me/EAGLE-target --data "The target's answers to ..., MIT."
+
+With --dry-run the repository is only written to --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from eagle_fsd.checkpoint import read_config
+from eagle_fsd.evaluation.tau import read_rows, table
+from eagle_fsd.training.publishing import Card, push, read_training, write_repository
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--head", type=Path, required=True, help="folder that train_head.py --export wrote")
+    parser.add_argument("--run", type=Path, required=True, help="train_head.py's --output")
+    parser.add_argument("--tau", type=Path, required=True, help="rows of eval/measure_tau.py")
+    parser.add_argument("--base-model", required=True, help="the target's Hub id")
+    parser.add_argument(
+        "--data", required=True, help="a sentence: what text it was trained on, whose licence"
+    )
+    parser.add_argument("--license", default="apache-2.0", help="of the head; default: %(default)s")
+    parser.add_argument("--repo-id", required=True, help="OWNER/NAME on the Hub")
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument("--output", type=Path, help="folder to lay it out in (default: HEAD/../publish)")
+    parser.add_argument("--dry-run", action="store_true", help="write the folder, push nothing")
+    args = parser.parse_args()
+    try:
+        rows = read_rows(args.tau)
+        if not rows:
+            raise ValueError(
+                f"no rows in {args.tau}: a card says what a head is worth; run eval/measure_tau.py"
+            )
+        config = read_config(args.head, "draft head")
+        training = read_training(args.run)
+        card = Card(args.base_model, args.license, args.data, training, rows, table(rows), config)
+        folder = write_repository(args.head, card, args.repo_id, args.output or args.head.parent / "publish")
+        print(folder if args.dry_run else push(folder, args.repo_id, args.private))
+    except (ValueError, OSError) as error:
+        sys.exit(f"publish: {' '.join(str(error).split())}")
+
+
+if __name__ == "__main__":
+    main()
