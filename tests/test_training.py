@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eagle_fsd.config import HeadConfig
 from eagle_fsd.head import DraftHead, causal_attention
 from eagle_fsd.hub import load_head, resolve_head
+from eagle_fsd.identity import differences, target_identity
 from eagle_fsd.target import TargetModel
 from eagle_fsd.training import features as features_module
 from eagle_fsd.training import trainer as trainer_module
@@ -48,7 +49,6 @@ from eagle_fsd.training.features import (
     write_atomically,
     write_shard,
 )
-from eagle_fsd.training.identity import differences, target_identity
 from eagle_fsd.training.loss import (
     LossWeights,
     head_loss,
@@ -978,7 +978,7 @@ def test_heads_are_trained_for_targets_of_several_kinds(
     assert record["sequences"] == 6 and record["held_out"]["positions"] > 0
     assert "finished" in record and "stopped" not in record
     config = json.loads((tmp_path / "head" / "config.json").read_text())
-    assert config["eagle_fsd"] == {"trained_positions": 30} and config["torch_dtype"] == "float16"
+    assert config["trained_positions"] == 30 and config["torch_dtype"] == "float16"
     head = load_head(resolve_head(str(tmp_path / "head"), "x"), 32, 128)
     best = read_checkpoint(tmp_path / "run" / BEST)["head"]
     assert torch.equal(head.fc.weight, best["fc.weight"].half().float())

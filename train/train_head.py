@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd import hub
 from eagle_fsd.config import HeadConfig
 from eagle_fsd.head import DraftHead
+from eagle_fsd.identity import target_identity
 from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel
 from eagle_fsd.training.batching import softmax_tokens, split_held_out
@@ -32,7 +33,6 @@ from eagle_fsd.training.command import run_command
 from eagle_fsd.training.data import load_examples
 from eagle_fsd.training.evaluation import hold_out
 from eagle_fsd.training.features import FeatureSequence, extract, load_features, write_atomically
-from eagle_fsd.training.identity import target_identity
 from eagle_fsd.training.loss import LossWeights, require_plain_logits
 from eagle_fsd.training.schedule import TrainConfig, initialise
 from eagle_fsd.training.trainer import BEST, Trainer, read_checkpoint
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> None:
     lm_head = target.lm_head.weight.detach().clone()
     keep = softmax_tokens(train, len(lm_head), args.softmax_tokens, target.eos_token_ids)
     logger.info("%d sequences, %d tokens, %d learned; softmax over %d", len(train), *counts(train), len(keep))
-    head = DraftHead(head_config(target))
+    head = DraftHead(head_config(target, args.max_length))
     del model, target
     initialise(head, config.seed)
     trainer = Trainer(head, train, hold_out(held, lm_head), embedding, lm_head, keep, config, args.output)
@@ -155,8 +155,7 @@ def run(args: argparse.Namespace) -> None:
     if args.export and not trainer.stop:
         best = read_checkpoint(args.output / BEST)
         head.load_state_dict(best["head"])
-        trained = {"trained_positions": args.max_length}
-        hub.save_head(head, args.export, extra={"eagle_fsd": trained}, dtype=torch.float16)
+        hub.save_head(head, args.export, dtype=torch.float16)
         logger.info("exported step %d to %s", best["step"], args.export)
 
 
@@ -180,7 +179,7 @@ def prepare_features(
     return folders + [Path(folder) for folder in args.shards]
 
 
-def head_config(target: TargetModel) -> HeadConfig:
+def head_config(target: TargetModel, trained_positions: int) -> HeadConfig:
     """A head of the target's own layer shape, with EAGLE's rotary base, 10000: all loaders agree on it."""
     config, heads = target.config, target.config.num_attention_heads
     return HeadConfig(
@@ -191,6 +190,7 @@ def head_config(target: TargetModel) -> HeadConfig:
         head_dim=getattr(config, "head_dim", None) or target.hidden_size // heads,
         vocab_size=target.vocab_size,
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        trained_positions=trained_positions,
     )
 
 

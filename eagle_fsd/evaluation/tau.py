@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from eagle_fsd.acceptance import Fuzzy, Lossless
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompts import batches
+from eagle_fsd.identity import digest, target_identity
 from eagle_fsd.padding import left_padded
 from eagle_fsd.stats import GenerationStats
 
@@ -46,20 +46,9 @@ class Cell:
 
     def key(self, engine: EagleFSD, prompts: Sequence[Sequence[int]]) -> str:
         """What a row must share to stand for this cell: the settings, the models' weights and the prompts."""
-        made_by = [
-            engine.base_model,
-            digest(engine.target.model),
-            digest(engine.head),
-            list(map(list, prompts)),
-        ]
+        head = None if engine.head is None else digest(engine.head.parameters())
+        made_by = [target_identity(engine.base_model, engine.target.model), head, list(map(list, prompts))]
         return hashlib.sha256(json.dumps([asdict(self), made_by], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def digest(model: torch.nn.Module | None) -> str:
-    """A short hash of a model's weights: a head that was trained anew in the same folder is another one."""
-    weights = {} if model is None else model.state_dict()
-    sums = [(name, float(weight.double().sum())) for name, weight in weights.items()]
-    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]
 
 
 def measure(

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eagle_fsd.checkpoint import one_line
+from eagle_fsd.identity import differences
 from eagle_fsd.training.data import Example
-from eagle_fsd.training.identity import differences
 
 logger = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ from tqdm import tqdm
 
 from eagle_fsd.checkpoint import one_line
 from eagle_fsd.head import DraftHead
+from eagle_fsd.identity import differences, digest, spread
 from eagle_fsd.training.batching import add_noise, batch_plan, collate, features_std, tokens_of_batch
 from eagle_fsd.training.evaluation import HeldOut, evaluate
 from eagle_fsd.training.features import FeatureSequence, whole_file, write_atomically
-from eagle_fsd.training.identity import differences, digest, spread
 from eagle_fsd.training.loss import Batch, head_loss
 from eagle_fsd.training.schedule import TrainConfig, learning_rate_at, make_optimizers
 
