@@ -143,7 +143,11 @@ def held_interrupt() -> Iterator[threading.Event]:
         event.set()
         signal.signal(signal.SIGINT, usual)
 
-    usual = signal.signal(signal.SIGINT, note)
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is signal.SIG_IGN:  # a job in the background: Ctrl-C is meant for another
+        yield event
+        return
+    signal.signal(signal.SIGINT, note)
     try:
         yield event
     finally:

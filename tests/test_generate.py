@@ -575,6 +575,14 @@ def test_a_value_error_in_mid_run_is_a_fault(model: ScriptedModel) -> None:
 # -- endings ----------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def interrupts_arrive() -> Iterator[None]:
+    """Whatever runs the tests: a job in the background is started with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def press_ctrl_c(times: dict[int, int]) -> Any:
     def during(step: int) -> None:
         for _ in range(times.get(step, 0)):
@@ -590,6 +598,16 @@ def test_ctrl_c_ends_after_the_step(model: ScriptedModel, capsys: pytest.Capture
     assert (code, out) == (130, "Grüß\n")
     assert err == "6 tokens in 1.0 s (6.0 tok/s), tau 3.00, 0 fuzzy accepts, lossless, interrupted\n"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_job_in_the_background_keeps_ctrl_c_ignored(
+    model: ScriptedModel, capsys: pytest.CaptureFixture
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    model.during = press_ctrl_c({1: 2})
+    code, out, err = run(capsys, "Hello?")
+    assert (code, out) == (0, f"{REPLY}\n") and "interrupted" not in err
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_ctrl_c_with_json(model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
