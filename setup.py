@@ -32,7 +32,7 @@ setup(
     ],
     extras_require={
         "train": ["tqdm>=4.60", "datasets>=3"],
-        "eval": ["tqdm>=4.60"],
+        "eval": ["tqdm>=4.60", "matplotlib>=3.7"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
         "dev": ["pytest>=8", "ruff>=0.9", "scipy>=1.11", "tqdm>=4.60"],
     },
