@@ -25,7 +25,7 @@ from pathlib import Path
 
 from eagle_fsd.training.command import run_command
 from eagle_fsd.training.data import overlap, read_jsonl, word_runs
-from eagle_fsd.training.features import write_atomically
+from eagle_fsd.training.files import write_atomically
 
 logger = logging.getLogger("make_text")
 

@@ -26,7 +26,7 @@ from eagle_fsd.training.conversations import (
     self_prompts,
     without_overlap,
 )
-from eagle_fsd.training.features import write_atomically
+from eagle_fsd.training.files import write_atomically
 
 logger = logging.getLogger("synthesize")
 

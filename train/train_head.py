@@ -1,11 +1,12 @@
 """Train an EAGLE-1/2 draft head for a target on text, and export it in EAGLE's layout.
 
-python train/train_head.py --data $EAGLE_FSD_DATA/smollm2_corpus.jsonl --output runs/head --epochs 10
---export runs/head/export
+    python train/train_head.py --data runs/answers.jsonl --output runs/head --export runs/head/export
+    accelerate launch train/train_head.py --shards runs/features/answers --output runs/head
 
 Rows: {"conversations": [{"role", "content"}, ...], "complete": true} or {"prompt", "completion"}. The target
-computes their features once; they are kept under --features and reused. Stop it with Ctrl-C or SIGTERM and
-start it again with the same command: it goes on where it was.
+computes their features once; they are kept under --features and reused, or with --online computed batch by
+batch and not kept. Stop it with Ctrl-C or SIGTERM and start it again with the same command: it goes on where
+it was. OUTPUT/curves.png shows how it goes.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import argparse
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from itertools import chain
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
@@ -29,13 +30,17 @@ from eagle_fsd.identity import target_identity
 from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel
 from eagle_fsd.training.batching import softmax_tokens, split_held_out
-from eagle_fsd.training.command import run_command
-from eagle_fsd.training.data import load_examples
+from eagle_fsd.training.command import add_text_arguments, read_examples, run_command
+from eagle_fsd.training.curves import plot_curves
 from eagle_fsd.training.evaluation import hold_out
-from eagle_fsd.training.features import FeatureSequence, extract, load_features, write_atomically
+from eagle_fsd.training.features import OnlineFeatures, estimate, extract
+from eagle_fsd.training.files import write_atomically
 from eagle_fsd.training.loss import LossWeights, require_plain_logits
+from eagle_fsd.training.runs import BEST, read_checkpoint
 from eagle_fsd.training.schedule import TrainConfig, initialise
-from eagle_fsd.training.trainer import BEST, Trainer, read_checkpoint
+from eagle_fsd.training.shards import Features, StoredFeatures
+from eagle_fsd.training.trackers import TRACKERS, require_tracker
+from eagle_fsd.training.trainer import Trainer, flat
 
 logger = logging.getLogger("train_head")
 
@@ -44,70 +49,66 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    defaults = TrainConfig()
-    parser.add_argument(
-        "--base-model", default=hub.DEFAULT_TARGET, help="the target: a name, a folder or a Hub id"
-    )
-    parser.add_argument("--data", nargs="*", default=[], help="JSONL files that teach their answers")
-    parser.add_argument(
-        "--text",
-        nargs="*",
-        default=[],
-        help="JSONL files that teach at every position (text the target did not write)",
-    )
-    parser.add_argument(
+    add_text_arguments(parser)
+    add = parser.add_argument
+    add(
         "--shards",
+        type=Path,
         nargs="*",
         default=[],
-        help="folders of feature shards that an earlier run left under its --features, for the same target",
+        help="folders of feature shards of the same target, from extract_features.py or another run's "
+        "--features",
     )
-    parser.add_argument("--features", type=Path, help="where features are kept (default: OUTPUT/features)")
-    parser.add_argument(
-        "--output", type=Path, required=True, help="the run's folder: checkpoint, best head, log"
-    )
-    parser.add_argument("--export", type=Path, help="write the best head there in EAGLE's layout at the end")
-    parser.add_argument(
-        "--max-length",
-        type=int,
-        default=512,
-        help="tokens kept of each row; the head's config.json names it as what it was trained on; "
-        "default: %(default)s",
-    )
-    parser.add_argument("--rows", type=int, help="at most so many rows of each file")
-    parser.add_argument(
-        "--held-out", type=int, default=48, help="sequences kept for evaluation, drawn from the first source"
-    )
-    parser.add_argument(
+    add("--online", action="store_true", help="compute features batch by batch and store none")
+    add("--features", type=Path, help="where features are kept (default: OUTPUT/features)")
+    add("--output", type=Path, required=True, help="the run's folder: checkpoint, best head, log, curves")
+    add("--export", type=Path, help="write the best head there in EAGLE's layout at the end")
+    add("--init-head", help="a head to go on with, a folder or a Hub id (default: a new one for the target)")
+    add("--held-out", type=int, default=48, help="sequences kept for evaluation, drawn from the first source")
+    add(
         "--softmax-tokens",
         type=int,
         default=8192,
-        help="the loss's softmax is over so many frequent tokens, and the batch's own",
+        help="the loss's softmax is over so many frequent tokens, and the batch's own; default: %(default)s",
     )
-    parser.add_argument(
-        "--extract-dtype",
-        default="bfloat16",
-        choices=("bfloat16", "float32"),
-        help="what the target computes in and features are kept in; default: %(default)s",
-    )
-    parser.add_argument("--threads", type=int, default=0, help="torch threads (0: leave)")
-    for name in (
-        "epochs",
-        "minutes",
-        "learning_rate",
-        "warmup",
-        "weight_decay",
-        "clip",
-        "noise",
-        "unroll_after",
-    ):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults, name))
-    for name in ("batch_tokens", "unroll", "eval_every", "checkpoint_every", "seed"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
-    parser.add_argument("--optimizer", default=defaults.optimizer, choices=("adamw", "muon"))
-    for name in ("regression", "cross_entropy", "decay"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults.loss, name))
-    parser.add_argument("--float32", action="store_true", help="train without bfloat16 autocast")
+    add("--threads", type=int, default=0, help="torch threads (0: leave)")
+    add("--report-to", default="none", choices=("none", *TRACKERS), help="a tracker; default: %(default)s")
+    defaults = TrainConfig()
+    for name, text in SETTINGS.items():
+        value = getattr(defaults, name)
+        add(
+            f"--{name.replace('_', '-')}",
+            type=type(value),
+            default=value,
+            help=f"{text}; default: %(default)s",
+        )
+    for name, text in LOSS_SETTINGS.items():
+        add(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults.loss, name), help=text)
+    add("--float32", action="store_true", help="train without bfloat16 autocast")
     return parser.parse_args()
+
+
+SETTINGS = {
+    "epochs": "how often the data is seen",
+    "minutes": "end the schedule after so many, if that is sooner; 0: off",
+    "batch_tokens": "tokens of a padded batch",
+    "accumulate": "batches that each process adds up for one update",
+    "learning_rate": "at its height",
+    "warmup": "share of the run in which the rate grows",
+    "weight_decay": "AdamW's, on matrices",
+    "clip": "longest gradient",
+    "noise": "width of the uniform noise on features, in stds; EAGLE-1 takes 0.2",
+    "unroll": "drafting steps that a batch teaches",
+    "unroll_after": "share of the run with a single step, which is more than twice as fast",
+    "eval_every": "steps between held-out evaluations",
+    "checkpoint_every": "steps between checkpoints",
+    "seed": "of order, noise and the new head",
+}
+LOSS_SETTINGS = {
+    "regression": "weight of SmoothL1 on features; default: %(default)s",
+    "cross_entropy": "weight of the soft cross-entropy; default: %(default)s",
+    "decay": "weight of a drafting step over the one before; default: %(default)s",
+}
 
 
 def main() -> None:
@@ -122,32 +123,45 @@ def run(args: argparse.Namespace) -> None:
     )
     if not (args.data or args.text or args.shards):
         raise ValueError("no data: give --data, --text or --shards")
+    if args.online and args.shards:
+        raise ValueError("--online with --shards: stored features need no target in the loop; drop one")
     if args.threads:
         torch.set_num_threads(args.threads)
+    trackers = require_tracker(args.report_to)
+    accelerator = Accelerator(log_with=trackers, project_dir=args.output)
     source = hub.resolve_target(args.base_model)
-    model, tokenizer = hub.load_target(source, args.extract_dtype, "cpu")
+    model, tokenizer = hub.load_target(source, args.extract_dtype, accelerator.device)
     target = TargetModel(model)
     require_plain_logits(target)
-    identity = target_identity(source.name, model)
-    folders = prepare_features(args, target, tokenizer, identity)
-    sources = [load_features(folder, identity) for folder in folders]
-    train, held = split_held_out(list(chain(*sources)), args.held_out, config.seed, len(sources[0]))
+    data, first_source = prepare_features(args, target, tokenizer, source.name, accelerator)
+    train, held = split_held_out(len(data.tokens), args.held_out, config.seed, first_source)
     embedding = model.get_input_embeddings().weight.detach().clone()
     lm_head = target.lm_head.weight.detach().clone()
-    keep = softmax_tokens(train, len(lm_head), args.softmax_tokens, target.eos_token_ids)
-    logger.info("%d sequences, %d tokens, %d learned; softmax over %d", len(train), *counts(train), len(keep))
-    head = DraftHead(head_config(target, args.max_length))
+    keep = softmax_tokens(
+        [data.tokens[number] for number in train], len(lm_head), args.softmax_tokens, target.eos_token_ids
+    )
+    tokens, learned = counts(data, train)
+    logger.info(
+        "%d sequences, %d tokens, %d learned; softmax over %d", len(train), tokens, learned, len(keep)
+    )
+    head = starting_head(args, target, source.name)
+    held_out = hold_out(data.read(held), lm_head)
     del model, target
-    initialise(head, config.seed)
-    trainer = Trainer(head, train, hold_out(held, lm_head), embedding, lm_head, keep, config, args.output)
+    trainer = Trainer(head, data, train, held_out, embedding, lm_head, keep, config, args.output, accelerator)
+    accelerator.init_trackers("eagle_fsd", flat(trainer.identity["config"]))
     result = trainer.run()
+    accelerator.end_training()
+    if not accelerator.is_main_process:
+        return
+    plot_curves(args.output)
     end = {"finished": time.strftime("%Y-%m-%d %H:%M"), "held_out": result}
     record = provenance() | {
         "sequences": len(train),
-        "tokens": counts(train)[0],
-        "learned_tokens": counts(train)[1],
+        "tokens": tokens,
+        "learned_tokens": learned,
         "softmax_tokens": len(keep),
         "steps": trainer.step,
+        "processes": accelerator.num_processes,
         "training_seconds": round(trainer.seconds),
         **({"stopped": True} if trainer.stop else end),
     }
@@ -163,20 +177,43 @@ def prepare_features(
     args: argparse.Namespace,
     target: TargetModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    identity: Mapping[str, str],
-) -> list[Path]:
-    """Extract what is missing; the folders of shards, in the order given."""
-    if tokenizer is None and (args.data or args.text):
-        raise ValueError(
-            f"target {identity['name']!r} has no tokenizer: name a folder or Hub id that holds one"
-        )
+    target_name: str,
+    accelerator: Accelerator,
+) -> tuple[Features, int]:
+    """The features of all sources, those that are missing extracted first, and how many the first one has."""
+    files = read_examples(args, tokenizer, target_name)
+    if args.online:
+        sources = list(files.values())
+        return OnlineFeatures(target.decoder, [one for source in sources for one in source]), len(sources[0])
+    identity = target_identity(target_name, target.model)
     root = args.features or args.output / "features"
-    folders = []
-    for path, learn_all in [(path, False) for path in args.data] + [(path, True) for path in args.text]:
-        examples, _ = load_examples(path, tokenizer, args.max_length, learn_all, args.rows)
-        folder = root / Path(path).stem
-        folders.append(extract(target.decoder, examples, folder, identity, dtype=target.dtype))
-    return folders + [Path(folder) for folder in args.shards]
+    for name, examples in files.items():
+        cost = estimate(target.decoder, examples, root / name, dtype=target.dtype)
+        if cost.tokens:
+            logger.info("features of %s: %s", name, cost)
+    share = (accelerator.process_index, accelerator.num_processes)
+    folders = [
+        extract(target.decoder, examples, root / name, identity, dtype=target.dtype, share=share)
+        for name, examples in files.items()
+    ]
+    accelerator.wait_for_everyone()
+    folders += args.shards
+    first = StoredFeatures(folders[:1], identity)
+    return StoredFeatures(folders, identity), len(first.tokens)
+
+
+def starting_head(args: argparse.Namespace, target: TargetModel, target_name: str) -> DraftHead:
+    """A new head for the target, or --init-head's, to go on with."""
+    if args.init_head is None:
+        head = DraftHead(head_config(target, args.max_length))
+        initialise(head, args.seed)
+        return head
+    found = hub.resolve_head(args.init_head, target_name)
+    head = hub.load_head(found, target.hidden_size, target.vocab_size).train()
+    known = head.config.trained_positions or 0
+    head.config = replace(head.config, trained_positions=max(known, args.max_length))
+    logger.info("starting from head %s", found.name)
+    return head
 
 
 def head_config(target: TargetModel, trained_positions: int) -> HeadConfig:
@@ -194,9 +231,10 @@ def head_config(target: TargetModel, trained_positions: int) -> HeadConfig:
     )
 
 
-def counts(sequences: Sequence[FeatureSequence]) -> tuple[int, int]:
-    return sum(len(sequence.tokens) for sequence in sequences), sum(
-        int(sequence.learn.sum()) for sequence in sequences
+def counts(data: Features, numbers: Sequence[int]) -> tuple[int, int]:
+    """Tokens of these examples, and how many of them are learned."""
+    return sum(len(data.tokens[number]) for number in numbers), sum(
+        int(data.learn[number].sum()) for number in numbers
     )
 
 

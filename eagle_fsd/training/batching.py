@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagle_fsd.training.features import FeatureSequence, batches_by_length
+from eagle_fsd.training.data import batches_by_length
 from eagle_fsd.training.loss import Batch, pair
+from eagle_fsd.training.shards import Features, FeatureSequence
 
 
 def collate(sequences: Sequence[FeatureSequence]) -> Batch:
@@ -61,17 +62,15 @@ def add_noise(batch: Batch, amount: float, std: float, seed: int) -> Batch:
     )
 
 
-def features_std(sequences: Sequence[FeatureSequence], most: int = 500) -> float:
-    """The std of the features that are learned, one for all dimensions, over the first `most` sequences."""
-    parts = [sequence.features[sequence.learn].float() for sequence in sequences[:most]]
+def features_std(data: Features, numbers: Sequence[int], most: int = 64) -> float:
+    """The std of the features that are learned, one for all dimensions, over the first `most` of these."""
+    parts = [sequence.features[sequence.learn].float() for sequence in data.read(numbers[:most])]
     return max(torch.cat(parts).std().item(), 1e-6)
 
 
-def split_held_out(
-    sequences: Sequence[FeatureSequence], count: int, seed: int, first_source: int
-) -> tuple[list[FeatureSequence], list[FeatureSequence]]:
-    """Training and held-out sequences; the held-out ones are drawn from the first `first_source`."""
-    most = min(first_source, len(sequences) - 1)
+def split_held_out(total: int, count: int, seed: int, first_source: int) -> tuple[list[int], list[int]]:
+    """Numbers of training and held-out sequences of `total`; the latter are drawn from the first source's."""
+    most = min(first_source, total - 1)
     if not 0 < count <= most:
         raise ValueError(
             f"held_out is {count}: it must be in 1..{most}, sequences of the first source with one left to "
@@ -79,18 +78,15 @@ def split_held_out(
         )
     order = torch.randperm(first_source, generator=torch.Generator().manual_seed(seed))
     chosen = set(order[:count].tolist())
-    train = [sequence for number, sequence in enumerate(sequences) if number not in chosen]
-    return train, [sequences[number] for number in sorted(chosen)]
+    return [number for number in range(total) if number not in chosen], sorted(chosen)
 
 
-def softmax_tokens(
-    sequences: Sequence[FeatureSequence], vocab_size: int, most: int, always: Sequence[int] = ()
-) -> Tensor:
-    """The tokens that every batch's softmax runs over, ascending: the data's `most` frequent.
+def softmax_tokens(texts: Sequence[Tensor], vocab_size: int, most: int, always: Sequence[int] = ()) -> Tensor:
+    """The tokens that every batch's softmax runs over, ascending: the texts' `most` frequent.
 
     always: tokens that must be among them (the end tokens).
     """
-    counts = torch.bincount(torch.cat([sequence.tokens for sequence in sequences]), minlength=vocab_size)
+    counts = torch.bincount(torch.cat(list(texts)), minlength=vocab_size)
     counts[list(always)] = counts.sum() + 1
     best = counts.argsort(descending=True, stable=True)[:most]
     return best[counts[best] > 0].sort().values

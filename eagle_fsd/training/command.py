@@ -1,4 +1,4 @@
-"""What the scripts of train/ share: progress on stderr, and a user's mistake as one line."""
+"""What the scripts of train/ share: text arguments, progress on stderr, and a user's mistake as one line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
+from eagle_fsd import hub
 from eagle_fsd.checkpoint import one_line
+from eagle_fsd.training.data import Example, load_examples
 
 
 def run_command(name: str, run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
@@ -19,3 +24,50 @@ def run_command(name: str, run: Callable[[argparse.Namespace], None], args: argp
         sys.exit(f"{name}: {one_line(error, 1000)}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """The target, and the text that a head is taught on."""
+    parser.add_argument(
+        "--base-model", default=hub.DEFAULT_TARGET, help="the target: a name, a folder or a Hub id"
+    )
+    parser.add_argument(
+        "--data", type=Path, nargs="*", default=[], help="JSONL files that teach their answers"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="JSONL files that teach at every position (text the target did not write)",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=512,
+        help="tokens kept of each row; the head's config.json names it as what it was trained on; "
+        "default: %(default)s",
+    )
+    parser.add_argument("--rows", type=int, help="at most so many rows of each file")
+    parser.add_argument(
+        "--extract-dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="what the target computes in and features are kept in; default: %(default)s",
+    )
+
+
+def read_examples(
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None, target_name: str
+) -> dict[str, list[Example]]:
+    """The examples of every file of --data and --text, by a name for its folder of features."""
+    if tokenizer is None and (args.data or args.text):
+        raise ValueError(f"target {target_name!r} has no tokenizer: name a folder or Hub id that holds one")
+    found: dict[str, list[Example]] = {}
+    for path, learn_all in [(path, False) for path in args.data] + [(path, True) for path in args.text]:
+        if path.stem in found:
+            raise ValueError(
+                f"two files are named {path.stem!r}: each names the folder of its features; rename one"
+            )
+        found[path.stem], _ = load_examples(path, tokenizer, args.max_length, learn_all, args.rows)
+    return found

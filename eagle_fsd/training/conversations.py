@@ -23,7 +23,7 @@ from eagle_fsd.prompts import prompt_of, read_prompts
 from eagle_fsd.target import TargetModel
 from eagle_fsd.text import encode
 from eagle_fsd.training.data import overlap, word_runs
-from eagle_fsd.training.features import write_atomically
+from eagle_fsd.training.files import write_atomically
 from eagle_fsd.training.synthesis import Answer, Question, write_answers
 
 logger = logging.getLogger(__name__)

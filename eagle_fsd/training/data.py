@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,3 +169,16 @@ def word_runs(text: str, run: int = 8) -> Iterator[tuple[str, ...]]:
     """Every run of so many consecutive words, lower case; a shorter text is one run."""
     words = re.findall(r"\w+", text.lower())
     return (tuple(words[start : start + run]) for start in range(max(len(words) - run, 0) + 1))
+
+
+def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices grouped by length so that a padded batch holds at most `max_tokens`, or a single row."""
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    group: list[int] = []
+    for index in order:
+        if group and (len(group) + 1) * lengths[index] > max_tokens:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_fsd.head import DraftHead
-from eagle_fsd.training.features import FeatureSequence
 from eagle_fsd.training.loss import learn_masks, unroll
+from eagle_fsd.training.shards import FeatureSequence
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,15 @@ class HeldOut:
     lm_head: Tensor
     depth: int = 5
 
+    def to(self, device: torch.device) -> HeldOut:
+        """The same on a device."""
+        moved = [
+            FeatureSequence(*(part.to(device) for part in (one.tokens, one.learn, one.features)))
+            for one in self.sequences
+        ]
+        greedy = [tokens.to(device) for tokens in self.greedy]
+        return HeldOut(moved, greedy, self.lm_head.to(device), self.depth)
+
 
 @torch.no_grad()
 def best_tokens(features: Tensor, lm_head: Tensor, k: int, rows: int = 256) -> Tensor:
@@ -34,7 +43,7 @@ def best_tokens(features: Tensor, lm_head: Tensor, k: int, rows: int = 256) -> T
     parts = [
         F.linear(block.to(lm_head.dtype), lm_head).topk(k, dim=-1).indices for block in features.split(rows)
     ]
-    return torch.cat(parts) if parts else torch.empty(0, k, dtype=torch.int64)
+    return torch.cat(parts) if parts else torch.empty(0, k, dtype=torch.int64, device=features.device)
 
 
 def hold_out(sequences: Sequence[FeatureSequence], lm_head: Tensor, depth: int = 5) -> HeldOut:
@@ -73,7 +82,9 @@ def evaluate(head: DraftHead, held_out: HeldOut, embedding: Tensor, k: int = 8) 
         predictions = unroll(head, features, F.embedding(sequence.tokens[None, 1:], embedding).float(), depth)
         masks = learn_masks(sequence.learn[None, 1:], depth)
         goal = greedy[1:]  # at index j: the target's token after x_{j+1}
-        alive = torch.ones(2, len(goal), dtype=torch.bool)  # by index j at the current step
+        alive = torch.ones(
+            2, len(goal), dtype=torch.bool, device=goal.device
+        )  # by index j at the current step
         for step, (prediction, mask) in enumerate(zip(predictions, masks, strict=True)):
             if step:
                 alive = F.pad(alive, (1, 0))[:, :-1]  # the draft that is now at j was at j - 1
@@ -81,15 +92,15 @@ def evaluate(head: DraftHead, held_out: HeldOut, embedding: Tensor, k: int = 8) 
             best = best_tokens(prediction[0, where], held_out.lm_head, k)
             right = best == goal[where, None]
             top = torch.stack((right[:, 0], right.any(-1)))  # [2, N]
-            hits[:2, step] += top.sum(1)
+            hits[:2, step] += top.sum(1).cpu()
             hits[2, step] += len(where)
             alive_here = torch.zeros_like(alive)
             alive_here[:, where] = top & alive[:, where]
             alive = alive_here
-            reached[:2, step] += alive.sum(1)
+            reached[:2, step] += alive.sum(1).cpu()
             reached[2, step] += len(where)
             # A chain goes on along the text alone: where sampled text left the greedy path, it is cut.
-            followed = torch.ones(len(goal), dtype=torch.bool)
+            followed = torch.ones_like(goal, dtype=torch.bool)
             followed[:-1] = sequence.tokens[2:] == goal[:-1]
             alive = alive & followed
     share = reached[:2] / reached[2].clamp_min(1)

@@ -1,44 +1,26 @@
-"""The target's features for a list of examples, computed once and kept in shards on disk; knows no loss.
-
-A shard holds whole examples back to back: `tokens` int32 [T], `learn` bool [T], `features` [T, d] (after the
-target's final norm) and `offsets` int64 [examples + 1]. Shards are written by rename, so a run that was
-stopped goes on at the first missing one. A manifest beside them names the target and the data.
-"""
+"""The target's features for a list of examples: computed once into shards, or when a batch asks for them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import shutil
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eagle_fsd.checkpoint import one_line
 from eagle_fsd.identity import differences
-from eagle_fsd.training.data import Example
+from eagle_fsd.training.data import Example, batches_by_length
+from eagle_fsd.training.files import write_atomically
+from eagle_fsd.training.shards import MANIFEST, FeatureSequence, read_manifest, shard_path, write_shard
 
 logger = logging.getLogger(__name__)
-
-MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True)
-class FeatureSequence:
-    """One example with the target's features: tokens [n] int64, learn [n] bool, features [n, d]."""
-
-    tokens: Tensor
-    learn: Tensor
-    features: Tensor
 
 
 def fingerprint(examples: Sequence[Example]) -> str:
@@ -49,27 +31,13 @@ def fingerprint(examples: Sequence[Example]) -> str:
     return digest.hexdigest()[:16]
 
 
-def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices grouped by length so that a padded batch holds at most `max_tokens`, or a single row."""
-    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
-    group: list[int] = []
-    for index in order:
-        if group and (len(group) + 1) * lengths[index] > max_tokens:
-            yield group
-            group = []
-        group.append(index)
-    if group:
-        yield group
-
-
 @torch.inference_mode()
-def features_of(
-    base_model: nn.Module, examples: Sequence[Example], batch_tokens: int, device: torch.device | str
-) -> list[Tensor]:
+def features_of(base_model: nn.Module, examples: Sequence[Example], batch_tokens: int) -> list[Tensor]:
     """The final-norm features [n, d] of every example, in order.
 
     Rows are padded on the right and attention is causal: no real token sees padding, which needs no mask.
     """
+    device = next(base_model.parameters()).device
     result: list[Tensor | None] = [None] * len(examples)
     for group in batches_by_length([len(example.tokens) for example in examples], batch_tokens):
         longest = max(len(examples[index].tokens) for index in group)
@@ -82,6 +50,76 @@ def features_of(
     return [features for features in result if features is not None]
 
 
+class OnlineFeatures:
+    """Examples whose features the target computes each time they are read; nothing is stored."""
+
+    def __init__(self, base_model: nn.Module, examples: Sequence[Example], batch_tokens: int = 2048) -> None:
+        self.base_model, self.examples, self.batch_tokens = base_model, examples, batch_tokens
+        self.tokens = [torch.tensor(example.tokens) for example in examples]
+        self.learn = [torch.tensor(example.learn) for example in examples]
+
+    def read(self, numbers: Sequence[int]) -> list[FeatureSequence]:
+        """The examples of these numbers with their features, in that order."""
+        made = features_of(self.base_model, [self.examples[number] for number in numbers], self.batch_tokens)
+        return [
+            # A tensor made under inference mode takes no part in training: a copy does.
+            FeatureSequence(self.tokens[number], self.learn[number], rows.clone())
+            for number, rows in zip(numbers, made, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an extraction still takes: tokens to read, bytes of disk, seconds on one process."""
+
+    tokens: int
+    size: int
+    seconds: float
+
+    def __str__(self) -> str:
+        minutes = self.seconds / 60
+        return f"{self.tokens:,} tokens, {self.size / 1e9:.2f} GB on disk, about {minutes:.1f} minutes"
+
+
+def estimate(
+    base_model: nn.Module,
+    examples: Sequence[Example],
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    shard_examples: int = 128,
+    batch_tokens: int = 2048,
+) -> Cost:
+    """What `extract` with these arguments still costs, by timing the target on one batch of the examples.
+
+    Raises OSError where the folder's disk is too small for it.
+    """
+    starts = range(0, len(examples), shard_examples)
+    missing = [start for number, start in enumerate(starts) if not shard_path(folder, number).is_file()]
+    left = [example for start in missing for example in examples[start : start + shard_examples]]
+    tokens = sum(len(example.tokens) for example in left)
+    if not tokens:
+        return Cost(0, 0, 0.0)
+    sample = next(iter(batches_by_length([len(example.tokens) for example in left][-64:], batch_tokens)))
+    sample_examples = [left[-64:][index] for index in sample]
+    width = features_of(base_model, sample_examples, batch_tokens)[0].shape[1]  # the first call warms up
+    started = time.perf_counter()
+    features_of(base_model, sample_examples, batch_tokens)
+    per_token = (time.perf_counter() - started) / sum(len(example.tokens) for example in sample_examples)
+    cost = Cost(
+        tokens, tokens * (width * dtype.itemsize + 5), tokens * per_token
+    )  # 4 of a token, 1 of a flag
+    free = shutil.disk_usage(
+        next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    ).free
+    if cost.size > free:
+        raise OSError(
+            f"features of {cost} do not fit beside {folder}, which has {free / 1e9:.2f} GB free: name a "
+            "folder on a larger disk, give fewer rows, or train with --online, which stores nothing"
+        )
+    return cost
+
+
 def extract(
     base_model: nn.Module,
     examples: Sequence[Example],
@@ -91,12 +129,13 @@ def extract(
     dtype: torch.dtype = torch.bfloat16,
     shard_examples: int = 128,
     batch_tokens: int = 2048,
-    device: torch.device | str = "cpu",
+    share: tuple[int, int] = (0, 1),
 ) -> Path:
     """Write the features of `examples` under `folder`, which is returned; goes on with an earlier run's.
 
     target: who computes them (see target_identity); features of another, or of other examples, are refused.
-    dtype: what they are stored in.
+    dtype: what they are stored in. share: this process's number and how many there are; they take the shards
+    in turn.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,93 +151,18 @@ def extract(
                 f"features in {folder} belong to another target, other data or settings ({changed}); "
                 "remove the folder or name another"
             )
-    else:
+    elif share[0] == 0:
         write_atomically(folder / MANIFEST, json.dumps(manifest))
-    starts = range(0, len(examples), shard_examples)
-    for number, start in enumerate(tqdm(starts, desc="features", unit="shard", mininterval=5)):
+    starts = list(enumerate(range(0, len(examples), shard_examples)))[share[0] :: share[1]]
+    for number, start in tqdm(starts, desc=f"features of {folder.name}", unit="shard", mininterval=5):
         path = shard_path(folder, number)
         if path.is_file():
             continue
         part = examples[start : start + shard_examples]
-        features = features_of(base_model, part, batch_tokens, device)
+        features = features_of(base_model, part, batch_tokens)
         made = [
             FeatureSequence(torch.tensor(example.tokens), torch.tensor(example.learn), rows)
             for example, rows in zip(part, features, strict=True)
         ]
         write_shard(path, made, dtype)
     return folder
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What the features of a folder were made from; ValueError where it does not say."""
-    try:
-        return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"{folder} has no readable {MANIFEST}: a folder of features must have one; extract them again"
-        ) from error
-
-
-def load_features(folder: str | Path, target: Mapping[str, str]) -> list[FeatureSequence]:
-    """All sequences of a folder's finished shards, in order; ValueError for features of another target."""
-    folder = Path(folder)
-    paths = sorted(folder.glob("shard_*.safetensors"))
-    if not paths:
-        raise ValueError(f"no feature shards in {str(folder)!r}; run the extraction first")
-    if changed := differences({"target": read_manifest(folder).get("target")}, {"target": target}):
-        raise ValueError(
-            f"features in {folder} belong to another target ({changed}); extract them with this one"
-        )
-    return list(chain.from_iterable(load_shard(path) for path in paths))
-
-
-def load_shard(path: Path) -> list[FeatureSequence]:
-    """The sequences of one shard; their tensors are views of it."""
-    try:
-        shard = load_file(path)
-        tokens, learn, features = shard["tokens"].long(), shard["learn"], shard["features"]
-        bounds = shard["offsets"].tolist()
-    except (SafetensorError, KeyError) as error:
-        raise ValueError(
-            f"{path} is no whole feature shard ({error}); remove it and extract again"
-        ) from error
-    return [
-        FeatureSequence(tokens[start:end], learn[start:end], features[start:end])
-        for start, end in pairwise(bounds)
-    ]
-
-
-def write_shard(path: Path, sequences: Sequence[FeatureSequence], dtype: torch.dtype) -> None:
-    """Write sequences as one shard; a reader sees all of it or nothing."""
-    lengths = torch.tensor([0] + [len(sequence.tokens) for sequence in sequences])
-    shard = {
-        "tokens": torch.cat([sequence.tokens for sequence in sequences]).to(torch.int32),
-        "learn": torch.cat([sequence.learn for sequence in sequences]),
-        "features": torch.cat([sequence.features for sequence in sequences]).to(dtype),
-        "offsets": lengths.cumsum(0),
-    }
-    with whole_file(path) as partial:
-        save_file(shard, partial)
-
-
-def shard_path(folder: Path, number: int) -> Path:
-    return folder / f"shard_{number:05d}.safetensors"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small text file so that a reader never sees half of it."""
-    with whole_file(path) as partial:
-        partial.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Where to write what then takes the place of `path`; OSError where the disk does not take it."""
-    partial = path.with_suffix(path.suffix + ".partial")
-    try:
-        yield partial
-    except (RuntimeError, SafetensorError) as error:  # torch's and safetensors' word for a full disk
-        raise OSError(
-            f"{path} cannot be written ({one_line(error, 80)}): free some space and start again"
-        ) from error
-    partial.replace(path)

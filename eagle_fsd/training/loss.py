@@ -50,6 +50,10 @@ class Batch:
     goals: Tensor
     learn: Tensor
 
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device."""
+        return Batch(*(part.to(device) for part in (self.features, self.next_tokens, self.goals, self.learn)))
+
 
 def pair(tokens: Tensor, features: Tensor, learn: Tensor) -> Batch:
     """Pair padded sequences: tokens [B, n + 1], features [B, n + 1, d], learn [B, n + 1] (no padding)."""
@@ -205,8 +209,8 @@ def head_loss(
     feature_std: float,
     steps: int,
     weights: LossWeights,
-) -> tuple[Tensor, list[float]]:
-    """EAGLE-1's loss, averaged over the drafting steps; also the cross-entropy of each step for the log.
+) -> tuple[Tensor, Tensor]:
+    """EAGLE-1's loss, averaged over the drafting steps; also the cross-entropy [steps] of each for the log.
 
     embedding [V, d] is the target's table, weight [S, d] the rows of its lm_head that take part in the
     softmax. Whatever comes of the target is a constant: gradients reach the head alone.
@@ -219,9 +223,10 @@ def head_loss(
     p = target_probabilities(goals[batch.learn], weight)  # [N, S], a row for each index of the first mask
     row_of = torch.full(batch.learn.shape, -1, device=p.device)
     row_of[batch.learn] = torch.arange(len(p), device=p.device)
-    total = torch.zeros((), device=p.device)
+    # Bound to the head even where nothing is learned: data-parallel processes all wait for its gradients.
+    total = predictions[-1].sum() * 0.0
     scale = 0.0
-    entropies: list[float] = []
+    entropies = torch.full((steps,), math.nan, device=p.device)
     for step, (prediction, mask) in enumerate(zip(predictions, learn_masks(batch.learn, steps), strict=True)):
         if not mask.any():
             continue
@@ -232,5 +237,5 @@ def head_loss(
         factor = weights.decay**step
         total = total + factor * (weights.cross_entropy * cross_entropy + weights.regression * regression)
         scale += factor
-        entropies.append(cross_entropy.item())
+        entropies[step] = cross_entropy.detach()
     return total / max(scale, 1e-9), entropies

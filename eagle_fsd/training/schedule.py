@@ -1,4 +1,4 @@
-"""How a run goes: its settings, the head's start, learning rate and optimizers."""
+"""How a run goes: its settings, the head's start, learning rate and optimizer."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class TrainConfig:
     """One run.
 
     minutes: 0 is off, else the schedule ends at whichever comes first, the epochs' end or the time's.
+    accumulate: batches of batch_tokens in each process's share of a step.
     unroll: drafting steps per batch from the share `unroll_after` of the run on; before that 1, which is
     more than twice as fast.
     """
@@ -28,9 +29,9 @@ class TrainConfig:
     epochs: float = 10.0
     minutes: float = 0.0
     batch_tokens: int = 4096
+    accumulate: int = 1
     learning_rate: float = 1e-3
     warmup: float = 0.03
-    optimizer: str = "adamw"
     weight_decay: float = 0.01
     clip: float = 0.5
     noise: float = 0.0
@@ -46,6 +47,7 @@ class TrainConfig:
         for name in (
             "epochs",
             "batch_tokens",
+            "accumulate",
             "learning_rate",
             "clip",
             "unroll",
@@ -67,10 +69,6 @@ class TrainConfig:
                     f"{name} is {getattr(self, name)!r}: it is a share of the run, at least 0 and below 1; "
                     f"change --{option(name)}"
                 )
-        if self.optimizer not in ("adamw", "muon"):
-            raise ValueError(
-                f"optimizer is {self.optimizer!r}: it must be 'adamw' or 'muon'; change --optimizer"
-            )
 
 
 def initialise(head: DraftHead, seed: int) -> None:
@@ -101,20 +99,13 @@ def learning_rate_at(progress: float, config: TrainConfig) -> float:
     )
 
 
-def make_optimizers(head: DraftHead, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """AdamW for all, or Muon for the matrices and AdamW for the rest; both take the same learning rate."""
-    matrices = [parameter for parameter in head.parameters() if parameter.ndim == 2]
-    others = [parameter for parameter in head.parameters() if parameter.ndim != 2]
-    if config.optimizer == "muon":
-        muon = torch.optim.Muon(
-            matrices,
-            lr=config.learning_rate,
-            weight_decay=config.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        return [muon, torch.optim.AdamW(others, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)]
+def make_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with EAGLE-1's betas; weight decay is for the matrices alone."""
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in head.parameters() if (parameter.ndim == 2) == matrices],
+            "weight_decay": config.weight_decay * matrices,
+        }
+        for matrices in (True, False)
     ]
-    return [torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))

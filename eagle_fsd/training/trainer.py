@@ -1,127 +1,159 @@
-"""The training loop: sequences with features in, a trained head out; knows no text and no models' names.
+"""The training loop: examples with features in, a trained head out; knows no text and no models' names.
 
-Everything random at step s comes from (seed, s), so a run that was stopped, or killed, goes on with the very
-losses of one that was not. With `minutes` the schedule follows the clock, and no two runs are the same.
+Everything random in a batch comes from the seed and the batch's place in the run, so a run that was stopped,
+or killed, goes on with the very losses of one that was not. With `minutes` the schedule follows the clock,
+and no two runs are the same. Several processes and accumulated batches divide one step's batches among them.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import logging
-import pickle
-import signal
+import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import asdict
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from accelerate import Accelerator
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from eagle_fsd.checkpoint import one_line
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import differences, digest, spread
 from eagle_fsd.training.batching import add_noise, batch_plan, collate, features_std, tokens_of_batch
 from eagle_fsd.training.evaluation import HeldOut, evaluate
-from eagle_fsd.training.features import FeatureSequence, whole_file, write_atomically
-from eagle_fsd.training.loss import Batch, head_loss
-from eagle_fsd.training.schedule import TrainConfig, learning_rate_at, make_optimizers
+from eagle_fsd.training.loss import Batch, LossWeights, head_loss
+from eagle_fsd.training.runs import (
+    BEST,
+    CHECKPOINT,
+    append_record,
+    cut_log,
+    read_checkpoint,
+    save_atomically,
+    stop_on_signals,
+)
+from eagle_fsd.training.schedule import TrainConfig, learning_rate_at, make_optimizer
+from eagle_fsd.training.shards import Features
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT = "checkpoint.pt"
-BEST = "best.pt"
-LOG = "log.jsonl"
-# What torch.load raises for a file that is cut short or another's.
-DAMAGE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, LookupError, TypeError, ValueError)
+
+class HeadLoss(nn.Module):
+    """The head behind its loss: one forward a batch, as data-parallel wrappers want it."""
+
+    def __init__(self, head: DraftHead, weights: LossWeights, feature_std: float) -> None:
+        super().__init__()
+        self.head, self.weights, self.feature_std = head, weights, feature_std
+
+    def forward(self, batch: Batch, embedding: Tensor, weight: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        return head_loss(self.head, batch, embedding, weight, self.feature_std, steps, self.weights)
 
 
 class Trainer:
-    """The state of one run in `folder`: head, optimizers, step and seconds so far."""
+    """The state of one run in `folder`: head, optimizer, step and seconds so far."""
 
     def __init__(
         self,
         head: DraftHead,
-        sequences: Sequence[FeatureSequence],
+        data: Features,
+        numbers: Sequence[int],
         held_out: HeldOut,
         embedding: Tensor,
         lm_head: Tensor,
         common: Tensor,
         config: TrainConfig,
         folder: str | Path,
+        accelerator: Accelerator | None = None,
     ) -> None:
-        width = sequences[0].features.shape[1]
+        """numbers: the examples of `data` to train on. common: the softmax's tokens (see softmax_tokens)."""
+        width = data.read(numbers[:1])[0].features.shape[1]
         if width != head.config.hidden_size or width != embedding.shape[1]:
             raise ValueError(
                 f"features are {width} wide, head {head.config.hidden_size}, embedding {embedding.shape[1]}; "
                 "extract the features with the target that the head is made for"
             )
-        self.head, self.sequences, self.held_out, self.config = head, sequences, held_out, config
-        self.embedding, self.lm_head, self.common = embedding, lm_head, common
+        self.accelerator = accelerator or Accelerator()
+        self.device = self.accelerator.device
+        self.data, self.numbers, self.config = data, list(numbers), config
+        self.held_out = held_out.to(self.device)
+        self.embedding, self.lm_head = embedding.to(self.device), lm_head.to(self.device)
+        self.common = common.to(self.device)
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lengths = [len(sequence.tokens) for sequence in sequences]
-        self.feature_std = features_std(sequences)
+        self.lengths = [len(data.tokens[number]) for number in self.numbers]
+        self.feature_std = features_std(data, self.numbers)
         self.dtype = torch.bfloat16 if config.bfloat16 else torch.float32
-        self.optimizers = make_optimizers(head, config)
-        self.step, self.seconds, self.best = 0, 0.0, -1.0
-        self.steps_per_epoch = len(batch_plan(self.lengths, config.batch_tokens, config.seed, 0))
-        self.stop = False
+        self.head = head.to(self.device)
+        self.batches_per_step = config.accumulate * self.accelerator.num_processes
         self.identity = self.run_identity()
+        self.model, self.optimizer = self.accelerator.prepare(
+            HeadLoss(self.head, config.loss, self.feature_std), make_optimizer(self.head, config)
+        )
+        plan = batch_plan(self.lengths, config.batch_tokens, config.seed, 0)
+        self.steps_per_epoch = len(plan) / self.batches_per_step
+        self.step, self.seconds, self.best = 0, 0.0, -1.0
+        self.stop = False
 
     def progress(self) -> float:
-        by_steps = self.step / max(self.config.epochs * self.steps_per_epoch, 1)
+        """How much of the run is done: from 0, it ends at 1."""
+        by_steps = self.step / (self.config.epochs * self.steps_per_epoch)
         by_time = self.seconds / (60 * self.config.minutes) if self.config.minutes else 0.0
         return max(by_steps, by_time)
 
-    def batches(self) -> Iterator[Batch]:
-        """Batches from the current step on, epoch after epoch."""
-        done = 0
-        epoch = 0
-        while True:
-            plan = batch_plan(self.lengths, self.config.batch_tokens, self.config.seed, epoch)
-            for numbers in plan[max(self.step - done, 0) :]:
-                yield collate([self.sequences[number] for number in numbers])
-            done += len(plan)
-            epoch += 1
+    def batches(self, first: int) -> Iterator[tuple[int, list[int]]]:
+        """The run's batches from the place `first` on, epoch after epoch: place, numbers of examples."""
+        place = count()
+        for epoch in count():
+            for picked in batch_plan(self.lengths, self.config.batch_tokens, self.config.seed, epoch):
+                if (here := next(place)) >= first:
+                    yield here, [self.numbers[index] for index in picked]
 
-    def train_step(self, batch: Batch) -> dict[str, Any]:
+    def shares(self) -> Iterator[list[tuple[int, list[int]]]]:
+        """This process's batches of every step, from the current step on."""
+        stream = self.batches(self.step * self.batches_per_step)
+        while True:
+            whole = list(islice(stream, self.batches_per_step))
+            yield whole[self.accelerator.process_index :: self.accelerator.num_processes]
+
+    def train_step(self, share: Sequence[tuple[int, list[int]]]) -> dict[str, Any]:
+        """One update of the head from this process's batches; what the log says of it."""
         progress = self.progress()
         rate = learning_rate_at(progress, self.config)
-        steps = self.config.unroll if progress >= self.config.unroll_after else 1
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.zero_grad(set_to_none=True)
-        noisy = add_noise(
-            batch, self.config.noise, self.feature_std, self.config.seed * 1_000_003 + self.step
-        )
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.config.bfloat16):
-            weight = self.lm_head[tokens_of_batch(self.common, batch)].to(self.dtype)  # [S, d]
-            loss, entropies = head_loss(
-                self.head,
-                noisy,
-                self.embedding,
-                weight,
-                self.feature_std,
-                steps,
-                self.config.loss,
-            )
-        if not torch.isfinite(loss):
+        depth = self.config.unroll if progress >= self.config.unroll_after else 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        parts = []
+        for index, (place, numbers) in enumerate(share):
+            # Gradients travel between processes once a step, with the last batch.
+            last = index == len(share) - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.model):
+                loss, entropies = self.loss_of(place, numbers, depth)
+                self.accelerator.backward(loss / len(share))
+            parts.append(torch.cat((loss.detach()[None], entropies)))
+        loss, *entropies = self.accelerator.gather(torch.stack(parts)).nanmean(0).tolist()
+        if not math.isfinite(loss):
             raise ValueError(
-                f"the loss is {loss.item()} at step {self.step}: lower --learning-rate, or check the features"
+                f"the loss is {loss} at step {self.step}: lower --learning-rate, or check the features"
             )
-        if loss.requires_grad:
-            loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.config.clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
         self.step += 1
-        return {"loss": loss.item(), "cross_entropy": entropies, "norm": norm.item(), "lr": rate}
+        return {"loss": loss, "cross_entropy": entropies, "norm": float(norm), "lr": rate}
+
+    def loss_of(self, place: int, numbers: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:
+        """The loss, and the cross-entropy [depth] of every drafting step, of one batch."""
+        batch = collate(self.data.read(numbers))
+        seed = self.config.seed * 1_000_003 + place
+        batch = add_noise(batch, self.config.noise, self.feature_std, seed).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.bfloat16):
+            weight = self.lm_head[tokens_of_batch(self.common, batch)].to(self.dtype)  # [S, d]
+            return self.model(batch, self.embedding, weight, depth)
 
     def run(self) -> dict[str, Any]:
         """Train to the end of the schedule, from the folder's checkpoint on, and return the last evaluation.
@@ -129,14 +161,19 @@ class Trainer:
         SIGTERM and Ctrl-C end it early, with `stop` set.
         """
         self.resume()
-        self.cut_log()
+        main = self.accelerator.is_main_process
+        if main:
+            cut_log(self.folder, self.step)
         result: dict[str, Any] = {}
-        with stop_on_signals(self), tqdm(initial=self.step, unit="step", mininterval=10) as bar:
-            for batch in self.batches():
+        total = None if self.config.minutes else round(self.config.epochs * self.steps_per_epoch)
+        bar = tqdm(total=total, initial=self.step, unit="step", mininterval=10, disable=not main)
+        with stop_on_signals(self), bar:
+            for share in self.shares():
+                self.agree()
                 if self.stop or self.progress() >= 1:
                     break
                 started = time.monotonic()
-                report = self.train_step(batch)
+                report = self.train_step(share)
                 self.seconds += time.monotonic() - started
                 bar.update()
                 bar.set_postfix(loss=f"{report['loss']:.3f}", done=f"{self.progress():.1%}", refresh=False)
@@ -150,8 +187,17 @@ class Trainer:
         self.save()
         return result
 
+    def agree(self) -> None:
+        """Several processes follow one clock and end together."""
+        if self.accelerator.num_processes > 1:
+            mine = torch.tensor([[float(self.stop), self.seconds]], device=self.device)
+            stop, seconds = self.accelerator.gather(mine).amax(0).tolist()
+            self.stop, self.seconds = bool(stop), seconds
+
     def evaluate_and_keep(self) -> dict[str, Any]:
         """Held-out accuracy into the log; the head with the best expected chain length is kept."""
+        if not self.accelerator.is_main_process:
+            return {}
         started = time.monotonic()
         result = evaluate(self.head, self.held_out, self.embedding)
         self.seconds += time.monotonic() - started
@@ -165,19 +211,23 @@ class Trainer:
         return result
 
     def log(self, record: dict[str, Any]) -> None:
-        with (self.folder / LOG).open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(record) + "\n")
+        """One record for the run's own log and for the trackers that follow the run."""
+        if self.accelerator.is_main_process:
+            append_record(self.folder, record)
+            self.accelerator.log(flat(record), step=self.step)
 
     def save(self) -> None:
+        """Write the checkpoint that `resume` takes up."""
         state = {
             "head": self.head.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
             "best": self.best,
             "run": self.identity,
         }
-        save_atomically(state, self.folder / CHECKPOINT)
+        if self.accelerator.is_main_process:
+            save_atomically(state, self.folder / CHECKPOINT)
 
     def resume(self) -> bool:
         """Take up the folder's checkpoint, if there is one; one of another run or setting is a ValueError."""
@@ -188,28 +238,21 @@ class Trainer:
         if changed := differences(fixed(state["run"]), fixed(self.identity)):
             raise ValueError(f"{path} is of another run ({changed}); name another --output, or remove it")
         self.head.load_state_dict(state["head"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(copy.deepcopy(saved))
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
         logger.info("resumed at step %d", self.step)
         return True
-
-    def cut_log(self) -> None:
-        """Drop what a run that was killed logged after its last checkpoint: those steps are taken again."""
-        path = self.folder / LOG
-        if path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n")]  # the last may be torn
-            write_atomically(path, "".join(line for line in whole if json.loads(line)["step"] <= self.step))
 
     def run_identity(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that resumes it."""
         return {
             "config": asdict(self.config),
+            "batches_per_step": self.batches_per_step,
             "head": asdict(self.head.config),
-            "sequences": len(self.sequences),
-            "tokens": digest(sequence.tokens for sequence in self.sequences),
-            "learn": digest(sequence.learn for sequence in self.sequences),
+            "start": digest(self.head.parameters()),
+            "sequences": len(self.numbers),
+            "tokens": digest(self.data.tokens[number] for number in self.numbers),
+            "learn": digest(self.data.learn[number] for number in self.numbers),
             "common": digest([self.common]),
             "embedding": digest([spread(self.embedding, 4096)]),
             "lm_head": digest([spread(self.lm_head, 4096)]),
@@ -219,44 +262,18 @@ class Trainer:
 
 def fixed(run: dict[str, Any]) -> dict[str, Any]:
     """The part of a run's identity that a resumed run may not change; its length and its pauses it may."""
-    free = ("epochs", "minutes", "eval_every", "checkpoint_every")
+    free = ("epochs", "minutes", "eval_every", "checkpoint_every", "accumulate")  # see batches_per_step
     return run | {"config": {name: value for name, value in run["config"].items() if name not in free}}
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A file of save_atomically; ValueError for what is none."""
-    with path.open("rb") as file:
-        try:
-            return dict(torch.load(file, map_location="cpu", weights_only=True))
-        except DAMAGE as error:
-            raise ValueError(
-                f"{path} is not a whole checkpoint ({one_line(error, 80)}); remove it to start again"
-            ) from error
-
-
-def save_atomically(state: dict[str, Any], path: Path) -> None:
-    with whole_file(path) as partial:
-        torch.save(state, partial)
-
-
-@contextmanager
-def stop_on_signals(trainer: Trainer) -> Iterator[None]:
-    """SIGTERM and Ctrl-C let the step finish, and the run writes its checkpoint and ends.
-
-    A second one is the system's again.
-    """
-
-    def request_stop(number: int, _frame: object) -> None:
-        logger.warning("signal %d: writing a checkpoint after this step", number)
-        trainer.stop = True
-        for signal_number, handler in before.items():
-            signal.signal(signal_number, handler)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, request_stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def flat(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """A record's numbers by dotted names, for trackers."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            found |= {f"{prefix}{name}.{index}": number for index, number in enumerate(value, start=1)}
+        elif name != "step":
+            found[f"{prefix}{name}"] = value
+    return found

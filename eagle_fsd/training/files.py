@@ -1,0 +1,30 @@
+"""Files that a reader sees whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from eagle_fsd.checkpoint import one_line
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Where to write what then takes the place of `path`; OSError where the disk does not take it."""
+    partial = path.with_suffix(path.suffix + ".partial")
+    try:
+        yield partial
+    except (RuntimeError, SafetensorError) as error:  # torch's and safetensors' word for a full disk
+        raise OSError(
+            f"{path} cannot be written ({one_line(error, 80)}): free some space and start again"
+        ) from error
+    partial.replace(path)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small text file so that a reader never sees half of it."""
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")

@@ -1,0 +1,87 @@
+"""A run's folder: its checkpoint, its best head and its log, none of them ever half written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from eagle_fsd.checkpoint import one_line
+from eagle_fsd.training.files import whole_file, write_atomically
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT = "checkpoint.pt"
+BEST = "best.pt"
+LOG = "log.jsonl"
+# What torch.load raises for a file that is cut short or another's.
+DAMAGE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, LookupError, TypeError, ValueError)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A file of save_atomically; ValueError for what is none."""
+    with path.open("rb") as file:
+        try:
+            return dict(torch.load(file, map_location="cpu", weights_only=True))
+        except DAMAGE as error:
+            raise ValueError(
+                f"{path} is not a whole checkpoint ({one_line(error, 80)}); remove it to start again"
+            ) from error
+
+
+def save_atomically(state: dict[str, Any], path: Path) -> None:
+    with whole_file(path) as partial:
+        torch.save(state, partial)
+
+
+def append_record(folder: Path, record: dict[str, Any]) -> None:
+    with (folder / LOG).open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(record) + "\n")
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The log's records; a last line that a killed run tore is left out."""
+    path = folder / LOG
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def cut_log(folder: Path, step: int) -> None:
+    """Drop what a run that was killed logged after its last checkpoint: those steps are taken again."""
+    if (folder / LOG).is_file():
+        kept = [record for record in read_log(folder) if record["step"] <= step]
+        write_atomically(folder / LOG, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+class Stoppable(Protocol):
+    stop: bool
+
+
+@contextmanager
+def stop_on_signals(run: Stoppable) -> Iterator[None]:
+    """SIGTERM and Ctrl-C let the step finish, and the run writes its checkpoint and ends.
+
+    A second one is the system's again.
+    """
+
+    def request_stop(number: int, _frame: object) -> None:
+        logger.warning("signal %d: writing a checkpoint after this step", number)
+        run.stop = True
+        for signal_number, handler in before.items():
+            signal.signal(signal_number, handler)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, request_stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

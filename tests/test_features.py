@@ -1,0 +1,107 @@
+"""The target's features, in shards and online."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_world import (
+    tiny_target,
+)
+
+from eagle_fsd.identity import differences, target_identity
+from eagle_fsd.training.data import Example
+from eagle_fsd.training.features import extract, features_of
+from eagle_fsd.training.shards import FeatureSequence, StoredFeatures
+
+WHO = {"name": "tiny", "weights": "0", "dtype": "float32"}
+
+
+def everything(folder: Path) -> list[FeatureSequence]:
+    stored = StoredFeatures([folder], WHO)
+    return stored.read(range(len(stored.tokens)))
+
+
+def test_features_are_the_final_norm_states_whatever_the_padding(tmp_path: Path) -> None:
+    target = tiny_target()
+    examples = [Example(list(range(1, length)), [True] * (length - 1)) for length in (9, 4, 7, 5)]
+    for example, features in zip(examples, features_of(target.base_model, examples, 16), strict=True):
+        with torch.inference_mode():
+            alone = target.base_model(torch.tensor([example.tokens])).last_hidden_state[0]
+            torch.testing.assert_close(features, alone, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                target.lm_head(features),
+                target(torch.tensor([example.tokens])).logits[0],
+                atol=1e-4,
+                rtol=1e-4,
+            )
+
+
+def test_extraction_goes_on_at_the_first_missing_shard(tmp_path: Path) -> None:
+    target = tiny_target()
+    examples = [
+        Example(list(range(1, length)), [False] + [True] * (length - 2)) for length in (9, 4, 7, 5, 6)
+    ]
+    settings: dict[str, Any] = {"dtype": torch.float32, "shard_examples": 2}
+    extract(target.base_model, examples, tmp_path, WHO, **settings)
+    whole = everything(tmp_path)
+    assert [sequence.tokens.tolist() for sequence in whole] == [example.tokens for example in examples]
+    (tmp_path / "shard_00001.safetensors").unlink()
+    kept = (tmp_path / "shard_00000.safetensors").stat().st_mtime_ns
+    extract(target.base_model, examples, tmp_path, WHO, **settings)
+    assert (tmp_path / "shard_00000.safetensors").stat().st_mtime_ns == kept
+    for before, after in zip(whole, everything(tmp_path), strict=True):
+        torch.testing.assert_close(before.features, after.features)
+    with pytest.raises(ValueError, match=r"other data or settings \(examples was \w+, now \w+\)"):
+        extract(target.base_model, examples[1:], tmp_path, WHO, **settings)
+    with pytest.raises(ValueError, match=r"stored was float32, now bfloat16"):
+        extract(target.base_model, examples, tmp_path, WHO, shard_examples=2)
+    with pytest.raises(ValueError, match="no feature shards"):
+        StoredFeatures([tmp_path / "none"], WHO)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"has no readable manifest\.json"):
+        StoredFeatures([tmp_path], WHO)
+
+
+def test_features_of_another_target_are_refused(tmp_path: Path) -> None:
+    """Another name, other weights, another dtype: none may take up what the first one left."""
+    target, examples = tiny_target(), [Example(list(range(1, 8)), [True] * 7)]
+    who = target_identity("first", target)
+    extract(target.base_model, examples, tmp_path, who)
+    others = {
+        "name": target_identity("second", target),
+        "weights": target_identity("first", tiny_target(seed=3)),
+        "dtype": target_identity("first", target.bfloat16()),
+    }
+    for field, other in others.items():
+        assert other[field] != who[field]
+        with pytest.raises(ValueError, match=rf"belong to another target.*target\.{field} was {who[field]}"):
+            extract(target.base_model, examples, tmp_path, other)
+        with pytest.raises(ValueError, match=rf"another target .*target\.{field} was .* extract them with"):
+            StoredFeatures([tmp_path], other)
+
+
+def test_a_target_tuned_in_one_weight_is_another() -> None:
+    before = target_identity("x", tiny_target())
+    assert before == target_identity("x", tiny_target())
+    for name, _ in tiny_target().named_parameters():
+        tuned = tiny_target()
+        with torch.no_grad():
+            tuned.get_parameter(name).mul_(1.01)
+        assert target_identity("x", tuned)["weights"] != before["weights"], name
+
+
+def test_differences_are_named_by_their_path() -> None:
+    old, new = {"a": 1, "b": {"c": 2, "d": [3]}}, {"a": 1, "b": {"c": 4, "d": [3]}, "e": 5}
+    assert differences(old, new) == "b.c was 2, now 4, e was None, now 5"
+    assert differences(old, old) == ""
+
+
+def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
+    (tmp_path / "shard_00000.safetensors").write_bytes(b"half a file")
+    (tmp_path / "manifest.json").write_text(json.dumps({"target": WHO}))
+    with pytest.raises(ValueError, match=r"shard_00000\.safetensors is no whole feature shard"):
+        StoredFeatures([tmp_path], WHO)

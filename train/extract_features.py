@@ -1,0 +1,67 @@
+"""Compute the target's features of training text once, into shards for train_head.py --shards.
+
+    python train/extract_features.py --data runs/answers.jsonl --output runs/features
+    python train/train_head.py --shards runs/features/answers --output runs/head
+
+Says what disk and time it takes before it starts. Every file gets a folder of its own under --output. A run
+that was stopped goes on at the first missing shard; `accelerate launch` divides the shards among processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+from accelerate import PartialState
+
+from eagle_fsd import hub
+from eagle_fsd.identity import target_identity
+from eagle_fsd.target import TargetModel
+from eagle_fsd.training.command import add_text_arguments, read_examples, run_command
+from eagle_fsd.training.features import estimate, extract
+
+logger = logging.getLogger("extract_features")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_text_arguments(parser)
+    parser.add_argument("--output", type=Path, required=True, help="a folder for every file is made there")
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=2048,
+        help="the target reads so many at once; default: %(default)s",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what it would take, and stop")
+    return parser.parse_args()
+
+
+def main() -> None:
+    run_command("extract_features", run, parse())
+
+
+def run(args: argparse.Namespace) -> None:
+    if not (args.data or args.text):
+        raise ValueError("no data: give --data or --text")
+    state = PartialState()
+    source = hub.resolve_target(args.base_model)
+    model, tokenizer = hub.load_target(source, args.extract_dtype, state.device)
+    target, identity = TargetModel(model), target_identity(source.name, model)
+    files = read_examples(args, tokenizer, source.name)
+    settings = {"dtype": target.dtype, "batch_tokens": args.batch_tokens}
+    for name, examples in files.items():
+        cost = estimate(target.decoder, examples, args.output / name, **settings)
+        logger.info("%s: %s", name, cost)
+    if args.dry_run:
+        return
+    share = (state.process_index, state.num_processes)
+    for name, examples in files.items():
+        extract(target.decoder, examples, args.output / name, identity, share=share, **settings)
+
+
+if __name__ == "__main__":
+    main()
