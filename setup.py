@@ -31,10 +31,10 @@ setup(
         "accelerate>=1.1",
     ],
     extras_require={
-        "train": ["tqdm>=4.60", "datasets>=3"],
+        "train": ["tqdm>=4.60", "datasets>=3", "matplotlib>=3.7"],
         "eval": ["tqdm>=4.60", "matplotlib>=3.7"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
-        "dev": ["pytest>=8", "ruff>=0.9", "scipy>=1.11", "tqdm>=4.60"],
+        "dev": ["pytest>=8", "ruff>=0.9", "scipy>=1.11", "tqdm>=4.60", "matplotlib>=3.7"],
     },
     entry_points={"console_scripts": ["eagle-fsd = eagle_fsd.generate:main"]},
     classifiers=[
