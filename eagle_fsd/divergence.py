@@ -22,6 +22,10 @@ Zeros. A probability counts as zero where its logit is -inf or where exp(log-pro
 the kl's and ag), which is the true value; against an underflowed but finite log-probability it is finite, for
 the logarithm is never taken of a probability. js and tv are always finite. Nothing is NaN unless a row is no
 distribution at all (a NaN or +inf logit, or nothing but -inf).
+
+A draft that gives no probability to most tokens (a head with a draft vocabulary) meets that infinity: for
+forward_kl and ag wherever p is anywhere else above zero, that is always; for their top variants where one of
+the ten best is such a token, however little p gives it. SPARSE_DIVERGENCES are the others, which stay finite.
 """
 
 import math
@@ -96,7 +100,13 @@ def over_top_k(divergence: Divergence, k: int = TOP_K) -> Divergence:
 
 
 _FULL: tuple[Divergence, ...] = (reverse_kl, forward_kl, js, tv, ag)
+_INFINITE_WHERE_Q_IS_ZERO = (forward_kl, ag)
 DIVERGENCES: dict[str, Divergence] = {f.__name__: f for f in (*_FULL, *(over_top_k(f) for f in _FULL))}
+SPARSE_DIVERGENCES: tuple[str, ...] = tuple(
+    name
+    for name in DIVERGENCES
+    if name.removesuffix(f"_top{TOP_K}") not in {f.__name__ for f in _INFINITE_WHERE_Q_IS_ZERO}
+)
 
 
 def divergence_named(name: str) -> Divergence:
@@ -104,6 +114,15 @@ def divergence_named(name: str) -> Divergence:
     if not isinstance(name, str) or name not in DIVERGENCES:
         raise ValueError(f"divergence {name!r} is not known; choose one of: {', '.join(DIVERGENCES)}")
     return DIVERGENCES[name]
+
+
+def require_sparse(name: str, tokens: int) -> None:
+    """Raise ValueError for a divergence that is infinite where a draft of few tokens has no probability."""
+    if name not in SPARSE_DIVERGENCES:
+        raise ValueError(
+            f"divergence is {name!r}: it is infinite where the draft has no probability, as outside the "
+            f"head's draft vocabulary of {tokens} tokens; choose one of {', '.join(SPARSE_DIVERGENCES)}"
+        )
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_fsd.divergence import DIVERGENCES, TOP_K, divergence_named, over_top_k
+from eagle_fsd.divergence import (
+    DIVERGENCES,
+    SPARSE_DIVERGENCES,
+    TOP_K,
+    divergence_named,
+    over_top_k,
+    require_sparse,
+)
 
 FULL = ("reverse_kl", "forward_kl", "js", "tv", "ag")
 BOUNDED = ("js", "tv")
@@ -139,6 +146,42 @@ def test_infinite_exactly_where_a_positive_weight_meets_a_zero() -> None:
     assert DIVERGENCES["forward_kl"](p, q).item() == pytest.approx(math.log(1.5))
     underflowed = torch.tensor([0.0, 0.0, -300.0])
     assert DIVERGENCES["reverse_kl"](underflowed, q).item() == pytest.approx(100 + math.log(2 / 3), rel=1e-6)
+
+
+def sparse(q: Tensor, missing: Tensor) -> Tensor:
+    """A draft that gives these tokens no probability at all."""
+    return q.index_fill(-1, missing, -INF).log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_draft_of_few_tokens(name: str) -> None:
+    """Where q lacks one of the ten best of p, however little p has of it, exactly SPARSE_DIVERGENCES are
+    finite, and right; where it lacks others, the top variants are finite too."""
+    p = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    p[:10] = torch.tensor([30.0, 29.0, *[8.0] * 8])  # the tenth best has 1e-10
+    near = p + 0.5 * torch.randn(50, generator=torch.Generator().manual_seed(1))
+    value = DIVERGENCES[name](p, sparse(near, torch.tensor([9, 30, 31])))
+    assert bool(value.isfinite()) == (name in SPARSE_DIVERGENCES)
+    value = DIVERGENCES[name](p, sparse(near, torch.arange(20, 50)))
+    assert bool(value.isfinite()) == (name in SPARSE_DIVERGENCES or name.endswith("_top10"))
+    if name in FULL:
+        for _, p, q in PAIRS:
+            few = sparse(q, torch.arange(1, q.shape[-1], 3))
+            expected = [twin(name, a, b) for a, b in zip(p.tolist(), few.tolist(), strict=True)]
+            found = DIVERGENCES[name](p, few)
+            assert found.tolist() == pytest.approx(expected, rel=2e-5, abs=2e-6)
+            assert bool(found.isfinite().all()) == (name in SPARSE_DIVERGENCES)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergences_for_few_tokens_are_named_in_one_line(name: str) -> None:
+    if name in SPARSE_DIVERGENCES:
+        require_sparse(name, 9)
+        return
+    with pytest.raises(ValueError, match=f"divergence is '{name}': .* of 9 tokens; choose one of") as caught:
+        require_sparse(name, 9)
+    assert "\n" not in str(caught.value)
+    assert all(works in str(caught.value) for works in SPARSE_DIVERGENCES)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
