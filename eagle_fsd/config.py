@@ -113,8 +113,9 @@ class SamplingConfig:
 class HeadConfig:
     """The shape of an EAGLE-1/2 draft head: one Llama decoder layer behind `fc`, as in EAGLE's config.json.
 
-    trained_positions: the longest text it was trained on, where that is known; a note that EAGLE's files lack
-    and other loaders ignore.
+    trained_positions: the longest text it was trained on, where that is known; draft_vocab_size: how many of
+    the target's tokens it drafts, None for all. Both are notes that EAGLE's files lack; loaders that do not
+    know them draft over the whole vocabulary.
     """
 
     hidden_size: int
@@ -130,6 +131,7 @@ class HeadConfig:
     fc_bias: bool = True
     qkv_bias: bool = False
     trained_positions: int | None = None
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -139,6 +141,13 @@ class HeadConfig:
             require_number(name, getattr(self, name), LEAST, MOST, CHECK)
         if self.trained_positions is not None:
             require_integer("trained_positions", self.trained_positions, 1, CHECK)
+        if self.draft_vocab_size is not None:
+            require_integer("draft_vocab_size", self.draft_vocab_size, 1, CHECK)
+            if self.draft_vocab_size > self.vocab_size:
+                raise ValueError(
+                    f"draft_vocab_size is {self.draft_vocab_size}: it must be at most the vocab_size "
+                    f"({self.vocab_size}); {CHECK}"
+                )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads is {self.num_key_value_heads}: it must divide num_attention_heads "
@@ -197,11 +206,12 @@ class HeadConfig:
             fc_bias=fc_bias,
             qkv_bias=qkv_bias,
             trained_positions=data.get("trained_positions"),
+            draft_vocab_size=data.get("draft_vocab_size"),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The config.json that EAGLE, vLLM and SGLang read, with flags that match the keys."""
-        trained = {} if self.trained_positions is None else {"trained_positions": self.trained_positions}
+        notes = {"trained_positions": self.trained_positions, "draft_vocab_size": self.draft_vocab_size}
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -219,5 +229,5 @@ class HeadConfig:
             "bias": self.fc_bias,
             "qkv_bias": self.qkv_bias,
             "tie_word_embeddings": False,
-            **trained,
+            **{name: value for name, value in notes.items() if value is not None},
         }

@@ -2,12 +2,14 @@
 
 Pair j is (feature f_j, token x_{j+1}) and sits in slot j, at position j. For a text whose last token, the
 root, is x_L, pairs 0..L-1 are committed; the root's pair is the last, so a tree node of depth i >= 1 is fed
-at position L - 1 + i. Shapes: B rows, d hidden size, K top_k, V vocabulary.
+at position L - 1 + i. Shapes: B rows, d hidden size, K top_k, V vocabulary, W the tokens that are drafted:
+all V, or those of the head's draft vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -19,6 +21,7 @@ from eagle_fsd.config import TreeConfig
 from eagle_fsd.head import DraftHead
 from eagle_fsd.padding import on_device
 from eagle_fsd.tree import Candidates, DraftTree, build_tree, root_only, visible_slots
+from eagle_fsd.vocabulary import spread
 
 EXTEND_CHUNK = 512  # pairs per forward while a prompt is read: bounds the mask to chunk x context
 
@@ -37,7 +40,10 @@ class Drafter(Protocol):
 
 
 class Vocabulary(Protocol):
-    """The target's two ends: tokens to embeddings [..., d] and features to logits [..., V]."""
+    """The target's two ends: tokens to embeddings [..., d] and features to logits [..., W].
+
+    A TargetModel where the head drafts all tokens, a DraftVocabulary of its tokens where it does not.
+    """
 
     def embed(self, tokens: Tensor) -> Tensor: ...
 
@@ -98,9 +104,9 @@ class EagleDrafter:
         lengths = self.cache.lengths
         every = torch.arange(batch, device=roots.device)[:, None]  # [B, 1]
 
-        log_q = self._log_q(self.root_features[:, None])  # [B, 1, V]
-        scores, tokens = best_children(log_q, top_k)  # [B, 1, K]
-        tokens, scores = tokens[:, 0], scores[:, 0]  # [B, K] of the beam
+        log_q = self._log_q(self.root_features[:, None])  # [B, 1, W]
+        scores, places = best_children(log_q, top_k)  # [B, 1, K]
+        tokens, scores = self._tokens(places)[:, 0], scores[:, 0]  # [B, K] of the beam
         below_root = torch.full_like(tokens, -1)
         levels = [Candidates(tokens, below_root, scores, torch.ones_like(tokens[0]))]
         log_qs, owners = [log_q], [below_root[:, :1]]
@@ -116,10 +122,10 @@ class EagleDrafter:
             positions = (lengths[:, None] + level - 1).expand(-1, top_k)
             hidden = self._forward(features, tokens, positions, visible)  # [B, K, d]
 
-            log_q = self._log_q(hidden)  # [B, K, V]
-            child_scores, child_tokens = best_children(log_q, top_k)  # [B, K, K]
+            log_q = self._log_q(hidden)  # [B, K, W]
+            child_scores, places = best_children(log_q, top_k)  # [B, K, K]
             flat_scores = (scores[:, :, None] + child_scores).flatten(1)  # [B, K * K]
-            flat_tokens = child_tokens.flatten(1)
+            flat_tokens = self._tokens(places).flatten(1)
             levels.append(
                 Candidates(
                     tokens=flat_tokens,
@@ -145,7 +151,12 @@ class EagleDrafter:
             depths=torch.cat([level.depths for level in levels]),
         )
         log_q, owner = torch.cat(log_qs, dim=1), torch.cat(owners, dim=1)
-        return build_tree(roots, pool, config.total_tokens, depth, log_q, owner)
+        tree = build_tree(roots, pool, config.total_tokens, depth, log_q, owner)
+        if self.head.draft_tokens is None:
+            return tree
+        # Only now, when the rows that lost their children are gone.
+        whole = spread(tree.log_q, self.head.draft_tokens, self.head.config.vocab_size)
+        return replace(tree, log_q=whole)
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)
@@ -164,10 +175,17 @@ class EagleDrafter:
         return self.head(features.to(dtype), self.vocabulary.embed(tokens).to(dtype), positions, attend)
 
     def _log_q(self, features: Tensor) -> Tensor:
-        """Log-probabilities [..., V] at temperature 1 of predicted features [..., d]."""
-        return F.log_softmax(self.vocabulary.logits(features), dim=-1)
+        """Log-probabilities [..., W] at temperature 1 of predicted features [..., d]."""
+        logits = self.vocabulary.logits(features)
+        drafted = self.head.config.draft_vocab_size or self.head.config.vocab_size
+        assert logits.shape[-1] == drafted, "the vocabulary is not the head's: see DraftVocabulary"
+        return F.log_softmax(logits, dim=-1)
+
+    def _tokens(self, places: Tensor) -> Tensor:
+        """The target's ids of drafted tokens by their places among the W."""
+        return places if self.head.draft_tokens is None else self.head.draft_tokens[places]
 
 
 def best_children(log_q: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and tokens of the top_k most likely tokens of log_q [..., V]; each [..., top_k]."""
+    """Log-probabilities and places of the top_k most likely tokens of log_q [..., W]; each [..., top_k]."""
     return torch.nan_to_num(log_q, nan=-torch.inf).topk(top_k, dim=-1)

@@ -18,16 +18,18 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
-from eagle_fsd.acceptance import AcceptanceRule, Lossless
+from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
 from eagle_fsd.baseline import generate_alone
 from eagle_fsd.config import SamplingConfig, TreeConfig, require_integer
 from eagle_fsd.decoding import Request, decode
-from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter
+from eagle_fsd.divergence import require_sparse
+from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter, Vocabulary
 from eagle_fsd.head import DraftHead
 from eagle_fsd.padding import as_ids, right_padded, unpad
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.vocabulary import DraftVocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +98,9 @@ class EagleFSD:
                     )
         self.target = target
         self.head = None if head is None else head.to(target.device, target.dtype).eval()
+        self.vocabulary: Vocabulary = target
+        if self.head is not None and self.head.draft_tokens is not None:
+            self.vocabulary = DraftVocabulary(target, self.head.draft_tokens)
         self.tokenizer = tokenizer
         self.base_model = base_model
         self.ea_model = ea_model
@@ -142,6 +147,11 @@ class EagleFSD:
     @property
     def device(self) -> torch.device:
         return self.target.device
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """How many tokens the head drafts; None where it drafts them all, or where there is no head."""
+        return None if self.head is None else self.head.config.draft_vocab_size
 
     def generate(
         self,
@@ -258,6 +268,8 @@ class EagleFSD:
             raise ValueError(f"tree is {tree!r}: it must be a TreeConfig, such as TreeConfig(16, 5, 8)")
         if rule is not None and (isinstance(rule, type) or not hasattr(rule, "follow")):
             raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
+        if isinstance(rule, Fuzzy) and rule.threshold > 0 and self.draft_vocab_size is not None:
+            require_sparse(rule.divergence, self.draft_vocab_size)
         tokens, lengths = unpad(input_ids, attention_mask, self.target.vocab_size)
         limits = [min(max_new_tokens, self._room(row, length)) for row, length in enumerate(lengths)]
         request = Request(
@@ -312,10 +324,11 @@ class EagleFSD:
             raise ValueError(
                 "there is no draft head: pass one to EagleFSD, or a tree of one node, TreeConfig(1)"
             )
-        if tree.top_k > self.target.vocab_size:
+        drafted = self.draft_vocab_size or self.target.vocab_size
+        if tree.top_k > drafted:
+            whose = "vocabulary" if self.draft_vocab_size is None else "head's draft vocabulary"
             raise ValueError(
-                f"top_k of the tree is {tree.top_k}: the vocabulary has {self.target.vocab_size} tokens; "
-                "lower top_k"
+                f"top_k of the tree is {tree.top_k}: the {whose} has {drafted} tokens; lower top_k"
             )
         trained = self.head.config.trained_positions or self.head.config.max_position_embeddings
         if max(lengths) > trained:
@@ -326,7 +339,7 @@ class EagleFSD:
                 trained,
             )
         beams = tree.top_k * (tree.reach - 1)
-        return EagleDrafter(self.head, self.target, len(lengths), capacity + beams, self.device)
+        return EagleDrafter(self.head, self.vocabulary, len(lengths), capacity + beams, self.device)
 
     def _output(
         self, input_ids: Tensor, new_tokens: list[list[int]], stats: list[GenerationStats]

@@ -8,12 +8,14 @@ Parameter names are the keys of EAGLE's own checkpoints. The decoder layer is Ll
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_fsd.config import HeadConfig
+from eagle_fsd.vocabulary import check_draft_tokens
 
 # (q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, D]), q and k rotated -> [B, H, n, D]; the caller owns
 # masks and caches.
@@ -21,11 +23,23 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class DraftHead(nn.Module):
-    """fc, then one decoder layer. Embedding and lm_head are the target's and are not part of the head."""
+    """fc, then one decoder layer. Embedding and lm_head are the target's and are not part of the head.
+
+    draft_tokens: the ids [K] int64 of the tokens that it drafts, None for the target's whole vocabulary. A
+    buffer that moves along and is no part of state_dict, which keeps EAGLE's keys.
+    """
+
+    draft_tokens: Tensor | None
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
+        if config.draft_vocab_size is not None:
+            raise ValueError(
+                f"draft_vocab_size is {config.draft_vocab_size}: a head must be told which tokens these are; "
+                "build it with None, then call restrict"
+            )
         self.config = config
+        self.register_buffer("draft_tokens", None, persistent=False)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([DecoderLayer(config)])
         frequencies = config.rope_theta ** (
@@ -34,6 +48,21 @@ class DraftHead(nn.Module):
         # A plain attribute, not a buffer: `.to(bfloat16)` must not round it (positions past 256 would
         # collide).
         self.inverse_frequencies = frequencies.float()
+
+    def restrict(self, token_ids: Tensor | None) -> DraftHead:
+        """Draft the target's tokens token_ids [K] alone (FR-Spec, arXiv 2502.14856), or None: all of them.
+
+        In place, and before an engine is made of the head; the weights stay as they are. `ranked_tokens`
+        chooses tokens. Raises ValueError unless they are int64, distinct and of the vocabulary. Returns self.
+        """
+        if token_ids is not None:
+            check_draft_tokens(
+                token_ids, self.config.vocab_size, "draft_tokens", "ranked_tokens makes such a list"
+            )
+            token_ids = token_ids.detach().to(self.fc.weight.device, copy=True)
+        self.draft_tokens = token_ids
+        self.config = replace(self.config, draft_vocab_size=None if token_ids is None else len(token_ids))
+        return self
 
     def forward(self, features: Tensor, embeddings: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
         """Predict the next feature at every position.

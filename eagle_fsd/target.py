@@ -130,7 +130,10 @@ class TargetModel:
 
         The draft's features go through the same function; lm_head alone would give it another law.
         """
-        logits = self.lm_head(features.to(self.lm_head.weight.device)).to(self.device).float()
+        return self.transformed(self.lm_head(features.to(self.lm_head.weight.device)).to(self.device).float())
+
+    def transformed(self, logits: Tensor) -> Tensor:
+        """Logits of any tokens as the model gives them, from what its lm_head gives."""
         if divisor := getattr(self.config, "logits_scaling", None):  # Granite
             logits = logits / divisor
         if factor := getattr(self.config, "logit_scale", None):  # Cohere

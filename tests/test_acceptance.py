@@ -26,6 +26,7 @@ from eagle_fsd.sampling import RowRandom, warp
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel
 from eagle_fsd.tree import DraftTree
+from eagle_fsd.vocabulary import ranked_tokens, spread
 
 INF, NAN = math.inf, math.nan
 ALPHA = 1e-6
@@ -579,16 +580,23 @@ def accept_many(
 @pytest.mark.parametrize("sampling", [WARM, SamplingConfig(0.8, top_k=6, top_p=0.95)], ids=["warm", "narrow"])
 @pytest.mark.parametrize("mode", ["hybrid", "paper"])
 @pytest.mark.parametrize("child", ["draft", "target"])
-@pytest.mark.parametrize("guard", ["none", "exact_eos", "max_overshoot"])
+@pytest.mark.parametrize("guard", ["none", "exact_eos", "max_overshoot", "draft vocabulary"])
 def test_next_token_law_at_a_node(sampling: SamplingConfig, mode: str, child: str, guard: str) -> None:
     """D <= T at a node with children C, of which E may be followed. hybrid: p on C, and the rest, 1 - p(C),
     spread over E as the draft chooses. paper: E alone, as the draft chooses. The choice is q restricted to E,
-    or the child of the largest p."""
+    or the child of the largest p. With a draft vocabulary q is zero on all but five tokens: nothing else is
+    different, and js stays below ln 2."""
     tree, logits = one_node()
     tokens = tree.tokens[0, 1:].tolist()
+    threshold = INF
+    if guard == "draft vocabulary":
+        drafted = torch.tensor([*tokens, next(x for x in range(12) if x not in tokens)])
+        few = tree.log_q[0, 0, drafted].log_softmax(-1)
+        tree = replace(tree, log_q=spread(few, drafted, 12).expand(ROWS, 1, -1))
+        threshold = 0.69
     q = tree.log_q[0, 0].double().exp()
     raw, p = logits[0, 0].double().softmax(-1), plain_law(logits[0, 0], sampling)
-    rule, eos = Fuzzy(threshold=INF, mode=mode, child=child), torch.tensor([], dtype=torch.int64)
+    rule, eos = Fuzzy(threshold=threshold, mode=mode, child=child), torch.tensor([], dtype=torch.int64)
     eligible = [x for x in tokens if p[x] > 0]
     assert len(eligible) == (4 if sampling == WARM else 3)
     if guard == "exact_eos":
@@ -691,9 +699,11 @@ def test_lossless_law_of_the_first_two_tokens(
 @pytest.mark.parametrize(
     "sampling", [WARM, PAPERS], ids=["temperature 1", "temperature 0.6, top-p 0.9, top-k 50"]
 )
-def test_lossless_law_of_a_real_model(sampling: SamplingConfig) -> None:
+@pytest.mark.parametrize("drafted", [None, 24], ids=["all tokens", "a draft vocabulary"])
+def test_lossless_law_of_a_real_model(sampling: SamplingConfig, drafted: int | None) -> None:
     """50,000 draws of a tiny Llama (vocabulary 64) through the engine, with a head that is often right, one
-    seed per row. The law comes from the model's plain forward."""
+    seed per row, and which drafts all tokens or the likeliest few. The law comes from the model's plain
+    forward."""
     vocab, prompt = 64, [3, 9, 27]
     model, head = tiny_llama(vocab, 16, layers=1, seed=4, peak=2.0), tiny_head(vocab, 16)
     with torch.no_grad():
@@ -710,6 +720,9 @@ def test_lossless_law_of_a_real_model(sampling: SamplingConfig) -> None:
         logits = model(texts).logits
     first = plain_law(logits[0, len(prompt) - 1], sampling)
     law = pair_law(first, [plain_law(logits[x, -1], sampling) for x in range(vocab)])
+    if drafted is not None:
+        head.restrict(ranked_tokens(law.sum(0), drafted))
+        assert law.sum(0)[head.draft_tokens].sum() < 0.95, "the rest must matter"
     engine = EagleFSD(TargetModel(model), head)
     pairs, accepted, rows = [], 0, 12_500
     for batch in range(4):

@@ -17,6 +17,7 @@ from eagle_fsd.config import TreeConfig
 from eagle_fsd.draft import EagleDrafter, NoDrafter, Vocabulary
 from eagle_fsd.head import DraftHead, causal_attention
 from eagle_fsd.tree import DraftTree
+from eagle_fsd.vocabulary import DraftVocabulary
 
 CPU = torch.device("cpu")
 VOCAB, HIDDEN = 40, 32
@@ -132,6 +133,44 @@ def test_trees_equal_the_plain_recursion(config: str, seed: int) -> None:
         assert tree.tokens.shape == (3, size.total_tokens) and tree.depth == size.reach
         for row, pairs in enumerate(rows):
             check_row(tree, row, int(roots[row]), PlainEagle2(head, vocabulary, pairs).draft(size))
+
+
+class Masked:
+    """The slow twin of a draft vocabulary: logits of all tokens, those that are not drafted struck out."""
+
+    def __init__(self, vocabulary: Vocabulary, token_ids: list[int]) -> None:
+        self.embed, self.vocabulary, self.token_ids = vocabulary.embed, vocabulary, token_ids
+
+    def logits(self, features: Tensor) -> Tensor:
+        logits = self.vocabulary.logits(features)
+        for token in range(logits.shape[-1]):
+            if token not in self.token_ids:
+                logits[..., token] = -math.inf
+        return logits
+
+
+@pytest.mark.parametrize("config", ["1/1/1", "2/1/1", "6/5/1", "9/2/3", "16/4/3", "33/4/4", "16/2/7"])
+@pytest.mark.parametrize("count", [7, 25, VOCAB])
+def test_a_draft_vocabulary_equals_the_plain_recursion_on_masked_logits(config: str, count: int) -> None:
+    size, token_ids = TreeConfig.parse(config), torch.randperm(VOCAB, generator=generator(count))[:count]
+    head, vocabulary = tiny_head(VOCAB, HIDDEN, 1), TinyVocabulary(VOCAB, HIDDEN, 1, peak=2.0)
+    twin = PlainEagle2(head, Masked(vocabulary, token_ids.tolist()), random_pairs(1, 0))
+    rows = [random_pairs(count, 10 + count) for count in (5, 1, 9)]
+    roots = torch.stack([tokens[-1] for _, tokens in rows])
+    head.restrict(token_ids)
+    with torch.no_grad():
+        tree = fed(head, DraftVocabulary(vocabulary, token_ids), rows).draft(roots, size)
+        for row, pairs in enumerate(rows):
+            twin.pairs = pairs
+            check_row(tree, row, int(roots[row]), twin.draft(size))
+
+
+def test_a_draft_vocabulary_must_be_the_heads() -> None:
+    head, vocabulary = tiny_head(VOCAB, HIDDEN), TinyVocabulary(VOCAB, HIDDEN)
+    with torch.no_grad(), pytest.raises(AssertionError, match="DraftVocabulary"):
+        fed(head.restrict(torch.arange(5)), vocabulary, [random_pairs(3, 0)]).draft(
+            torch.tensor([5]), TreeConfig(4, 2, 2)
+        )
 
 
 def test_trees_equal_the_plain_recursion_over_a_dialogue() -> None:

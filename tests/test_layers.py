@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 # so do training and evaluation. A subpackage counts as one module.
 LAYERS = [
     {"architecture", "config", "divergence", "identity", "padding", "prompts", "provenance", "stats"},
+    {"tensors", "vocabulary"},
     {"sampling", "tree", "head"},
     {"cache", "checkpoint"},
     {"acceptance", "target", "draft", "placement", "download"},
