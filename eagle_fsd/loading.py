@@ -14,10 +14,11 @@ import torch
 import transformers
 
 from eagle_fsd.architecture import ATTENTION, check_supported
-from eagle_fsd.checkpoint import BIN_NAME, CONFIG_NAME, SAFETENSORS_NAME, one_line, read_config
+from eagle_fsd.checkpoint import BIN_NAME, CONFIG_NAME, SAFETENSORS_NAME, read_config
 from eagle_fsd.config import require_choice
 from eagle_fsd.download import TOKENIZER_FILES, bars_wanted, has_whole_weights, shard_names
 from eagle_fsd.placement import resolve_device, resolve_dtype
+from eagle_fsd.tensors import one_line
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 

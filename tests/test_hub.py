@@ -560,7 +560,7 @@ def test_heads_whose_tensors_are_not_the_layout(head_folder: Path, edit: Edit, w
         ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0"),
         ({"num_attention_heads": "8", "head_dim": None}, "num_attention_heads is '8'"),
         ({"intermediate_size": 48}, "_proj.weight is ["),
-        ({"draft_vocab_size": 32}, "EAGLE-3"),
+        ({"draft_vocab_size": 32}, "has no draft_vocabulary.safetensors"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE-3"),
         ({"medusa_num_heads": 5}, "Medusa"),
     ],
@@ -637,6 +637,123 @@ def test_saving_over_a_head_is_atomic(
     one_line_error(lambda: hub.save_head(other, head_folder, extra={"hidden_size": 3}), "hidden_size")
 
 
+# --- draft vocabularies ---
+
+TOKENS = torch.tensor([9, 0, 63, 4, 7])
+VOCABULARY = "draft_vocabulary.safetensors"
+
+
+@pytest.fixture
+def restricted(tmp_path: Path) -> Path:
+    """A head with a draft vocabulary of five tokens."""
+    torch.manual_seed(2)
+    return hub.save_head(DraftHead(HEAD_CONFIG).restrict(TOKENS), tmp_path / "restricted")
+
+
+def test_a_draft_vocabulary_is_read_back_and_lies_beside_eagles_own_files(tmp_path: Path) -> None:
+    """Without it the same head gives the same bytes as ever; with it the weights file is still the same."""
+    head = DraftHead(HEAD_CONFIG)
+    plain = contents(hub.save_head(head, tmp_path / "plain"))
+    folder = hub.save_head(head.restrict(TOKENS), tmp_path / "restricted")
+    again = load(folder)
+    assert torch.equal(again.draft_tokens, TOKENS) and again.config.draft_vocab_size == 5
+    written = contents(folder)
+    assert written.keys() == {*plain, VOCABULARY} and plain.keys() == {"config.json", "model.safetensors"}
+    assert written["model.safetensors"] == plain["model.safetensors"]
+    config = json.loads(written["config.json"])
+    assert config == json.loads(plain["config.json"]) | {"draft_vocab_size": 5}
+    assert {file.stat().st_mode & 0o777 for file in folder.glob("*.safetensors")} == {0o644}
+    assert contents(hub.save_head(head.restrict(None), tmp_path / "again")) == plain
+    half = hub.load_head(str(folder), WIDTH, VOCAB, torch.bfloat16, "cpu")
+    assert torch.equal(half.draft_tokens, TOKENS)
+
+
+def test_bin_heads_and_single_files_have_draft_vocabularies_too(restricted: Path) -> None:
+    torch.save(load_file(restricted / "model.safetensors"), restricted / "epoch3.bin")
+    assert torch.equal(load(restricted / "epoch3.bin").draft_tokens, TOKENS)
+    (restricted / "epoch3.bin").rename(restricted / "pytorch_model.bin")
+    (restricted / "model.safetensors").unlink()
+    assert torch.equal(load(restricted).draft_tokens, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"token_ids": TOKENS[:4]}, "has 4 token ids: config.json's draft_vocab_size is 5"),
+        ({"token_ids": TOKENS.repeat(2)}, "holds 0 more than once"),
+        ({"token_ids": TOKENS + 1}, "holds 1..64: token ids must be in the target's vocabulary, 0..63"),
+        ({"token_ids": TOKENS - 1}, "holds -1..62"),
+        ({"token_ids": TOKENS.int()}, "is torch.int32: token ids must be torch.int64"),
+        ({"token_ids": TOKENS.float()}, "is torch.float32"),
+        ({"token_ids": TOKENS[None]}, "has shape [1, 5]: it must be [K]"),
+        ({"token_ids": TOKENS[:0]}, "has shape [0]"),
+        ({"token_ids": TOKENS[0].clone()}, "has shape []"),
+        ({"d2t": TOKENS}, "holds d2t: it must hold token_ids alone"),
+        (
+            {"token_ids": TOKENS, "counts": TOKENS + 0},
+            "holds counts, token_ids: it must hold token_ids alone",
+        ),
+        ({}, "holds nothing: it must hold token_ids alone"),
+    ],
+)
+def test_draft_vocabularies_that_cannot_be(restricted: Path, tensors: dict[str, Tensor], words: str) -> None:
+    save_file({key: value.contiguous() for key, value in tensors.items()}, restricted / VOCABULARY)
+    one_line_error(lambda: load(restricted), f"draft vocabulary '{restricted / VOCABULARY}'", words)
+
+
+def test_draft_vocabularies_that_are_not_whole(restricted: Path) -> None:
+    path = restricted / VOCABULARY
+    whole = path.read_bytes()
+    for data in (b"", whole[:7], whole[:-1], whole + b"x", bytes(64), b"\xff" * 64):
+        path.write_bytes(data)
+        one_line_error(
+            lambda: load(restricted), "draft vocabulary", VOCABULARY, "not a whole safetensors file"
+        )
+
+
+@pytest.mark.parametrize("size", [5, "5", 0, True, 65])
+def test_half_copied_draft_vocabularies(restricted: Path, size: object) -> None:
+    """The config and the file name each other, or the head is refused; so is a size that cannot be."""
+    if size != 5:
+        set_fields(restricted, draft_vocab_size=size)
+        one_line_error(lambda: load(restricted), "draft head", f"draft_vocab_size is {size!r}")
+    set_fields(restricted, draft_vocab_size=size)
+    without(restricted, VOCABULARY)
+    one_line_error(
+        lambda: load(restricted), f"names draft_vocab_size {size!r} and has no {VOCABULARY}", "EAGLE-3"
+    )
+    save_file({"token_ids": TOKENS}, restricted / VOCABULARY)
+    set_fields(restricted, draft_vocab_size=None)
+    one_line_error(
+        lambda: load(restricted), f"has {VOCABULARY} and its config.json names no draft_vocab_size"
+    )
+
+
+def test_saving_over_a_head_replaces_or_removes_its_draft_vocabulary(
+    head_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, vocabulary, config, in this order: what a torn save leaves is refused or fits."""
+    for tokens in (TOKENS, TOKENS[:3], None):
+        hub.save_head(DraftHead(HEAD_CONFIG).restrict(tokens), head_folder)
+        found = load(head_folder).draft_tokens
+        assert found is None if tokens is None else torch.equal(found, tokens)
+    assert contents(head_folder).keys() == {"config.json", "model.safetensors"}
+
+    def torn(source: Path, target: Path) -> None:
+        if target.name == "config.json":
+            raise OSError("disk full")
+        source.rename(target)
+
+    for tokens, word in ((TOKENS, "names no draft_vocab_size"), (None, f"has no {VOCABULARY}")):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint.os, "replace", torn)
+            with pytest.raises(OSError, match="disk full"):
+                hub.save_head(DraftHead(HEAD_CONFIG).restrict(tokens), head_folder)
+        one_line_error(lambda: load(head_folder), word)
+        hub.save_head(DraftHead(HEAD_CONFIG).restrict(tokens), head_folder)
+        load(head_folder)
+
+
 # -- the Hub ---------------------------------------------------------------------------------------
 
 
@@ -672,6 +789,7 @@ SPOILT_HEADS: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (cut, "is not a whole safetensors file"),
     "no config": (lambda f: without(f, "config.json"), "has no config.json"),
     "code": (as_code, "holds code or objects"),
+    "half a vocabulary": (lambda f: set_fields(f, draft_vocab_size=9), f"and has no {VOCABULARY}"),
 }
 
 
@@ -695,6 +813,22 @@ def test_a_spoilt_head_on_the_command_line(
     code, err = run_main(capsys, "--base-model", str(tiny), "--ea-model", str(head_folder), "--raw", "w3 w4")
     assert code == 2 and message in err and err.count("\n") == 1
     assert not (head_folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--threshold", "0.3", "--divergence", "forward_kl"], "draft vocabulary of 5 tokens; choose one of"),
+        (["--threshold", "0.3", "--divergence", "ag_top10"], "divergence is 'ag_top10'"),
+        (["--tree-top-k", "6"], "top_k of the tree is 6: the head's draft vocabulary has 5 tokens"),
+    ],
+)
+def test_what_a_draft_vocabulary_rules_out_on_the_command_line(
+    tiny: Path, restricted: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    given = ["--base-model", str(tiny), "--ea-model", str(restricted), "--raw", "w3 w4"]
+    code, err = run_main(capsys, *given, "--total-tokens", "4", *arguments)
+    assert code == 2 and message in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -881,6 +1015,27 @@ def test_heads_from_the_hub(client: FakeHub, head_folder: Path) -> None:
         assert client.fetched() <= present and all(
             torch.equal(loaded[key], expected[key]) for key in expected
         )
+
+
+def test_a_draft_vocabulary_is_fetched_where_the_config_names_it(
+    client: FakeHub, restricted: Path, head_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = contents(restricted)
+    client.add("owner/few", files | {"README.md": b""})
+    assert torch.equal(load("owner/few").draft_tokens, TOKENS)
+    assert client.fetched() == {"config.json", "model.safetensors", VOCABULARY}
+    client.requests.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        assert torch.equal(load("owner/few").draft_tokens, TOKENS) and not client.requests
+    client.add("owner/all", contents(head_folder) | {VOCABULARY: files[VOCABULARY]})
+    client.requests.clear()
+    assert load("owner/all").draft_tokens is None
+    assert client.fetched() == {"config.json", "model.safetensors"}
+    client.add("owner/half", {name: data for name, data in files.items() if name != VOCABULARY})
+    client.requests.clear()
+    one_line_error(lambda: hub.resolve_head("owner/half", "any"), "owner/half", f"has no {VOCABULARY}")
+    assert client.fetched() == {"config.json"}
 
 
 def test_other_heads_on_the_hub_are_refused_before_their_weights_are_fetched(
