@@ -57,7 +57,10 @@ def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
 
 
 def to_json(model: EagleFSD, answer: Answer, rule: AcceptanceRule, baseline: bool) -> str:
-    """One line with JSON_KEYS; with --baseline those of the target alone follow (null if interrupted)."""
+    """One line with JSON_KEYS, and draft_vocab_size where the head has a draft vocabulary.
+
+    With --baseline the keys of the target alone follow (null if interrupted).
+    """
     stats = answer.stats.to_dict()
     record = {
         "text": answer.text,
@@ -72,6 +75,8 @@ def to_json(model: EagleFSD, answer: Answer, rule: AcceptanceRule, baseline: boo
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
     }
+    if model.draft_vocab_size is not None:
+        record["draft_vocab_size"] = model.draft_vocab_size
     if baseline:
         alone = answer.baseline
         record |= {

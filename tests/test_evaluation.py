@@ -63,8 +63,10 @@ def test_a_rows_key_is_its_settings_models_and_prompts(engine: EagleFSD) -> None
         cell().key(engine, prompts_of((3, 4), seed=1)),
         cell().key(other, prompts),
         cell().key(EagleFSD(engine.target, None, base_model="tiny", ea_model="tiny-head"), prompts),
+        cell().key(EagleFSD(engine.target, tiny_head().restrict(torch.arange(9))), prompts),
+        cell().key(EagleFSD(engine.target, tiny_head().restrict(torch.arange(1, 10))), prompts),
     }
-    assert len(keys) == 7
+    assert len(keys) == 9
     assert cell().key(EagleFSD(engine.target, engine.head, base_model="tiny"), prompts) == key
 
 

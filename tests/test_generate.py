@@ -50,6 +50,7 @@ class ScriptedModel:
     """An engine that answers REPLY, `per_step` tokens a step; `during` runs inside each step."""
 
     base_model, ea_model, dtype, device = "scripted", "head", torch.float32, torch.device("cpu")
+    draft_vocab_size: int | None = None
 
     def __init__(self, reply: str = REPLY, per_step: int = 3) -> None:
         self.tokenizer = Bytes()
@@ -259,6 +260,9 @@ def test_json_is_one_object_with_the_contract_keys(
         "device": "cpu",
     }
     assert tuple(json.loads(out)) == JSON_KEYS
+    model.draft_vocab_size = 9
+    _, out, _ = run(capsys, "--json", "Hello?")
+    assert json.loads(out)["draft_vocab_size"] == 9
 
 
 @pytest.mark.parametrize(

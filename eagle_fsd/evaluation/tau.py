@@ -46,7 +46,9 @@ class Cell:
 
     def key(self, engine: EagleFSD, prompts: Sequence[Sequence[int]]) -> str:
         """What a row must share to stand for this cell: the settings, the models' weights and the prompts."""
-        head = None if engine.head is None else digest(engine.head.parameters())
+        head = None
+        if engine.head is not None:
+            head = digest([*engine.head.parameters(), *engine.head.buffers()])  # its draft vocabulary too
         made_by = [target_identity(engine.base_model, engine.target.model), head, list(map(list, prompts))]
         return hashlib.sha256(json.dumps([asdict(self), made_by], sort_keys=True).encode()).hexdigest()[:16]
 
@@ -94,7 +96,8 @@ def run(
         key = cell.key(engine, ids)
         if key not in done:
             row = measure(engine, cell, ids, batch_size)
-            row |= {"key": key, "base_model": engine.base_model, "ea_model": engine.ea_model, **provenance}
+            row |= {"key": key, "base_model": engine.base_model, "ea_model": engine.ea_model}
+            row |= {"draft_vocab_size": engine.draft_vocab_size, **provenance}
             with output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             done[key] = row
