@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from training_world import (
 
 from eagle_fsd.identity import differences, target_identity
 from eagle_fsd.training.data import Example
-from eagle_fsd.training.features import extract, features_of
+from eagle_fsd.training.features import OnlineFeatures, estimate, extract, features_of
 from eagle_fsd.training.shards import FeatureSequence, StoredFeatures
 
 WHO = {"name": "tiny", "weights": "0", "dtype": "float32"}
@@ -105,3 +107,55 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"target": WHO}))
     with pytest.raises(ValueError, match=r"shard_00000\.safetensors is no whole feature shard"):
         StoredFeatures([tmp_path], WHO)
+
+
+def test_an_extraction_says_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing once it is done, and a disk that is too small is named before anything is written."""
+    target, examples = tiny_target().base_model, [Example(list(range(1, 9)), [True] * 8)] * 5
+    settings: dict[str, Any] = {"dtype": torch.float32, "shard_examples": 2}
+    cost = estimate(target, examples, tmp_path, **settings)
+    extract(target, examples, tmp_path, WHO, **settings)
+    written = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert cost.tokens == 40 and cost.seconds > 0 and cost.size <= written < cost.size + 3 * 1000
+    (tmp_path / "shard_00002.safetensors").unlink()
+    assert estimate(target, examples, tmp_path, **settings).tokens == 8
+    extract(target, examples, tmp_path, WHO, **settings)
+    assert estimate(target, examples, tmp_path, **settings).tokens == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match=r"features of 40 tokens, .* do not fit beside .*new.*--online"):
+        estimate(target, examples, tmp_path / "new", **settings)
+    assert not (tmp_path / "new").exists()
+
+
+def test_processes_take_shards_in_turn(tmp_path: Path) -> None:
+    target, examples = tiny_target().base_model, [Example(list(range(1, 9)), [True] * 8)] * 7
+    settings: dict[str, Any] = {"dtype": torch.float32, "shard_examples": 2}
+    extract(target, examples, tmp_path, WHO, share=(1, 3), **settings)
+    assert [path.name for path in tmp_path.glob("shard*")] == ["shard_00001.safetensors"]
+    for process in (0, 2):
+        extract(target, examples, tmp_path, WHO, share=(process, 3), **settings)
+    assert len(everything(tmp_path)) == 7
+
+
+def test_online_features_are_those_of_the_shards(tmp_path: Path) -> None:
+    target = tiny_target().base_model
+    examples = [Example(list(range(1, length)), [False] + [True] * (length - 2)) for length in (9, 4, 7)]
+    extract(target, examples, tmp_path, WHO, dtype=torch.float32)
+    stored, online = StoredFeatures([tmp_path], WHO), OnlineFeatures(target, examples, 16)
+    for one, other in zip(stored.read([2, 0, 2]), online.read([2, 0, 2]), strict=True):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.learn, other.learn)
+        torch.testing.assert_close(one.features, other.features, atol=1e-5, rtol=1e-4)
+        assert not other.features.is_inference()
+
+
+def test_a_shard_that_breaks_while_it_is_in_use_is_named(tmp_path: Path) -> None:
+    target, examples = tiny_target().base_model, [Example(list(range(1, 9)), [True] * 8)] * 2
+    extract(target, examples, tmp_path, WHO)
+    stored = StoredFeatures([tmp_path], WHO)
+    path = tmp_path / "shard_00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=r"shard_00000\.safetensors is no whole feature shard .*; remove it"):
+        stored.read([1])
+    path.unlink()
+    with pytest.raises(ValueError, match=r"shard_00000\.safetensors is no whole feature shard"):
+        stored.read([1])

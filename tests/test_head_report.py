@@ -71,17 +71,18 @@ def test_an_oracle_is_right_at_every_depth(target: TargetModel) -> None:
     prompts = prompts_of((5, 9, 3))
     texts = greedy_alone(target.model, prompts, 24)
     engine = KnowingEngine(target, texts, reach=None)
-    report = observe(engine, prompts, TREE, max_new_tokens=24, batch_size=3)
+    report, answers = observe(engine, prompts, TREE, max_new_tokens=24, batch_size=3)
+    assert answers == texts
     assert report.tau == 6.0 and report.reached == [12] * 5
     assert report.right[1] == report.right[3] == [1.0] * 5
-    wrong = observe(KnowingEngine(target, texts, wrong=True), prompts, TREE, 24, 3)
+    wrong, _ = observe(KnowingEngine(target, texts, wrong=True), prompts, TREE, 24, 3)
     assert wrong.tau == 1.0 and wrong.right[1] == [0.0] * 5
     assert wrong.reached[0] == 3 * 24
 
 
 def test_a_report_does_not_depend_on_the_batch(target: TargetModel) -> None:
     engine, prompts = EagleFSD(target, tiny_head()), prompts_of((5, 9, 3, 7))
-    reports = [observe(engine, prompts, TREE, 12, size) for size in (1, 4)]
+    reports = [observe(engine, prompts, TREE, 12, size)[0] for size in (1, 4)]
     assert reports[0].right == reports[1].right and reports[0].reached == reports[1].reached
     assert reports[0].accept_histogram == reports[1].accept_histogram
     assert sum(nodes for *_, nodes in reports[0].bins) == 15 * reports[0].reached[0]
@@ -128,7 +129,9 @@ def test_the_script_writes_a_report_and_a_plot(
     assert (output / "calibration.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in output.iterdir()) == ["calibration.png", "report.json"]
     shown = capsys.readouterr().out
-    assert f"tau {record['tau']:.3f}" in shown and "among the draft's best 3, by depth:" in shown
+    assert f"tau {record['tau']:.3f}" in shown and "among the draft's best 3, by depth, if right" in shown
+    assert "along the text, right before or not, best 1 and 3, by depth: " in shown
+    assert len(record["along_text"]["top3"]) == 5 and record["along_text"]["positions"] > 0
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from training_world import (
 
 from eagle_fsd.hub import load_head, resolve_head
 from eagle_fsd.training.data import read_jsonl
-from eagle_fsd.training.runs import BEST, read_checkpoint
+from eagle_fsd.training.runs import BEST, read_checkpoint, read_log
 from eagle_fsd.training.trainer import Trainer
 
 
@@ -92,6 +92,39 @@ def test_heads_are_trained_for_targets_of_several_kinds(
     head = load_head(resolve_head(str(tmp_path / "head"), "x"), 32, 128)
     best = read_checkpoint(tmp_path / "run" / BEST)["head"]
     assert torch.equal(head.fc.weight, best["fc.weight"].half().float())
+
+
+def test_a_finished_run_exports_again_with_a_draft_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without another step, and with another head in nothing but its list of tokens."""
+    end = 6
+    train = Training(tmp_path, monkeypatch, "llama", eos_token_id=end)
+    first = train("run", "--export {}/head")
+    again = train("run", "--export {}/small --draft-vocab-size 9")
+    assert again["steps"] == first["steps"] and again["held_out"] == first["held_out"]
+    assert sum("held_out" in record for record in read_log(tmp_path / "run")) == 1
+    whole, small = (load_head(resolve_head(str(tmp_path / name), "x"), 32, 128) for name in ("head", "small"))
+    assert all(torch.equal(value, small.state_dict()[name]) for name, value in whole.state_dict().items())
+    assert whole.draft_tokens is None and small.config.draft_vocab_size == 9
+    # Digits and the space between them make up the answers; no row has the end token in its text.
+    assert set(map(chr, small.draft_tokens.tolist())) < set(" 0123456789") | {chr(end)}
+    assert end in small.draft_tokens
+    with pytest.raises(SystemExit, match=r"train_head: the draft vocabulary's size is 0: "):
+        train("run", "--export {}/none --draft-vocab-size 0")
+
+
+def test_a_head_is_trained_on_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    train("first", "--export {}/head --float32 --max-length 40")
+    still = "--init-head {}/head --float32 --learning-rate 1e-12 --max-length 30"
+    train("second", f"{still} --export {{}}/again")
+    heads = [load_head(resolve_head(str(tmp_path / name), "x"), 32, 128) for name in ("head", "again")]
+    for name, value in heads[0].state_dict().items():
+        torch.testing.assert_close(heads[1].state_dict()[name], value, atol=1e-3, rtol=1e-3)
+    assert heads[1].config.trained_positions == 40, "what the first run saw is not forgotten"
+    with pytest.raises(SystemExit, match=r"is of another run \(.*start was \w+, now \w+"):
+        train("second", "--float32 --learning-rate 1e-12 --max-length 30")
 
 
 def test_features_of_an_earlier_run_are_ready_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

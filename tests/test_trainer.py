@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from eagle_fsd.head import DraftHead
 from eagle_fsd.training import runs as runs_module
 from eagle_fsd.training import shards as shards_module
 from eagle_fsd.training import trainer as trainer_module
-from eagle_fsd.training.evaluation import HeldOut, evaluate, hold_out
+from eagle_fsd.training.evaluation import HeldOut, best_tokens, evaluate, hold_out
 from eagle_fsd.training.files import write_atomically
 from eagle_fsd.training.loss import (
     LossWeights,
@@ -324,7 +325,9 @@ def test_chains_equal_a_plain_count() -> None:
                     alive[which][step] += lives[which]
                     if at < last and one.tokens[at + 1] != goal[at]:
                         lives[which] = False
-    result = evaluate(head, HeldOut(data, greedy, lm_head(), depth), lm_head(), k=k)
+    result = evaluate(
+        head, HeldOut(data, greedy, partial(best_tokens, lm_head=lm_head()), depth), lm_head(), k=k
+    )
     share = [[count / of for count, of in zip(row, drafts, strict=True)] for row in alive]
     assert 0 < share[0][2] < share[0][1] < share[0][0] < 1
     for which, name in enumerate(("top1", "top2")):
@@ -342,4 +345,4 @@ def test_held_out_tokens_are_a_float32_argmax() -> None:
     weight = torch.tensor([[1.0, 0.0], [1.0, 2.0**-9]], dtype=torch.bfloat16)
     one = FeatureSequence(torch.zeros(3), torch.ones(3), torch.ones(3, 2, dtype=torch.bfloat16))
     held = hold_out([one], weight)
-    assert held.greedy[0].tolist() == [1, 1, 1] and held.lm_head.dtype == torch.float32
+    assert held.greedy[0].tolist() == [1, 1, 1] and held.best(one.features, 1).tolist() == [[1]] * 3

@@ -9,9 +9,15 @@ Works on any EAGLE-1/2 head. Writes report.json and calibration.png, and prints 
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.evaluation.arguments import check_sizes, parser_of
@@ -19,6 +25,10 @@ from eagle_fsd.evaluation.head import HeadReport, observe
 from eagle_fsd.evaluation.plots import plot_calibration, require_matplotlib
 from eagle_fsd.evaluation.prompts import chat_prompts
 from eagle_fsd.provenance import provenance
+from eagle_fsd.training.data import Example
+from eagle_fsd.training.evaluation import HeldOut, evaluate
+from eagle_fsd.training.features import OnlineFeatures
+from eagle_fsd.training.shards import FeatureSequence
 
 
 def main() -> None:
@@ -43,9 +53,11 @@ def main() -> None:
         prompts = [
             ids for path in arguments.prompts for ids in chat_prompts(path, engine.tokenizer, arguments.limit)
         ]
-        report = observe(engine, prompts, tree, arguments.max_new_tokens, arguments.batch_size)
+        report, answers = observe(engine, prompts, tree, arguments.max_new_tokens, arguments.batch_size)
+        text = along_text(engine, prompts, answers)
         arguments.output.mkdir(parents=True, exist_ok=True)
         record = asdict(report) | {
+            "along_text": text,
             "base_model": engine.base_model,
             "ea_model": engine.ea_model,
             "dtype": str(engine.dtype).removeprefix("torch."),
@@ -59,15 +71,51 @@ def main() -> None:
         plot_calibration(report, arguments.output / "calibration.png")
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
-    print(shown(report))
+    print(shown(report, text))
 
 
-def shown(report: HeadReport) -> str:
+def along_text(
+    engine: EagleFSD, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """How often the head names the target's token at every place of the target's own answers, by depth.
+
+    Whether the drafts before were right or not; `chain` is the same given that they were.
+    """
+    target, ends = engine.target, frozenset(engine.target.eos_token_ids)
+    examples = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        answer = [token for token in answer if token not in ends]
+        if answer:
+            learn = [False] * (len(prompt) - 1) + [True] * (len(answer) + 1)
+            examples.append(Example([*prompt, *answer], learn))
+    sequences = OnlineFeatures(target.decoder, examples).read(range(len(examples)))
+    on_device = [
+        FeatureSequence(*(part.to(engine.device) for part in (one.tokens, one.learn, one.features)))
+        for one in sequences
+    ]
+
+    def best(features: Tensor, k: int) -> Tensor:
+        places = engine.vocabulary.logits(features.to(engine.dtype)).topk(k, dim=-1).indices
+        return places if engine.head.draft_tokens is None else engine.head.draft_tokens[places]
+
+    with torch.inference_mode():
+        greedy = [target.logits(one.features.to(engine.dtype)).argmax(-1) for one in on_device]
+        embedding = target.model.get_input_embeddings().weight.to(engine.device)
+        head = copy.deepcopy(engine.head).float()
+        return evaluate(head, HeldOut(on_device, greedy, best), embedding, k=3)
+
+
+def shown(report: HeadReport, text: dict[str, Any]) -> str:
     """The report as text, one fact a line."""
+    pairs = zip(text["top1"], text["top3"], strict=True)
+    along = " / ".join(f"{100 * one:.1f}, {100 * three:.1f}" for one, three in pairs)
     lines = [f"tau {report.tau:.3f}, {report.tokens_per_second:.1f} tokens/s"]
     for count, shares in report.right.items():
         percent = " / ".join(f"{100 * share:.1f}" for share in shares)
-        lines.append(f"the target's token among the draft's best {count}, by depth: {percent} %")
+        lines.append(
+            f"the target's token among the draft's best {count}, by depth, if right before: {percent} %"
+        )
+    lines.append(f"along the text, right before or not, best 1 and 3, by depth: {along} %")
     lines.append(f"steps that reached that depth: {' / '.join(map(str, report.reached))}")
     lines.append(f"expected calibration error {report.error:.3f}")
     return "\n".join(lines)

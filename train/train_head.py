@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
@@ -41,6 +42,7 @@ from eagle_fsd.training.schedule import TrainConfig, initialise
 from eagle_fsd.training.shards import Features, StoredFeatures
 from eagle_fsd.training.trackers import TRACKERS, require_tracker
 from eagle_fsd.training.trainer import Trainer, flat
+from eagle_fsd.vocabulary import ranked_tokens
 
 logger = logging.getLogger("train_head")
 
@@ -70,6 +72,12 @@ def parse() -> argparse.Namespace:
         type=int,
         default=8192,
         help="the loss's softmax is over so many frequent tokens, and the batch's own; default: %(default)s",
+    )
+    add(
+        "--draft-vocab-size",
+        type=int,
+        help="export a head that drafts only so many tokens, those learned most often (FR-Spec); a finished "
+        "run exports again without training (default: all tokens)",
     )
     add("--threads", type=int, default=0, help="torch threads (0: leave)")
     add("--report-to", default="none", choices=("none", *TRACKERS), help="a tracker; default: %(default)s")
@@ -144,8 +152,9 @@ def run(args: argparse.Namespace) -> None:
     logger.info(
         "%d sequences, %d tokens, %d learned; softmax over %d", len(train), tokens, learned, len(keep)
     )
+    drafted = draft_tokens(args.draft_vocab_size, data, train, len(lm_head), target, tokenizer)
     head = starting_head(args, target, source.name)
-    held_out = hold_out(data.read(held), lm_head)
+    held_out = hold_out(data.read(held), lm_head, device=accelerator.device)
     del model, target
     trainer = Trainer(head, data, train, held_out, embedding, lm_head, keep, config, args.output, accelerator)
     accelerator.init_trackers("eagle_fsd", flat(trainer.identity["config"]))
@@ -169,6 +178,7 @@ def run(args: argparse.Namespace) -> None:
     if args.export and not trainer.stop:
         best = read_checkpoint(args.output / BEST)
         head.load_state_dict(best["head"])
+        head.restrict(drafted)
         hub.save_head(head, args.export, dtype=torch.float16)
         logger.info("exported step %d to %s", best["step"], args.export)
 
@@ -209,11 +219,27 @@ def starting_head(args: argparse.Namespace, target: TargetModel, target_name: st
         initialise(head, args.seed)
         return head
     found = hub.resolve_head(args.init_head, target_name)
-    head = hub.load_head(found, target.hidden_size, target.vocab_size).train()
+    head = hub.load_head(found, target.hidden_size, target.vocab_size).train().restrict(None)
     known = head.config.trained_positions or 0
     head.config = replace(head.config, trained_positions=max(known, args.max_length))
     logger.info("starting from head %s", found.name)
     return head
+
+
+def draft_tokens(
+    size: int | None,
+    data: Features,
+    numbers: Sequence[int],
+    vocab_size: int,
+    target: TargetModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Tensor | None:
+    """The `size` tokens that are learned most often, all special ones among them; None for None."""
+    if size is None:
+        return None
+    after = [data.tokens[number][1:][data.learn[number][:-1]] for number in numbers]
+    special = {*target.eos_token_ids, *(getattr(tokenizer, "all_special_ids", None) or ())}
+    return ranked_tokens(torch.bincount(torch.cat(after), minlength=vocab_size), size, sorted(special))
 
 
 def head_config(target: TargetModel, trained_positions: int) -> HeadConfig:

@@ -90,18 +90,19 @@ def observe(
     tree: TreeConfig,
     max_new_tokens: int,
     batch_size: int,
-) -> HeadReport:
-    """Answer the prompts (token ids) greedily and losslessly, and report on the head's drafts."""
+) -> tuple[HeadReport, list[list[int]]]:
+    """Answer the prompts (token ids) greedily and losslessly: a report on the head's drafts, the answers."""
     witness = Witness(tree.reach)
-    stats = []
+    stats, answers = [], []
     for rows in tqdm(list(batches(len(prompts), batch_size)), desc="prompts", unit="batch"):
         ids, mask = left_padded([prompts[row] for row in rows], engine.pad_token_id)
         output = engine.generate(ids, mask, max_new_tokens=max_new_tokens, rule=witness, tree=tree)
         stats.append(GenerationStats.total(output.stats, concurrent=True))
+        answers += output.new_tokens
     total = GenerationStats.total(stats)
     bins, error = calibration(torch.cat(witness.confidence), torch.cat(witness.taken))
     shares = witness.right / witness.reached.clamp(min=1)
-    return HeadReport(
+    report = HeadReport(
         right={count: shares[row].tolist() for row, count in enumerate(TOP)},
         reached=witness.reached.tolist(),
         bins=bins,
@@ -110,6 +111,7 @@ def observe(
         tokens_per_second=total.tokens_per_second,
         accept_histogram=total.accept_histogram,
     )
+    return report, answers
 
 
 def calibration(

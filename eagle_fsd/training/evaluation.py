@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,31 +15,25 @@ from eagle_fsd.head import DraftHead
 from eagle_fsd.training.loss import learn_masks, unroll
 from eagle_fsd.training.shards import FeatureSequence
 
+# The k most likely tokens [N, k], best first, for features [N, d].
+Best = Callable[[Tensor, int], Tensor]
+
 
 @dataclass(frozen=True)
 class HeldOut:
     """Sequences never trained on, and what the target says to them.
 
-    greedy: its best token at every position of each ([n] int64). lm_head: the whole of it [V, d], float32.
+    greedy: its best token at every position of each ([n] int64). best: of a head's predictions.
     """
 
     sequences: Sequence[FeatureSequence]
     greedy: Sequence[Tensor]
-    lm_head: Tensor
+    best: Best
     depth: int = 5
-
-    def to(self, device: torch.device) -> HeldOut:
-        """The same on a device."""
-        moved = [
-            FeatureSequence(*(part.to(device) for part in (one.tokens, one.learn, one.features)))
-            for one in self.sequences
-        ]
-        greedy = [tokens.to(device) for tokens in self.greedy]
-        return HeldOut(moved, greedy, self.lm_head.to(device), self.depth)
 
 
 @torch.no_grad()
-def best_tokens(features: Tensor, lm_head: Tensor, k: int, rows: int = 256) -> Tensor:
+def best_tokens(features: Tensor, k: int, lm_head: Tensor, rows: int = 256) -> Tensor:
     """The k most likely tokens for features [N, d]: [N, k], best first."""
     parts = [
         F.linear(block.to(lm_head.dtype), lm_head).topk(k, dim=-1).indices for block in features.split(rows)
@@ -46,18 +41,22 @@ def best_tokens(features: Tensor, lm_head: Tensor, k: int, rows: int = 256) -> T
     return torch.cat(parts) if parts else torch.empty(0, k, dtype=torch.int64, device=features.device)
 
 
-def hold_out(sequences: Sequence[FeatureSequence], lm_head: Tensor, depth: int = 5) -> HeldOut:
+def hold_out(
+    sequences: Sequence[FeatureSequence],
+    lm_head: Tensor,
+    depth: int = 5,
+    device: torch.device | str = "cpu",
+) -> HeldOut:
     """Prepare held-out sequences; the target's greedy tokens are computed once, here.
 
     In float32, as the head is measured: rounded to bfloat16 the best two logits are often equal.
     """
-    lm_head = lm_head.float()
-    return HeldOut(
-        sequences,
-        [best_tokens(sequence.features, lm_head, 1).squeeze(1) for sequence in sequences],
-        lm_head,
-        depth,
-    )
+    best = partial(best_tokens, lm_head=lm_head.to(device, torch.float32))
+    moved = [
+        FeatureSequence(*(part.to(device) for part in (one.tokens, one.learn, one.features)))
+        for one in sequences
+    ]
+    return HeldOut(moved, [best(one.features, 1).squeeze(1) for one in moved], best, depth)
 
 
 @torch.no_grad()
@@ -89,7 +88,7 @@ def evaluate(head: DraftHead, held_out: HeldOut, embedding: Tensor, k: int = 8) 
             if step:
                 alive = F.pad(alive, (1, 0))[:, :-1]  # the draft that is now at j was at j - 1
             where = mask[0].nonzero().squeeze(1)
-            best = best_tokens(prediction[0, where], held_out.lm_head, k)
+            best = held_out.best(prediction[0, where], k)
             right = best == goal[where, None]
             top = torch.stack((right[:, 0], right.any(-1)))  # [2, N]
             hits[:2, step] += top.sum(1).cpu()

@@ -34,6 +34,7 @@ from eagle_fsd.training.runs import (
     append_record,
     cut_log,
     read_checkpoint,
+    read_log,
     save_atomically,
     stop_on_signals,
 )
@@ -80,7 +81,7 @@ class Trainer:
         self.accelerator = accelerator or Accelerator()
         self.device = self.accelerator.device
         self.data, self.numbers, self.config = data, list(numbers), config
-        self.held_out = held_out.to(self.device)
+        self.held_out = held_out
         self.embedding, self.lm_head = embedding.to(self.device), lm_head.to(self.device)
         self.common = common.to(self.device)
         self.folder = Path(folder)
@@ -183,7 +184,7 @@ class Trainer:
                 if self.step % self.config.checkpoint_every == 0:
                     self.save()
         if not self.stop:
-            result = self.evaluate_and_keep()
+            result = self.known_result() or self.evaluate_and_keep()
         self.save()
         return result
 
@@ -209,6 +210,11 @@ class Trainer:
                 {"head": self.head.state_dict(), "step": self.step, "held_out": result}, self.folder / BEST
             )
         return result
+
+    def known_result(self) -> dict[str, Any]:
+        """What the log says of an evaluation at this very step; empty if there was none."""
+        held = [record for record in read_log(self.folder) if "held_out" in record]
+        return held[-1]["held_out"] if held and held[-1]["step"] == self.step else {}
 
     def log(self, record: dict[str, Any]) -> None:
         """One record for the run's own log and for the trackers that follow the run."""
