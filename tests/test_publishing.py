@@ -10,9 +10,10 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
-from tiny_models import tiny_head
+from tiny_models import HIDDEN, VOCAB, tiny_head
 
 from eagle_fsd.hub import load_head, save_head
 from eagle_fsd.training import publishing
@@ -67,6 +68,13 @@ def run(runs: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
     argv += ["--data", "Answers of the target, MIT.", "--output", str(runs / "out"), *more]
     monkeypatch.setattr("sys.argv", argv)
     runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def test_a_draft_vocabulary_is_published_with_its_head(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_head(tiny_head().restrict(torch.arange(9).flip(0)), runs / "head")
+    run(runs, monkeypatch, "--dry-run")
+    head = load_head(str(runs / "out"), HIDDEN, VOCAB)
+    assert head.draft_tokens.tolist() == list(range(9))[::-1]
 
 
 class FakeApi:

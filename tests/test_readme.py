@@ -8,13 +8,15 @@ import runpy
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eagle_fsd import generate
+from eagle_fsd import EagleFSD, generate, hub
 from eagle_fsd.flags import build_parser
+from eagle_fsd.hub import load_head
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -25,12 +27,22 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    """The shell blocks' lines, without their comments."""
-    lines = "".join(blocks("bash")).splitlines()
+    """The shell blocks' commands, without their comments."""
+    lines = "".join(blocks("bash")).replace("\\\n", " ").splitlines()
     return [re.sub(r"\s+#.*", "", line) for line in lines if line.strip()]
 
 
 GENERATE = [line for line in commands() if "eagle_fsd.generate" in line]
+SCRIPTS = [line for line in commands() if re.match(r"python (train|eval)/", line)]
+TOY = {  # sizes at which a command does all that it does, in seconds; a later flag overrides the README's
+    "synthesize": "--self-prompts 5 --max-new-tokens 6",
+    "train_head": "--minutes 0 --epochs 1 --held-out 2 --batch-tokens 64",
+    "extract_features": "",
+    "evaluate_head": "--max-new-tokens 6",
+    "measure_tau": "--max-new-tokens 6 --temperature 0",
+    "check_greedy": "--max-new-tokens 6 --tree 16/5/8",
+    "publish": "",
+}
 MAKE = [line for line in commands() if line.startswith("make ")]
 
 
@@ -79,6 +91,32 @@ def test_python_example(smollm2: Any, capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr().out
     assert re.search(r"^tau \d\.\d\d, \d+ fuzzy accepts$", printed, re.MULTILINE)
     assert printed.rstrip().endswith("]")
+
+
+@pytest.mark.real
+def test_the_scripts_commands_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2: Any
+) -> None:
+    """As a reader would run them, in the order of the page, at toy size."""
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib: pip install 'eagle-fsd[train]'")
+    monkeypatch.setattr(hub, "load_target", cache(hub.load_target))  # the target of each dtype once
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Why is the sky blue?"}\n')
+    named = [re.match(r"python \w+/(\w+)\.py", line).group(1) for line in SCRIPTS]
+    assert set(named) == set(TOY) and len(GENERATE) >= 5
+    for line, name in zip(SCRIPTS, named, strict=True):
+        _, script, *argv = shlex.split(f"{line} {TOY[name]}")
+        monkeypatch.setattr(sys, "argv", [script, *argv])
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as end:
+            assert end.code in (0, None), (line, end.code)
+    export = tmp_path / "runs" / "head" / "export"
+    model = EagleFSD(smollm2.target, load_head(str(export), 576, 49152), tokenizer=smollm2.tokenizer)
+    assert len(model.generate([[1, 2, 3]], max_new_tokens=6).new_tokens[0]) <= 6
+    card = (tmp_path / "runs" / "head" / "publish" / "README.md").read_text()
+    assert "me/EAGLE-SmolLM2-135M" in card
+    assert (tmp_path / "runs" / "head" / "evaluation" / "calibration.png").is_file()
 
 
 def test_every_flag_is_described_and_no_other() -> None:

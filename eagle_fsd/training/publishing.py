@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from eagle_fsd.checkpoint import CONFIG_NAME, find_head_file, one_line
+from eagle_fsd.checkpoint import CONFIG_NAME, VOCABULARY_NAME, find_head_file, one_line
 
 CARD = "README.md"
 
@@ -103,11 +103,12 @@ def read_training(run: Path) -> dict[str, Any]:
 
 
 def write_repository(head: Path, card: Card, repo_id: str, folder: Path) -> Path:
-    """Lay the repository out in a new or empty folder: the head's two files and the card."""
+    """Lay the repository out in a new or empty folder: the head's files and the card."""
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"folder {str(folder)!r} is not empty: a repository is laid out anew; name another")
     folder.mkdir(parents=True, exist_ok=True)
-    for file in (head / CONFIG_NAME, find_head_file(head, str(head))):
+    files = [head / CONFIG_NAME, find_head_file(head, str(head)), head / VOCABULARY_NAME]
+    for file in filter(Path.is_file, files):
         shutil.copyfile(file, folder / file.name)
     (folder / CARD).write_text(card.text(repo_id), encoding="utf-8")
     return folder
