@@ -125,28 +125,37 @@ def read_rows(path: Path) -> list[dict[str, object]]:
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """A Markdown table of tau: a line per temperature and rule, by prompt set and over all."""
+    """A Markdown table of tau: a line per tree, temperature and rule, by prompt set and over all.
+
+    "vs lossless" compares with the lossless line of the same tree and temperature.
+    """
     sets = list(dict.fromkeys(row["prompts"] for row in rows))
-    lines = [
-        "| temperature | divergence | mode | child | T | "
-        + " | ".join(sets)
-        + " | all | vs lossless | fuzzy / step |",
-        "|" + " --- |" * (len(sets) + 8),
-    ]
+    titles = ["tree", "temperature", "divergence", "mode", "child", "T", *sets]
+    titles += ["all", "vs lossless", "fuzzy / step"]
+    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
     groups: dict[tuple[object, ...], list[Mapping[str, object]]] = {}
     for row in rows:
         rule = (row["divergence"], row["mode"], row["child"], row["threshold"])
-        groups.setdefault((row["sampling"]["temperature"], *rule), []).append(row)
+        setting = ("/".join(map(str, row["tree"].values())), row["sampling"]["temperature"])
+        groups.setdefault((*setting, *rule), []).append(row)
     lossless: dict[object, float] = {}
-    for (temperature, divergence, mode, child, threshold), members in groups.items():
+    for (tree, temperature, divergence, mode, child, threshold), members in groups.items():
         steps = sum(row["steps"] for row in members)
         tau = sum(row["new_tokens"] for row in members) / steps
         if divergence is None:
-            lossless[temperature] = tau
+            lossless[tree, temperature] = tau
         by_set = {row["prompts"]: row["tau"] for row in members}
-        gain = f"{tau / lossless[temperature] - 1:+.0%}" if temperature in lossless else ""
+        known = lossless.get((tree, temperature))
+        gain = f"{tau / known - 1:+.0%}" if known else ""
         fuzzy = sum(row["fuzzy_accepts"] for row in members) / steps
-        cells = [f"{temperature:g}", divergence or "lossless", mode or "", child or "", f"{threshold:g}"]
+        cells = [
+            tree,
+            f"{temperature:g}",
+            divergence or "lossless",
+            mode or "",
+            child or "",
+            f"{threshold:g}",
+        ]
         cells += [f"{by_set[name]:.2f}" if name in by_set else "" for name in sets]
         lines.append("| " + " | ".join([*cells, f"{tau:.2f}", gain, f"{fuzzy:.2f}"]) + " |")
     return "\n".join(lines)
