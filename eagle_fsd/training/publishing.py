@@ -96,7 +96,7 @@ def read_training(run: Path) -> dict[str, Any]:
             "train_head.py writes; name its --output"
         ) from error
     needed = ("command", "steps", "training_seconds", "sequences", "tokens", "learned_tokens", "held_out")
-    lost = [name for name in needed if not training.get(name)]
+    lost = [name for name in needed if training.get(name) in (None, {})]
     if lost:
         raise ValueError(f"{record} has no {', '.join(lost)}: the run must have ended; resume it")
     return training
