@@ -1,12 +1,55 @@
-"""What a target's config says of its layers and positions, and which architectures are supported."""
+"""What a target's config says of its layers, positions and logits, and which architectures are supported."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 ATTENTION = ("sdpa", "eager")  # implementations that take our masks
 FULL, SLIDING = "full_attention", "sliding_attention"
 UNLIMITED = 2**31 - 1  # positions of a model whose config names no limit
+
+
+@dataclass(frozen=True)
+class LogitsTransform:
+    """What a model does to lm_head's product z: t = scale * z, then cap * tanh(t / cap) if there is a cap."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The model's logits [...] from what its lm_head gives [...]."""
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.cap is not None:
+            logits = self.cap * torch.tanh(logits / self.cap)
+        return logits
+
+    def slope(self, transformed: Tensor) -> Tensor | float:
+        """dt / dz [...] where the transformed logits are these [...]; a number if it is one everywhere."""
+        if self.cap is None:
+            return self.scale
+        return self.scale * (1 - (transformed / self.cap).square())
+
+
+PLAIN = LogitsTransform()  # the logits are lm_head's product itself
+
+
+def logits_transform(config: PretrainedConfig) -> LogitsTransform:
+    """What the config says is done to lm_head's product; fields that are absent, None or 0 do nothing."""
+    values = {}
+    for name in ("logits_scaling", "logit_scale", "final_logit_softcapping"):
+        values[name] = value = getattr(config, name, None) or None
+        if not isinstance(value, int | float | None):
+            raise ValueError(
+                f"the target's {name} is {value!r}: it must be a number; correct its config.json, or use "
+                "another target"
+            )
+    divisor, factor, cap = values.values()  # of Granite, Cohere and Gemma
+    return LogitsTransform(scale=(factor or 1.0) / (divisor or 1.0), cap=cap)
 
 
 def check_supported(config: PretrainedConfig) -> None:

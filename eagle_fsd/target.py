@@ -24,6 +24,7 @@ from eagle_fsd.architecture import (
     SLIDING,
     check_supported,
     layer_kinds,
+    logits_transform,
     longest_text,
     named_layer_kinds,
 )
@@ -80,6 +81,7 @@ class TargetModel:
         self.max_positions = longest_text(self.config)
         self.kinds = set(layer_kinds(self.config))
         self.window: int = getattr(self.config, "sliding_window", None) or 0
+        self.logits_transform = logits_transform(self.config)
         self.device = self._feature_device()
         self._check_tree_verification()
 
@@ -134,13 +136,7 @@ class TargetModel:
 
     def transformed(self, logits: Tensor) -> Tensor:
         """Logits of any tokens as the model gives them, from what its lm_head gives."""
-        if divisor := getattr(self.config, "logits_scaling", None):  # Granite
-            logits = logits / divisor
-        if factor := getattr(self.config, "logit_scale", None):  # Cohere
-            logits = logits * factor
-        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma
-            logits = cap * torch.tanh(logits / cap)
-        return logits
+        return self.logits_transform(logits)
 
     def features(
         self, tokens: Tensor, positions: Tensor, visible: Tensor, slot_positions: Tensor, cache: KVCache

@@ -1,0 +1,44 @@
+"""What a config does to lm_head's product, and the slope of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from eagle_fsd.architecture import PLAIN, LogitsTransform, logits_transform
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, PLAIN),
+        ({"logits_scaling": None, "logit_scale": 0, "final_logit_softcapping": 0.0}, PLAIN),
+        ({"logits_scaling": 1.0, "logit_scale": 1}, PLAIN),
+        ({"logits_scaling": 8}, LogitsTransform(scale=0.125)),
+        ({"logit_scale": 0.0625}, LogitsTransform(scale=0.0625)),
+        ({"final_logit_softcapping": 30.0}, LogitsTransform(cap=30.0)),
+        ({"logit_scale": 0.5, "final_logit_softcapping": 4.0}, LogitsTransform(scale=0.5, cap=4.0)),
+    ],
+)
+def test_a_config_says_what_is_done_to_the_logits(fields: dict[str, Any], wanted: LogitsTransform) -> None:
+    assert logits_transform(PretrainedConfig(**fields)) == wanted
+
+
+def test_a_field_that_is_no_number_is_named() -> None:
+    with pytest.raises(ValueError, match=r"final_logit_softcapping is '30': it must be a number; correct"):
+        logits_transform(PretrainedConfig(final_logit_softcapping="30"))
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.25, None), (1.0, 3.0), (2.0, 5.0), (-1.0, 2.0)])
+def test_the_slope_is_the_derivative(scale: float, cap: float | None) -> None:
+    """From the transformed values alone, at both ends of the cap too."""
+    product = torch.linspace(-40, 40, 81, dtype=torch.float64).requires_grad_()
+    transform = LogitsTransform(scale, cap)
+    transformed = transform(product)
+    (wanted,) = torch.autograd.grad(transformed.sum(), product)
+    found = torch.as_tensor(transform.slope(transformed.detach()), dtype=torch.float64)
+    torch.testing.assert_close(found.expand_as(wanted), wanted)
+    assert PLAIN(product) is product
