@@ -28,6 +28,7 @@ from training_world import (
     world,
 )
 
+from eagle_fsd.architecture import LogitsTransform
 from eagle_fsd.config import HeadConfig
 from eagle_fsd.head import DraftHead
 from eagle_fsd.training import runs as runs_module
@@ -39,6 +40,7 @@ from eagle_fsd.training.loss import (
     LossWeights,
     unroll,
 )
+from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.runs import BEST, CHECKPOINT, LOG, read_checkpoint, save_atomically
 from eagle_fsd.training.schedule import initialise, learning_rate_at, make_optimizer
 from eagle_fsd.training.shards import FeatureSequence, write_shard
@@ -107,7 +109,10 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         "sequences": {"sequences": data[:-1]},
         "feature_std": {"sequences": [replace(one, features=1.01 * one.features) for one in data]},
         "embedding": {"embedding": lm_head() + 1},
-        "lm_head": {"lm_head": lm_head() + 1},
+        "lm_head": {"readout": Readout(lm_head() + 1)},
+        "bias": {"readout": Readout(lm_head(), torch.zeros(VOCAB))},
+        r"logits\.scale": {"readout": Readout(lm_head(), None, LogitsTransform(scale=0.5))},
+        r"logits\.cap": {"readout": Readout(lm_head(), None, LogitsTransform(cap=30.0))},
         "common": {"common": torch.arange(6)},
         "start": {"head": tiny_head(seed=9)},
         r"head\.rms_norm_eps": {"head": DraftHead(replace(tiny_head().config, rms_norm_eps=1e-5))},
@@ -191,8 +196,9 @@ def test_the_target_may_be_of_another_precision_than_the_training(
 ) -> None:
     data, table = [replace(one, features=one.features.to(dtype)) for one in sequences()], lm_head().to(dtype)
     config = replace(FAST, bfloat16=bfloat16, noise=0.1)
-    parts = {"sequences": data[2:], "held_out": hold_out(data[:2], table)}
-    trainer_for(tmp_path, config, embedding=table, lm_head=table, **parts).run()
+    readout = Readout(table)
+    parts = {"sequences": data[2:], "held_out": hold_out(data[:2], readout)}
+    trainer_for(tmp_path, config, embedding=table, readout=readout, **parts).run()
     trainer_for(tmp_path / "exact", replace(FAST, noise=0.1)).run()
     assert losses(tmp_path) == pytest.approx(losses(tmp_path / "exact"), rel=0.05)
 
@@ -225,7 +231,17 @@ def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
         trainer_for(tmp_path, FAST, DraftHead(HeadConfig(8, 8, 2, 2, 4, VOCAB)))
 
 
-def test_a_toy_is_learned_at_every_depth(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loss", "transform", "depth"),
+    [
+        (LossWeights(), LogitsTransform(), 5),
+        (LossWeights(regression=0.0), LogitsTransform(scale=2.0, cap=5.0), 3),
+    ],
+)
+def test_a_toy_is_learned_at_every_depth(
+    tmp_path: Path, loss: LossWeights, transform: LogitsTransform, depth: int
+) -> None:
+    """Under a soft-cap by the cross-entropy alone, through the cap's slope, at the depths that are taught."""
     head = tiny_head()
     initialise(head, 0)
     config = replace(
@@ -236,11 +252,15 @@ def test_a_toy_is_learned_at_every_depth(tmp_path: Path) -> None:
         eval_every=1000,
         checkpoint_every=1000,
         learning_rate=1e-2,
+        loss=loss,
     )
-    trainer = trainer_for(tmp_path, config, head, count=32)
+    readout = Readout(lm_head(), None, transform)
+    held_out = hold_out(sequences(2), readout, depth)
+    trainer = trainer_for(tmp_path, config, head, count=32, readout=readout, held_out=held_out)
     before = evaluate(head, trainer.held_out, lm_head())
     after = trainer.run()
-    assert before["chain_tau"] < 3 and min(after["top1"]) > 0.9 and after["chain_tau"] > 5, (before, after)
+    assert before["chain_tau"] < 3 and min(after["top1"]) > 0.9, (before, after)
+    assert len(after["top1"]) == depth and after["chain_tau"] > depth, after
     assert (tmp_path / BEST).is_file()
 
 
@@ -284,7 +304,7 @@ def test_settings_that_cannot_be_are_refused_by_name(change: dict[str, object]) 
 
 
 def test_evaluation_counts_chains_that_follow_the_text() -> None:
-    result = evaluate(Oracle(), hold_out(sequences(3), lm_head()), lm_head(), k=2)
+    result = evaluate(Oracle(), hold_out(sequences(3), Readout(lm_head())), lm_head(), k=2)
     assert result["top1"] == [1.0] * 5 and result["chain_tau"] == 6.0 and result["chain2_tau"] == 6.0
 
 
@@ -325,9 +345,8 @@ def test_chains_equal_a_plain_count() -> None:
                     alive[which][step] += lives[which]
                     if at < last and one.tokens[at + 1] != goal[at]:
                         lives[which] = False
-    result = evaluate(
-        head, HeldOut(data, greedy, partial(best_tokens, lm_head=lm_head()), depth), lm_head(), k=k
-    )
+    named = partial(best_tokens, readout=Readout(lm_head()))
+    result = evaluate(head, HeldOut(data, greedy, named, depth), lm_head(), k=k)
     share = [[count / of for count, of in zip(row, drafts, strict=True)] for row in alive]
     assert 0 < share[0][2] < share[0][1] < share[0][0] < 1
     for which, name in enumerate(("top1", "top2")):
@@ -344,5 +363,5 @@ def test_held_out_tokens_are_a_float32_argmax() -> None:
     """In bfloat16 both logits are 1."""
     weight = torch.tensor([[1.0, 0.0], [1.0, 2.0**-9]], dtype=torch.bfloat16)
     one = FeatureSequence(torch.zeros(3), torch.ones(3), torch.ones(3, 2, dtype=torch.bfloat16))
-    held = hold_out([one], weight)
+    held = hold_out([one], Readout(weight))
     assert held.greedy[0].tolist() == [1, 1, 1] and held.best(one.features, 1).tolist() == [[1]] * 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from tiny_models import tiny_model
 from torch import Tensor
 from training_world import (
+    VOCAB,
     WIDTH,
     Oracle,
     lm_head,
@@ -19,6 +19,7 @@ from training_world import (
     tiny_head,
 )
 
+from eagle_fsd.architecture import LogitsTransform
 from eagle_fsd.head import DraftHead, causal_attention
 from eagle_fsd.target import TargetModel
 from eagle_fsd.training.batching import (
@@ -29,11 +30,11 @@ from eagle_fsd.training.loss import (
     head_loss,
     learn_masks,
     pair,
-    require_plain_logits,
     soft_cross_entropy,
     target_probabilities,
     unroll,
 )
+from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.shards import FeatureSequence
 
 
@@ -50,9 +51,9 @@ def test_pairing_is_feature_j_with_token_j_plus_1_and_goal_feature_j_plus_1() ->
 def test_an_oracle_head_has_no_regression_loss_and_a_shifted_one_has() -> None:
     batch = collate(sequences(4))
     only_features = LossWeights(regression=1.0, cross_entropy=0.0)
-    right, _ = head_loss(Oracle(), batch, lm_head(), lm_head(), 1.0, 2, only_features)
+    right, _ = head_loss(Oracle(), batch, lm_head(), Readout(lm_head()), 1.0, 2, only_features)
     shifted = replace(batch, next_tokens=torch.roll(batch.next_tokens, 1, dims=1))
-    wrong, _ = head_loss(Oracle(), shifted, lm_head(), lm_head(), 1.0, 2, only_features)
+    wrong, _ = head_loss(Oracle(), shifted, lm_head(), Readout(lm_head()), 1.0, 2, only_features)
     assert right.item() < 1e-9 < 1e-3 < wrong.item()
 
 
@@ -68,7 +69,7 @@ def test_padding_changes_neither_loss_nor_gradient() -> None:
     results = []
     for data in (one, [*one, longer]):
         head.zero_grad()
-        loss, _ = head_loss(head, collate(data), lm_head(), lm_head(), 1.0, 3, LossWeights())
+        loss, _ = head_loss(head, collate(data), lm_head(), Readout(lm_head()), 1.0, 3, LossWeights())
         loss.backward()
         results.append((loss.item(), head.fc.weight.grad.clone()))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-4)
@@ -120,14 +121,26 @@ def test_the_first_step_is_plain_causal_attention() -> None:
     torch.testing.assert_close(unroll(head, features, embeddings, 1)[0], plain, atol=1e-5, rtol=1e-4)
 
 
-def test_blockwise_cross_entropy_equals_the_plain_one_with_its_gradient() -> None:
-    weight, goals = lm_head(), noise(11, WIDTH)
-    predicted = noise(11, WIDTH, seed=1).requires_grad_()
-    p = target_probabilities(goals, weight, rows=4)
-    torch.testing.assert_close(p, (goals @ weight.T).softmax(-1), atol=1e-6, rtol=1e-5)
-    plain = -(p * (predicted @ weight.T).log_softmax(-1)).sum(-1).mean()
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("scale", "cap"), [(1.0, None), (0.25, None), (7.0, None), (1.0, 2.0), (1.0, 30.0), (7.0, 3.0)]
+)
+def test_blockwise_cross_entropy_equals_the_plain_one_with_its_gradient(
+    scale: float, cap: float | None, biased: bool
+) -> None:
+    weight, bias = lm_head(), noise(VOCAB, seed=2) if biased else torch.zeros(VOCAB)
+    readout = Readout(weight, bias if biased else None, LogitsTransform(scale, cap))
+
+    def logits(features: Tensor) -> Tensor:
+        scaled = (features @ weight.T + bias) * scale
+        return scaled if cap is None else torch.tanh(scaled / cap) * cap
+
+    goals, predicted = noise(11, WIDTH), noise(11, WIDTH, seed=1).requires_grad_()
+    p = target_probabilities(goals, readout, rows=4)
+    torch.testing.assert_close(p, logits(goals).softmax(-1), atol=1e-6, rtol=1e-5)
+    plain = -(p * logits(predicted).log_softmax(-1)).sum(-1).mean()
     (expected,) = torch.autograd.grad(2 * plain, predicted)
-    blockwise = soft_cross_entropy(predicted, p, weight, rows=4)
+    blockwise = soft_cross_entropy(predicted, p, readout, rows=4)
     (found,) = torch.autograd.grad(2 * blockwise, predicted)
     assert blockwise.item() == pytest.approx(plain.item(), abs=1e-5)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
@@ -136,12 +149,12 @@ def test_blockwise_cross_entropy_equals_the_plain_one_with_its_gradient() -> Non
 def test_gradients_reach_the_head_and_nothing_else() -> None:
     head = tiny_head()
     batch = collate(sequences(3))
-    constants = [lm_head(), lm_head(), batch.features.clone(), batch.goals.clone()]
-    embedding, weight, features, goals = (constant.requires_grad_() for constant in constants)
+    constants = [lm_head(), lm_head(), noise(VOCAB), batch.features.clone(), batch.goals.clone()]
+    embedding, weight, bias, features, goals = (constant.requires_grad_() for constant in constants)
     batch = replace(batch, features=features, goals=goals)
-    loss, _ = head_loss(head, batch, embedding, weight, 1.0, 3, LossWeights())
+    loss, _ = head_loss(head, batch, embedding, Readout(weight, bias), 1.0, 3, LossWeights())
     loss.backward()
-    assert [constant.grad for constant in constants] == [None] * 4
+    assert [constant.grad for constant in constants] == [None] * 5
     for name, parameter in head.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
@@ -149,7 +162,7 @@ def test_gradients_reach_the_head_and_nothing_else() -> None:
 def test_nothing_to_learn_is_no_loss_and_no_error() -> None:
     one = sequences(1)[0]
     batch = collate([replace(one, learn=torch.zeros_like(one.learn))])
-    loss, entropies = head_loss(tiny_head(), batch, lm_head(), lm_head(), 1.0, 2, LossWeights())
+    loss, entropies = head_loss(tiny_head(), batch, lm_head(), Readout(lm_head()), 1.0, 2, LossWeights())
     assert loss.item() == 0 and entropies.isnan().all()
 
 
@@ -161,7 +174,13 @@ def test_the_loss_is_the_weighted_mean_of_its_parts_over_the_steps() -> None:
     batch = replace(batch, learn=batch.learn & gaps)
     weight = lm_head()[:20]
     found, entropies = head_loss(
-        head, batch, lm_head(), weight, std, 3, LossWeights(regression=0.3, cross_entropy=0.7, decay=0.5)
+        head,
+        batch,
+        lm_head(),
+        Readout(weight),
+        std,
+        3,
+        LossWeights(regression=0.3, cross_entropy=0.7, decay=0.5),
     )
     predictions = unroll(head, batch.features, F.embedding(batch.next_tokens, lm_head()), 3)
     total = torch.zeros(())
@@ -191,35 +210,14 @@ def test_weights_of_the_loss_that_cannot_be(name: str, value: float) -> None:
         LossWeights(**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("family", "field"),
-    [
-        ("gemma2", "final_logit_softcapping 3"),
-        ("granite", "logits_scaling 7"),
-        ("cohere", "logit_scale 0.25"),
-        ("gptj", "an lm_head.bias"),
-    ],
-)
-def test_targets_that_change_their_logits_are_refused(family: str, field: str) -> None:
-    target = TargetModel(tiny_model(family, "eager"))
-    with pytest.raises(ValueError, match=rf"model with {field}: training takes plain logits") as error:
-        require_plain_logits(target)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("llama", {}),
-        ("gpt2", {}),
-        ("gemma2", {"final_logit_softcapping": None}),
-        ("granite", {"logits_scaling": 1.0}),
-    ],
-)
-def test_targets_with_plain_logits_are_not(family: str, changes: dict[str, Any]) -> None:
-    model = tiny_model(family, "eager", **changes)
-    require_plain_logits(TargetModel(model))
-    tokens = torch.arange(1, 9)[None]
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gemma3", "granite", "cohere", "gptj", "phi"])
+def test_what_is_taught_is_the_targets_own_distribution(family: str) -> None:
+    """Scales, soft-caps and biases included; over all tokens and over some."""
+    model = tiny_model(family, "eager")
+    readout, tokens = Readout.of(TargetModel(model)), torch.arange(1, 9)[None]
+    some = torch.tensor([40, 3, 95, 7])
     with torch.no_grad():
-        p = target_probabilities(model.get_decoder()(tokens).last_hidden_state[0], model.lm_head.weight)
-        torch.testing.assert_close(p, model(tokens).logits[0].softmax(-1), atol=1e-5, rtol=1e-4)
+        features, logits = model.get_decoder()(tokens).last_hidden_state[0], model(tokens).logits[0]
+    for found, wanted in ((readout, logits), (readout.restricted(some), logits[:, some])):
+        p = target_probabilities(features, found, rows=3)
+        torch.testing.assert_close(p, wanted.softmax(-1), atol=1e-5, rtol=1e-4)

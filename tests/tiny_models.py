@@ -83,6 +83,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", LLAMA_LIKE),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT_LIKE),
     "gptj": ("GPTJForCausalLM", "GPTJConfig", {**GPT_LIKE, "rotary_dim": 4}),
+    "phi": ("PhiForCausalLM", "PhiConfig", {k: v for k, v in LLAMA_LIKE.items() if k != "head_dim"}),
     "gpt_neox": (
         "GPTNeoXForCausalLM",
         "GPTNeoXConfig",

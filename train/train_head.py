@@ -36,7 +36,8 @@ from eagle_fsd.training.curves import plot_curves
 from eagle_fsd.training.evaluation import hold_out
 from eagle_fsd.training.features import OnlineFeatures, estimate, extract
 from eagle_fsd.training.files import write_atomically
-from eagle_fsd.training.loss import LossWeights, require_plain_logits
+from eagle_fsd.training.loss import LossWeights
+from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.runs import BEST, read_checkpoint
 from eagle_fsd.training.schedule import TrainConfig, initialise
 from eagle_fsd.training.shards import Features, StoredFeatures
@@ -140,23 +141,25 @@ def run(args: argparse.Namespace) -> None:
     source = hub.resolve_target(args.base_model)
     model, tokenizer = hub.load_target(source, args.extract_dtype, accelerator.device)
     target = TargetModel(model)
-    require_plain_logits(target)
     data, first_source = prepare_features(args, target, tokenizer, source.name, accelerator)
     train, held = split_held_out(len(data.tokens), args.held_out, config.seed, first_source)
     embedding = model.get_input_embeddings().weight.detach().clone()
-    lm_head = target.lm_head.weight.detach().clone()
+    readout = Readout.of(target)
     keep = softmax_tokens(
-        [data.tokens[number] for number in train], len(lm_head), args.softmax_tokens, target.eos_token_ids
+        [data.tokens[number] for number in train],
+        target.vocab_size,
+        args.softmax_tokens,
+        target.eos_token_ids,
     )
     tokens, learned = counts(data, train)
     logger.info(
         "%d sequences, %d tokens, %d learned; softmax over %d", len(train), tokens, learned, len(keep)
     )
-    drafted = draft_tokens(args.draft_vocab_size, data, train, len(lm_head), target, tokenizer)
+    drafted = draft_tokens(args.draft_vocab_size, data, train, target, tokenizer)
     head = starting_head(args, target, source.name)
-    held_out = hold_out(data.read(held), lm_head, device=accelerator.device)
+    held_out = hold_out(data.read(held), readout, device=accelerator.device)
     del model, target
-    trainer = Trainer(head, data, train, held_out, embedding, lm_head, keep, config, args.output, accelerator)
+    trainer = Trainer(head, data, train, held_out, embedding, readout, keep, config, args.output, accelerator)
     accelerator.init_trackers("eagle_fsd", flat(trainer.identity["config"]))
     result = trainer.run()
     accelerator.end_training()
@@ -230,7 +233,6 @@ def draft_tokens(
     size: int | None,
     data: Features,
     numbers: Sequence[int],
-    vocab_size: int,
     target: TargetModel,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Tensor | None:
@@ -239,7 +241,8 @@ def draft_tokens(
         return None
     after = [data.tokens[number][1:][data.learn[number][:-1]] for number in numbers]
     special = {*target.eos_token_ids, *(getattr(tokenizer, "all_special_ids", None) or ())}
-    return ranked_tokens(torch.bincount(torch.cat(after), minlength=vocab_size), size, sorted(special))
+    often = torch.bincount(torch.cat(after), minlength=target.vocab_size)
+    return ranked_tokens(often, size, sorted(special))
 
 
 def head_config(target: TargetModel, trained_positions: int) -> HeadConfig:

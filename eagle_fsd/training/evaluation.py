@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eagle_fsd.head import DraftHead
 from eagle_fsd.training.loss import learn_masks, unroll
+from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.shards import FeatureSequence
 
 # The k most likely tokens [N, k], best first, for features [N, d].
@@ -33,17 +34,15 @@ class HeldOut:
 
 
 @torch.no_grad()
-def best_tokens(features: Tensor, k: int, lm_head: Tensor, rows: int = 256) -> Tensor:
+def best_tokens(features: Tensor, k: int, readout: Readout, rows: int = 256) -> Tensor:
     """The k most likely tokens for features [N, d]: [N, k], best first."""
-    parts = [
-        F.linear(block.to(lm_head.dtype), lm_head).topk(k, dim=-1).indices for block in features.split(rows)
-    ]
+    parts = [readout.logits(block).topk(k, dim=-1).indices for block in features.split(rows)]
     return torch.cat(parts) if parts else torch.empty(0, k, dtype=torch.int64, device=features.device)
 
 
 def hold_out(
     sequences: Sequence[FeatureSequence],
-    lm_head: Tensor,
+    readout: Readout,
     depth: int = 5,
     device: torch.device | str = "cpu",
 ) -> HeldOut:
@@ -51,7 +50,7 @@ def hold_out(
 
     In float32, as the head is measured: rounded to bfloat16 the best two logits are often equal.
     """
-    best = partial(best_tokens, lm_head=lm_head.to(device, torch.float32))
+    best = partial(best_tokens, readout=readout.to(device, torch.float32))
     moved = [
         FeatureSequence(*(part.to(device) for part in (one.tokens, one.learn, one.features)))
         for one in sequences

@@ -1,7 +1,7 @@
 """What the head is taught: pairing, the unrolled forward on its own predictions, and EAGLE-1's loss.
 
 Pairing: index j takes (feature f_j, embedding of x_{j+1}) at position j and predicts f_{j+1}; the target's
-lm_head turns that into the distribution of x_{j+2}. Shapes: B sequences, n = tokens - 1 pairs, d features, N
+readout turns that into the distribution of x_{j+2}. Shapes: B sequences, n = tokens - 1 pairs, d features, N
 positions that carry loss, S tokens in the softmax. Pure functions, no files, no text.
 """
 
@@ -14,28 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_fsd.architecture import PLAIN
 from eagle_fsd.config import require_number
 from eagle_fsd.head import DraftHead
-from eagle_fsd.target import TargetModel
-
-# What a config may do to lm_head's product, and the value that does nothing; None and 0 do nothing either.
-LOGITS_FIELDS = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}
-
-
-def require_plain_logits(target: TargetModel) -> None:
-    """ValueError unless the target's logits are lm_head's product alone, which is all that is taught."""
-    config = target.config
-    found = {name: value for name in LOGITS_FIELDS if (value := getattr(config, name, None))}
-    changed = [f"{name} {value:g}" for name, value in found.items() if value != LOGITS_FIELDS[name]]
-    bias = getattr(target.lm_head, "bias", None)
-    if bias is not None and bias.any():
-        changed.append("an lm_head.bias")
-    if changed:
-        raise ValueError(
-            f"target is a {config.model_type!r} model with {' and '.join(changed)}: training takes plain "
-            "logits, features times lm_head.weight, and would teach another distribution; choose a target "
-            "without"
-        )
+from eagle_fsd.training.readout import Readout
 
 
 @dataclass(frozen=True)
@@ -136,24 +118,30 @@ def learn_masks(learn: Tensor, steps: int) -> list[Tensor]:
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """Mean over N of -sum_x p(x) log softmax(W g)(x); the logits [N, S] never exist as a whole.
+    """Mean over N of -sum_x p(x) log softmax(t)(x); the logits t [N, S] never exist as a whole.
 
-    The gradient (softmax(W g) - p) W / N is taken in the same pass; W is frozen. Cf. EAGLE (arXiv
-    2401.15077), section 4.2, L_cls.
+    t is the readout of the predicted feature g: W g + b, scaled and soft-capped as the target's is. The
+    gradient ((softmax(t) - p) * dt/dz) W / N is taken in the same pass, where dt/dz is the transform's slope;
+    the readout is frozen. Cf. EAGLE (arXiv 2401.15077), section 4.2, L_cls.
     """
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, predicted: Tensor, p: Tensor, weight: Tensor, rows: int
+        ctx: torch.autograd.function.FunctionCtx, predicted: Tensor, p: Tensor, readout: Readout, rows: int
     ) -> Tensor:
+        weight, transform = readout.weight, readout.transform
         total = torch.zeros((), dtype=torch.float32, device=predicted.device)
         gradient = torch.empty_like(predicted)
         for start in range(0, len(predicted), rows):
             block = slice(start, start + rows)
-            log_q = F.linear(predicted[block].to(weight.dtype), weight).float().log_softmax(-1)
+            logits = readout.logits(predicted[block])
+            log_q = logits.log_softmax(-1)
             goal = p[block].float()
             total -= torch.dot(goal.flatten(), log_q.flatten())
-            gradient[block] = ((log_q.exp_() - goal).to(weight.dtype) @ weight).to(predicted.dtype)
+            error = log_q.exp_().sub_(goal)
+            if transform != PLAIN:
+                error *= transform.slope(logits)
+            gradient[block] = (error.to(weight.dtype) @ weight).to(predicted.dtype)
         count = max(len(predicted), 1)
         ctx.save_for_backward(gradient / count)
         return total / count
@@ -166,18 +154,19 @@ class SoftCrossEntropy(torch.autograd.Function):
         return gradient * upstream.to(gradient.dtype), None, None, None
 
 
-def soft_cross_entropy(predicted: Tensor, p: Tensor, weight: Tensor, rows: int = 256) -> Tensor:
-    """predicted [N, d], p [N, S], weight [S, d] -> the mean cross-entropy, a scalar."""
-    return SoftCrossEntropy.apply(predicted, p, weight, rows)
+def soft_cross_entropy(predicted: Tensor, p: Tensor, readout: Readout, rows: int = 256) -> Tensor:
+    """predicted [N, d], p [N, S], readout of S tokens -> the mean cross-entropy, a scalar."""
+    return SoftCrossEntropy.apply(predicted, p, readout, rows)
 
 
 @torch.no_grad()
-def target_probabilities(features: Tensor, weight: Tensor, rows: int = 256) -> Tensor:
-    """p over the softmax's S tokens for true features [N, d], kept in the weight's dtype: [N, S]."""
+def target_probabilities(features: Tensor, readout: Readout, rows: int = 256) -> Tensor:
+    """p over the readout's S tokens for true features [N, d], kept in its weight's dtype: [N, S]."""
+    weight = readout.weight
     p = torch.empty(len(features), len(weight), dtype=weight.dtype, device=features.device)
     for start in range(0, len(features), rows):
         block = slice(start, start + rows)
-        p[block] = F.linear(features[block].to(weight.dtype), weight).float().softmax(-1).to(weight.dtype)
+        p[block] = readout.logits(features[block]).softmax(-1).to(weight.dtype)
     return p
 
 
@@ -205,22 +194,22 @@ def head_loss(
     head: DraftHead,
     batch: Batch,
     embedding: Tensor,
-    weight: Tensor,
+    readout: Readout,
     feature_std: float,
     steps: int,
     weights: LossWeights,
 ) -> tuple[Tensor, Tensor]:
     """EAGLE-1's loss, averaged over the drafting steps; also the cross-entropy [steps] of each for the log.
 
-    embedding [V, d] is the target's table, weight [S, d] the rows of its lm_head that take part in the
+    embedding [V, d] is the target's table, readout what it makes of features, for the S tokens of the
     softmax. Whatever comes of the target is a constant: gradients reach the head alone.
     """
     # The head's own dtype; autocast lowers it where it is on.
     features = batch.features.detach().float()
     embeddings = F.embedding(batch.next_tokens, embedding.detach()).float()
-    goals, weight = batch.goals.detach(), weight.detach()
+    goals = batch.goals.detach()
     predictions = unroll(head, features, embeddings, steps)
-    p = target_probabilities(goals[batch.learn], weight)  # [N, S], a row for each index of the first mask
+    p = target_probabilities(goals[batch.learn], readout)  # [N, S], a row for each index of the first mask
     row_of = torch.full(batch.learn.shape, -1, device=p.device)
     row_of[batch.learn] = torch.arange(len(p), device=p.device)
     # Bound to the head even where nothing is learned: data-parallel processes all wait for its gradients.
@@ -232,7 +221,7 @@ def head_loss(
             continue
         predicted = prediction[mask]  # [N_k, d]
         goal_p = p if step == 0 else p[row_of[mask]]
-        cross_entropy = soft_cross_entropy(predicted, goal_p, weight)
+        cross_entropy = soft_cross_entropy(predicted, goal_p, readout)
         regression = F.smooth_l1_loss(predicted.float() / feature_std, goals[mask].float() / feature_std)
         factor = weights.decay**step
         total = total + factor * (weights.cross_entropy * cross_entropy + weights.regression * regression)

@@ -28,6 +28,7 @@ from eagle_fsd.identity import differences, digest, spread
 from eagle_fsd.training.batching import add_noise, batch_plan, collate, features_std, tokens_of_batch
 from eagle_fsd.training.evaluation import HeldOut, evaluate
 from eagle_fsd.training.loss import Batch, LossWeights, head_loss
+from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.runs import (
     BEST,
     CHECKPOINT,
@@ -51,8 +52,8 @@ class HeadLoss(nn.Module):
         super().__init__()
         self.head, self.weights, self.feature_std = head, weights, feature_std
 
-    def forward(self, batch: Batch, embedding: Tensor, weight: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        return head_loss(self.head, batch, embedding, weight, self.feature_std, steps, self.weights)
+    def forward(self, batch: Batch, embedding: Tensor, readout: Readout, steps: int) -> tuple[Tensor, Tensor]:
+        return head_loss(self.head, batch, embedding, readout, self.feature_std, steps, self.weights)
 
 
 class Trainer:
@@ -65,7 +66,7 @@ class Trainer:
         numbers: Sequence[int],
         held_out: HeldOut,
         embedding: Tensor,
-        lm_head: Tensor,
+        readout: Readout,
         common: Tensor,
         config: TrainConfig,
         folder: str | Path,
@@ -82,7 +83,7 @@ class Trainer:
         self.device = self.accelerator.device
         self.data, self.numbers, self.config = data, list(numbers), config
         self.held_out = held_out
-        self.embedding, self.lm_head = embedding.to(self.device), lm_head.to(self.device)
+        self.embedding, self.readout = embedding.to(self.device), readout.to(self.device)
         self.common = common.to(self.device)
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -153,8 +154,8 @@ class Trainer:
         seed = self.config.seed * 1_000_003 + place
         batch = add_noise(batch, self.config.noise, self.feature_std, seed).to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.bfloat16):
-            weight = self.lm_head[tokens_of_batch(self.common, batch)].to(self.dtype)  # [S, d]
-            return self.model(batch, self.embedding, weight, depth)
+            readout = self.readout.restricted(tokens_of_batch(self.common, batch)).to(self.dtype)
+            return self.model(batch, self.embedding, readout, depth)
 
     def run(self) -> dict[str, Any]:
         """Train to the end of the schedule, from the folder's checkpoint on, and return the last evaluation.
@@ -261,7 +262,9 @@ class Trainer:
             "learn": digest(self.data.learn[number] for number in self.numbers),
             "common": digest([self.common]),
             "embedding": digest([spread(self.embedding, 4096)]),
-            "lm_head": digest([spread(self.lm_head, 4096)]),
+            "lm_head": digest([spread(self.readout.weight, 4096)]),
+            "bias": None if self.readout.bias is None else digest([self.readout.bias]),
+            "logits": asdict(self.readout.transform),
             "feature_std": f"{self.feature_std:.4g}",  # its last digits vary with the number of threads
         }
 
