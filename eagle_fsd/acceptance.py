@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from eagle_fsd.config import SamplingConfig, require_choice, require_integer, require_number
+from eagle_fsd.config import CHILDREN, SamplingConfig, require_choice, require_integer, require_number
 from eagle_fsd.divergence import divergence_named
 from eagle_fsd.sampling import RowRandom, draw, warp
 from eagle_fsd.tree import DraftTree
@@ -126,8 +126,9 @@ class Fuzzy:
       lossless. A threshold means nothing without its divergence.
     mode: "hybrid" keeps a child that the target drew and relaxes only a rejection; "paper" follows the draft
       first.
-    child: which child is the draft's choice. "draft": the largest q when greedy, else drawn from q over the
-      allowed children. "target": the largest p.
+    child: which child is followed. "draft": drawn from q over the allowed children, when greedy the largest
+      q. "likeliest": the largest q, also when sampling, which leads to where the tree is deepest (the FSD
+      authors' code drafts greedily). "target": the largest p.
 
     Guards narrow the children that may be chosen. Always on: p > 0 after the user's warpers. min_p: p >=
     min_p * max p. max_overshoot: q <= max_overshoot * p. exact_eos: an end token is only ever emitted by the
@@ -151,7 +152,7 @@ class Fuzzy:
         )
         divergence_named(self.divergence)
         require_choice("mode", self.mode, (HYBRID, PAPER))
-        require_choice("child", self.child, ("draft", "target"))
+        require_choice("child", self.child, CHILDREN)
         require_number("min_p", self.min_p, 0.0, 1.0, "0 turns the guard off")
         require_number("max_overshoot", self.max_overshoot, 0.0, math.inf, "inf turns the guard off")
         if self.max_consecutive is not None:
@@ -174,7 +175,7 @@ class Fuzzy:
             eligible &= (log_q.exp() <= self.max_overshoot * log_p.exp())[:, None, :]
         if self.child == "target":
             return likeliest_child(eligible, log_p)
-        if verified.sampling.greedy:
+        if self.child == "likeliest" or verified.sampling.greedy:
             return likeliest_child(eligible, log_q)
         return drawn_child(eligible, log_q, verified.uniforms)
 

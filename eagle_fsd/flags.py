@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from eagle_fsd import __version__
-from eagle_fsd.config import SamplingConfig, TreeConfig, require_integer
+from eagle_fsd.config import CHILDREN, SamplingConfig, TreeConfig, require_integer
 
 if TYPE_CHECKING:
     from eagle_fsd.acceptance import AcceptanceRule
@@ -110,8 +110,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--child",
-        choices=("draft", "target"),
-        help="which child is followed: the draft's choice, or the one of largest p (default: draft)",
+        choices=CHILDREN,
+        help="which child is followed: drawn from q, the one of largest q, or the one of largest p (default: "
+        "draft)",
     )
     group.add_argument(
         "--min-p",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd import EagleFSD, Fuzzy, SamplingConfig, TreeConfig
+from eagle_fsd.config import CHILDREN
 from eagle_fsd.evaluation.arguments import check_sizes, parser_of
 from eagle_fsd.evaluation.prompts import chat_prompts, set_name
 from eagle_fsd.evaluation.tau import Cell, run, table
@@ -43,7 +44,7 @@ def main() -> None:
         help="a divergence and its thresholds, e.g. --threshold js 0.1 0.3; may be repeated",
     )
     parser.add_argument("--mode", nargs="+", default=["hybrid"], choices=["hybrid", "paper"])
-    parser.add_argument("--child", nargs="+", default=["draft"], choices=["draft", "target"])
+    parser.add_argument("--child", nargs="+", default=["draft"], choices=CHILDREN)
     parser.add_argument("--dtype", default="float32", help="default: %(default)s")
     arguments = parser.parse_args()
 

@@ -18,7 +18,7 @@ from stubs import Chain, ChainDrafter, ChainTarget, generator, random_tree, tiny
 from torch import Tensor
 
 from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless, Typical, Verdict, Verified, accept
-from eagle_fsd.config import SamplingConfig, TreeConfig
+from eagle_fsd.config import CHILDREN, SamplingConfig, TreeConfig
 from eagle_fsd.decoding import Request, decode
 from eagle_fsd.divergence import DIVERGENCES, divergence_named
 from eagle_fsd.engine import EagleFSD
@@ -164,7 +164,7 @@ def plain_choice(rule: AcceptanceRule, row: Row, node: int, sampling: SamplingCo
     ]
     if rule.child == "target":
         return max(eligible, key=lambda c: p[row.tokens[c]], default=-1)
-    if sampling.greedy:
+    if sampling.greedy or rule.child == "likeliest":
         return max(eligible, key=lambda c: q[row.tokens[c]], default=-1)
     index = inverse_cdf([q[row.tokens[c]] for c in eligible], u)
     return eligible[index] if index >= 0 else -1
@@ -300,7 +300,7 @@ def test_accept_equals_the_plain_walk(name: str, kind: str, sampling: SamplingCo
     rule = RULES[name]
     variants = [rule]
     if isinstance(rule, Fuzzy):
-        variants = [replace(rule, mode=m, child=c) for m in ("hybrid", "paper") for c in ("draft", "target")]
+        variants = [replace(rule, mode=m, child=c) for m in ("hybrid", "paper") for c in CHILDREN]
     if isinstance(rule, Typical):
         variants = [replace(rule, mode=m) for m in ("hybrid", "paper")]
     tree, logits = case(kind, seed=KINDS.index(kind))
@@ -443,7 +443,7 @@ def followed(rule: AcceptanceRule, tree: DraftTree, logits: Tensor, sampling: Sa
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "narrow"])
-@pytest.mark.parametrize("child", ["draft", "target"])
+@pytest.mark.parametrize("child", CHILDREN)
 def test_a_larger_threshold_never_follows_less(name: str, sampling: SamplingConfig, child: str) -> None:
     """In the same context the nodes where the draft is followed only grow with T, and the child stays."""
     for kind in KINDS:
@@ -458,7 +458,7 @@ def test_a_larger_threshold_never_follows_less(name: str, sampling: SamplingConf
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-@pytest.mark.parametrize("child", ["draft", "target"])
+@pytest.mark.parametrize("child", CHILDREN)
 def test_an_infinite_threshold_follows_wherever_a_child_is_eligible(name: str, child: str) -> None:
     """Also where the divergence itself is infinite; never where no child has p > 0 or all are end tokens."""
     for kind in ("near", "far", "holes"):
@@ -473,7 +473,7 @@ def test_an_infinite_threshold_follows_wherever_a_child_is_eligible(name: str, c
                         for c in row.children(node)
                         if row.warped[node][row.tokens[c]] > 0
                         and row.tokens[c] not in EOS.tolist()
-                        and (child == "target" or row.law[node][row.tokens[c]] > -INF)
+                        and (child != "draft" or row.law[node][row.tokens[c]] > -INF)
                     ]
                     assert int(table[r, node]) in (eligible or [-1])
 
@@ -579,13 +579,13 @@ def accept_many(
 
 @pytest.mark.parametrize("sampling", [WARM, SamplingConfig(0.8, top_k=6, top_p=0.95)], ids=["warm", "narrow"])
 @pytest.mark.parametrize("mode", ["hybrid", "paper"])
-@pytest.mark.parametrize("child", ["draft", "target"])
+@pytest.mark.parametrize("child", CHILDREN)
 @pytest.mark.parametrize("guard", ["none", "exact_eos", "max_overshoot", "draft vocabulary"])
 def test_next_token_law_at_a_node(sampling: SamplingConfig, mode: str, child: str, guard: str) -> None:
     """D <= T at a node with children C, of which E may be followed. hybrid: p on C, and the rest, 1 - p(C),
     spread over E as the draft chooses. paper: E alone, as the draft chooses. The choice is q restricted to E,
-    or the child of the largest p. With a draft vocabulary q is zero on all but five tokens: nothing else is
-    different, and js stays below ln 2."""
+    or the child of the largest q or p. With a draft vocabulary q is zero on all but five tokens: nothing else
+    is different, and js stays below ln 2."""
     tree, logits = one_node()
     tokens = tree.tokens[0, 1:].tolist()
     threshold = INF
@@ -610,7 +610,7 @@ def test_next_token_law_at_a_node(sampling: SamplingConfig, mode: str, child: st
     if child == "draft":
         choice[eligible] = q[eligible] / q[eligible].sum()
     else:
-        choice[max(eligible, key=lambda x: raw[x])] = 1.0
+        choice[max(eligible, key=lambda x: (raw if child == "target" else q)[x])] = 1.0
     law = choice
     if mode == "hybrid":
         law = torch.zeros(12, dtype=torch.float64)

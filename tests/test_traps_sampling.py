@@ -19,6 +19,7 @@ from trap_models import exact_engine, random_tokens
 import eagle_fsd
 from eagle_fsd import EagleFSD, Fuzzy, GenerationStats, Lossless, SamplingConfig, TreeConfig, decoding, flags
 from eagle_fsd.acceptance import Verdict, accept
+from eagle_fsd.config import CHILDREN
 from eagle_fsd.decoding import Request
 from eagle_fsd.sampling import RowRandom, draw, warp
 from eagle_fsd.stats import Stopwatch
@@ -88,7 +89,7 @@ def decide(rule: Lossless | Fuzzy, sampling: SamplingConfig) -> Verdict:
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0), SamplingConfig(0.6, 50, 0.9)])
-@pytest.mark.parametrize("child", ["draft", "target"])
+@pytest.mark.parametrize("child", CHILDREN)
 def test_trap_10_zero_probability_is_never_accepted(sampling: SamplingConfig, child: str) -> None:
     """Trap 10: `r <= p` accepts a token of p = 0 at r = 0: neither a draw nor any rule may ever take one."""
     assert 0 not in decide(Lossless(), sampling).tokens[0].tolist()
