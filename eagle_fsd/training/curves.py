@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,12 @@ def plot_curves(folder: Path) -> Path | None:
     depth = max((len(record["cross_entropy"]) for record in steps), default=0)
     width = max(1, round(SMOOTHED * len(steps)))
     for level in range(depth):
-        points = [record for record in steps if len(record["cross_entropy"]) > level]
-        loss.plot(*averaged(points, level, width), label=f"drafting step {level + 1}", **style(level))
+        points = [
+            (record["step"], record["cross_entropy"][level])
+            for record in steps
+            if len(record["cross_entropy"]) > level and record["cross_entropy"][level] is not None
+        ]
+        loss.plot(*averaged(points, width), label=f"drafting step {level + 1}", **style(level))
     for level in range(len(held[0]["held_out"]["top1"]) if held else 0):
         values = [record["held_out"]["top1"][level] for record in held]
         accuracy.plot([record["step"] for record in held], values, label=f"depth {level + 1}", **style(level))
@@ -55,11 +59,11 @@ def plot_curves(folder: Path) -> Path | None:
     return folder / CURVES
 
 
-def averaged(records: Sequence[Mapping[str, Any]], level: int, width: int) -> tuple[list[float], list[float]]:
-    """Steps and cross-entropies, averaged over `width` records each."""
-    groups = [records[start : start + width] for start in range(0, len(records), width)]
-    steps = [sum(record["step"] for record in group) / len(group) for group in groups]
-    return steps, [sum(record["cross_entropy"][level] for record in group) / len(group) for group in groups]
+def averaged(points: Sequence[tuple[float, float]], width: int) -> tuple[list[float], list[float]]:
+    """The points' coordinates, of `width` neighbours the mean."""
+    groups = [points[start : start + width] for start in range(0, len(points), width)]
+    means = [tuple(sum(values) / len(group) for values in zip(*group, strict=True)) for group in groups]
+    return [step for step, _ in means], [value for _, value in means]
 
 
 def style(level: int) -> dict[str, Any]:

@@ -138,7 +138,8 @@ class Trainer:
                 loss, entropies = self.loss_of(place, numbers, depth)
                 self.accelerator.backward(loss / len(share))
             parts.append(torch.cat((loss.detach()[None], entropies)))
-        loss, *entropies = self.accelerator.gather(torch.stack(parts)).nanmean(0).tolist()
+        parts = self.accelerator.gather(torch.stack(parts))
+        loss, entropies = parts[:, 0].mean().item(), parts[:, 1:].nanmean(0).tolist()
         if not math.isfinite(loss):
             raise ValueError(
                 f"the loss is {loss} at step {self.step}: lower --learning-rate, or check the features"
@@ -146,6 +147,7 @@ class Trainer:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.step += 1
+        entropies = [None if math.isnan(value) else value for value in entropies]  # no draft was so deep
         return {"loss": loss, "cross_entropy": entropies, "norm": float(norm), "lr": rate}
 
     def loss_of(self, place: int, numbers: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:
@@ -282,7 +284,7 @@ def flat(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
         if isinstance(value, dict):
             found |= flat(value, f"{prefix}{name}.")
         elif isinstance(value, list):
-            found |= {f"{prefix}{name}.{index}": number for index, number in enumerate(value, start=1)}
-        elif name != "step":
+            found |= flat({str(index): number for index, number in enumerate(value, 1)}, f"{prefix}{name}.")
+        elif value is not None and name != "step":
             found[f"{prefix}{name}"] = value
     return found
