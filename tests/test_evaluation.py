@@ -299,7 +299,7 @@ def test_the_scripts_end_to_end(
         return capsys.readouterr().out
 
     shown = run("measure_tau.py", "--threshold", "js", "0.1", "0.5", "--mode", "hybrid", "paper")
-    assert [line.split("|")[2].strip() for line in shown.splitlines()[2:]] == (["lossless"] + ["js"] * 4) * 2
+    assert [line.split("|")[3].strip() for line in shown.splitlines()[2:]] == (["lossless"] + ["js"] * 4) * 2
     assert len(rows.read_text().splitlines()) == 10
     greedy_run = ("check_greedy.py", "--reference", str(kept), "--tree", "16/5/8", "--batch-size", "1", "2")
     with pytest.raises(SystemExit, match="0"):
