@@ -57,13 +57,17 @@ def test_extraction_goes_on_at_the_first_missing_shard(tmp_path: Path) -> None:
     assert (tmp_path / "shard_00000.safetensors").stat().st_mtime_ns == kept
     for before, after in zip(whole, everything(tmp_path), strict=True):
         torch.testing.assert_close(before.features, after.features)
-    with pytest.raises(ValueError, match=r"other data or settings \(examples was \w+, now \w+\)"):
+    with pytest.raises(
+        ValueError, match=r"other data or settings \(count was 5, now 4, examples was \w+, now \w+\)"
+    ):
         extract(target.base_model, examples[1:], tmp_path, WHO, **settings)
     with pytest.raises(ValueError, match=r"stored was float32, now bfloat16"):
         extract(target.base_model, examples, tmp_path, WHO, shard_examples=2)
     with pytest.raises(ValueError, match="no feature shards"):
         StoredFeatures([tmp_path / "none"], WHO)
     (tmp_path / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"has shards and no manifest\.json: .*; remove the folder"):
+        extract(target.base_model, examples, tmp_path, WHO, **settings)
     with pytest.raises(ValueError, match=r"has no readable manifest\.json"):
         StoredFeatures([tmp_path], WHO)
 
@@ -104,7 +108,7 @@ def test_differences_are_named_by_their_path() -> None:
 
 def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / "shard_00000.safetensors").write_bytes(b"half a file")
-    (tmp_path / "manifest.json").write_text(json.dumps({"target": WHO}))
+    (tmp_path / "manifest.json").write_text(json.dumps({"target": WHO, "count": 1, "shard_examples": 1}))
     with pytest.raises(ValueError, match=r"shard_00000\.safetensors is no whole feature shard"):
         StoredFeatures([tmp_path], WHO)
 
@@ -113,18 +117,21 @@ def test_an_extraction_says_what_it_takes(tmp_path: Path, monkeypatch: pytest.Mo
     """Nothing once it is done, and a disk that is too small is named before anything is written."""
     target, examples = tiny_target().base_model, [Example(list(range(1, 9)), [True] * 8)] * 5
     settings: dict[str, Any] = {"dtype": torch.float32, "shard_examples": 2}
-    cost = estimate(target, examples, tmp_path, **settings)
-    extract(target, examples, tmp_path, WHO, **settings)
-    written = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    done, new = tmp_path / "done", tmp_path / "new"
+    cost = estimate(target, {done: examples}, **settings)
+    extract(target, examples, done, WHO, **settings)
+    written = sum(path.stat().st_size for path in done.glob("*.safetensors"))
     assert cost.tokens == 40 and cost.seconds > 0 and cost.size <= written < cost.size + 3 * 1000
-    (tmp_path / "shard_00002.safetensors").unlink()
-    assert estimate(target, examples, tmp_path, **settings).tokens == 8
-    extract(target, examples, tmp_path, WHO, **settings)
-    assert estimate(target, examples, tmp_path, **settings).tokens == 0
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(OSError, match=r"features of 40 tokens, .* do not fit beside .*new.*--online"):
-        estimate(target, examples, tmp_path / "new", **settings)
-    assert not (tmp_path / "new").exists()
+    (done / "shard_00002.safetensors").unlink()
+    assert estimate(target, {done: examples}, **settings).tokens == 8
+    assert estimate(target, {done: examples, new: examples}, **settings).tokens == 48
+    extract(target, examples, done, WHO, **settings)
+    assert estimate(target, {done: examples}, **settings).tokens == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=cost.size))
+    assert estimate(target, {new: examples}, **settings).size == cost.size
+    with pytest.raises(OSError, match=r"features of 80 tokens, .* do not fit beside .*new.*--online"):
+        estimate(target, {new: examples, tmp_path / "other": examples}, **settings)
+    assert not new.exists()
 
 
 def test_processes_take_shards_in_turn(tmp_path: Path) -> None:
@@ -132,6 +139,8 @@ def test_processes_take_shards_in_turn(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"dtype": torch.float32, "shard_examples": 2}
     extract(target, examples, tmp_path, WHO, share=(1, 3), **settings)
     assert [path.name for path in tmp_path.glob("shard*")] == ["shard_00001.safetensors"]
+    with pytest.raises(ValueError, match=r"has 1 of 4 shards: the extraction did not end; start it again"):
+        StoredFeatures([tmp_path], WHO)
     for process in (0, 2):
         extract(target, examples, tmp_path, WHO, share=(process, 3), **settings)
     assert len(everything(tmp_path)) == 7

@@ -69,7 +69,14 @@ def command(toy: Path, output: Path, *more: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+        # As `accelerate config` may leave it: a run's precision is its own argument all the same.
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+    }
 
 
 def start(arguments: list[str], *launcher: str) -> subprocess.Popen[str]:
@@ -101,6 +108,7 @@ def interrupt(process: subprocess.Popen[str], output: Path, at_step: int, number
         time.sleep(0.005)
     process.send_signal(number)
     process.communicate(timeout=60)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
 
 
 @pytest.fixture(scope="module")

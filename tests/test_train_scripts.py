@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import platform
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,8 +94,9 @@ def test_heads_are_trained_for_targets_of_several_kinds(
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert config["trained_positions"] == 30 and config["torch_dtype"] == "float16"
     head = load_head(resolve_head(str(tmp_path / "head"), "x"), 32, 128)
-    best = read_checkpoint(tmp_path / "run" / BEST)["head"]
-    assert torch.equal(head.fc.weight, best["fc.weight"].half().float())
+    best = read_checkpoint(tmp_path / "run" / BEST)
+    assert torch.equal(head.fc.weight, best["head"]["fc.weight"].half().float())
+    assert record["held_out"] == best["held_out"] and record["best_step"] == best["step"]
 
 
 def test_a_finished_run_exports_again_with_a_draft_vocabulary(
@@ -148,12 +150,14 @@ def test_a_stopped_run_says_so_and_exports_nothing(tmp_path: Path, monkeypatch: 
     step = Trainer.train_step
 
     def stop(trainer: Trainer, batch: Any) -> dict[str, Any]:
-        trainer.stop = True
+        trainer.stop = signal.SIGTERM
         return step(trainer, batch)
 
     with monkeypatch.context() as stopping:
         stopping.setattr(Trainer, "train_step", stop)
-        record = train("run", "--export {}/head")
+        with pytest.raises(SystemExit, match="143"):
+            train("run", "--export {}/head")
+    record = json.loads((tmp_path / "run" / "provenance.json").read_text())
     assert record["stopped"] is True and record["steps"] == 1
     assert not {"finished", "held_out"} & record.keys() and not (tmp_path / "head").exists()
     assert "stopped" not in train("run", "--export {}/head") and (tmp_path / "head").is_dir()
@@ -167,6 +171,12 @@ def test_mistakes_of_a_user_are_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         r"data file '.*gone\.jsonl' does not exist": {"data": "--data {}/gone.jsonl"},
         r"\[Errno 20\] Not a directory: .*": {"output": "file/run"},
         r"held_out is 8: it must be in 1\.\.7, .*": {"more": "--held-out 8"},
+        r"held_out is 0: .*change --held-out": {"more": "--held-out 0"},
+        r"threads is -1: .*": {"more": "--threads -1"},
+        r"softmax_tokens is 0: .*": {"more": "--softmax-tokens 0"},
+        r"max_length is 9999: the target has \d+ positions; lower": {"more": "--max-length 9999"},
+        r"--draft-vocab-size without --export: .*": {"more": "--draft-vocab-size 9"},
+        r"two files are named 'rows'.*": {"data": "--data {}/rows.jsonl --data {}/rows.jsonl"},
         r"decay is nan: .*": {"more": "--decay nan"},
     }.items():
         with pytest.raises(SystemExit, match=f"train_head: {message}") as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import os
 import signal
 from dataclasses import replace
@@ -197,10 +199,20 @@ def test_the_target_may_be_of_another_precision_than_the_training(
     data, table = [replace(one, features=one.features.to(dtype)) for one in sequences()], lm_head().to(dtype)
     config = replace(FAST, bfloat16=bfloat16, noise=0.1)
     readout = Readout(table)
-    parts = {"sequences": data[2:], "held_out": hold_out(data[:2], readout)}
+    parts = {"sequences": data[2:], "held_out": data[:2]}
     trainer_for(tmp_path, config, embedding=table, readout=readout, **parts).run()
     trainer_for(tmp_path / "exact", replace(FAST, noise=0.1)).run()
     assert losses(tmp_path) == pytest.approx(losses(tmp_path / "exact"), rel=0.05)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_it_does_harm(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, FAST)
+    trainer.head.fc.weight.register_hook(lambda gradient: gradient * math.inf)
+    before = copy.deepcopy(trainer.head.state_dict())
+    with pytest.raises(ValueError, match=r"its gradient's norm (nan|inf) at step 0: .*--learning-rate"):
+        trainer.run()
+    assert all(torch.equal(value, before[name]) for name, value in trainer.head.state_dict().items())
+    assert not (tmp_path / CHECKPOINT).exists()
 
 
 def test_gradients_are_clipped(tmp_path: Path) -> None:
@@ -255,8 +267,8 @@ def test_a_toy_is_learned_at_every_depth(
         loss=loss,
     )
     readout = Readout(lm_head(), None, transform)
-    held_out = hold_out(sequences(2), readout, depth)
-    trainer = trainer_for(tmp_path, config, head, count=32, readout=readout, held_out=held_out)
+    trainer = trainer_for(tmp_path, config, head, count=32, readout=readout)
+    trainer.held_out = hold_out(sequences(2), readout, depth)
     before = evaluate(head, trainer.held_out, lm_head())
     after = trainer.run()
     assert before["chain_tau"] < 3 and min(after["top1"]) > 0.9, (before, after)
@@ -291,6 +303,7 @@ def test_the_schedule_warms_up_and_ends_at_zero() -> None:
     "change",
     [
         {"epochs": 0},
+        {"epochs": float("inf")},
         {"unroll": 0},
         {"noise": -1.0},
         {"warmup": 1.0},

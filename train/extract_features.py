@@ -47,19 +47,20 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     if not (args.data or args.text):
         raise ValueError("no data: give --data or --text")
-    state = PartialState()
+    state = PartialState(cpu=args.cpu)
     source = hub.resolve_target(args.base_model)
     model, tokenizer = hub.load_target(source, args.extract_dtype, state.device)
     target, identity = TargetModel(model), target_identity(source.name, model)
-    files = read_examples(args, tokenizer, source.name)
+    files = read_examples(args, tokenizer, source.name, target.max_positions)
     settings = {"dtype": target.dtype, "batch_tokens": args.batch_tokens}
-    for name, examples in files.items():
-        cost = estimate(target.decoder, examples, args.output / name, **settings)
-        logger.info("%s: %s", name, cost)
+    if state.is_main_process:
+        folders = {args.output / name: examples for name, examples in files.items()}
+        logger.info("features: %s", estimate(target.decoder, folders, **settings))
     if args.dry_run:
         return
-    share = (state.process_index, state.num_processes)
-    for name, examples in files.items():
+    for number, (name, examples) in enumerate(files.items()):
+        # Many small files are not all the first process's.
+        share = ((state.process_index + number) % state.num_processes, state.num_processes)
         extract(target.decoder, examples, args.output / name, identity, share=share, **settings)
 
 

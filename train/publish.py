@@ -3,7 +3,8 @@
     python train/publish.py --head runs/head/export --run runs/head --tau runs/tau.jsonl --dry-run \\
         --base-model owner/target --repo-id me/EAGLE-target --data "The target's answers to ..., MIT."
 
-With --dry-run the repository is only written to --output.
+With --dry-run the repository is only written to --output. An earlier one there is replaced; a card that said
+something else is kept beside it, as OUTPUT.README.md.old.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from eagle_fsd.checkpoint import read_config
 from eagle_fsd.evaluation.tau import read_rows, table
-from eagle_fsd.training.publishing import Card, push, read_training, write_repository
+from eagle_fsd.training.publishing import Card, push, read_training, refuse_mixed_rows, write_repository
 
 
 def main() -> None:
@@ -40,6 +41,7 @@ def main() -> None:
             raise ValueError(
                 f"no rows in {args.tau}: a card says what a head is worth; run eval/measure_tau.py"
             )
+        refuse_mixed_rows(rows, args.tau)
         config = read_config(args.head, "draft head")
         training = read_training(args.run)
         card = Card(args.base_model, args.license, args.data, training, rows, table(rows), config)

@@ -14,18 +14,21 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
-from eagle_fsd.config import HeadConfig
+from eagle_fsd.config import HeadConfig, require_integer
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import target_identity
 from eagle_fsd.provenance import provenance
@@ -33,7 +36,6 @@ from eagle_fsd.target import TargetModel
 from eagle_fsd.training.batching import softmax_tokens, split_held_out
 from eagle_fsd.training.command import add_text_arguments, read_examples, run_command
 from eagle_fsd.training.curves import plot_curves
-from eagle_fsd.training.evaluation import hold_out
 from eagle_fsd.training.features import OnlineFeatures, estimate, extract
 from eagle_fsd.training.files import write_atomically
 from eagle_fsd.training.loss import LossWeights
@@ -47,6 +49,8 @@ from eagle_fsd.vocabulary import ranked_tokens
 
 logger = logging.getLogger("train_head")
 
+PATIENCE = timedelta(hours=6)  # processes wait for each other's shards, and for the first one's evaluations
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -58,6 +62,7 @@ def parse() -> argparse.Namespace:
         "--shards",
         type=Path,
         nargs="*",
+        action="extend",
         default=[],
         help="folders of feature shards of the same target, from extract_features.py or another run's "
         "--features",
@@ -130,18 +135,25 @@ def run(args: argparse.Namespace) -> None:
         loss=LossWeights(args.regression, args.cross_entropy, args.decay),
         bfloat16=not args.float32,
     )
-    if not (args.data or args.text or args.shards):
-        raise ValueError("no data: give --data, --text or --shards")
-    if args.online and args.shards:
-        raise ValueError("--online with --shards: stored features need no target in the loop; drop one")
+    check(args)
     if args.threads:
         torch.set_num_threads(args.threads)
     trackers = require_tracker(args.report_to)
-    accelerator = Accelerator(log_with=trackers, project_dir=args.output)
+    # Autocast is the trainer's own: accelerate's would change a run without a word in its record.
+    accelerator = Accelerator(
+        mixed_precision="no",
+        cpu=args.cpu,
+        log_with=trackers,
+        project_dir=args.output,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+    )
     source = hub.resolve_target(args.base_model)
     model, tokenizer = hub.load_target(source, args.extract_dtype, accelerator.device)
     target = TargetModel(model)
+    head = starting_head(args, target, source.name)
     data, first_source = prepare_features(args, target, tokenizer, source.name, accelerator)
+    longest = max(len(tokens) for tokens in data.tokens)
+    head.config = replace(head.config, trained_positions=max(head.config.trained_positions or 0, longest))
     train, held = split_held_out(len(data.tokens), args.held_out, config.seed, first_source)
     embedding = model.get_input_embeddings().weight.detach().clone()
     readout = Readout.of(target)
@@ -156,33 +168,57 @@ def run(args: argparse.Namespace) -> None:
         "%d sequences, %d tokens, %d learned; softmax over %d", len(train), tokens, learned, len(keep)
     )
     drafted = draft_tokens(args.draft_vocab_size, data, train, target, tokenizer)
-    head = starting_head(args, target, source.name)
-    held_out = hold_out(data.read(held), readout, device=accelerator.device)
+    held_out = data.read(held)
     del model, target
     trainer = Trainer(head, data, train, held_out, embedding, readout, keep, config, args.output, accelerator)
     accelerator.init_trackers("eagle_fsd", flat(trainer.identity["config"]))
-    result = trainer.run()
+    trainer.run()
     accelerator.end_training()
-    if not accelerator.is_main_process:
-        return
-    plot_curves(args.output)
-    end = {"finished": time.strftime("%Y-%m-%d %H:%M"), "held_out": result}
-    record = provenance() | {
-        "sequences": len(train),
-        "tokens": tokens,
-        "learned_tokens": learned,
-        "softmax_tokens": len(keep),
-        "steps": trainer.step,
-        "processes": accelerator.num_processes,
-        "training_seconds": round(trainer.seconds),
-        **({"stopped": True} if trainer.stop else end),
-    }
+    if accelerator.is_main_process:
+        plot_curves(args.output)
+        record = {
+            "sequences": len(train),
+            "tokens": tokens,
+            "learned_tokens": learned,
+            "softmax_tokens": len(keep),
+            "processes": accelerator.num_processes,
+        }
+        finish(args, trainer, drafted, record)
+    if trainer.stop:
+        sys.exit(128 + trainer.stop)  # the shell's code for a signal
+
+
+def check(args: argparse.Namespace) -> None:
+    """ValueError for what can be told before any model is loaded."""
+    if not (args.data or args.text or args.shards):
+        raise ValueError("no data: give --data, --text or --shards")
+    if args.online and args.shards:
+        raise ValueError("--online with --shards: stored features need no target in the loop; drop one")
+    if args.draft_vocab_size is not None and args.export is None:
+        raise ValueError(
+            "--draft-vocab-size without --export: it says what an exported head drafts; add --export"
+        )
+    require_integer("held_out", args.held_out, 1, "change --held-out")
+    require_integer("softmax_tokens", args.softmax_tokens, 1, "change --softmax-tokens")
+    require_integer("threads", args.threads, 0, "0 leaves torch's own number")
+
+
+def finish(
+    args: argparse.Namespace, trainer: Trainer, drafted: Tensor | None, record: dict[str, Any]
+) -> None:
+    """Write the run's record, and at its end the best head."""
+    record |= {**provenance(), "steps": trainer.step, "training_seconds": round(trainer.seconds)}
+    if trainer.stop:
+        record["stopped"] = True
+        logger.warning("stopped at step %d: the same command goes on from there", trainer.step)
+    else:
+        best = read_checkpoint(args.output / BEST)
+        record |= {"finished": time.strftime("%Y-%m-%d %H:%M"), "held_out": best["held_out"]}
+        record["best_step"] = best["step"]
     write_atomically(args.output / "provenance.json", json.dumps(record, indent=1) + "\n")
     if args.export and not trainer.stop:
-        best = read_checkpoint(args.output / BEST)
-        head.load_state_dict(best["head"])
-        head.restrict(drafted)
-        hub.save_head(head, args.export, dtype=torch.float16)
+        trainer.head.load_state_dict(best["head"])
+        hub.save_head(trainer.head.restrict(drafted), args.export, dtype=torch.float16)
         logger.info("exported step %d to %s", best["step"], args.export)
 
 
@@ -194,21 +230,23 @@ def prepare_features(
     accelerator: Accelerator,
 ) -> tuple[Features, int]:
     """The features of all sources, those that are missing extracted first, and how many the first one has."""
-    files = read_examples(args, tokenizer, target_name)
+    files = read_examples(args, tokenizer, target_name, target.max_positions)
     if args.online:
         sources = list(files.values())
         return OnlineFeatures(target.decoder, [one for source in sources for one in source]), len(sources[0])
     identity = target_identity(target_name, target.model)
     root = args.features or args.output / "features"
-    for name, examples in files.items():
-        cost = estimate(target.decoder, examples, root / name, dtype=target.dtype)
-        if cost.tokens:
-            logger.info("features of %s: %s", name, cost)
-    share = (accelerator.process_index, accelerator.num_processes)
-    folders = [
-        extract(target.decoder, examples, root / name, identity, dtype=target.dtype, share=share)
-        for name, examples in files.items()
-    ]
+    if accelerator.is_main_process:
+        folders = {root / name: examples for name, examples in files.items()}
+        if (cost := estimate(target.decoder, folders, dtype=target.dtype)).tokens:
+            logger.info("features: %s", cost)
+    here, processes = accelerator.process_index, accelerator.num_processes
+    folders = []
+    for number, (name, examples) in enumerate(files.items()):
+        share = ((here + number) % processes, processes)  # many small files are not all the first one's
+        folders.append(
+            extract(target.decoder, examples, root / name, identity, dtype=target.dtype, share=share)
+        )
     accelerator.wait_for_everyone()
     folders += args.shards
     first = StoredFeatures(folders[:1], identity)
@@ -218,15 +256,12 @@ def prepare_features(
 def starting_head(args: argparse.Namespace, target: TargetModel, target_name: str) -> DraftHead:
     """A new head for the target, or --init-head's, to go on with."""
     if args.init_head is None:
-        head = DraftHead(head_config(target, args.max_length))
+        head = DraftHead(head_config(target))
         initialise(head, args.seed)
         return head
     found = hub.resolve_head(args.init_head, target_name)
-    head = hub.load_head(found, target.hidden_size, target.vocab_size).train().restrict(None)
-    known = head.config.trained_positions or 0
-    head.config = replace(head.config, trained_positions=max(known, args.max_length))
     logger.info("starting from head %s", found.name)
-    return head
+    return hub.load_head(found, target.hidden_size, target.vocab_size).train().restrict(None)
 
 
 def draft_tokens(
@@ -245,7 +280,7 @@ def draft_tokens(
     return ranked_tokens(often, size, sorted(special))
 
 
-def head_config(target: TargetModel, trained_positions: int) -> HeadConfig:
+def head_config(target: TargetModel) -> HeadConfig:
     """A head of the target's own layer shape, with EAGLE's rotary base, 10000: all loaders agree on it."""
     config, heads = target.config, target.config.num_attention_heads
     return HeadConfig(
@@ -256,7 +291,6 @@ def head_config(target: TargetModel, trained_positions: int) -> HeadConfig:
         head_dim=getattr(config, "head_dim", None) or target.hidden_size // heads,
         vocab_size=target.vocab_size,
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-        trained_positions=trained_positions,
     )
 
 

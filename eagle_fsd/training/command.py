@@ -8,11 +8,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
 from eagle_fsd.checkpoint import one_line
 from eagle_fsd.training.data import Example, load_examples
+
+LONGEST = 512  # tokens of a row, where nothing else is asked for
 
 
 def run_command(name: str, run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
@@ -22,6 +25,8 @@ def run_command(name: str, run: Callable[[argparse.Namespace], None], args: argp
         run(args)
     except (ValueError, OSError) as error:
         sys.exit(f"{name}: {one_line(error, 1000)}")
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"{name}: {one_line(error, 200)}; lower --batch-tokens or --rows")
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -32,23 +37,28 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
         "--base-model", default=hub.DEFAULT_TARGET, help="the target: a name, a folder or a Hub id"
     )
     parser.add_argument(
-        "--data", type=Path, nargs="*", default=[], help="JSONL files that teach their answers"
+        "--data",
+        type=Path,
+        nargs="*",
+        action="extend",
+        default=[],
+        help="JSONL files that teach their answers",
     )
     parser.add_argument(
         "--text",
         type=Path,
         nargs="*",
+        action="extend",
         default=[],
         help="JSONL files that teach at every position (text the target did not write)",
     )
     parser.add_argument(
         "--max-length",
         type=int,
-        default=512,
-        help="tokens kept of each row; the head's config.json names it as what it was trained on; "
-        "default: %(default)s",
+        help=f"tokens kept of each row (default: {LONGEST}, or the target's positions if these are fewer)",
     )
     parser.add_argument("--rows", type=int, help="at most so many rows of each file")
+    parser.add_argument("--cpu", action="store_true", help="use no GPU")
     parser.add_argument(
         "--extract-dtype",
         default="bfloat16",
@@ -58,9 +68,15 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_examples(
-    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None, target_name: str
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None, target_name: str, positions: int
 ) -> dict[str, list[Example]]:
-    """The examples of every file of --data and --text, by a name for its folder of features."""
+    """The examples of every file of --data and --text, by a name for its folder of features.
+
+    positions: the longest text that the target can read.
+    """
+    longest = min(LONGEST, positions) if args.max_length is None else args.max_length
+    if longest > positions:
+        raise ValueError(f"max_length is {longest}: the target has {positions} positions; lower --max-length")
     if tokenizer is None and (args.data or args.text):
         raise ValueError(f"target {target_name!r} has no tokenizer: name a folder or Hub id that holds one")
     found: dict[str, list[Example]] = {}
@@ -69,5 +85,5 @@ def read_examples(
             raise ValueError(
                 f"two files are named {path.stem!r}: each names the folder of its features; rename one"
             )
-        found[path.stem], _ = load_examples(path, tokenizer, args.max_length, learn_all, args.rows)
+        found[path.stem], _ = load_examples(path, tokenizer, longest, learn_all, args.rows)
     return found

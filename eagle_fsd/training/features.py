@@ -83,40 +83,40 @@ class Cost:
 
 def estimate(
     base_model: nn.Module,
-    examples: Sequence[Example],
-    folder: Path,
+    files: Mapping[Path, Sequence[Example]],
     *,
     dtype: torch.dtype = torch.bfloat16,
     shard_examples: int = 128,
     batch_tokens: int = 2048,
 ) -> Cost:
-    """What `extract` with these arguments still costs, by timing the target on one batch of the examples.
+    """What `extract` into these folders still costs, by timing the target on one batch of the examples.
 
-    Raises OSError where the folder's disk is too small for it.
+    Raises OSError where a folder's disk is too small for all of it.
     """
-    starts = range(0, len(examples), shard_examples)
-    missing = [start for number, start in enumerate(starts) if not shard_path(folder, number).is_file()]
-    left = [example for start in missing for example in examples[start : start + shard_examples]]
+    left: list[Example] = []
+    for folder, examples in files.items():
+        starts = range(0, len(examples), shard_examples)
+        missing = [start for number, start in enumerate(starts) if not shard_path(folder, number).is_file()]
+        left += [example for start in missing for example in examples[start : start + shard_examples]]
     tokens = sum(len(example.tokens) for example in left)
     if not tokens:
         return Cost(0, 0, 0.0)
-    sample = next(iter(batches_by_length([len(example.tokens) for example in left][-64:], batch_tokens)))
-    sample_examples = [left[-64:][index] for index in sample]
-    width = features_of(base_model, sample_examples, batch_tokens)[0].shape[1]  # the first call warms up
+    last = left[-64:]
+    sample = [last[i] for i in next(batches_by_length([len(one.tokens) for one in last], batch_tokens))]
+    width = features_of(base_model, sample, batch_tokens)[0].shape[1]  # the first call warms up
     started = time.perf_counter()
-    features_of(base_model, sample_examples, batch_tokens)
-    per_token = (time.perf_counter() - started) / sum(len(example.tokens) for example in sample_examples)
+    features_of(base_model, sample, batch_tokens)
+    per_token = (time.perf_counter() - started) / sum(len(example.tokens) for example in sample)
     cost = Cost(
         tokens, tokens * (width * dtype.itemsize + 5), tokens * per_token
     )  # 4 of a token, 1 of a flag
-    free = shutil.disk_usage(
-        next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    ).free
-    if cost.size > free:
-        raise OSError(
-            f"features of {cost} do not fit beside {folder}, which has {free / 1e9:.2f} GB free: name a "
-            "folder on a larger disk, give fewer rows, or train with --online, which stores nothing"
-        )
+    for folder in files:
+        place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if cost.size > (free := shutil.disk_usage(place).free):
+            raise OSError(
+                f"features of {cost} do not fit beside {folder}, which has {free / 1e9:.2f} GB free: name a "
+                "folder on a larger disk, give fewer rows, or train with --online, which stores nothing"
+            )
     return cost
 
 
@@ -142,16 +142,23 @@ def extract(
     manifest = {
         "target": dict(target),
         "examples": fingerprint(examples),
+        "count": len(examples),
         "shard_examples": shard_examples,
         "stored": str(dtype).removeprefix("torch."),
     }
+    orphans = any(folder.glob("shard_*"))  # looked for first: a manifest is written before its shards
     if (folder / MANIFEST).is_file():
         if changed := differences(read_manifest(folder), manifest):
             raise ValueError(
                 f"features in {folder} belong to another target, other data or settings ({changed}); "
                 "remove the folder or name another"
             )
-    elif share[0] == 0:
+    elif orphans:
+        raise ValueError(
+            f"{folder} has shards and no {MANIFEST}: nothing says what they are of; remove the folder or "
+            "name another"
+        )
+    else:  # processes that start together write the same, each as a whole
         write_atomically(folder / MANIFEST, json.dumps(manifest))
     starts = list(enumerate(range(0, len(examples), shard_examples)))[share[0] :: share[1]]
     for number, start in tqdm(starts, desc=f"features of {folder.name}", unit="shard", mininterval=5):

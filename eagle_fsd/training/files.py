@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,14 +15,17 @@ from eagle_fsd.checkpoint import one_line
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Where to write what then takes the place of `path`; OSError where the disk does not take it."""
-    partial = path.with_suffix(path.suffix + ".partial")
+    partial = path.with_suffix(f"{path.suffix}.{os.getpid()}.partial")  # two processes may write the same
     try:
         yield partial
     except (RuntimeError, SafetensorError) as error:  # torch's and safetensors' word for a full disk
         raise OSError(
             f"{path} cannot be written ({one_line(error, 80)}): free some space and start again"
         ) from error
-    partial.replace(path)
+    else:
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, text: str) -> None:

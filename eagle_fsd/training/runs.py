@@ -61,7 +61,7 @@ def cut_log(folder: Path, step: int) -> None:
 
 
 class Stoppable(Protocol):
-    stop: bool
+    stop: int  # the signal that asked for it; 0: none
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def stop_on_signals(run: Stoppable) -> Iterator[None]:
 
     def request_stop(number: int, _frame: object) -> None:
         logger.warning("signal %d: writing a checkpoint after this step", number)
-        run.stop = True
+        run.stop = number
         for signal_number, handler in before.items():
             signal.signal(signal_number, handler)
 

@@ -58,6 +58,10 @@ class TrainConfig:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}: it must be above 0; change --{option(name)}"
                 )
+        if not (math.isfinite(self.epochs) or self.minutes):
+            raise ValueError(
+                f"epochs is {self.epochs}: without --minutes a run needs an end; change --epochs"
+            )
         for name in ("minutes", "weight_decay", "noise"):
             if not getattr(self, name) >= 0:
                 raise ValueError(

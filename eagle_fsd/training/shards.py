@@ -84,9 +84,15 @@ def finished_shards(folder: Path, target: Mapping[str, str]) -> list[Path]:
     paths = sorted(folder.glob("shard_*.safetensors"))
     if not paths:
         raise ValueError(f"no feature shards in {str(folder)!r}; run the extraction first")
-    if changed := differences({"target": read_manifest(folder).get("target")}, {"target": target}):
+    manifest = read_manifest(folder)
+    if changed := differences({"target": manifest.get("target")}, {"target": target}):
         raise ValueError(
             f"features in {folder} belong to another target ({changed}); extract them with this one"
+        )
+    wanted = -(-manifest.get("count", 0) // manifest.get("shard_examples", 1))
+    if len(paths) != wanted or paths != [shard_path(folder, number) for number in range(wanted)]:
+        raise ValueError(
+            f"{folder} has {len(paths)} of {wanted} shards: the extraction did not end; start it again"
         )
     return paths
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import differences, digest, spread
 from eagle_fsd.training.batching import add_noise, batch_plan, collate, features_std, tokens_of_batch
-from eagle_fsd.training.evaluation import HeldOut, evaluate
+from eagle_fsd.training.evaluation import evaluate, hold_out
 from eagle_fsd.training.loss import Batch, LossWeights, head_loss
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.runs import (
@@ -40,7 +40,7 @@ from eagle_fsd.training.runs import (
     stop_on_signals,
 )
 from eagle_fsd.training.schedule import TrainConfig, learning_rate_at, make_optimizer
-from eagle_fsd.training.shards import Features
+from eagle_fsd.training.shards import Features, FeatureSequence
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Trainer:
         head: DraftHead,
         data: Features,
         numbers: Sequence[int],
-        held_out: HeldOut,
+        held_out: Sequence[FeatureSequence],
         embedding: Tensor,
         readout: Readout,
         common: Tensor,
@@ -72,7 +72,8 @@ class Trainer:
         folder: str | Path,
         accelerator: Accelerator | None = None,
     ) -> None:
-        """numbers: the examples of `data` to train on. common: the softmax's tokens (see softmax_tokens)."""
+        """numbers: the examples of `data` to train on. held_out: others, to measure the head on. common: the
+        softmax's tokens (see softmax_tokens)."""
         width = data.read(numbers[:1])[0].features.shape[1]
         if width != head.config.hidden_size or width != embedding.shape[1]:
             raise ValueError(
@@ -82,8 +83,8 @@ class Trainer:
         self.accelerator = accelerator or Accelerator()
         self.device = self.accelerator.device
         self.data, self.numbers, self.config = data, list(numbers), config
-        self.held_out = held_out
         self.embedding, self.readout = embedding.to(self.device), readout.to(self.device)
+        self.held_out = hold_out(held_out, self.readout, device=self.device)
         self.common = common.to(self.device)
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +100,7 @@ class Trainer:
         plan = batch_plan(self.lengths, config.batch_tokens, config.seed, 0)
         self.steps_per_epoch = len(plan) / self.batches_per_step
         self.step, self.seconds, self.best = 0, 0.0, -1.0
-        self.stop = False
+        self.stop = 0  # the signal that asked for it
 
     def progress(self) -> float:
         """How much of the run is done: from 0, it ends at 1."""
@@ -140,15 +141,16 @@ class Trainer:
             parts.append(torch.cat((loss.detach()[None], entropies)))
         parts = self.accelerator.gather(torch.stack(parts))
         loss, entropies = parts[:, 0].mean().item(), parts[:, 1:].nanmean(0).tolist()
-        if not math.isfinite(loss):
+        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip))
+        if not math.isfinite(loss + norm):  # before the step: no checkpoint ever holds a NaN
             raise ValueError(
-                f"the loss is {loss} at step {self.step}: lower --learning-rate, or check the features"
+                f"the loss is {loss} and its gradient's norm {norm} at step {self.step}: both must be "
+                "finite; lower --learning-rate, or check the features"
             )
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.step += 1
         entropies = [None if math.isnan(value) else value for value in entropies]  # no draft was so deep
-        return {"loss": loss, "cross_entropy": entropies, "norm": float(norm), "lr": rate}
+        return {"loss": loss, "cross_entropy": entropies, "norm": norm, "lr": rate}
 
     def loss_of(self, place: int, numbers: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:
         """The loss, and the cross-entropy [depth] of every drafting step, of one batch."""
@@ -196,7 +198,7 @@ class Trainer:
         if self.accelerator.num_processes > 1:
             mine = torch.tensor([[float(self.stop), self.seconds]], device=self.device)
             stop, seconds = self.accelerator.gather(mine).amax(0).tolist()
-            self.stop, self.seconds = bool(stop), seconds
+            self.stop, self.seconds = int(stop), seconds
 
     def evaluate_and_keep(self) -> dict[str, Any]:
         """Held-out accuracy into the log; the head with the best expected chain length is kept."""
