@@ -117,7 +117,7 @@ def test_the_card_says_what_the_runs_recorded(runs: Path, monkeypatch: pytest.Mo
     for words in (
         "--base-model owner/target --ea-model me/EAGLE-target",
         "Answers of the target, MIT.",
-        "first 40 prompts of each set, 64 new tokens, tree 16/5/8 (total_tokens / depth / top_k), bfloat16",
+        "first 40 prompts of each set, 64 new tokens, bfloat16; a tree is total_tokens / depth / top_k:",
         "| 0 | lossless |  |  | 0 | 2.39 | 2.39 | +0% | 0.00 |",
         "2,027 steps in 33 minutes on x86_64, 5,996 sequences, 1,280,661 tokens, 931,962 of which",
         "best in 50.2 / 43.2 % of 5,297 positions at drafting steps 1 to 2",
@@ -158,6 +158,65 @@ def test_a_push_that_is_refused_is_one_line_and_keeps_the_folder(
         assert (runs / f"out-{type(fault).__name__}" / "README.md").is_file()
 
 
+def test_the_card_says_only_what_holds_for_all_its_rows(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"total_tokens": 60, "depth": 6, "top_k": 10}
+    rows_of(runs, {}, {"prompts": "chat", "prompt_count": 9, "command": "another"}, {"tree": tree})
+    run(runs, monkeypatch, "--dry-run")
+    text = (runs / "out" / "README.md").read_text()
+    assert "on the first 40 prompts of own, 9 prompts of chat, 64 new tokens, bfloat16;" in text
+    assert "| 16/5/8 | 0 |" in text and "| 60/6/10 | 0 |" in text
+    assert f"{ROW['command']}\nanother\n```" in text
+
+
+def test_an_earlier_repository_is_replaced_and_a_changed_card_kept(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_head(tiny_head().restrict(torch.arange(9)), runs / "head")
+    run(runs, monkeypatch, "--dry-run")
+    out, old = runs / "out", runs / "out.README.md.old"
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    monkeypatch.setattr(publishing, "HfApi", FakeApi())
+    run(runs, monkeypatch)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before and not old.exists()
+    (out / "README.md").write_text("library_name: eagle-fsd, by hand")
+    for name in ("model.safetensors", "config.json", "draft_vocabulary.safetensors"):
+        (runs / "head" / name).unlink()
+    with pytest.raises(SystemExit, match=r"publish: .*has no config.json"):
+        run(runs, monkeypatch)
+    assert {path.name for path in out.iterdir()} == set(before), "a publication that fails changes nothing"
+    save_head(tiny_head(), runs / "head")
+    run(runs, monkeypatch)
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert load_head(str(out), HIDDEN, VOCAB).draft_tokens is None
+    assert old.read_text() == "library_name: eagle-fsd, by hand"
+    assert sorted(path.name for path in runs.iterdir()) == ["head", "out", old.name, "run", "tau.jsonl"]
+
+
+@pytest.mark.parametrize("other", ["notes.txt", "sub/model.safetensors"])
+def test_a_folder_with_anything_else_is_refused_and_left(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    run(runs, monkeypatch, "--dry-run")
+    (runs / "out" / other).parent.mkdir(exist_ok=True)
+    (runs / "out" / other).write_text("mine")
+    card = (runs / "out" / "README.md").read_bytes()
+    with pytest.raises(SystemExit, match=r"publish: folder .*out' is not empty: .* another with --output"):
+        run(runs, monkeypatch, "--license", "mit")
+    assert (runs / "out" / other).read_text() == "mine"
+    assert (runs / "out" / "README.md").read_bytes() == card
+
+
+def test_a_head_is_not_published_onto_itself(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(runs, monkeypatch, "--dry-run")
+    with pytest.raises(SystemExit, match=r"publish: folder .*out' is not empty"):
+        run(runs, monkeypatch, "--head", str(runs / "out"))
+    assert load_head(str(runs / "out"), HIDDEN, VOCAB)
+
+
+def rows_of(runs: Path, *changes: dict[str, Any]) -> None:
+    (runs / "tau.jsonl").write_text("".join(json.dumps(ROW | change) + "\n" for change in changes))
+
+
 def lose(name: str) -> Any:
     return lambda runs: (runs / "run" / "provenance.json").write_text(
         json.dumps({key: value for key, value in TRAINING.items() if key != name})
@@ -183,6 +242,25 @@ def lose(name: str) -> Any:
         (lambda runs: (runs / "head" / "model.safetensors").unlink(), "head"),
         (lambda runs: (runs / "head" / "config.json").unlink(), "has no config.json"),
         (lambda runs: save_head(tiny_head(), runs / "out"), "is not empty: .* name another"),
+        (lambda runs: (runs / "out").write_text(""), "is a file: .* name another"),
+        (
+            lambda runs: rows_of(runs, {"ea_model": "a"}, {"ea_model": "b"}),
+            "ea_model is 'a' and 'b' in .*tau.jsonl: .* one head and setting; keep the rows of one",
+        ),
+        (
+            lambda runs: rows_of(runs, {}, {"draft_vocab_size": 9}),
+            "draft_vocab_size is None and 9 in ",
+        ),
+        (lambda runs: rows_of(runs, {}, {"max_new_tokens": 9}), "max_new_tokens is 64 and 9 in "),
+        (lambda runs: rows_of(runs, {}, {"dtype": "float32"}), "dtype is 'bfloat16' and 'float32' in "),
+        (
+            lambda runs: rows_of(runs, {"base_model": "a"}, {"base_model": "b"}),
+            "base_model is 'a' and 'b' in ",
+        ),
+        (
+            lambda runs: rows_of(runs, {}, {"seed": 1}),
+            "prompts is 'own' twice in .* with tree 16/5/8, temperature 0 and the same rule: ",
+        ),
     ],
 )
 def test_what_is_not_there_is_named(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,19 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from eagle_fsd.checkpoint import CONFIG_NAME, VOCABULARY_NAME, find_head_file, one_line
+from eagle_fsd.checkpoint import (
+    BIN_NAME,
+    CONFIG_NAME,
+    SAFETENSORS_NAME,
+    VOCABULARY_NAME,
+    find_head_file,
+    one_line,
+)
 
 CARD = "README.md"
+LIBRARY = "eagle-fsd"
+KINDS = {CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, VOCABULARY_NAME, CARD}  # all that a repository holds
+SAME = ("base_model", "ea_model", "draft_vocab_size", "dtype", "max_new_tokens")  # in every row of a card
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,7 @@ class Card:
             license=self.licence,
             base_model=self.base_model,
             base_model_relation="adapter",
-            library_name="eagle-fsd",
+            library_name=LIBRARY,
             tags=["eagle", "speculative-decoding", "draft-head"],
         )
         name = self.base_model.rsplit("/", 1)[-1]
@@ -63,12 +74,22 @@ class Card:
 
     def _measured(self) -> str:
         first = self.taus[0]
+        commands = "\n".join(dict.fromkeys(row["command"] for row in self.taus))
         return (
             "tau, tokens emitted per step of the target, its own token included, on the first "
-            f"{first['prompt_count']} prompts of each set, {first['max_new_tokens']} new tokens, tree "
-            f"{'/'.join(str(size) for size in first['tree'].values())} (total_tokens / depth / top_k), "
-            f"{first.get('dtype', 'float32')}:\n\n{self.table}\n\n```bash\n{first['command']}\n```"
+            f"{self._prompts()}, {first['max_new_tokens']} new tokens, {first.get('dtype', 'float32')}; a "
+            f"tree is total_tokens / depth / top_k:\n\n{self.table}\n\n```bash\n{commands}\n```"
         )
+
+    def _prompts(self) -> str:
+        """How many prompts were measured, set by set where they differ."""
+        counts: dict[str, list[int]] = {}
+        for row in self.taus:
+            counts.setdefault(row["prompts"], []).append(row["prompt_count"])
+        texts = {name: " or ".join(map(str, sorted(set(found)))) for name, found in counts.items()}
+        if len(set(texts.values())) == 1:
+            return f"{next(iter(texts.values()))} prompts of each set"
+        return ", ".join(f"{text} prompts of {name}" for name, text in texts.items())
 
     def _trained(self) -> str:
         run = self.training
@@ -102,16 +123,69 @@ def read_training(run: Path) -> dict[str, Any]:
     return training
 
 
+def refuse_mixed_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Refuse rows of more than one head or setting, and two rows for one place of the table."""
+    remedy = "keep the rows of one, or measure again with another --output"
+    for name in SAME:
+        default = "float32" if name == "dtype" else None  # what rows of older versions do not say
+        values = dict.fromkeys(row.get(name, default) for row in rows)
+        if len(values) > 1:
+            raise ValueError(
+                f"{name} is {' and '.join(map(repr, values))} in {path}: the rows of a card must be of one "
+                f"head and setting; {remedy}"
+            )
+    places = set()
+    for row in rows:
+        rule = (row["divergence"], row["mode"], row["child"], row["threshold"])
+        tree, temperature = "/".join(map(str, row["tree"].values())), row["sampling"]["temperature"]
+        place = (row["prompts"], tree, temperature, rule)
+        if place in places:
+            raise ValueError(
+                f"prompts is {row['prompts']!r} twice in {path} with tree {tree}, temperature "
+                f"{temperature:g} and the same rule: a place in the table must be one head's at one setting; "
+                f"{remedy}"
+            )
+        places.add(place)
+
+
 def write_repository(head: Path, card: Card, repo_id: str, folder: Path) -> Path:
-    """Lay the repository out in a new or empty folder: the head's files and the card."""
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"folder {str(folder)!r} is not empty: a repository is laid out anew; name another")
-    folder.mkdir(parents=True, exist_ok=True)
+    """Lay the repository out: the head's files and the card, in a new folder or in place of an earlier one.
+
+    An earlier card that says something else is kept beside the folder, as FOLDER.README.md.old.
+    """
+    earlier = refuse_other_folder(folder, head)
     files = [head / CONFIG_NAME, find_head_file(head, str(head)), head / VOCABULARY_NAME]
-    for file in filter(Path.is_file, files):
-        shutil.copyfile(file, folder / file.name)
-    (folder / CARD).write_text(card.text(repo_id), encoding="utf-8")
+    text = card.text(repo_id)
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder.resolve()  # of a linked folder too, so that the parts move within one disk
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".publish-") as parts:
+        for file in filter(Path.is_file, files):
+            shutil.copyfile(file, Path(parts) / file.name)
+        (Path(parts) / CARD).write_bytes(text.encode())
+        made = {file.name for file in Path(parts).iterdir()}
+        if CARD in earlier and (place / CARD).read_bytes() != text.encode():
+            shutil.copyfile(place / CARD, place.with_name(f"{place.name}.{CARD}.old"))
+        for name in made:
+            (Path(parts) / name).replace(place / name)
+    for name in earlier - made:
+        (place / name).unlink()
     return folder
+
+
+def refuse_other_folder(folder: Path, head: Path) -> set[str]:
+    """The files of an earlier repository in the folder; ValueError where it holds anything else."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"folder {str(folder)!r} is a file: it must be a folder; name another with --output")
+    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    card = folder / CARD
+    ours = card.is_file() and f"library_name: {LIBRARY}".encode() in card.read_bytes()
+    plain = found <= KINDS and all((folder / name).is_file() for name in found)
+    if found and not (ours and plain and folder.resolve() != head.resolve()):
+        raise ValueError(
+            f"folder {str(folder)!r} is not empty: it may hold an earlier repository, with its {CARD}, and "
+            "nothing else; name another with --output"
+        )
+    return found
 
 
 def push(folder: Path, repo_id: str, private: bool = False) -> str:
