@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,14 @@ from eagle_fsd.training.batching import (
     split_held_out,
     tokens_of_batch,
 )
-from eagle_fsd.training.data import Example, batches_by_length, encode_turns, load_examples, read_jsonl
+from eagle_fsd.training.data import (
+    Example,
+    batches_by_length,
+    encode_turns,
+    load_examples,
+    read_jsonl,
+    turns_of,
+)
 from eagle_fsd.training.shards import FeatureSequence
 
 
@@ -67,6 +75,52 @@ def test_files_with_mistakes_name_file_line_and_remedy(tmp_path: Path) -> None:
     path.write_text('{"conversations": [{"role": "user"}]}\n')
     with pytest.raises(ValueError, match="line 1: turns must be"):
         load_examples(path, LetterTokenizer(), 50)
+
+
+def test_chats_of_every_spelling_are_the_same_turns(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "s"}, *conversation("hi", "yes")["conversations"]]
+    share = [
+        {"from": name, "value": turn["content"]}
+        for name, turn in zip(("system", "human", "gpt"), turns, strict=True)
+    ]
+    plain = [{"from": turn["role"], "value": turn["content"]} for turn in turns]
+    rows = [{key: chat} for key in ("conversations", "messages") for chat in (turns, share, plain)]
+    rows += [{"messages": turns, "conversations": None, "prompt": "hi"}]
+    assert [turns_of(row, "here") for row in rows] == [turns] * 7
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (*rows, {"messages": share[2:]})))
+    examples, skipped = load_examples(path, LetterTokenizer(), 50)
+    assert examples == [encode_turns(turns, LetterTokenizer())] * 7
+    assert skipped.counts == {"answer before any question": 1}
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([{"from": "human"}], "here: turns must be .* 'role' and 'content', or 'from' and 'value'; remove"),
+        ([{"value": "hi"}], "here: turns must be"),
+        ([{"from": "human", "content": "hi"}], "here: turns must be"),
+        (["hi"], "here: turns must be"),
+        ({"role": "user", "content": "hi"}, "here: turns must be"),
+        (
+            [{"from": "bing", "value": "hi"}],
+            "here: from is 'bing': it must be human, .*; rename it",
+        ),
+    ],
+)
+@pytest.mark.parametrize("key", ["conversations", "messages"])
+def test_turns_that_cannot_be_read_are_named(key: str, chat: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        turns_of({key: chat}, "here")
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_no_rows_are_refused_by_name(tmp_path: Path, limit: int) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(conversation("a", "b")) + "\n")
+    with pytest.raises(ValueError, match=f"^rows is {limit}: it must be .* at least 1; change --rows$"):
+        load_examples(path, LetterTokenizer(), 50, limit=limit)
+    assert len(load_examples(path, LetterTokenizer(), 50, limit=1)[0]) == 1
 
 
 def test_empty_answers_are_skipped_and_counted(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Text to training examples: token ids and a mask of what the head learns from; knows no tensors.
 
-A row is either a conversation (`conversations`: [{role, content}, ...], optional `complete`) or a pair
-(`prompt`, `completion`). The mask marks the tokens after which the target writes the answer or goes on with
-it, from the prompt's last token on: the head learns to predict the target's feature *at* these tokens. An end
-token is context for later turns and never marked.
+A row is either a conversation (`conversations` or `messages`: [{role, content}, ...], or ShareGPT's
+[{from, value}, ...]) or a pair (`prompt`, `completion`). The mask marks the tokens after which the target writes the
+answer or goes on with it, from the prompt's last token on: the head learns to predict the target's feature
+*at* these tokens. An end token is context for later turns and never marked.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eagle_fsd.config import require_integer
+
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names, beside the roles' own
 logger = logging.getLogger(__name__)
 
 
@@ -64,9 +67,10 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
-    """The chat turns of a row of either kind, checked."""
-    if "conversations" in row:
-        turns = row["conversations"]
+    """The chat turns of a row of any kind, checked, each with its role and content."""
+    chats = [row[name] for name in ("conversations", "messages") if row.get(name) is not None]
+    if chats:
+        turns = chats[0]
     elif "prompt" in row and "completion" in row:
         turns = [
             {"role": "user", "content": row["prompt"]},
@@ -74,18 +78,32 @@ def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
         ]
     else:
         raise ValueError(
-            f"{where}: no 'conversations' and no 'prompt' with 'completion' "
+            f"{where}: no 'conversations', no 'messages' and no 'prompt' with 'completion' "
             f"(keys: {sorted(row)}); see train/train_head.py --help"
         )
-    well_formed = isinstance(turns, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-        for turn in turns
-    )
-    if not well_formed:
+    made = [made_turn(turn, where) for turn in turns] if isinstance(turns, list) else [None]
+    if None in made:
         raise ValueError(
-            f"{where}: turns must be a list of objects with strings 'role' and 'content'; remove the row"
+            f"{where}: turns must be a list of objects with strings 'role' and 'content', or 'from' and "
+            "'value'; remove the row"
         )
-    return turns
+    return made
+
+
+def made_turn(turn: Any, where: str) -> dict[str, str] | None:
+    """A turn with its role and content; a ShareGPT one with its `from` named as a role. None if malformed."""
+    if not isinstance(turn, dict):
+        return None
+    if turn.get("role") is None and isinstance(speaker := turn.get("from"), str):
+        role = ROLES.get(speaker, speaker)
+        if role not in ("user", "assistant", "system"):
+            raise ValueError(
+                f"{where}: from is {speaker!r}: it must be human, user, gpt, assistant or system; rename it, "
+                "or remove the row"
+            )
+        turn = {"role": role, "content": turn.get("value")}
+    well_formed = isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+    return turn if well_formed else None
 
 
 def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = False) -> Example:
@@ -136,6 +154,8 @@ def load_examples(
         raise ValueError(
             f"max_length is {max_length}; it must be at least 3 (a feature, a token and a prediction)"
         )
+    if limit is not None:
+        require_integer("rows", limit, 1, "change --rows")
     examples: list[Example] = []
     skipped = Skipped()
     for number, row in read_jsonl(path):
@@ -144,6 +164,9 @@ def load_examples(
         turns = turns_of(row, f"{path}, line {number}")
         if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
             skipped.add("empty answer")
+            continue
+        if turns[0]["role"] == "assistant":  # ShareGPT's rows that are the later part of a conversation
+            skipped.add("answer before any question")
             continue
         example = encode_turns(turns, tokenizer, learn_all)
         example = Example(example.tokens[:max_length], example.learn[:max_length])
