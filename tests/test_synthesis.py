@@ -316,7 +316,17 @@ def test_prompts_come_from_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch
     module.load_dataset = lambda *names, **options: asked.append((names, options)) or iter(rows)
     monkeypatch.setitem(sys.modules, "datasets", module)
     assert gather_prompts([], "owner/set", "test", limit=3) == ["q0", "q1", "q2"]
-    assert asked == [(("owner/set",), {"split": "test", "streaming": True})]
+    assert gather_prompts([], "owner/set", "test", 1, "main") == ["q0"]
+    assert asked == [(("owner/set", name), {"split": "test", "streaming": True}) for name in (None, "main")]
+    with pytest.raises(ValueError, match=r"dataset_config is 'main': .*; name one with --dataset$"):
+        gather_prompts([], config="main")
+    with pytest.raises(ValueError, match=r"limit is 0: .* at least 1; change --limit"):
+        gather_prompts([], "owner/set", limit=0)
+    several = ValueError("Config name is missing.\nPick one among: ['main', 'socratic']")
+    module.load_dataset = lambda *_, **__: (_ for _ in ()).throw(several)
+    with pytest.raises(ValueError, match=r"'owner/set', configuration None, .*missing. Pick .* --dataset"):
+        gather_prompts([], "owner/set")
+    module.load_dataset = lambda *_, **__: iter(rows)
     rows[:] = [{"text": "none"}]
     with pytest.raises(ValueError, match=r"'owner/set', split 'train': no row has a prompt"):
         gather_prompts([], "owner/set")
@@ -359,12 +369,39 @@ def test_the_target_writes_prompts_in_the_users_place(tmp_path: Path) -> None:
 # --- the script ---
 
 
-def script() -> ModuleType:
-    path = Path(__file__).parents[1] / "train" / "synthesize.py"
-    spec = importlib.util.spec_from_file_location("synthesize", path)
+def script(name: str = "synthesize") -> ModuleType:
+    path = Path(__file__).parents[1] / "train" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"), [("synthesize", "prompts"), ("synthesize", "exclude"), ("make_text", "exclude")]
+)
+def test_files_may_be_named_in_several_places(monkeypatch: pytest.MonkeyPatch, name: str, flag: str) -> None:
+    """And a parse leaves nothing behind for the next."""
+    module, paths = script(name), [Path(letter) for letter in "abc"]
+    line = f"x --output o --{flag} a b --{flag} c"
+    for argv, wanted in ((line, paths), (line, paths), ("x --output o", []), (f"x --output o --{flag}", [])):
+        monkeypatch.setattr("sys.argv", argv.split())
+        assert getattr(module.parse(), flag) == wanted
+
+
+def test_the_script_asks_for_a_configuration_of_a_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_dataset(*names: Any, **_: Any) -> Iterator[dict[str, str]]:
+        raise FileNotFoundError(f"asked for {names}")
+
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    argv = ["x", "--dataset", "openai/gsm8k", "--dataset-config", "main", "--output", str(tmp_path / "a")]
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(SystemExit, match=r"synthesize: .*\(asked for \('openai/gsm8k', 'main'\)\)"):
+        script().main()
 
 
 def test_the_script_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

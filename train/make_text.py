@@ -100,7 +100,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--pairs-rows", type=int, default=0)
     parser.add_argument(
-        "--exclude", type=Path, nargs="*", default=[], help="evaluation files that no row may overlap"
+        "--exclude",
+        type=Path,
+        nargs="*",
+        action="extend",
+        default=[],
+        help="evaluation files that no row may overlap",
     )
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()

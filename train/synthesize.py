@@ -2,6 +2,7 @@
 
     python train/synthesize.py --prompts prompts.jsonl --temperature 0 0.7 --output runs/answers.jsonl
     python train/synthesize.py --dataset owner/name --limit 5000 --output runs/answers.jsonl
+    python train/synthesize.py --dataset openai/gsm8k --dataset-config main --output runs/answers.jsonl
     python train/synthesize.py --self-prompts 2000 --output runs/answers.jsonl
 
 Rows may be ShareGPT `conversations`, chat `messages` (the user's first turn counts), or a plain `prompt`,
@@ -39,9 +40,19 @@ def parse() -> argparse.Namespace:
         "--base-model", default=hub.DEFAULT_TARGET, help="target: Hub id, folder or .gguf file"
     )
     parser.add_argument(
-        "--prompts", type=Path, nargs="*", default=[], help="JSONL files, or text files of one prompt"
+        "--prompts",
+        type=Path,
+        nargs="*",
+        action="extend",
+        default=[],
+        help="JSONL files, or text files of one prompt",
     )
     parser.add_argument("--dataset", help="a data set of the Hub (needs the package datasets)")
+    parser.add_argument(
+        "--dataset-config",
+        metavar="NAME",
+        help="of --dataset, for one that has several: main of openai/gsm8k (default: the data set's own)",
+    )
     parser.add_argument("--split", default="train", help="of --dataset; default: %(default)s")
     parser.add_argument("--limit", type=int, help="only so many prompts of every file and data set")
     parser.add_argument(
@@ -55,6 +66,7 @@ def parse() -> argparse.Namespace:
         "--exclude",
         type=Path,
         nargs="*",
+        action="extend",
         default=[],
         help="prompt files (evaluation sets): what shares eight words in a row with one is left out",
     )
@@ -103,7 +115,7 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
         system=args.system,
     )
-    prompts = gather_prompts(args.prompts, args.dataset, args.split, args.limit)
+    prompts = gather_prompts(args.prompts, args.dataset, args.split, args.limit, args.dataset_config)
     if not prompts and args.self_prompts < 1:
         raise ValueError("no prompts: give --prompts, --dataset or --self-prompts")
     source = hub.resolve_target(args.base_model)

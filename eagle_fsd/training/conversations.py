@@ -17,6 +17,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from eagle_fsd.checkpoint import one_line
 from eagle_fsd.config import SamplingConfig, require_integer
 from eagle_fsd.identity import differences, target_identity
 from eagle_fsd.prompts import prompt_of, read_prompts
@@ -58,18 +59,29 @@ class Plan:
 
 
 def gather_prompts(
-    files: Sequence[Path], dataset: str | None = None, split: str = "train", limit: int | None = None
+    files: Sequence[Path],
+    dataset: str | None = None,
+    split: str = "train",
+    limit: int | None = None,
+    config: str | None = None,
 ) -> list[str]:
-    """The prompts of files and of a data set of the Hub, at most `limit` of each, none blank or twice."""
+    """The prompts of files and of a data set of the Hub, at most `limit` of each, none blank or twice.
+
+    config: which of the data set's configurations.
+    """
+    if limit is not None:
+        require_integer("limit", limit, 1, "change --limit")
+    if config is not None and dataset is None:
+        raise ValueError(f"dataset_config is {config!r}: it must be of a data set; name one with --dataset")
     prompts: list[str] = []
     for path in files:
         prompts += read_prompts(path)[:limit]
     if dataset is not None:
-        prompts += dataset_prompts(dataset, split, limit)
+        prompts += dataset_prompts(dataset, split, limit, config)
     return list(dict.fromkeys(prompt for prompt in prompts if prompt.strip()))
 
 
-def dataset_prompts(name: str, split: str, limit: int | None) -> list[str]:
+def dataset_prompts(name: str, split: str, limit: int | None, config: str | None = None) -> list[str]:
     """What the rows of a data set of the Hub ask; rows that ask nothing are left out."""
     try:
         from datasets import load_dataset
@@ -77,7 +89,13 @@ def dataset_prompts(name: str, split: str, limit: int | None) -> list[str]:
         raise ValueError(
             "a data set of the Hub needs the package datasets: pip install eagle-fsd[train]"
         ) from error
-    rows = load_dataset(name, split=split, streaming=True)
+    try:
+        rows = load_dataset(name, config, split=split, streaming=True)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"data set {name!r}, configuration {config!r}, split {split!r} cannot be read "
+            f"({one_line(error, 200)}): it must have both; change --dataset, --dataset-config or --split"
+        ) from error
     found: list[str] = []
     for row in rows:
         if limit is not None and len(found) >= limit:
