@@ -1,9 +1,9 @@
 """Text to training examples: token ids and a mask of what the head learns from; knows no tensors.
 
 A row is either a conversation (`conversations` or `messages`: [{role, content}, ...], or ShareGPT's
-[{from, value}, ...]) or a pair (`prompt`, `completion`). The mask marks the tokens after which the target writes the
-answer or goes on with it, from the prompt's last token on: the head learns to predict the target's feature
-*at* these tokens. An end token is context for later turns and never marked.
+[{from, value}, ...]) or a pair (`prompt`, `completion`). The mask marks the tokens after which the target
+writes the answer or goes on with it, from the prompt's last token on: the head learns to predict the target's
+feature *at* these tokens. An end token is context for later turns and never marked.
 """
 
 from __future__ import annotations
