@@ -137,7 +137,13 @@ def test_a_run_killed_and_terminated_has_the_losses_of_one_that_was_not(toy: Pat
 def test_two_processes_share_what_one_accumulates(toy: Path) -> None:
     """The same batches make a step, so the losses are the same; the two take turns with the shards."""
     features = ["--features", str(toy / "shared"), "--epochs", "6"]
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]  # accelerate's needs mpirun on CPUs
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]  # accelerate's needs mpirun on CPUs
     finish(start(command(toy, toy / "two", *features), *launch))
     finish(start(command(toy, toy / "one", *features, "--accumulate", "2")))
     assert losses(toy / "two") == pytest.approx(losses(toy / "one"), rel=1e-4)

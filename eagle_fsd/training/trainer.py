@@ -28,6 +28,7 @@ from eagle_fsd.identity import differences, digest, spread
 from eagle_fsd.training.batching import add_noise, batch_plan, collate, features_std, tokens_of_batch
 from eagle_fsd.training.evaluation import evaluate, hold_out
 from eagle_fsd.training.loss import Batch, LossWeights, head_loss
+from eagle_fsd.training.memory import release_freed_memory
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.runs import (
     BEST,
@@ -43,6 +44,8 @@ from eagle_fsd.training.schedule import TrainConfig, learning_rate_at, make_opti
 from eagle_fsd.training.shards import Features, FeatureSequence
 
 logger = logging.getLogger(__name__)
+
+RELEASE_EVERY = 20  # steps
 
 
 class HeadLoss(nn.Module):
@@ -184,6 +187,8 @@ class Trainer:
                 bar.update()
                 bar.set_postfix(loss=f"{report['loss']:.3f}", done=f"{self.progress():.1%}", refresh=False)
                 self.log({"step": self.step, "seconds": round(self.seconds, 1), **report})
+                if self.step % RELEASE_EVERY == 0:
+                    release_freed_memory()
                 if self.step % self.config.eval_every == 0:
                     result = self.evaluate_and_keep()
                 if self.step % self.config.checkpoint_every == 0:
