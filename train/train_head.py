@@ -173,6 +173,9 @@ def run(args: argparse.Namespace) -> None:
     trainer = Trainer(head, data, train, held_out, embedding, readout, keep, config, args.output, accelerator)
     accelerator.init_trackers("eagle_fsd", flat(trainer.identity["config"]))
     trainer.run()
+    # A barrier last: gloo's thread lets go of a gathered tensor only with the next call, and doing so while
+    # the process group is taken down, it would wait for the interpreter's lock for ever.
+    accelerator.wait_for_everyone()
     accelerator.end_training()
     if accelerator.is_main_process:
         plot_curves(args.output)
