@@ -28,7 +28,6 @@ from eagle_fsd.provenance import provenance
 from eagle_fsd.training.data import Example
 from eagle_fsd.training.evaluation import HeldOut, evaluate
 from eagle_fsd.training.features import OnlineFeatures
-from eagle_fsd.training.shards import FeatureSequence
 
 
 def main() -> None:
@@ -89,10 +88,7 @@ def along_text(
             learn = [False] * (len(prompt) - 1) + [True] * (len(answer) + 1)
             examples.append(Example([*prompt, *answer], learn))
     sequences = OnlineFeatures(target.decoder, examples).read(range(len(examples)))
-    on_device = [
-        FeatureSequence(*(part.to(engine.device) for part in (one.tokens, one.learn, one.features)))
-        for one in sequences
-    ]
+    on_device = [one.to(engine.device) for one in sequences]
 
     def best(features: Tensor, k: int) -> Tensor:
         places = engine.vocabulary.logits(features.to(engine.dtype)).topk(k, dim=-1).indices

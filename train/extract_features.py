@@ -19,7 +19,7 @@ from eagle_fsd import hub
 from eagle_fsd.identity import target_identity
 from eagle_fsd.target import TargetModel
 from eagle_fsd.training.command import add_text_arguments, read_examples, run_command
-from eagle_fsd.training.features import estimate, extract
+from eagle_fsd.training.features import estimate, extract_all
 
 logger = logging.getLogger("extract_features")
 
@@ -51,17 +51,14 @@ def run(args: argparse.Namespace) -> None:
     source = hub.resolve_target(args.base_model)
     model, tokenizer = hub.load_target(source, args.extract_dtype, state.device)
     target, identity = TargetModel(model), target_identity(source.name, model)
-    files = read_examples(args, tokenizer, source.name, target.max_positions)
+    read = read_examples(args, tokenizer, source.name, target.max_positions)
+    files = {args.output / name: examples for name, examples in read.items()}
     settings = {"dtype": target.dtype, "batch_tokens": args.batch_tokens}
     if state.is_main_process:
-        folders = {args.output / name: examples for name, examples in files.items()}
-        logger.info("features: %s", estimate(target.decoder, folders, **settings))
-    if args.dry_run:
-        return
-    for number, (name, examples) in enumerate(files.items()):
-        # Many small files are not all the first process's.
-        share = ((state.process_index + number) % state.num_processes, state.num_processes)
-        extract(target.decoder, examples, args.output / name, identity, share=share, **settings)
+        logger.info("features: %s", estimate(target.decoder, files, **settings))
+    if not args.dry_run:
+        share = (state.process_index, state.num_processes)
+        extract_all(target.decoder, files, identity, share=share, **settings)
 
 
 if __name__ == "__main__":

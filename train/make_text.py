@@ -23,7 +23,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle_fsd.training.command import run_command
+from eagle_fsd.training.command import add_paths, run_command
 from eagle_fsd.training.data import overlap, read_jsonl, word_runs
 from eagle_fsd.training.files import write_atomically
 
@@ -99,14 +99,7 @@ def parse() -> argparse.Namespace:
         "--pairs", type=Path, help="a JSONL file of prompt and completion, such as p3_text.jsonl"
     )
     parser.add_argument("--pairs-rows", type=int, default=0)
-    parser.add_argument(
-        "--exclude",
-        type=Path,
-        nargs="*",
-        action="extend",
-        default=[],
-        help="evaluation files that no row may overlap",
-    )
+    add_paths(parser, "--exclude", "evaluation files that no row may overlap")
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()
 

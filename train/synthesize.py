@@ -19,7 +19,7 @@ from pathlib import Path
 from eagle_fsd import SamplingConfig, hub
 from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel
-from eagle_fsd.training.command import run_command
+from eagle_fsd.training.command import add_paths, run_command
 from eagle_fsd.training.conversations import (
     Plan,
     answer_prompts,
@@ -39,14 +39,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--base-model", default=hub.DEFAULT_TARGET, help="target: Hub id, folder or .gguf file"
     )
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        nargs="*",
-        action="extend",
-        default=[],
-        help="JSONL files, or text files of one prompt",
-    )
+    add_paths(parser, "--prompts", "JSONL files, or text files of one prompt")
     parser.add_argument("--dataset", help="a data set of the Hub (needs the package datasets)")
     parser.add_argument(
         "--dataset-config",
@@ -62,13 +55,10 @@ def parse() -> argparse.Namespace:
         metavar="N",
         help="also N prompts that the target writes itself, in its chat template's user turn",
     )
-    parser.add_argument(
+    add_paths(
+        parser,
         "--exclude",
-        type=Path,
-        nargs="*",
-        action="extend",
-        default=[],
-        help="prompt files (evaluation sets): what shares eight words in a row with one is left out",
+        "prompt files (evaluation sets): what shares eight words in a row with one is left out",
     )
     parser.add_argument("--system", help="system message of every conversation (default: the template's)")
     parser.add_argument(

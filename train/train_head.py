@@ -3,10 +3,10 @@
     python train/train_head.py --data runs/answers.jsonl --output runs/head --export runs/head/export
     accelerate launch train/train_head.py --shards runs/features/answers --output runs/head
 
-Rows: {"conversations": [{"role", "content"}, ...], "complete": true} or {"prompt", "completion"}. The target
-computes their features once; they are kept under --features and reused, or with --online computed batch by
-batch and not kept. Stop it with Ctrl-C or SIGTERM and start it again with the same command: it goes on where
-it was. OUTPUT/curves.png shows how it goes.
+Rows: {"conversations": [{"role", "content"}, ...]}, the same as "messages" or in ShareGPT's {"from",
+"value"}, or {"prompt", "completion"}. The target computes their features once; they are kept under --features
+and reused, or with --online computed batch by batch and not kept. Stop it with Ctrl-C or SIGTERM and start it
+again with the same command: it goes on where it was. OUTPUT/curves.png shows how it goes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from eagle_fsd.identity import target_identity
 from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel
 from eagle_fsd.training.batching import softmax_tokens, split_held_out
-from eagle_fsd.training.command import add_text_arguments, read_examples, run_command
+from eagle_fsd.training.command import add_paths, add_text_arguments, read_examples, run_command
 from eagle_fsd.training.curves import plot_curves
-from eagle_fsd.training.features import OnlineFeatures, estimate, extract
+from eagle_fsd.training.features import OnlineFeatures, estimate, extract_all
 from eagle_fsd.training.files import write_atomically
 from eagle_fsd.training.loss import LossWeights
 from eagle_fsd.training.readout import Readout
@@ -58,14 +58,10 @@ def parse() -> argparse.Namespace:
     )
     add_text_arguments(parser)
     add = parser.add_argument
-    add(
+    add_paths(
+        parser,
         "--shards",
-        type=Path,
-        nargs="*",
-        action="extend",
-        default=[],
-        help="folders of feature shards of the same target, from extract_features.py or another run's "
-        "--features",
+        "folders of feature shards of the same target, from extract_features.py or another run's --features",
     )
     add("--online", action="store_true", help="compute features batch by batch and store none")
     add("--features", type=Path, help="where features are kept (default: OUTPUT/features)")
@@ -239,21 +235,15 @@ def prepare_features(
         return OnlineFeatures(target.decoder, [one for source in sources for one in source]), len(sources[0])
     identity = target_identity(target_name, target.model)
     root = args.features or args.output / "features"
-    if accelerator.is_main_process:
-        folders = {root / name: examples for name, examples in files.items()}
-        if (cost := estimate(target.decoder, folders, dtype=target.dtype)).tokens:
-            logger.info("features: %s", cost)
-    here, processes = accelerator.process_index, accelerator.num_processes
-    folders = []
-    for number, (name, examples) in enumerate(files.items()):
-        share = ((here + number) % processes, processes)  # many small files are not all the first one's
-        folders.append(
-            extract(target.decoder, examples, root / name, identity, dtype=target.dtype, share=share)
-        )
+    folders = {root / name: examples for name, examples in files.items()}
+    main = accelerator.is_main_process
+    if main and (cost := estimate(target.decoder, folders, dtype=target.dtype)).tokens:
+        logger.info("features: %s", cost)
+    share = (accelerator.process_index, accelerator.num_processes)
+    made = extract_all(target.decoder, folders, identity, share=share, dtype=target.dtype)
     accelerator.wait_for_everyone()
-    folders += args.shards
-    first = StoredFeatures(folders[:1], identity)
-    return StoredFeatures(folders, identity), len(first.tokens)
+    stored = StoredFeatures([*made, *args.shards], identity)
+    return stored, stored.counts[0]
 
 
 def starting_head(args: argparse.Namespace, target: TargetModel, target_name: str) -> DraftHead:

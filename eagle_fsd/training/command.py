@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
-from eagle_fsd.checkpoint import one_line
+from eagle_fsd.tensors import one_line
 from eagle_fsd.training.data import Example, load_examples
 
 LONGEST = 512  # tokens of a row, where nothing else is asked for
@@ -31,27 +31,18 @@ def run_command(name: str, run: Callable[[argparse.Namespace], None], args: argp
         sys.exit(130)
 
 
+def add_paths(parser: argparse.ArgumentParser, name: str, text: str) -> None:
+    """An option for any number of paths, which may be given again for more."""
+    parser.add_argument(name, type=Path, nargs="*", action="extend", default=[], help=text)
+
+
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     """The target, and the text that a head is taught on."""
     parser.add_argument(
         "--base-model", default=hub.DEFAULT_TARGET, help="the target: a name, a folder or a Hub id"
     )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        nargs="*",
-        action="extend",
-        default=[],
-        help="JSONL files that teach their answers",
-    )
-    parser.add_argument(
-        "--text",
-        type=Path,
-        nargs="*",
-        action="extend",
-        default=[],
-        help="JSONL files that teach at every position (text the target did not write)",
-    )
+    add_paths(parser, "--data", "JSONL files that teach their answers")
+    add_paths(parser, "--text", "JSONL files that teach at every position (text the target did not write)")
     parser.add_argument(
         "--max-length",
         type=int,

@@ -17,11 +17,11 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.checkpoint import one_line
 from eagle_fsd.config import SamplingConfig, require_integer
 from eagle_fsd.identity import differences, target_identity
 from eagle_fsd.prompts import prompt_of, read_prompts
 from eagle_fsd.target import TargetModel
+from eagle_fsd.tensors import one_line
 from eagle_fsd.text import encode
 from eagle_fsd.training.data import overlap, word_runs
 from eagle_fsd.training.files import write_atomically

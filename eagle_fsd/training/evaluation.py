@@ -51,10 +51,7 @@ def hold_out(
     In float32, as the head is measured: rounded to bfloat16 the best two logits are often equal.
     """
     best = partial(best_tokens, readout=readout.to(device, torch.float32))
-    moved = [
-        FeatureSequence(*(part.to(device) for part in (one.tokens, one.learn, one.features)))
-        for one in sequences
-    ]
+    moved = [one.to(device) for one in sequences]
     return HeldOut(moved, [best(one.features, 1).squeeze(1) for one in moved], best, depth)
 
 

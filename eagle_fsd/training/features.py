@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,9 +108,8 @@ def estimate(
     started = time.perf_counter()
     features_of(base_model, sample, batch_tokens)
     per_token = (time.perf_counter() - started) / sum(len(example.tokens) for example in sample)
-    cost = Cost(
-        tokens, tokens * (width * dtype.itemsize + 5), tokens * per_token
-    )  # 4 of a token, 1 of a flag
+    size = tokens * (width * dtype.itemsize + 4 + 1)  # a feature, a token, a flag
+    cost = Cost(tokens, size, tokens * per_token)
     for folder in files:
         place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         if cost.size > (free := shutil.disk_usage(place).free):
@@ -165,11 +165,25 @@ def extract(
         path = shard_path(folder, number)
         if path.is_file():
             continue
-        part = examples[start : start + shard_examples]
-        features = features_of(base_model, part, batch_tokens)
-        made = [
-            FeatureSequence(torch.tensor(example.tokens), torch.tensor(example.learn), rows)
-            for example, rows in zip(part, features, strict=True)
-        ]
-        write_shard(path, made, dtype)
+        part = OnlineFeatures(base_model, examples[start : start + shard_examples], batch_tokens)
+        write_shard(path, part.read(range(len(part.tokens))), dtype)
     return folder
+
+
+def extract_all(
+    base_model: nn.Module,
+    files: Mapping[Path, Sequence[Example]],
+    target: Mapping[str, str],
+    *,
+    share: tuple[int, int] = (0, 1),
+    **settings: Any,
+) -> list[Path]:
+    """`extract` into every folder with these settings; the folders are returned.
+
+    Each folder begins with another process, so that many small ones are not all the first one's.
+    """
+    process, count = share
+    return [
+        extract(base_model, examples, folder, target, share=((process + number) % count, count), **settings)
+        for number, (folder, examples) in enumerate(files.items())
+    ]

@@ -19,8 +19,8 @@ from eagle_fsd.checkpoint import (
     SAFETENSORS_NAME,
     VOCABULARY_NAME,
     find_head_file,
-    one_line,
 )
+from eagle_fsd.tensors import one_line
 
 CARD = "README.md"
 LIBRARY = "eagle-fsd"

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from eagle_fsd.checkpoint import one_line
+from eagle_fsd.tensors import one_line
 from eagle_fsd.training.files import whole_file, write_atomically
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle_fsd.checkpoint import one_line
 from eagle_fsd.identity import differences
+from eagle_fsd.tensors import one_line
 from eagle_fsd.training.files import whole_file
 
 MANIFEST = "manifest.json"
@@ -33,6 +33,10 @@ class FeatureSequence:
     tokens: Tensor
     learn: Tensor
     features: Tensor
+
+    def to(self, device: torch.device | str) -> FeatureSequence:
+        """The same on a device."""
+        return FeatureSequence(*(part.to(device) for part in (self.tokens, self.learn, self.features)))
 
 
 class Features(Protocol):
@@ -60,9 +64,12 @@ class StoredFeatures:
         self.tokens: list[Tensor] = []
         self.learn: list[Tensor] = []
         self.places: list[tuple[Path, int, int]] = []  # shard, first token, token after the last
+        self.counts: list[int] = []  # sequences of each folder
         for folder in folders:
+            before = len(self.places)
             for path in finished_shards(Path(folder), target):
                 self._index(path)
+            self.counts.append(len(self.places) - before)
 
     def _index(self, path: Path) -> None:
         tokens, learn, bounds = read_tensors(path, "tokens", "learn", "offsets")
