@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import VOCAB, greedy_alone, prompts_of, tiny_model
+from torch import Tensor
 
 from eagle_fsd import SamplingConfig
 from eagle_fsd.prompts import prompt_of
 from eagle_fsd.sampling import warp
-from eagle_fsd.target import TargetModel
+from eagle_fsd.target import TargetModel, TargetSession
 from eagle_fsd.training import conversations
 from eagle_fsd.training.conversations import (
     Plan,
@@ -91,6 +92,24 @@ def test_a_sampled_answer_depends_on_its_seed_alone() -> None:
     assert backwards == {number: pools[0][number] for number in backwards}
     greedy = by_number(write_answers(target, questions_of(), NEW_TOKENS, 8))
     assert all((pools[0][i] == greedy[i]) == (i % 2 == 0) for i in (4, 5, 6, 7, 8, 9))
+
+
+def test_equal_prompts_are_read_once_and_answered_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, (one, two, *_) = target_of("llama"), questions_of()[4:]
+    texts = [one.tokens, two.tokens, one.tokens, one.tokens, two.tokens]
+    questions = [Question(i, text, SAMPLED, seed=i) for i, text in enumerate(texts)]
+    alone = {q.number: next(write_answers(target, [q], NEW_TOKENS)) for q in questions}
+    read: list[int] = []
+    prefill = TargetSession.prefill
+
+    def counted(session: TargetSession, tokens: Tensor, lengths: list[int]) -> Tensor:
+        read.append(len(tokens))
+        return prefill(session, tokens, lengths)
+
+    monkeypatch.setattr(TargetSession, "prefill", counted)
+    assert by_number(write_answers(target, questions, NEW_TOKENS)) == alone
+    assert read == [2]
+    assert len({tuple(alone[i].tokens) for i in (0, 2, 3)}) == 3  # by their seeds
 
 
 def test_sampled_tokens_follow_the_warped_law() -> None:

@@ -29,7 +29,8 @@ from eagle_fsd.training.synthesis import Answer, Question, write_answers
 
 logger = logging.getLogger(__name__)
 
-PROMPT_SAMPLING = SamplingConfig(temperature=0.8, top_p=0.95)  # of prompts that the target writes itself
+# Of prompts that the target writes itself; top-k spares most of a large vocabulary's sort.
+PROMPT_SAMPLING = SamplingConfig(temperature=0.8, top_k=200, top_p=0.95)
 LONGEST_OWN_PROMPT = 128
 MARK = "\u241e"  # stands for the user's words while the chat template is looked at
 

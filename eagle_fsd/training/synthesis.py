@@ -112,11 +112,14 @@ def admit(question: Question) -> Row:
 
 
 def prefilled(target: TargetModel, questions: Sequence[Question], max_new_tokens: int) -> TargetSession:
-    """A session that has read every question but its last token."""
-    lengths = [len(question.tokens) - 1 for question in questions]
-    session = TargetSession(target, len(questions), max(lengths) + max_new_tokens + 1)
-    tokens = right_padded([question.tokens for question in questions], 0).to(target.device)
+    """A session that has read every question but its last token; equal questions are read once."""
+    texts = [tuple(question.tokens) for question in questions]
+    places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+    lengths = [len(text) - 1 for text in places]
+    session = TargetSession(target, len(places), max(lengths) + max_new_tokens + 1)
+    tokens = right_padded(list(places), 0).to(target.device)
     session.prefill(tokens[:, :-1], lengths)
+    session.select([places[text] for text in texts])
     return session
 
 
