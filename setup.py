@@ -29,6 +29,7 @@ setup(
         "jinja2>=3.1",  # chat templates
         "gguf>=0.10",  # the default target is a GGUF file, which transformers reads with accelerate
         "accelerate>=1.1",
+        "filelock>=3.13",  # huggingface-hub's own; a training run holds its folder with it
     ],
     extras_require={
         "train": ["tqdm>=4.60", "datasets>=3", "matplotlib>=3.7"],

@@ -16,7 +16,7 @@ from typing import Any
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.evaluation.arguments import check_sizes, parser_of
 from eagle_fsd.evaluation.greedy import compare, reference
-from eagle_fsd.evaluation.prompts import chat_prompts
+from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.provenance import provenance
 
 MOST_EXCUSED = 2  # prompts whose text may part at a near tie
@@ -38,9 +38,8 @@ def main() -> None:
         check_sizes(arguments, *arguments.batch_size)
         trees = [TreeConfig.parse(tree) for tree in arguments.tree]
         engine = EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, dtype="float32")
-        prompts = [
-            ids for path in arguments.prompts for ids in chat_prompts(path, engine.tokenizer, arguments.limit)
-        ]
+        sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
+        prompts = [ids for prompts in sets.values() for ids in prompts]
         kept = read_reference(arguments.reference)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))

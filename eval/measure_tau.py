@@ -15,7 +15,7 @@ from typing import Any
 from eagle_fsd import EagleFSD, Fuzzy, SamplingConfig, TreeConfig
 from eagle_fsd.config import CHILDREN
 from eagle_fsd.evaluation.arguments import check_sizes, parser_of
-from eagle_fsd.evaluation.prompts import chat_prompts, set_name
+from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.evaluation.tau import Cell, run, table
 from eagle_fsd.provenance import provenance
 
@@ -57,10 +57,7 @@ def main() -> None:
             for temperature in arguments.temperature
         ]
         engine = EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, dtype=arguments.dtype)
-        prompts = {
-            set_name(path): chat_prompts(path, engine.tokenizer, arguments.limit)
-            for path in arguments.prompts
-        }
+        prompts = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
         cells = [
             Cell(name, len(ids), arguments.max_new_tokens, sampling, tree, dtype=arguments.dtype, **rule)
             for sampling, rule, (name, ids) in product(samplings, rules, prompts.items())

@@ -14,7 +14,7 @@ from tiny_models import KnowingEngine, greedy_alone, prompts_of, tiny_head, tiny
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation import greedy, tau
-from eagle_fsd.evaluation.prompts import batches, chat_prompts, set_name
+from eagle_fsd.evaluation.prompts import batches, chat_prompts, prompt_sets, set_name
 from eagle_fsd.target import TargetModel
 
 ROOT = Path(__file__).parents[1]
@@ -226,6 +226,10 @@ def test_prompt_sets_are_chats_of_first_turns(tmp_path: Path) -> None:
     path.write_text('{"turns": ["ab", "never"]}\n\n{"prompt": "c"}\n{"turns": ["d"]}\n')
     assert chat_prompts(path, CharTokenizer()) == [[1, 97, 98, 2], [1, 99, 2], [1, 100, 2]]
     assert chat_prompts(path, CharTokenizer(), limit=1) == [[1, 97, 98, 2]]
+    assert chat_prompts(path, CharTokenizer(), skip=1) == [[1, 99, 2], [1, 100, 2]]
+    assert prompt_sets([path], CharTokenizer(), skip=1, limit=1) == {"few": [[1, 99, 2]]}
+    with pytest.raises(ValueError, match=r"skip is 3: .*prompts_few.jsonl has 3 prompts; lower --skip"):
+        chat_prompts(path, CharTokenizer(), skip=3)
     assert (set_name(path), set_name(tmp_path / "own.jsonl")) == ("few", "own")
     with pytest.raises(
         ValueError, match=r"gone.jsonl' cannot be read \(No such file or directory\): .* check the path"

@@ -23,6 +23,7 @@ from training_world import (
 
 from eagle_fsd.hub import load_head, resolve_head
 from eagle_fsd.training.data import read_jsonl
+from eagle_fsd.training.files import sole_run
 from eagle_fsd.training.runs import BEST, read_checkpoint, read_log
 from eagle_fsd.training.trainer import Trainer
 
@@ -97,6 +98,14 @@ def test_heads_are_trained_for_targets_of_several_kinds(
     best = read_checkpoint(tmp_path / "run" / BEST)
     assert torch.equal(head.fc.weight, best["head"]["fc.weight"].half().float())
     assert record["held_out"] == best["held_out"] and record["best_step"] == best["step"]
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    with sole_run(tmp_path / "run"), pytest.raises(SystemExit, match=r"/run is in use: .* another --output"):
+        train("run")
+    assert not (tmp_path / "run" / "checkpoint.pt").exists()
+    assert "finished" in train("run")
 
 
 def test_a_finished_run_exports_again_with_a_draft_vocabulary(

@@ -23,7 +23,7 @@ from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.evaluation.arguments import check_sizes, parser_of
 from eagle_fsd.evaluation.head import HeadReport, observe
 from eagle_fsd.evaluation.plots import plot_calibration, require_matplotlib
-from eagle_fsd.evaluation.prompts import chat_prompts
+from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.provenance import provenance
 from eagle_fsd.training.data import Example
 from eagle_fsd.training.evaluation import HeldOut, evaluate
@@ -49,9 +49,8 @@ def main() -> None:
         engine = EagleFSD.from_pretrained(
             arguments.base_model, arguments.ea_model, dtype=arguments.dtype, device=arguments.device
         )
-        prompts = [
-            ids for path in arguments.prompts for ids in chat_prompts(path, engine.tokenizer, arguments.limit)
-        ]
+        sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
+        prompts = [ids for prompts in sets.values() for ids in prompts]
         report, answers = observe(engine, prompts, tree, arguments.max_new_tokens, arguments.batch_size)
         text = along_text(engine, prompts, answers)
         arguments.output.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +38,7 @@ from eagle_fsd.training.batching import softmax_tokens, split_held_out
 from eagle_fsd.training.command import add_paths, add_text_arguments, read_examples, run_command
 from eagle_fsd.training.curves import plot_curves
 from eagle_fsd.training.features import OnlineFeatures, estimate, extract_all
-from eagle_fsd.training.files import write_atomically
+from eagle_fsd.training.files import sole_run, write_atomically
 from eagle_fsd.training.loss import LossWeights
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.runs import BEST, read_checkpoint
@@ -143,6 +144,14 @@ def run(args: argparse.Namespace) -> None:
         project_dir=args.output,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
+    with sole_run(args.output) if accelerator.is_main_process else nullcontext():
+        stopped_by = train(args, config, accelerator)
+    if stopped_by:
+        sys.exit(128 + stopped_by)  # the shell's code for a signal
+
+
+def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerator) -> int:
+    """Features, training, the record and the export; returns the signal that ended it early, or 0."""
     source = hub.resolve_target(args.base_model)
     model, tokenizer = hub.load_target(source, args.extract_dtype, accelerator.device)
     target = TargetModel(model)
@@ -183,8 +192,7 @@ def run(args: argparse.Namespace) -> None:
             "processes": accelerator.num_processes,
         }
         finish(args, trainer, drafted, record)
-    if trainer.stop:
-        sys.exit(128 + trainer.stop)  # the shell's code for a signal
+    return trainer.stop
 
 
 def check(args: argparse.Namespace) -> None:

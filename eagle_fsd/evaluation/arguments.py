@@ -23,7 +23,8 @@ def parser_of(description: str) -> argparse.ArgumentParser:
         required=True,
         help="JSONL files of `prompt`, `turns`, `messages` ...",
     )
-    parser.add_argument("--limit", type=int, help="only the first LIMIT prompts of every file")
+    parser.add_argument("--limit", type=int, help="at most LIMIT prompts of every file")
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first SKIP prompts of every file")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
     return parser
 
@@ -32,6 +33,7 @@ def check_sizes(arguments: argparse.Namespace, *batch_sizes: int) -> None:
     """ValueError for numbers that leave nothing to do, and for a file given twice."""
     if arguments.limit is not None:
         require_integer("limit", arguments.limit, 1, "leave --limit out for all prompts")
+    require_integer("skip", arguments.skip, 0, "0 begins with the first prompt")
     require_integer("max_new_tokens", arguments.max_new_tokens, 1, "ask for at least one token")
     for size in batch_sizes:
         require_integer("batch_size", size, 1, "1 runs every prompt alone")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -11,9 +11,23 @@ from eagle_fsd.prompts import read_prompts
 from eagle_fsd.text import encode
 
 
-def chat_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[list[int]]:
-    """A file's first `limit` prompts as chats of one user turn that wait for the answer: token ids."""
-    return [encode(tokenizer, prompt)[0].tolist() for prompt in read_prompts(path)[:limit]]
+def prompt_sets(
+    paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, skip: int = 0, limit: int | None = None
+) -> dict[str, list[list[int]]]:
+    """The chat prompts of every file by the set's name, at most `limit` after the first `skip`: token ids."""
+    return {set_name(path): chat_prompts(path, tokenizer, skip, limit) for path in paths}
+
+
+def chat_prompts(
+    path: Path, tokenizer: PreTrainedTokenizerBase, skip: int = 0, limit: int | None = None
+) -> list[list[int]]:
+    """A file's prompts, at most `limit` after the first `skip`, as chats of one user turn that wait for the
+    answer: token ids. ValueError where none is left."""
+    prompts = read_prompts(path)
+    if skip >= len(prompts):
+        raise ValueError(f"skip is {skip}: {path} has {len(prompts)} prompts; lower --skip")
+    end = None if limit is None else skip + limit
+    return [encode(tokenizer, prompt)[0].tolist() for prompt in prompts[skip:end]]
 
 
 def set_name(path: Path) -> str:
