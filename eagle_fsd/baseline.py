@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from eagle_fsd.config import SamplingConfig
+from eagle_fsd.packing import plain_linears
 from eagle_fsd.padding import left_padded
 from eagle_fsd.stats import GenerationStats
 from eagle_fsd.target import TargetModel
@@ -25,7 +26,11 @@ def generate_alone(
     warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     ids, mask = left_padded(prompts, pad_token_id)  # as `generate` needs them
     start = time.perf_counter()
-    with torch.random.fork_rng(), target.without_generation_defaults() as model:
+    with (
+        torch.random.fork_rng(),
+        plain_linears(target.model),  # a baseline without our own speed-ups
+        target.without_generation_defaults() as model,
+    ):
         torch.manual_seed(seed)
         sequences = model.generate(
             ids.to(target.input_device),

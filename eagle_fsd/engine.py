@@ -25,6 +25,7 @@ from eagle_fsd.decoding import Request, decode
 from eagle_fsd.divergence import require_sparse
 from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter, Vocabulary
 from eagle_fsd.head import DraftHead
+from eagle_fsd.packing import pack_linears
 from eagle_fsd.padding import as_ids, right_padded, unpad
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.stats import GenerationStats, Stopwatch
@@ -116,12 +117,14 @@ class EagleFSD:
         device_map: str | dict[str, object] | None = None,
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
+        pack: bool = True,
     ) -> EagleFSD:
         """Load a target and its head.
 
         base_model: a Hub id (optionally `@revision`), a folder, a .gguf file, or "smollm2-135m". ea_model: a
         Hub id, a folder, or None for the head that ships with the package. dtype: None is float32 on a CPU
-        and bfloat16 on CUDA. Raises ValueError for anything that cannot be had, does not fit or is not
+        and bfloat16 on CUDA. pack: on a CPU keep a second, blocked copy of the weights, which makes a step
+        about twice as fast. Raises ValueError for anything that cannot be had, does not fit or is not
         supported.
         """
         base_model = os.fspath(base_model)
@@ -136,8 +139,12 @@ class EagleFSD:
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
+        if pack := pack and device_map is None:  # its layers may be moved at any time
+            pack_linears(model)
         target = TargetModel(model)
         head = hub.load_head(head_source, target.hidden_size, target.vocab_size, target.dtype, target.device)
+        if pack:
+            pack_linears(head)
         return cls(target, head, tokenizer, base_model=source.name, ea_model=head_source.name)
 
     @property

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_fsd.config import require_integer
+from eagle_fsd.packing import PackedLinear, linear_of_rows
 
 
 class Ends(Protocol):
@@ -40,12 +40,10 @@ class DraftVocabulary:
     def __init__(self, target: Ends, token_ids: Tensor) -> None:
         self.target = target
         self.token_ids = token_ids
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
+        self.lm_head: nn.Linear | None = None
         # Any other kind of lm_head (quantised, adapted) may compute more than a product with its rows.
-        if type(target.lm_head) is nn.Linear:
-            self.weight = self._rows(target.lm_head.weight)  # [K, d]
-            self.bias = None if target.lm_head.bias is None else self._rows(target.lm_head.bias)
+        if type(target.lm_head) in (nn.Linear, PackedLinear):
+            self.lm_head = linear_of_rows(target.lm_head, token_ids, target.device)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., d] of any of the target's tokens [...]: not only drafted ones are read."""
@@ -53,12 +51,9 @@ class DraftVocabulary:
 
     def logits(self, features: Tensor) -> Tensor:
         """The target's logits [..., K] float32 of features [..., d], in the order of token_ids."""
-        if self.weight is None:
+        if self.lm_head is None:
             return self.target.logits(features)[..., self.token_ids]
-        return self.target.transformed(F.linear(features, self.weight, self.bias).float())
-
-    def _rows(self, parameter: Tensor) -> Tensor:
-        return parameter.detach()[self.token_ids.to(parameter.device)].to(self.target.device)
+        return self.target.transformed(self.lm_head(features).float())
 
 
 def spread(log_q: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:

@@ -13,7 +13,17 @@ PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 # Lowest first. Two modules of one layer never import each other: acceptance, target and draft stay apart, and
 # so do training and evaluation. A subpackage counts as one module.
 LAYERS = [
-    {"architecture", "config", "divergence", "identity", "padding", "prompts", "provenance", "stats"},
+    {
+        "architecture",
+        "config",
+        "divergence",
+        "identity",
+        "packing",
+        "padding",
+        "prompts",
+        "provenance",
+        "stats",
+    },
     {"tensors", "vocabulary"},
     {"sampling", "tree", "head"},
     {"cache", "checkpoint"},

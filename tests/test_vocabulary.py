@@ -136,7 +136,7 @@ def test_logits_of_few_tokens_are_those_of_all(family: str) -> None:
         wanted = target.logits(features)[..., tokens]
         torch.testing.assert_close(vocabulary.logits(features), wanted, atol=1e-5, rtol=1e-5)
         assert vocabulary.logits(features).dtype == torch.float32
-    assert vocabulary.weight.shape == (20, HIDDEN) and vocabulary.weight.is_contiguous()
+    assert vocabulary.lm_head.weight.shape == (20, HIDDEN) and vocabulary.lm_head.weight.is_contiguous()
     assert torch.equal(vocabulary.embed(torch.arange(VOCAB)), target.embed(torch.arange(VOCAB)))
 
 
@@ -240,10 +240,10 @@ def test_only_tokens_of_the_vocabulary_are_drafted() -> None:
 
 def test_rows_are_copied_once() -> None:
     engine = EagleFSD(TargetModel(tiny_model()), tiny_head().restrict(some_tokens(9)))
-    weight = engine.vocabulary.weight
+    weight = engine.vocabulary.lm_head.weight
     for _ in range(2):
         engine.generate([[1, 2, 3]], max_new_tokens=4, tree=TREE)
-    assert engine.vocabulary.weight is weight
+    assert engine.vocabulary.lm_head.weight is weight
     assert EagleFSD(engine.target, tiny_head()).vocabulary is engine.target
 
 
