@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -21,8 +22,12 @@ def generate_alone(
     sampling: SamplingConfig,
     seed: int,
     pad_token_id: int,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[list[list[int]], list[GenerationStats]]:
-    """New tokens of every prompt, an end token included, and stats that count one step a token."""
+    """New tokens of every prompt, an end token included, and stats that count one step a token.
+
+    options: more arguments of `generate`, such as a cache's or an assistant's.
+    """
     warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     ids, mask = left_padded(prompts, pad_token_id)  # as `generate` needs them
     start = time.perf_counter()
@@ -38,6 +43,7 @@ def generate_alone(
             max_new_tokens=max_new_tokens,
             do_sample=not sampling.greedy,
             **({} if sampling.greedy else warpers),
+            **(options or {}),
         )
     seconds = time.perf_counter() - start
     new_tokens, stats = [], []

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from eagle_fsd.evaluation.head import HeadReport
+    from eagle_fsd.evaluation.speed import Result
 
 INK, FAINT = "#0550ae", "#6e7781"
 
@@ -36,6 +40,39 @@ def plot_calibration(report: HeadReport, path: Path) -> None:
     counts.bar(confidence, nodes, width=0.06, color=INK)
     counts.set(xlabel="the draft's confidence, q(token | path)", ylabel="nodes")
     counts.ticklabel_format(axis="y", style="sci", scilimits=(0, 4))
+    save(figure, path)
+
+
+def plot_speed(found: Sequence[Result], path: Path) -> None:
+    """Tokens per second by method, a panel for each batch size, to a PNG."""
+    from matplotlib.figure import Figure
+
+    sizes = list(dict.fromkeys(one.batch_size for one in found))
+    most = max(sum(one.batch_size == size for one in found) for size in sizes)
+    figure = Figure(figsize=(7, len(sizes) * (0.8 + 0.36 * most)), layout="constrained")
+    panels = figure.subplots(len(sizes), 1, squeeze=False)[:, 0]
+    for panel, size in zip(panels, sizes, strict=True):
+        mine = [one for one in found if one.batch_size == size][::-1]
+        bars = panel.barh(
+            [one.method for one in mine],
+            [one.tokens_per_second for one in mine],
+            color=[INK if one.ratios or len(mine) == 1 else FAINT for one in mine],
+            height=0.6,
+        )
+        panel.bar_label(bars, labels=[label(one) for one in mine], padding=3, fontsize=9)
+        panel.margins(x=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_title(f"batch {size}", loc="left", fontsize=10)
+    panels[-1].set_xlabel("delivered tokens per second")
+    save(figure, path)
+
+
+def label(one: Result) -> str:
+    first = next(iter(one.ratios.items()), None)
+    return f"{one.tokens_per_second:.1f}" + (f"  ({first[1][0]:.2f} x {first[0]})" if first else "")
+
+
+def save(figure: Figure, path: Path) -> None:
     partial = path.with_suffix(".partial.png")
     figure.savefig(partial, dpi=150)
     partial.replace(path)

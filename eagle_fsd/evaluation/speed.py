@@ -1,0 +1,258 @@
+"""Tokens per second of several methods side by side: the same prompts, weights, dtype and device, in turn.
+
+Every method answers a batch of prompts before any goes on to the next batch, and the order rotates, so that
+what the machine does meanwhile is shared by all. Ratios are what a noisy machine can tell: of the sums, and
+their spread over the batches. Only delivered tokens count.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+import torch
+from tqdm import tqdm
+from transformers import CompileConfig
+
+from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
+from eagle_fsd.baseline import generate_alone
+from eagle_fsd.config import CHILDREN, SamplingConfig, TreeConfig, require_choice
+from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.prompts import batches
+from eagle_fsd.padding import left_padded
+from eagle_fsd.stats import PHASES, GenerationStats
+from eagle_fsd.target import TargetModel
+
+BASELINES = ("hf", "hf-compiled", "plain", "lossless")  # what the others are compared with, where they ran
+WARM_UP = 3  # batches: kernels' first calls, and compilation, which takes a second length for a dynamic one
+LOOKUP_TOKENS = 10  # prompt lookup proposes so many, as Hugging Face's documentation does
+
+Answers = tuple[list[list[int]], GenerationStats]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all methods share."""
+
+    max_new_tokens: int
+    sampling: SamplingConfig
+    tree: TreeConfig
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Method:
+    """A name, and how it answers prompts (token ids) in one batch."""
+
+    name: str
+    answer: Callable[[Sequence[Sequence[int]], int], Answers]
+
+
+def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], setting: Setting) -> Method:
+    """The method of that name.
+
+    hf, hf-compiled, lookup: Hugging Face's generate, plain, compiled with a static cache, and with prompt
+    lookup. plain: our own loop with the tree of one node. lossless, and DIVERGENCE:T[:MODE[:CHILD]]: draft
+    trees. stock: the target untouched by us, loaded where a method needs it. ValueError for any other name.
+    """
+    if name in HUGGING_FACE:
+        return Method(name, hugging_face(stock(), engine.pad_token_id, setting, HUGGING_FACE[name]()))
+    if name == "plain":
+        return Method(name, ours(engine, Lossless(), TreeConfig(1), setting))
+    if name == "lossless":
+        return Method(name, ours(engine, Lossless(), setting.tree, setting))
+    return Method(name, ours(engine, fuzzy(name), setting.tree, setting))
+
+
+def fuzzy(name: str) -> Fuzzy:
+    """The rule written DIVERGENCE:T[:MODE[:CHILD]]."""
+    divergence, *rest = name.split(":")
+    try:
+        threshold = float(rest[0])
+    except (IndexError, ValueError) as error:
+        raise ValueError(
+            f"method is {name!r}: it must be one of {', '.join((*HUGGING_FACE, 'plain', 'lossless'))}, or "
+            "DIVERGENCE:T[:MODE[:CHILD]] such as js:0.3:paper:likeliest"
+        ) from error
+    mode, child = [*rest[1:], *("hybrid", "draft")[len(rest) - 1 :]][:2]
+    require_choice("child", child, CHILDREN)
+    return Fuzzy(threshold, divergence, mode=mode, child=child)
+
+
+def ours(
+    engine: EagleFSD, rule: AcceptanceRule, tree: TreeConfig, setting: Setting
+) -> Callable[..., Answers]:
+    def answer(prompts: Sequence[Sequence[int]], most: int) -> Answers:
+        ids, mask = left_padded(prompts, engine.pad_token_id)
+        output = engine.generate(
+            ids,
+            mask,
+            max_new_tokens=most,
+            rule=rule,
+            tree=tree,
+            seed=setting.seed,
+            **asdict(setting.sampling),
+        )
+        return output.new_tokens, GenerationStats.total(output.stats, concurrent=True)
+
+    return answer
+
+
+def hugging_face(
+    target: TargetModel, pad: int, setting: Setting, options: Mapping[str, Any]
+) -> Callable[..., Answers]:
+    def answer(prompts: Sequence[Sequence[int]], most: int) -> Answers:
+        tokens, stats = generate_alone(
+            target, prompts, most, setting.sampling, setting.seed, pad, options=options
+        )
+        return tokens, GenerationStats.total(stats, concurrent=True)
+
+    return answer
+
+
+def compiled() -> dict[str, Any]:
+    """Hugging Face compiles on accelerators alone, unless it is told to everywhere."""
+    config = CompileConfig(mode="default", dynamic=None)
+    config._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": config}
+
+
+HUGGING_FACE: dict[str, Callable[[], dict[str, Any]]] = {
+    "hf": dict,
+    "hf-compiled": compiled,
+    "lookup": lambda: {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
+}
+
+
+def race(
+    methods: Sequence[Method],
+    prompts: Sequence[Sequence[int]],
+    batch_size: int,
+    setting: Setting,
+    device: torch.device,
+    note: Callable[[str, Sequence[Sequence[int]], list[list[int]]], Mapping[str, Any]],
+) -> Iterator[dict[str, Any]]:
+    """A row for every method and batch. note: what else a row says of an answer, untimed."""
+    parts = list(batches(len(prompts), batch_size))
+    for one in methods:
+        for places in parts[:WARM_UP]:
+            one.answer([prompts[place] for place in places], setting.max_new_tokens)
+    bar = tqdm(total=len(parts) * len(methods), unit="answer", desc=f"batch {batch_size}")
+    with bar:
+        for number, places in enumerate(parts):
+            part = [prompts[place] for place in places]
+            turn = number % len(methods)
+            for one in (*methods[turn:], *methods[:turn]):
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(device)
+                tokens, stats = one.answer(part, setting.max_new_tokens)
+                bar.set_postfix_str(one.name, refresh=False)
+                bar.update()
+                yield {
+                    "method": one.name,
+                    "batch_size": batch_size,
+                    "prompts": list(places),
+                    **stats.to_dict(),
+                    "peak_memory": peak_memory(device),
+                    **note(one.name, part, tokens),
+                }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the method's own run on CUDA; of the whole process so far on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def write(row: Mapping[str, Any], file: TextIO) -> None:
+    file.write(json.dumps(row) + "\n")
+    file.flush()
+
+
+@dataclass(frozen=True)
+class Result:
+    """One method at one batch size. ratios: by baseline, of the sums, and the quartiles over batches."""
+
+    method: str
+    batch_size: int
+    tokens_per_second: float
+    tau: float
+    milliseconds: dict[str, float]  # a step's, by phase, prefill left out
+    prefill_seconds: float
+    ratios: dict[str, tuple[float, float, float]]
+    peak_memory: int
+    log_likelihood: float | None
+
+
+def results(rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+    """The rows of one run, summed up by batch size and method."""
+    found = []
+    for size in dict.fromkeys(row["batch_size"] for row in rows):
+        mine: dict[str, list[Mapping[str, Any]]] = {}
+        for row in rows:
+            if row["batch_size"] == size:
+                mine.setdefault(row["method"], []).append(row)
+        for name, runs in mine.items():
+            runs = sorted(runs, key=lambda row: row["prompts"])
+            ratios = {}
+            for base in BASELINES:
+                if base in mine and base != name:
+                    others = sorted(mine[base], key=lambda row: row["prompts"])
+                    single = [rate([a]) / rate([b]) for a, b in zip(runs, others, strict=True)]
+                    low, _, high = quartiles(single)
+                    ratios[base] = (rate(runs) / rate(others), low, high)
+            steps = sum(row["steps"] for row in runs)
+            likelihoods = [row["log_likelihood"] for row in runs if row.get("log_likelihood") is not None]
+            found.append(
+                Result(
+                    method=name,
+                    batch_size=size,
+                    tokens_per_second=rate(runs),
+                    tau=sum(row["new_tokens"] for row in runs) / max(steps, 1),
+                    milliseconds={
+                        phase: 1000 * sum(row[f"{phase}_seconds"] for row in runs) / max(steps / size, 1)
+                        for phase in PHASES[1:]
+                    },
+                    prefill_seconds=sum(row["prefill_seconds"] for row in runs) / len(runs),
+                    ratios=ratios,
+                    peak_memory=max(row["peak_memory"] for row in runs),
+                    log_likelihood=statistics.fmean(likelihoods) if likelihoods else None,
+                )
+            )
+    return found
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    return statistics.quantiles(values, method="inclusive") if len(values) > 1 else [values[0]] * 3
+
+
+def rate(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Tokens per second of runs one after the other."""
+    return sum(row["new_tokens"] for row in rows) / sum(row["seconds"] for row in rows)
+
+
+def table(found: Sequence[Result]) -> str:
+    """Markdown: speed, tau, a step's milliseconds by phase, ratios with the quartiles of single batches."""
+    bases = [base for base in BASELINES if any(base in one.ratios for one in found)]
+    scored = any(one.log_likelihood is not None for one in found)
+    titles = ["batch", "method", "tokens/s", "tau", *(f"{phase} ms" for phase in PHASES[1:])]
+    titles += [*(f"vs {base}" for base in bases), *(["log p"] if scored else [])]
+    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
+    for one in found:
+        phases = [f"{value:.1f}" if value else "" for value in one.milliseconds.values()]
+        tau = "" if one.method in HUGGING_FACE else f"{one.tau:.2f}"  # lookup's steps are not told
+        cells = [str(one.batch_size), one.method, f"{one.tokens_per_second:.1f}", tau, *phases]
+        for base in bases:
+            middle, low, high = one.ratios.get(base, (0.0, 0.0, 0.0))
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})" if middle else "")
+        if scored:
+            cells.append("" if one.log_likelihood is None else f"{one.log_likelihood:.3f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

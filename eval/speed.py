@@ -1,0 +1,104 @@
+"""Tokens per second of several methods side by side, in one process: JSONL of rows, a table, a plot.
+
+    python eval/speed.py --prompts data/prompts_*.jsonl --output runs/speed
+    python eval/speed.py --prompts data/prompts_*.jsonl --temperature 0.6 --top-p 0.9 --top-k 50 \\
+        --methods hf plain lossless js:0.6:paper:likeliest --likelihood --output runs/speed_sampling
+
+Methods: hf, hf-compiled and lookup are Hugging Face's generate, plain, compiled with a static cache, and with
+prompt lookup; plain is our own loop without a draft; lossless; and DIVERGENCE:T[:MODE[:CHILD]]. Each answers
+every prompt, in rotating order; nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig, hub
+from eagle_fsd.evaluation.arguments import check_sizes, parser_of
+from eagle_fsd.evaluation.likelihood import log_likelihood
+from eagle_fsd.evaluation.plots import plot_speed, require_matplotlib
+from eagle_fsd.evaluation.prompts import prompt_sets
+from eagle_fsd.evaluation.speed import Setting, method, race, results, table, write
+from eagle_fsd.packing import PackedLinear
+from eagle_fsd.provenance import provenance
+from eagle_fsd.target import TargetModel
+
+METHODS = ("hf", "hf-compiled", "lookup", "plain", "lossless")
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.set_defaults(max_new_tokens=128)
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="folder of rows.jsonl, table.md and speed.png")
+    add("--methods", nargs="+", default=list(METHODS), help=f"default: {' '.join(METHODS)}")
+    add("--batch-size", type=int, nargs="+", default=[1], help="default: 1")
+    add("--tree", default="16/5/8", help="total_tokens/depth/top_k; default: %(default)s")
+    add("--temperature", type=float, default=0.0, help="default: 0")
+    add("--top-p", type=float, default=1.0, help="default: 1")
+    add("--top-k", type=int, default=0, help="default: 0, every token")
+    add("--seed", type=int, default=0)
+    add("--dtype", help="default: float32 on a CPU, bfloat16 on CUDA")
+    add("--device", help="default: CUDA where there is one, else the CPU")
+    add("--likelihood", action="store_true", help="also score every answer by the target (not timed)")
+    arguments = parser.parse_args()
+    try:
+        check_sizes(arguments, *arguments.batch_size)
+        require_matplotlib()
+        setting = Setting(
+            max_new_tokens=arguments.max_new_tokens,
+            sampling=SamplingConfig(arguments.temperature, arguments.top_k, arguments.top_p),
+            tree=TreeConfig.parse(arguments.tree),
+            seed=arguments.seed,
+        )
+        engine = EagleFSD.from_pretrained(
+            arguments.base_model, arguments.ea_model, dtype=arguments.dtype, device=arguments.device
+        )
+        methods = [
+            method(name, engine, functools.partial(stock_target, engine, arguments.base_model), setting)
+            for name in dict.fromkeys(arguments.methods)
+        ]
+        sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+    prompts = [ids for ids_of_set in sets.values() for ids in ids_of_set]
+
+    def note(_: str, part: Sequence[Sequence[int]], answers: list[list[int]]) -> Mapping[str, Any]:
+        if not arguments.likelihood:
+            return {}
+        scores = [
+            log_likelihood(engine.target, prompt, tokens)
+            for prompt, tokens in zip(part, answers, strict=True)
+        ]
+        known = [score for score in scores if score is not None]
+        return {"log_likelihood": sum(known) / len(known) if known else None}
+
+    made = {"base_model": engine.base_model, "ea_model": engine.ea_model, "tree": str(setting.tree)}
+    made |= {"draft_vocab_size": engine.draft_vocab_size, **provenance()}
+    rows = []
+    with (arguments.output / "rows.jsonl").open("w", encoding="utf-8") as file:
+        for size in arguments.batch_size:
+            for row in race(methods, prompts, size, setting, engine.device, note):
+                rows.append(row | made)
+                write(rows[-1], file)
+    found = results(rows)
+    text = table(found)
+    (arguments.output / "table.md").write_text(text + "\n", encoding="utf-8")
+    plot_speed(found, arguments.output / "speed.png")
+    print(text)
+
+
+@functools.cache
+def stock_target(engine: EagleFSD, base_model: str) -> TargetModel:
+    """The target as Hugging Face loads it; the engine's own where nothing of it is packed."""
+    if not any(isinstance(layer, PackedLinear) for layer in engine.target.model.modules()):
+        return engine.target
+    return TargetModel(hub.load_target(base_model, engine.dtype, engine.device)[0])
+
+
+if __name__ == "__main__":
+    main()

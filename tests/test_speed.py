@@ -1,0 +1,152 @@
+"""Speed side by side: the order of runs, the sums, and the script as a user runs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import prompts_of, tiny_head, tiny_model
+
+from eagle_fsd.acceptance import Fuzzy
+from eagle_fsd.config import SamplingConfig, TreeConfig
+from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.likelihood import log_likelihood
+from eagle_fsd.evaluation.speed import Method, Setting, fuzzy, method, quartiles, race, results, table
+from eagle_fsd.stats import GenerationStats
+from eagle_fsd.target import TargetModel
+
+SETTING = Setting(8, SamplingConfig(), TreeConfig(6, 3, 2))
+
+
+def engine() -> EagleFSD:
+    return EagleFSD(TargetModel(tiny_model()), tiny_head())
+
+
+def stub(name: str, seconds: float, calls: list[tuple[str, int, int]]) -> Method:
+    """Answers every prompt with two tokens in one step."""
+
+    def answer(prompts: Sequence[Sequence[int]], most: int) -> tuple[list[list[int]], GenerationStats]:
+        calls.append((name, len(prompts), most))
+        many = len(prompts)
+        stats = GenerationStats(steps=many, new_tokens=2 * many, seconds=seconds, verify_seconds=seconds / 2)
+        return [[1, 2]] * many, stats
+
+    return Method(name, answer)
+
+
+def raced(calls: list[tuple[str, int, int]], count: int = 5, size: int = 2) -> list[dict[str, Any]]:
+    methods = [stub("hf", 2.0, calls), stub("plain", 1.0, calls), stub("lossless", 0.5, calls)]
+    prompts = prompts_of([3] * count)
+    return list(race(methods, prompts, size, SETTING, torch.device("cpu"), lambda name, *_: {"said": name}))
+
+
+def test_every_method_answers_every_batch_in_rotating_order() -> None:
+    calls: list[tuple[str, int, int]] = []
+    rows = raced(calls)
+    assert [row["method"] for row in rows] == [
+        *("hf", "plain", "lossless"),
+        *("plain", "lossless", "hf"),
+        *("lossless", "hf", "plain"),
+    ]
+    assert [name for name, _, _ in calls[:9]] == ["hf"] * 3 + ["plain"] * 3 + ["lossless"] * 3  # untimed
+    assert [(size, most) for _, size, most in calls[9:]] == [(2, 8)] * 6 + [(1, 8)] * 3
+    assert all(row["said"] == row["method"] and row["peak_memory"] > 10**6 for row in rows)
+    assert json.loads(json.dumps(rows)) == rows
+
+
+def test_results_are_ratios_of_sums_with_quartiles() -> None:
+    hf, plain, lossless = results(raced([]))
+    assert (hf.method, hf.batch_size, hf.tau) == ("hf", 2, 2.0)
+    assert hf.tokens_per_second == pytest.approx(10 / 6)
+    assert plain.ratios["hf"] == pytest.approx((2.0, 2.0, 2.0))
+    assert lossless.ratios["hf"] == pytest.approx((4.0, 4.0, 4.0)) and "lossless" not in lossless.ratios
+    assert hf.ratios["plain"] == pytest.approx((0.5, 0.5, 0.5))
+    assert plain.milliseconds["verify"] == pytest.approx(1000 * 1.5 / 2.5)
+    assert "| 2 | lossless | 6.7 | 2.00 | | 300.0" in table([hf, plain, lossless]).replace("|  |", "| |")
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 3.0, 4.0] and quartiles([7.0]) == [7.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("js:0.3", Fuzzy(0.3, "js")),
+        ("reverse_kl:2:paper", Fuzzy(2.0, "reverse_kl", mode="paper")),
+        ("tv:0.5:paper:likeliest", Fuzzy(0.5, "tv", mode="paper", child="likeliest")),
+    ],
+)
+def test_rules_are_written_in_a_word(name: str, rule: Fuzzy) -> None:
+    assert fuzzy(name) == rule
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("fast", "method is 'fast': it must be one of hf, hf-compiled, lookup, plain, lossless, or"),
+        ("js:x", "method is 'js:x'"),
+        ("js:0.3:both", "mode is 'both'"),
+        ("js:0.3:paper:first", "child is 'first'"),
+        ("hellinger:0.3", "divergence 'hellinger' is not known"),
+    ],
+)
+def test_methods_that_there_are_not(name: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        method(
+            name,
+            EagleFSD(TargetModel(tiny_model()), tiny_head()),
+            lambda: pytest.fail("no model is needed to refuse"),
+            SETTING,
+        )
+
+
+def test_methods_deliver_the_targets_greedy_text() -> None:
+    model = engine()
+    prompts = prompts_of([5, 9])
+    wanted = model.generate(prompts[:1], max_new_tokens=8).new_tokens
+    for name in ("hf", "lookup", "plain", "lossless", "js:0"):
+        one = method(name, model, lambda: model.target, SETTING)
+        tokens, stats = one.answer(prompts[:1], 8)
+        assert tokens == wanted and stats.new_tokens == len(wanted[0]) and stats.seconds > 0
+
+
+def test_log_likelihood_is_the_plain_forwards() -> None:
+    model = tiny_model()
+    prompt, tokens = prompts_of([7])[0], [3, 1, 4, 1, 5]
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
+    log_p = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    wanted = log_p[range(5), tokens].mean().item()
+    assert log_likelihood(TargetModel(model), prompt, tokens) == pytest.approx(wanted, rel=1e-4)
+    assert log_likelihood(TargetModel(model), prompt, []) is None
+
+
+def test_the_script_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location("speed", Path(__file__).parents[1] / "eval" / "speed.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    model = engine()
+    fake = SimpleNamespace(from_pretrained=lambda *_, **__: model)
+    monkeypatch.setattr(script, "EagleFSD", fake)
+    monkeypatch.setattr(script, "prompt_sets", lambda *_: {"a": prompts_of([4, 6]), "b": prompts_of([3])})
+    argv = f"x --prompts a.jsonl --methods hf plain js:0.5:paper --max-new-tokens 6 --output {tmp_path}/out"
+    monkeypatch.setattr(sys, "argv", f"{argv} --batch-size 1 2 --tree 6/3/2 --likelihood".split())
+    script.main()
+    printed = capsys.readouterr().out
+    assert (tmp_path / "out" / "table.md").read_text() == printed
+    assert printed.count("js:0.5:paper") == 2 and "log p" in printed
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 * 3 + 3 * 2 and all(row["command"] and row["log_likelihood"] < 0 for row in rows)
+    assert (tmp_path / "out" / "speed.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setattr(sys, "argv", f"{argv} --methods fast".split())
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "method is 'fast'" in capsys.readouterr().err
