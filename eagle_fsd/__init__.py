@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless, Typical
-    from eagle_fsd.config import HeadConfig, SamplingConfig, TreeConfig
+    from eagle_fsd.config import AutoTree, HeadConfig, SamplingConfig, TreeConfig
     from eagle_fsd.engine import EagleFSD, GenerationOutput
     from eagle_fsd.head import DraftHead
     from eagle_fsd.stats import GenerationStats
@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AcceptanceRule": "acceptance",
+    "AutoTree": "config",
     "DraftHead": "head",
     "EagleFSD": "engine",
     "Fuzzy": "acceptance",
@@ -30,6 +31,7 @@ _HOMES = {
 }
 __all__ = [
     "AcceptanceRule",
+    "AutoTree",
     "DraftHead",
     "EagleFSD",
     "Fuzzy",

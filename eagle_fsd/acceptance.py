@@ -63,14 +63,6 @@ class Verified:
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         return self.logits[rows, parents, tokens] - norm
 
-    def node_log_q(self) -> Tensor:
-        """log q of every node's token at its parent: [B, N]; -inf at the root."""
-        parents, tokens, owners = self.tree.parents, self.tree.tokens, self.tree.owners
-        owned = (owners[:, None, :] == parents[:, :, None]) & (owners >= 0)[:, None, :]  # [B, N, M]
-        row = owned.to(torch.uint8).argmax(-1) if owners.shape[1] else torch.zeros_like(parents)
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        return torch.where(owned.any(-1), self.tree.log_q[rows, row, tokens], -torch.inf)
-
     def allowed_children(self, exact_eos: bool) -> Tensor:
         """[B, N, N] bool: the children that a relaxed rule may choose among.
 
@@ -166,7 +158,7 @@ class Fuzzy:
             return None
         eligible = verified.allowed_children(self.exact_eos)  # [B, N, N]
         eligible &= self.close_nodes(verified)[:, :, None]
-        log_p, log_q = verified.node_log_probs(), verified.node_log_q()  # [B, N]
+        log_p, log_q = verified.node_log_probs(), verified.tree.node_log_q()  # [B, N]
         if self.min_p > 0:
             best = verified.logits.amax(-1) - verified.logits.logsumexp(-1)  # [B, N] of each node
             best = best.gather(1, verified.tree.parents.clamp(min=0))

@@ -82,6 +82,23 @@ class TreeConfig:
 
 
 @dataclass(frozen=True)
+class AutoTree:
+    """A tree whose size is measured: the one with the most tokens per second, on this machine and head.
+
+    depth, top_k: fixed where given; see TreeConfig.
+    """
+
+    depth: int | None = None
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.depth is not None:
+            require_integer("depth", self.depth, 1, "5 or 6 is usual")
+        if self.top_k is not None:
+            require_integer("top_k of the tree", self.top_k, 1, "8 or 10 is usual")
+
+
+@dataclass(frozen=True)
 class SamplingConfig:
     """How text is sampled, in Hugging Face's order and law: temperature, then top_k, then top_p.
 

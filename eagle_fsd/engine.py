@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
 from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
+from eagle_fsd.autotree import TreeChooser
 from eagle_fsd.baseline import generate_alone
-from eagle_fsd.config import SamplingConfig, TreeConfig, require_integer
+from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig, require_integer
 from eagle_fsd.decoding import Request, decode
 from eagle_fsd.divergence import require_sparse
 from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter, Vocabulary
@@ -30,11 +31,19 @@ from eagle_fsd.padding import as_ids, right_padded, unpad
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.text import encode
+from eagle_fsd.tuning import Choice
 from eagle_fsd.vocabulary import DraftVocabulary
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 256
+WATCHED = (  # what the head is watched on while a tree is chosen for it
+    "Why is the sky blue?",
+    "Write a Python function that reverses the words of a sentence.",
+    "Tom has 3 boxes with 12 pencils each. He gives 7 pencils away. How many are left?",
+    "Write a short story about a lighthouse keeper and a storm.",
+)
 
 
 @dataclass(frozen=True)
@@ -49,10 +58,16 @@ class GenerationOutput:
 
 
 class TokenStream:
-    """The chunks of one text (token ids, a list per step) as they are made; `stats` is live."""
+    """The chunks of one text (token ids, a list per step) as they are made; `stats` is live.
 
-    def __init__(self, steps: Iterator[list[list[int]]], stats: GenerationStats, watch: Stopwatch) -> None:
+    tree: the draft trees' size.
+    """
+
+    def __init__(
+        self, steps: Iterator[list[list[int]]], stats: GenerationStats, watch: Stopwatch, tree: TreeConfig
+    ) -> None:
         self.stats = stats
+        self.tree = tree
         self._steps = steps
         self._watch = watch
 
@@ -105,6 +120,7 @@ class EagleFSD:
         self.tokenizer = tokenizer
         self.base_model = base_model
         self.ea_model = ea_model
+        self._chooser: TreeChooser | None = None
 
     @classmethod
     def from_pretrained(
@@ -170,20 +186,21 @@ class EagleFSD:
         top_k: int = 0,
         top_p: float = 1.0,
         rule: AcceptanceRule | None = None,
-        tree: TreeConfig | None = None,
+        tree: TreeConfig | AutoTree | None = None,
         seed: int | Sequence[int] = 0,
         eos_token_id: int | Sequence[int] | None = None,
     ) -> GenerationOutput:
         """Generate for a batch of prompts [B, L], left- or right-padded as attention_mask [B, L] says.
 
         rule: when a drafted token is accepted; None is Lossless(). tree: the draft tree's size;
-        total_tokens=1 is plain decoding. seed: row r of an int seed s draws what a single prompt with seed
-        s + r draws. eos_token_id: None is the model's own. Texts end after an end token, at max_new_tokens,
-        or where the model's positions end. Raises ValueError for bad arguments.
+        total_tokens=1 is plain decoding, and AutoTree() measures which is fastest here. seed: row r of an int
+        seed s draws what a single prompt with seed s + r draws. eos_token_id: None is the model's own. Texts
+        end after an end token, at max_new_tokens, or where the model's positions end. Raises ValueError for
+        bad arguments.
         """
         input_ids = as_ids(input_ids)
         start = time.perf_counter()
-        steps, stats, watch = self._start(
+        steps, stats, watch, _ = self._start(
             input_ids,
             attention_mask,
             max_new_tokens=max_new_tokens,
@@ -219,8 +236,8 @@ class EagleFSD:
                 f"input_ids has shape {list(input_ids.shape)}: a stream takes one prompt, [1, L]; use "
                 "generate for a batch"
             )
-        steps, (stats,), watch = self._start(input_ids, attention_mask, **options)
-        return TokenStream(steps, stats, watch)
+        steps, (stats,), watch, tree = self._start(input_ids, attention_mask, **options)
+        return TokenStream(steps, stats, watch, tree)
 
     def target_alone(
         self,
@@ -248,6 +265,31 @@ class EagleFSD:
         new_tokens, stats = generate_alone(self.target, prompts, limit, sampling, seed, self.pad_token_id)
         return self._output(input_ids, new_tokens, stats)
 
+    def choose_tree(
+        self,
+        wanted: AutoTree,
+        rule: AcceptanceRule,
+        sampling: SamplingConfig,
+        batch: int,
+        context: int,
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> Choice:
+        """The draft tree with the most tokens per second for texts of about `context` tokens, `batch` at a
+        time: measured the first time, which takes seconds, and remembered on disk.
+
+        prompts: token ids of texts to watch the head on, where there is no tokenizer for our own.
+        """
+        if self.head is None:
+            raise ValueError("there is no draft head to choose a tree for: pass one to EagleFSD")
+        if self._chooser is None:
+            drafted = self.draft_vocab_size or self.target.vocab_size
+            self._chooser = TreeChooser(self.target, self.head, self._eagle_drafter, drafted, self.base_model)
+        if self.tokenizer is not None:
+            prompts = [encode(self.tokenizer, prompt)[0].tolist() for prompt in WATCHED]
+        choice = self._chooser(wanted, prompts, rule, sampling, batch, context)
+        logger.info("%s", choice)
+        return choice
+
     @property
     def pad_token_id(self) -> int:
         """What fills short rows: the tokenizer's pad token, else the first end token, else 0."""
@@ -264,29 +306,36 @@ class EagleFSD:
         top_k: int = 0,
         top_p: float = 1.0,
         rule: AcceptanceRule | None = None,
-        tree: TreeConfig | None = None,
+        tree: TreeConfig | AutoTree | None = None,
         seed: int | Sequence[int] = 0,
         eos_token_id: int | Sequence[int] | None = None,
-    ) -> tuple[Iterator[list[list[int]]], list[GenerationStats], Stopwatch]:
+    ) -> tuple[Iterator[list[list[int]]], list[GenerationStats], Stopwatch, TreeConfig]:
         """Check the arguments and set one batch up; nothing runs before the first step is asked for."""
         require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
         tree = TreeConfig() if tree is None else tree
-        if not isinstance(tree, TreeConfig):
-            raise ValueError(f"tree is {tree!r}: it must be a TreeConfig, such as TreeConfig(16, 5, 8)")
+        if not isinstance(tree, (TreeConfig, AutoTree)):
+            raise ValueError(
+                f"tree is {tree!r}: it must be a TreeConfig, such as TreeConfig(16, 5, 8), or AutoTree()"
+            )
         if rule is not None and (isinstance(rule, type) or not hasattr(rule, "follow")):
             raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
         if isinstance(rule, Fuzzy) and rule.threshold > 0 and self.draft_vocab_size is not None:
             require_sparse(rule.divergence, self.draft_vocab_size)
         tokens, lengths = unpad(input_ids, attention_mask, self.target.vocab_size)
         limits = [min(max_new_tokens, self._room(row, length)) for row, length in enumerate(lengths)]
+        rule, sampling = rule or Lossless(), SamplingConfig(temperature, top_k, top_p)
+        if isinstance(tree, AutoTree):
+            prompts = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
+            context = max(lengths) + max(limits) // 2
+            tree = self.choose_tree(tree, rule, sampling, len(lengths), context, prompts[:4]).tree
         request = Request(
             tokens=tokens.to(self.device),
             lengths=lengths,
             limits=limits,
             eos_token_ids=self._end_tokens(eos_token_id),
-            rule=Lossless() if rule is None else rule,
+            rule=rule,
             tree=tree,
-            sampling=SamplingConfig(temperature, top_k, top_p),
+            sampling=sampling,
         )
         capacity = (
             max(length + limit for length, limit in zip(lengths, limits, strict=True)) + tree.total_tokens
@@ -299,6 +348,7 @@ class EagleFSD:
             decode(request, session, self._drafter(tree, lengths, capacity), random, stats, watch),
             stats,
             watch,
+            tree,
         )
 
     def _end_tokens(self, eos_token_id: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -345,8 +395,10 @@ class EagleFSD:
                 max(lengths),
                 trained,
             )
-        beams = tree.top_k * (tree.reach - 1)
-        return EagleDrafter(self.head, self.vocabulary, len(lengths), capacity + beams, self.device)
+        return self._eagle_drafter(len(lengths), capacity + tree.top_k * (tree.reach - 1))
+
+    def _eagle_drafter(self, batch: int, capacity: int) -> EagleDrafter:
+        return EagleDrafter(self.head, self.vocabulary, batch, capacity, self.device)
 
     def _output(
         self, input_ids: Tensor, new_tokens: list[list[int]], stats: list[GenerationStats]

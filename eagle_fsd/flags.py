@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from eagle_fsd import __version__
-from eagle_fsd.config import CHILDREN, SamplingConfig, TreeConfig, require_integer
+from eagle_fsd.config import CHILDREN, AutoTree, SamplingConfig, TreeConfig, require_integer
 
 if TYPE_CHECKING:
     from eagle_fsd.acceptance import AcceptanceRule
 
+AUTO = "auto"
 USAGE = 2  # the exit code of a user's mistake
 
 # Flags of the rules' own fields; None where not given, so that the rules' defaults hold.
@@ -90,6 +91,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--attn-implementation", metavar="NAME", help="sdpa or eager (default: the model's own choice)"
     )
     group.add_argument("--trust-remote-code", action="store_true", help="let a Hub model run its own code")
+    group.add_argument(
+        "--no-pack",
+        dest="pack",
+        action="store_false",
+        help="on a CPU, do not keep the second, blocked copy of the weights: slower, half the memory",
+    )
 
     group = parser.add_argument_group("acceptance")
     group.add_argument(
@@ -173,20 +180,23 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--total-tokens",
         "--total-token",
-        type=int,
-        default=tree.total_tokens,
+        type=tree_size,
+        default=AUTO,
         metavar="N",
-        help=f"nodes in a verify forward, root included; 1: plain decoding (default: {tree.total_tokens})",
+        help="nodes in a verify forward, root included; 1: plain decoding; auto: the size that is fastest on "
+        "this machine, measured the first time (default: auto)",
     )
     group.add_argument(
         "--depth",
         type=int,
-        default=tree.depth,
         metavar="N",
-        help=f"most drafted tokens on a path (default: {tree.depth})",
+        help=f"most drafted tokens on a path (default: {tree.depth}, or measured with auto)",
     )
     group.add_argument(
-        "--tree-top-k", type=int, default=tree.top_k, metavar="N", help=f"beam width (default: {tree.top_k})"
+        "--tree-top-k",
+        type=int,
+        metavar="N",
+        help=f"beam width (default: {tree.top_k}, or measured with auto)",
     )
 
     group = parser.add_argument_group("output")
@@ -220,6 +230,28 @@ def make_rule(args: argparse.Namespace) -> AcceptanceRule:
     return rule(**given)
 
 
+def tree_size(text: str) -> int | str:
+    """A number of nodes, or auto."""
+    if text == AUTO:
+        return AUTO
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of nodes nor {AUTO}") from error
+
+
+def make_tree(args: argparse.Namespace) -> TreeConfig | AutoTree:
+    """The tree that the flags name; what they leave open is measured with auto, and the default without."""
+    if args.total_tokens == AUTO:
+        return AutoTree(args.depth, args.tree_top_k)
+    usual = TreeConfig()
+    return TreeConfig(
+        args.total_tokens,
+        usual.depth if args.depth is None else args.depth,
+        usual.top_k if args.tree_top_k is None else args.tree_top_k,
+    )
+
+
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of EagleFSD.stream but for the prompt; all are checked here, before a model is loaded."""
     require_integer("max_new_tokens", args.max_new_tokens, 1, "256 is usual")
@@ -233,6 +265,6 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "seed": args.seed,
-        "tree": TreeConfig(args.total_tokens, args.depth, args.tree_top_k),
+        "tree": make_tree(args),
         "rule": make_rule(args),
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import signal
 import sys
@@ -115,7 +116,7 @@ def run_steps(
     """The tokens of each step. What the engine refuses before the first is the user's mistake."""
     with users_mistakes():
         stream = model.stream(input_ids, **options)
-        answer.stats = stream.stats
+        answer.stats, answer.tree = stream.stats, str(stream.tree)
         steps = iter(stream)
         first = next(steps, [])
     yield first
@@ -181,7 +182,10 @@ def load_model(args: Namespace) -> EagleFSD:
     from eagle_fsd.placement import resolve_device, resolve_dtype
 
     resolve_dtype(args.dtype, resolve_device(args.device))  # before a download, not after it
-    if not args.verbose:
+    if args.verbose:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("eagle_fsd").setLevel(logging.INFO)
+    else:
         transformers.utils.logging.set_verbosity_error()
     return EagleFSD.from_pretrained(
         args.base_model if args.base_model is not None else DEFAULT_TARGET,
@@ -191,6 +195,7 @@ def load_model(args: Namespace) -> EagleFSD:
         device_map=args.device_map,
         attn_implementation=args.attn_implementation,
         trust_remote_code=args.trust_remote_code,
+        pack=args.pack,
     )
 
 

@@ -19,7 +19,7 @@ STATS_KEYS = (
 )  # fmt: skip
 JSON_KEYS = (
     "text", "prompt_tokens", "token_ids", "new_tokens", *STATS_KEYS, "finish_reason",
-    "threshold", "divergence", "mode", "base_model", "ea_model", "dtype", "device",
+    "threshold", "divergence", "mode", "base_model", "ea_model", "dtype", "device", "tree",
 )  # fmt: skip
 
 
@@ -29,6 +29,7 @@ class Answer:
 
     prompt_tokens: int
     stats: GenerationStats
+    tree: str | None = None
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     interrupted: bool = False
@@ -74,6 +75,7 @@ def to_json(model: EagleFSD, answer: Answer, rule: AcceptanceRule, baseline: boo
         "ea_model": model.ea_model,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
+        "tree": answer.tree,
     }
     if model.draft_vocab_size is not None:
         record["draft_vocab_size"] = model.draft_vocab_size

@@ -35,6 +35,14 @@ class DraftTree:
         """[B, N, N] bool: whether node m (last) is a child of node n."""
         return children(self.parents)
 
+    def node_log_q(self) -> Tensor:
+        """log q of every node's token at its parent: [B, N]; -inf at the root."""
+        parents, tokens, owners = self.parents, self.tokens, self.owners
+        owned = (owners[:, None, :] == parents[:, :, None]) & (owners >= 0)[:, None, :]  # [B, N, M]
+        row = owned.to(torch.uint8).argmax(-1) if owners.shape[1] else torch.zeros_like(parents)
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        return torch.where(owned.any(-1), self.log_q[rows, row, tokens], -torch.inf)
+
 
 @dataclass(frozen=True)
 class Candidates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,14 @@ def smollm2() -> EagleFSD:
     from eagle_fsd import EagleFSD
 
     return EagleFSD.from_pretrained("smollm2-135m", dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Trees that tests choose are remembered for the tests alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EAGLE_FSD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

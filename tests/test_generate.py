@@ -20,8 +20,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle_fsd import Fuzzy, GenerationStats, Lossless, TreeConfig, Typical, generate
-from eagle_fsd.flags import build_parser, make_rule
+from eagle_fsd import AutoTree, Fuzzy, GenerationStats, Lossless, TreeConfig, Typical, generate
+from eagle_fsd.flags import build_parser, make_rule, make_tree
 from eagle_fsd.report import JSON_KEYS
 from eagle_fsd.text import Detokenizer
 
@@ -86,7 +86,7 @@ class ScriptedModel:
 
 class ScriptedStream(SimpleNamespace):
     def __init__(self, steps: Iterator[list[int]], stats: GenerationStats) -> None:
-        super().__init__(steps=steps, stats=stats)
+        super().__init__(steps=steps, stats=stats, tree=TreeConfig())
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.steps
@@ -258,6 +258,7 @@ def test_json_is_one_object_with_the_contract_keys(
         "ea_model": "head",
         "dtype": "float32",
         "device": "cpu",
+        "tree": "16/5/8",
     }
     assert tuple(json.loads(out)) == JSON_KEYS
     model.draft_vocab_size = 9
@@ -333,6 +334,16 @@ def test_flags_reach_the_engine(model: ScriptedModel, capsys: pytest.CaptureFixt
     }
 
 
+def test_a_tree_is_measured_unless_its_size_is_given() -> None:
+    def tree(*argv: str) -> object:
+        return make_tree(build_parser().parse_args([*argv, "x"]))
+
+    assert tree() == tree("--total-tokens", "auto") == AutoTree()
+    assert tree("--depth", "3", "--tree-top-k", "2") == AutoTree(3, 2)
+    assert tree("--total-tokens", "9") == TreeConfig(9)
+    assert tree("--total-token", "9", "--depth", "3") == TreeConfig(9, 3)
+
+
 def test_rules_and_their_defaults() -> None:
     def rule(*argv: str) -> object:
         return make_rule(build_parser().parse_args([*argv, "x"]))
@@ -347,7 +358,7 @@ def test_help_states_the_true_defaults() -> None:
     text = " ".join(build_parser().format_help().partition("examples:")[0].split())
     tree, fuzzy, typical = TreeConfig(), Fuzzy(), Typical()
     for flag, default in {
-        "--total-tokens": tree.total_tokens, "--depth": tree.depth, "--tree-top-k": tree.top_k,
+        "--total-tokens": "auto", "--depth": tree.depth, "--tree-top-k": tree.top_k,
         "--divergence": fuzzy.divergence, "--mode": fuzzy.mode, "--child": fuzzy.child,
         "--min-p": f"{fuzzy.min_p:g}",
         "--max-overshoot": fuzzy.max_overshoot, "--exact-prefix": fuzzy.exact_prefix,
@@ -398,6 +409,7 @@ MISTAKES = {
     "negative new tokens": (["--max-new-tokens", "-3", "x"], "max_new_tokens is -3"),
     "negative seed": (["--seed", "-1", "x"], "seed is -1"),
     "seed too large": (["--seed", str(2**63), "x"], "seed is"),
+    "tree of no size": (["--total-tokens", "many", "x"], "'many' is neither a number of nodes nor auto"),
     "empty tree": (["--total-tokens", "0", "x"], "total_tokens is 0"),
     "tree without depth": (["--depth", "0", "x"], "depth is 0"),
     "tree that cannot be": (["--total-tokens", "99", "--depth", "1", "x"], "total_tokens is 99"),
@@ -662,7 +674,13 @@ def test_real_answer_equals_the_engine(
     smollm2: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generate, "load_model", lambda args: smollm2)
-    flags = ["--max-new-tokens", "24", "Write one sentence with an emoji and the word café."]
+    flags = [
+        "--total-tokens",
+        "16",
+        "--max-new-tokens",
+        "24",
+        "Write one sentence with an emoji and the word café.",
+    ]
     code, out, _ = run(capsys, "--json", "--baseline", *flags)
     record = json.loads(out)
     assert code == 0 and record["baseline_same_tokens"] is True and record["tau"] > 1.0
@@ -678,6 +696,8 @@ def test_real_process_ends_on_ctrl_c(smollm2: Any) -> None:
         sys.executable,
         "-m",
         "eagle_fsd.generate",
+        "--total-tokens",
+        "16",
         "--max-new-tokens",
         "2000",
         "Write a long story about the sea.",

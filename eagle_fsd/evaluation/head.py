@@ -53,7 +53,7 @@ class Witness:
         wanted = verified.logits.argmax(-1)  # [B, N] the target's token at every node
         parents = tree.parents.clamp(min=0)
         taken = tree.tokens == wanted.gather(1, parents)  # [B, N]
-        self.confidence.append(verified.node_log_q().exp()[:, 1:].flatten().cpu())
+        self.confidence.append(tree.node_log_q().exp()[:, 1:].flatten().cpu())
         self.taken.append(taken[:, 1:].flatten().cpu())
         on_path = torch.zeros_like(taken)
         on_path[:, 0] = True

@@ -1,0 +1,115 @@
+"""A tree's size measured once and remembered, for one target and head on one machine.
+
+What was chosen lies in a file of the user's cache (EAGLE_FSD_CACHE, else XDG's), under a key of all that it
+depends on; a file that cannot be read or written costs the measurement, and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from eagle_fsd import __version__
+from eagle_fsd.acceptance import AcceptanceRule
+from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig
+from eagle_fsd.head import DraftHead
+from eagle_fsd.identity import digest, target_identity
+from eagle_fsd.measuring import BEAMS, WIDE, MakeDrafter, bucket, measure_costs, observe
+from eagle_fsd.target import TargetModel
+from eagle_fsd.tuning import Choice, Observation, choose
+
+logger = logging.getLogger(__name__)
+
+FILE = "trees.json"
+
+
+class TreeChooser:
+    """Chooses for one target and head. make_drafter: of a batch size and a capacity."""
+
+    def __init__(
+        self, target: TargetModel, head: DraftHead, make_drafter: MakeDrafter, drafted: int, name: str
+    ) -> None:
+        self.target, self.make_drafter, self.drafted = target, make_drafter, drafted
+        device = target.device
+        cuda = device.type == "cuda"
+        self.made_by = {
+            "version": __version__,
+            "torch": torch.__version__,
+            "target": target_identity(name, target.model),
+            "head": digest([*head.parameters(), *head.buffers()]),
+            "layers": sorted({type(layer).__name__ for layer in target.model.modules()}),  # packed, quantised
+            "device": torch.cuda.get_device_name(device) if cuda else [platform.node(), platform.machine()],
+            "threads": None if cuda else torch.get_num_threads(),
+        }
+        self.observed: dict[object, list[Observation]] = {}
+
+    def __call__(
+        self,
+        wanted: AutoTree,
+        prompts: Sequence[Sequence[int]],
+        rule: AcceptanceRule,
+        sampling: SamplingConfig,
+        batch: int,
+        context: int,
+    ) -> Choice:
+        """The best tree for texts of about `context` tokens, `batch` at a time.
+
+        prompts (token ids) are answered for the observation, where nothing is remembered.
+        """
+        batch, context = 2 ** (batch - 1).bit_length(), bucket(context)
+        setting = [repr(wanted), repr(rule), asdict(sampling), batch, context]
+        key = hashlib.sha256(json.dumps([self.made_by, setting], sort_keys=True).encode()).hexdigest()[:24]
+        known = read_choices().get(key)
+        if known is not None:
+            return known
+        logger.warning("measuring this target, head and machine once, to choose the draft tree's size ...")
+        beams = [beam for beam in BEAMS if beam <= self.drafted] if wanted.top_k is None else [wanted.top_k]
+        costs = measure_costs(self.target, self.make_drafter, beams, batch, context, rule, sampling)
+        about = (repr(rule), sampling)
+        if about not in self.observed:
+            wide = TreeConfig(WIDE.total_tokens, WIDE.depth, min(WIDE.top_k, self.drafted))
+            self.observed[about] = observe(self.target, self.make_drafter, prompts, rule, sampling, wide)
+        choice = choose(costs, self.observed[about], wanted)
+        remember(key, choice)
+        return choice
+
+
+def cache_file() -> Path:
+    """Where choices are remembered."""
+    root = os.environ.get("EAGLE_FSD_CACHE")
+    if root:
+        return Path(root) / FILE
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle_fsd" / FILE
+
+
+def read_choices() -> dict[str, Choice]:
+    """All that is remembered; nothing where the file is absent or damaged."""
+    try:
+        records = json.loads(cache_file().read_text(encoding="utf-8"))
+        return {key: Choice(**{**one, "tree": TreeConfig(**one["tree"])}) for key, one in records.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        logger.info("%s is not read: %s", FILE, error)
+        return {}
+
+
+def remember(key: str, choice: Choice) -> None:
+    """Add a choice to the file; a reader sees the old file or the new one."""
+    try:
+        file = cache_file()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        records = {old: asdict(one) for old, one in read_choices().items()} | {key: asdict(choice)}
+        partial = file.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+        partial.replace(file)
+    except (OSError, RuntimeError) as error:
+        logger.info("the tree is not remembered: %s", error)

@@ -1,0 +1,151 @@
+"""The measurements behind a tree chosen by cost: parts of a step timed, a few texts watched; some seconds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.acceptance import AcceptanceRule
+from eagle_fsd.config import SamplingConfig, TreeConfig
+from eagle_fsd.decoding import Request, decode
+from eagle_fsd.draft import Drafter, NoDrafter
+from eagle_fsd.padding import right_padded
+from eagle_fsd.sampling import RowRandom
+from eagle_fsd.stats import GenerationStats, Stopwatch
+from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.tree import DraftTree, root_only
+from eagle_fsd.tuning import DEPTHS, Costs, Observation, Witness
+
+WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+BEAMS = (1, 2, 4, 8, 10)
+WIDE = TreeConfig(48, 8, 10)  # what is watched; smaller trees follow from it
+NEW_TOKENS = 40  # of each text that is watched
+REPEATS = 5
+SHORTEST = 128  # contexts up to here cost alike
+
+MakeDrafter = Callable[[int, int], Drafter]  # of a batch size and a capacity
+
+
+def run_texts(
+    target: TargetModel,
+    make_drafter: MakeDrafter,
+    prompts: Sequence[Sequence[int]],
+    rule: AcceptanceRule,
+    sampling: SamplingConfig,
+    tree: TreeConfig,
+) -> tuple[Drafter, float]:
+    """Decode the prompts as one batch; the drafter, and the seconds of accept and keep in a step."""
+    capacity = max(map(len, prompts)) + NEW_TOKENS + tree.total_tokens + 1
+    drafter = make_drafter(len(prompts), capacity)
+    request = Request(
+        tokens=right_padded(prompts, 0).to(target.device),
+        lengths=[len(prompt) for prompt in prompts],
+        limits=[NEW_TOKENS] * len(prompts),
+        eos_token_ids=target.eos_token_ids,
+        rule=rule,
+        tree=tree,
+        sampling=sampling,
+    )
+    session, watch = TargetSession(target, len(prompts), capacity), Stopwatch(synchronizer(target.device))
+    stats = [GenerationStats() for _ in prompts]
+    steps = sum(
+        1 for _ in decode(request, session, drafter, RowRandom(0, len(prompts), target.device), stats, watch)
+    )
+    return drafter, (watch.seconds["accept"] + watch.seconds["keep"]) / steps
+
+
+def observe(
+    target: TargetModel,
+    make_drafter: MakeDrafter,
+    prompts: Sequence[Sequence[int]],
+    rule: AcceptanceRule,
+    sampling: SamplingConfig,
+    wide: TreeConfig = WIDE,
+) -> list[Observation]:
+    """Steps of a few texts with the wide tree."""
+    witness, _ = run_texts(
+        target, lambda *sizes: Witness(make_drafter(*sizes)), prompts, rule, sampling, wide
+    )
+    return witness.observations
+
+
+@torch.inference_mode()
+def measure_costs(
+    target: TargetModel,
+    make_drafter: MakeDrafter,
+    beams: Sequence[int],
+    batch: int,
+    context: int,
+    rule: AcceptanceRule,
+    sampling: SamplingConfig,
+) -> Costs:
+    """Time every part of a step on a cache of so many slots; what lies in them does not matter."""
+    deepest, widest = max(DEPTHS), max(WIDTHS)
+    room = min(context, target.max_positions - deepest - 2)
+    capacity = room + widest + max(beams) * deepest + 1
+    roots = torch.zeros(batch, dtype=torch.int64, device=target.device)
+    session = TargetSession(target, batch, capacity)
+    features = session.prefill(roots[:, None], [1] * batch)
+    drafter = make_drafter(batch, capacity)
+    drafter.extend(features, roots[:, None], [1] * batch)
+    for cache in (session.cache, drafter.cache):
+        cache.place(room - 1)
+        cache.advance([room - 1] * batch)
+    verify = {
+        width: timed(lambda width=width: session.verify(star(roots, width, target.vocab_size)), target.device)
+        for width in (1, *WIDTHS)
+    }
+    draft = {}
+    for beam in beams:
+        shallow, deep = (TreeConfig(1 + depth, depth, beam) for depth in (1, 5))
+        first = timed(lambda tree=shallow: drafter.draft(roots, tree), target.device)
+        all_five = timed(lambda tree=deep: drafter.draft(roots, tree), target.device)
+        draft[beam] = (first, max(all_five - first, 0.0) / 4)
+    prompts = [[0] * 4] * batch
+    _, plain_rest = run_texts(
+        target, lambda *_: NoDrafter(target.vocab_size), prompts, rule, sampling, TreeConfig(1)
+    )
+    _, rest = run_texts(target, make_drafter, prompts, rule, sampling, TreeConfig(16, 5, min(8, max(beams))))
+    return Costs(verify, draft, rest, verify[1] + plain_rest)
+
+
+def star(roots: Tensor, width: int, vocab_size: int) -> DraftTree:
+    """A tree of `width` nodes: what a verify forward costs does not depend on its shape."""
+    tree = root_only(roots, vocab_size)
+    nodes = torch.arange(width, device=roots.device).expand(len(roots), -1)
+    return DraftTree(
+        tokens=tree.tokens.expand(-1, width),
+        parents=torch.where(nodes == 0, -1, 0),
+        depths=(nodes > 0).long(),
+        log_q=tree.log_q,
+        owners=tree.owners,
+        depth=1,
+    )
+
+
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of a call, after two untimed ones."""
+    wait = synchronizer(device) or (lambda: None)
+    seconds = []
+    for turn in range(2 + REPEATS):
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        if turn >= 2:
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def synchronizer(device: torch.device) -> Callable[[], None] | None:
+    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
+
+
+def bucket(tokens: int) -> int:
+    """The context length that stands for texts of so many tokens: a power of two."""
+    return max(SHORTEST, 2 ** math.ceil(math.log2(max(tokens, 1))))

@@ -1,0 +1,242 @@
+"""The tree chosen by cost: what is observed of a wide tree, what follows for a smaller one, what is taken."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_models import prompts_of, tiny_head, tiny_model
+from torch import Tensor
+
+from eagle_fsd import AutoTree, EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
+from eagle_fsd import autotree as autotree_module
+from eagle_fsd.autotree import cache_file, read_choices
+from eagle_fsd.draft import Drafter
+from eagle_fsd.measuring import WIDTHS, bucket, measure_costs, observe, run_texts
+from eagle_fsd.target import TargetModel
+from eagle_fsd.tree import DraftTree
+from eagle_fsd.tuning import Choice, Costs, Observation, Witness, choose, expected_tau, path_ranks
+
+GREEDY = SamplingConfig()
+EVERYTHING = TreeConfig(1 + 3 + 3 * 9, 4, 3)  # of depth 4 and beam 3 every candidate
+
+
+def engine() -> EagleFSD:
+    """A head that is right now and then: it shares its target's embeddings and little else."""
+    return EagleFSD(TargetModel(tiny_model()), tiny_head(), base_model="tiny")
+
+
+# --- what is observed ---
+
+
+class Both:
+    """Two drafters told the same; the first one's trees are verified, the second one's only kept."""
+
+    def __init__(self, first: Witness, second: Drafter, small: TreeConfig) -> None:
+        self.first, self.second, self.small = first, second, small
+        self.trees: list[tuple[DraftTree, DraftTree]] = []
+
+    def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
+        self.first.extend(features, tokens, counts)
+        self.second.extend(features, tokens, counts)
+
+    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+        self.trees.append((self.first.draft(roots, config), self.second.draft(roots, self.small)))
+        return self.trees[-1][0]
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.first.select(rows)
+        self.second.select(rows)
+
+
+@pytest.mark.parametrize("small", ["2/1/1", "4/3/1", "5/2/2", "7/3/2", "10/4/3", "24/4/3", "13/2/3"])
+def test_a_smaller_tree_follows_from_the_wide_one(small: str) -> None:
+    """Of every path taken in a wide tree, as much as the smaller tree itself has."""
+    model, config = engine(), TreeConfig.parse(small)
+    made: list[Both] = []
+
+    def drafter(*sizes: int) -> Both:
+        made.append(Both(Witness(model._eagle_drafter(*sizes)), model._eagle_drafter(*sizes), config))
+        return made[0]
+
+    follow = Fuzzy(math.inf, mode="paper")  # so that paths are long, whatever the head is worth
+    run_texts(model.target, drafter, prompts_of([6]), follow, SamplingConfig(1.0), EVERYTHING)
+    (both,) = made
+    observed = both.first.observations
+    assert sum(len(one.path) for one in observed) > 20
+    for one, (wide, tree) in zip(observed, both.trees, strict=False):
+        ranks = path_ranks(one, config.depth, config.top_k)
+        wanted = reached(tree, wide.tokens[0, one.path].tolist())
+        assert sum(rank < config.total_tokens - 1 for rank in ranks) == wanted
+        assert ranks == sorted(ranks) and one.scores[0] == 0
+
+
+def reached(tree: DraftTree, tokens: Sequence[int]) -> int:
+    """How many of the tokens are a path from the tree's root."""
+    parents, mine, node = tree.parents[0].tolist(), tree.tokens[0].tolist(), 0
+    for count, token in enumerate(tokens):
+        below = [n for n, parent in enumerate(parents) if parent == node and mine[n] == token]
+        if not below:
+            return count
+        (node,) = below
+    return len(tokens)
+
+
+def test_rows_that_end_are_observed_to_their_last_step_but_one() -> None:
+    model = engine()
+    target = model.target
+    target.model.generation_config.eos_token_id = list(range(0, 96, 7))
+    seen = observe(target, model._eagle_drafter, prompts_of([5, 9, 12]), Lossless(), GREEDY, EVERYTHING)
+    drafter, _ = run_texts(
+        target, lambda *sizes: Witness(model._eagle_drafter(*sizes)), prompts_of([5]), Lossless(), GREEDY,
+        EVERYTHING,
+    )  # fmt: skip
+    assert len(seen) > len(drafter.observations) > 0
+
+
+# --- what is taken ---
+
+CHAIN = Observation(  # a path of three with a rival at each level
+    parents=[-1, 0, 0, 1, 1, 3, 3],
+    depths=[0, 1, 1, 2, 2, 3, 3],
+    scores=[0.0, -0.1, -2.5, -0.2, -2.6, -0.3, -2.7],
+    path=[1, 3, 5],
+)
+MISS = replace(CHAIN, path=[])
+
+
+def costs(verify: float = 0.001, level: float = 0.1, rest: float = 0.0) -> Costs:
+    """A verify forward of 1 and so much more per node; a draft level of a tenth."""
+    widths = {width: 1 + verify * (width - 1) for width in (1, *WIDTHS)}
+    return Costs(widths, {1: (level, level), 2: (level, level)}, rest, plain=1.0)
+
+
+def test_expected_tau_counts_the_paths_nodes_among_the_best() -> None:
+    assert expected_tau([CHAIN], 3, 2, [1, 2, 3, 4, 7]) == {1: 1, 2: 2, 3: 3, 4: 4, 7: 4}
+    assert expected_tau([CHAIN, MISS], 2, 2, [2, 4]) == {2: 1.5, 4: 2}
+    unlucky = replace(CHAIN, path=[2])
+    assert expected_tau([unlucky], 3, 2, [3, 4, 5]) == {3: 1, 4: 1, 5: 2}
+    assert expected_tau([unlucky], 3, 1, [5]) == {5: 1}  # it is no first child
+
+
+@pytest.mark.parametrize(
+    ("observed", "price", "tree"),
+    [
+        ([CHAIN], costs(), "4/3/1"),  # all that is accepted, and no node more
+        ([CHAIN], costs(verify=0.5), "4/3/1"),
+        ([CHAIN], costs(level=2.0), "1/5/8"),
+        ([CHAIN, MISS], costs(level=0.6), "1/5/8"),
+        ([replace(CHAIN, path=[1])], costs(level=0.35), "2/1/1"),
+        ([MISS], costs(), "1/5/8"),
+        ([CHAIN], costs(rest=100.0), "1/5/8"),
+    ],
+)
+def test_the_tree_of_the_most_tokens_per_second_is_taken(
+    observed: list[Observation], price: Costs, tree: str
+) -> None:
+    found = choose(price, observed, AutoTree())
+    assert str(found.tree) == tree
+    speeds = {
+        TreeConfig(width, depth, beam): tau / price.step(TreeConfig(width, depth, beam))
+        for depth in (1, 2, 3)
+        for beam in (1, 2)
+        for width, tau in expected_tau(observed, depth, beam, (*WIDTHS,)).items()
+        if depth < width <= 1 + beam + (depth - 1) * beam**2
+    }
+    best = max(speeds.values())
+    if found.tree.total_tokens > 1:
+        assert found.tokens_per_second == speeds[found.tree] == best
+    else:
+        assert best < 1.03 and found.tokens_per_second == found.plain_tokens_per_second == 1.0
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    found = choose(costs(), [CHAIN], AutoTree(depth=2, top_k=2))
+    assert (found.tree.depth, found.tree.top_k) == (2, 2)
+    assert "tree 3/2/2: tau 3.00 and 2.50 times plain" in str(found)
+    assert "no draft tree" in str(choose(costs(level=9.0), [CHAIN], AutoTree()))
+
+
+def test_costs_are_of_every_width_and_beam() -> None:
+    model = engine()
+    found = measure_costs(model.target, model._eagle_drafter, [1, 4], 2, 64, Lossless(), GREEDY)
+    assert set(found.verify) == {1, *WIDTHS} and set(found.draft) == {1, 4}
+    assert min(found.verify.values()) > 0 and found.rest > 0 and found.plain > found.verify[1]
+    assert found.step(TreeConfig(8, 3, 4)) > found.verify[8]
+
+
+def test_contexts_have_buckets() -> None:
+    assert [bucket(n) for n in (1, 128, 129, 1000, 4096)] == [128, 128, 256, 1024, 4096]
+
+
+# --- measured once ---
+
+
+def test_a_choice_is_measured_once_and_remembered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        first = engine().choose_tree(AutoTree(), Lossless(), GREEDY, 1, 50, prompts_of([5]))
+        assert caplog.text.count("measuring") == 1
+        monkeypatch.setattr(autotree_module, "measure_costs", lambda *_: pytest.fail("remembered"))
+        again = engine()
+        assert again.choose_tree(AutoTree(), Lossless(), GREEDY, 1, 99, prompts_of([7])) == first
+        assert again.generate(prompts_of([5]), max_new_tokens=4, tree=AutoTree()).new_tokens
+    assert caplog.text.count("measuring") == 1
+    assert list(read_choices().values()) == [first]
+    for other in (
+        lambda: again.choose_tree(AutoTree(depth=2), Lossless(), GREEDY, 1, 50),
+        lambda: again.choose_tree(AutoTree(), Fuzzy(0.3), GREEDY, 1, 50),
+        lambda: again.choose_tree(AutoTree(), Lossless(), SamplingConfig(1.0), 1, 50),
+        lambda: again.choose_tree(AutoTree(), Lossless(), GREEDY, 2, 50),
+        lambda: again.choose_tree(AutoTree(), Lossless(), GREEDY, 1, 200),
+        lambda: EagleFSD(again.target, tiny_head(1), base_model="tiny").choose_tree(
+            AutoTree(), Lossless(), GREEDY, 1, 50
+        ),
+    ):
+        with pytest.raises(pytest.fail.Exception, match="remembered"):
+            other()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}', '{"a": {"tree": {"total_tokens": 0}}}', "\xff"])
+def test_a_damaged_file_costs_a_measurement(
+    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    cache_file().write_text(text, encoding="latin-1")
+    assert read_choices() == {}
+    autotree_module.remember("key", Choice(TreeConfig(4, 3, 2), 2.0, 3.0, 1.0))
+    assert read_choices() == {"key": Choice(TreeConfig(4, 3, 2), 2.0, 3.0, 1.0)}
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "file"))
+    autotree_module.remember("key", Choice(TreeConfig(1), 1.0, 1.0, 1.0))
+    assert read_choices() == {}
+
+
+def test_a_measured_tree_writes_the_targets_greedy_text() -> None:
+    model, prompts = engine(), prompts_of([5, 8])
+    wanted = model.generate(prompts[:1], max_new_tokens=12, tree=TreeConfig(1)).new_tokens
+    assert model.generate(prompts[:1], max_new_tokens=12, tree=AutoTree()).new_tokens == wanted
+    stream = model.stream(prompts[:1], max_new_tokens=12, tree=AutoTree())
+    assert [token for chunk in stream for token in chunk] == wanted[0] and isinstance(stream.tree, TreeConfig)
+
+
+def test_there_must_be_a_head() -> None:
+    with pytest.raises(ValueError, match="no draft head to choose a tree for"):
+        EagleFSD(TargetModel(tiny_model()), None).generate([[1, 2]], tree=AutoTree())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "complaint"), [((0, None), "depth is 0"), ((None, 0), "top_k of the tree is 0")]
+)
+def test_sizes_that_cannot_be(sizes: tuple[int | None, int | None], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        AutoTree(*sizes)
