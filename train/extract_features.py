@@ -17,6 +17,7 @@ from accelerate import PartialState
 
 from eagle_fsd import hub
 from eagle_fsd.identity import target_identity
+from eagle_fsd.packing import pack_linears
 from eagle_fsd.target import TargetModel
 from eagle_fsd.training.command import add_text_arguments, read_examples, run_command
 from eagle_fsd.training.features import estimate, extract_all
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> None:
     state = PartialState(cpu=args.cpu)
     source = hub.resolve_target(args.base_model)
     model, tokenizer = hub.load_target(source, args.extract_dtype, state.device)
+    pack_linears(model)
     target, identity = TargetModel(model), target_identity(source.name, model)
     read = read_examples(args, tokenizer, source.name, target.max_positions)
     files = {args.output / name: examples for name, examples in read.items()}

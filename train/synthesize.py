@@ -17,6 +17,7 @@ import logging
 from pathlib import Path
 
 from eagle_fsd import SamplingConfig, hub
+from eagle_fsd.packing import pack_linears
 from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel
 from eagle_fsd.training.command import add_paths, run_command
@@ -110,6 +111,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("no prompts: give --prompts, --dataset or --self-prompts")
     source = hub.resolve_target(args.base_model)
     model, tokenizer = hub.load_target(source, dtype=args.dtype, device=args.device)
+    pack_linears(model)
     if tokenizer is None:
         raise ValueError(f"target {source.name!r} has no tokenizer: name a folder or Hub id that holds one")
     target = TargetModel(model)

@@ -32,6 +32,7 @@ from eagle_fsd import hub
 from eagle_fsd.config import HeadConfig, require_integer
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import target_identity
+from eagle_fsd.packing import pack_linears
 from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel
 from eagle_fsd.training.batching import softmax_tokens, split_held_out
@@ -154,6 +155,7 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     """Features, training, the record and the export; returns the signal that ended it early, or 0."""
     source = hub.resolve_target(args.base_model)
     model, tokenizer = hub.load_target(source, args.extract_dtype, accelerator.device)
+    pack_linears(model)
     target = TargetModel(model)
     head = starting_head(args, target, source.name)
     data, first_source = prepare_features(args, target, tokenizer, source.name, accelerator)
