@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_fsd.attention import grouped_attention
 from eagle_fsd.cache import KVCache
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.head import DraftHead
@@ -166,10 +167,7 @@ class EagleDrafter:
         """Run the head on pairs [B, n] that see visible [B, n, S]; keys go where the cache was placed."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = self.cache.update(k, v, layer_idx=0)
-            groups = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None])
+            return grouped_attention(q, *self.cache.update(k, v, layer_idx=0), visible[:, None])
 
         dtype = self.head.fc.weight.dtype
         return self.head(features.to(dtype), self.vocabulary.embed(tokens).to(dtype), positions, attend)

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, GenerationConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from eagle_fsd.architecture import (
     ATTENTION,
@@ -28,15 +29,40 @@ from eagle_fsd.architecture import (
     longest_text,
     named_layer_kinds,
 )
+from eagle_fsd.attention import grouped_attention
 from eagle_fsd.cache import KVCache
 from eagle_fsd.tree import DraftTree, additive, ancestors, visible_slots, within_window
 
+GROUPED = "eagle_fsd_grouped"  # our attention's name among Hugging Face's
+UNKNOWN = ("softcap", "position_bias", "s_aux", "cache")  # of an attention that is more than a mask
 PREFILL_CHUNK = 512  # tokens per prefill forward: bounds the mask to chunk x context
 # What a forward raises that cannot take our cache, masks or positions.
 FORWARD_ERRORS = (
     *(TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError),
     *(IndexError, KeyError, AssertionError),
 )
+
+
+def grouped_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """transformers' sdpa attention, but for the keys that it repeats for each group of heads."""
+    if attention_mask is None or any(value is not None for value in map(kwargs.get, UNKNOWN)):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    mixed = grouped_attention(query, key, value, attention_mask, scaling)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(GROUPED, grouped_attention_forward)
 
 
 class TargetModel:
@@ -151,14 +177,26 @@ class TargetModel:
             masks[SLIDING] = within_window(visible, positions, slot_positions, self.window)
         masks = {kind: additive(masks[kind], self.dtype) for kind in self.kinds}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        output = self.decoder(
-            input_ids=tokens.to(self.input_device),
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        )
+        with self._grouped_attention():
+            output = self.decoder(
+                input_ids=tokens.to(self.input_device),
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            )
         return output.last_hidden_state.to(self.device)
+
+    @contextlib.contextmanager
+    def _grouped_attention(self) -> Iterator[None]:
+        """Within, layers that ask for sdpa get ours; outside, the model is as its owner left it."""
+        usual = self.config._attn_implementation
+        if usual == "sdpa":
+            self.config._attn_implementation = GROUPED
+        try:
+            yield
+        finally:
+            self.config._attn_implementation = usual
 
     @torch.inference_mode()
     def _feature_device(self) -> torch.device:

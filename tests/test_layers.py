@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 LAYERS = [
     {
         "architecture",
+        "attention",
         "config",
         "divergence",
         "identity",
