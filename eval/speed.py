@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig, hub
+from eagle_fsd.config import require_integer
 from eagle_fsd.evaluation.arguments import check_sizes, parser_of
+from eagle_fsd.evaluation.comparison import results, table
 from eagle_fsd.evaluation.likelihood import log_likelihood
 from eagle_fsd.evaluation.plots import plot_speed, require_matplotlib
 from eagle_fsd.evaluation.prompts import prompt_sets
-from eagle_fsd.evaluation.speed import Setting, method, race, results, table, write
+from eagle_fsd.evaluation.speed import Setting, method, race, write
 from eagle_fsd.packing import PackedLinear
 from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel
@@ -36,6 +39,7 @@ def main() -> None:
     add("--output", type=Path, required=True, help="folder of rows.jsonl, table.md and speed.png")
     add("--methods", nargs="+", default=list(METHODS), help=f"default: {' '.join(METHODS)}")
     add("--batch-size", type=int, nargs="+", default=[1], help="default: 1")
+    add("--context", type=int, nargs="+", help="bring the prompts to so many tokens (default: as they are)")
     add("--tree", default="16/5/8", help="total_tokens/depth/top_k; default: %(default)s")
     add("--temperature", type=float, default=0.0, help="default: 0")
     add("--top-p", type=float, default=1.0, help="default: 1")
@@ -47,6 +51,8 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         check_sizes(arguments, *arguments.batch_size)
+        for context in arguments.context or ():
+            require_integer("context", context, 1, "leave --context out for the prompts as they are")
         require_matplotlib()
         setting = Setting(
             max_new_tokens=arguments.max_new_tokens,
@@ -81,8 +87,8 @@ def main() -> None:
     made |= {"draft_vocab_size": engine.draft_vocab_size, **provenance()}
     rows = []
     with (arguments.output / "rows.jsonl").open("w", encoding="utf-8") as file:
-        for size in arguments.batch_size:
-            for row in race(methods, prompts, size, setting, engine.device, note):
+        for context, size in product(arguments.context or [None], arguments.batch_size):
+            for row in race(methods, prompts, size, setting, engine.device, note, context):
                 rows.append(row | made)
                 write(rows[-1], file)
     found = results(rows)

@@ -17,8 +17,9 @@ from tiny_models import prompts_of, tiny_head, tiny_model
 from eagle_fsd.acceptance import Fuzzy
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.comparison import quartiles, results, table
 from eagle_fsd.evaluation.likelihood import log_likelihood
-from eagle_fsd.evaluation.speed import Method, Setting, fuzzy, method, quartiles, race, results, table
+from eagle_fsd.evaluation.speed import Method, Setting, fuzzy, method, race, stretched
 from eagle_fsd.stats import GenerationStats
 from eagle_fsd.target import TargetModel
 
@@ -69,8 +70,17 @@ def test_results_are_ratios_of_sums_with_quartiles() -> None:
     assert lossless.ratios["hf"] == pytest.approx((4.0, 4.0, 4.0)) and "lossless" not in lossless.ratios
     assert hf.ratios["plain"] == pytest.approx((0.5, 0.5, 0.5))
     assert plain.milliseconds["verify"] == pytest.approx(1000 * 1.5 / 2.5)
-    assert "| 2 | lossless | 6.7 | 2.00 | | 300.0" in table([hf, plain, lossless]).replace("|  |", "| |")
+    text = table([hf, plain, lossless])
+    assert "| 2 | lossless | 6.7 | 2.00 | 300.0 |" in text and "| 4.00 (4.00 to 4.00) | 2.00 (" in text
+    assert "context" not in text and "draft ms" not in text
     assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 3.0, 4.0] and quartiles([7.0]) == [7.0] * 3
+
+
+def test_prompts_are_stretched_by_the_others() -> None:
+    prompts = [[1, 2], [3], [4, 5, 6]]
+    assert stretched(prompts, 4) == [[5, 6, 1, 2], [6, 1, 2, 3], [3, 4, 5, 6]]
+    assert stretched(prompts, 2) == [[1, 2], [2, 3], [5, 6]]
+    assert [len(text) for text in stretched(prompts, 15)] == [15] * 3
 
 
 @pytest.mark.parametrize(
@@ -138,13 +148,17 @@ def test_the_script_end_to_end(
     monkeypatch.setattr(script, "EagleFSD", fake)
     monkeypatch.setattr(script, "prompt_sets", lambda *_: {"a": prompts_of([4, 6]), "b": prompts_of([3])})
     argv = f"x --prompts a.jsonl --methods hf plain js:0.5:paper --max-new-tokens 6 --output {tmp_path}/out"
-    monkeypatch.setattr(sys, "argv", f"{argv} --batch-size 1 2 --tree 6/3/2 --likelihood".split())
+    monkeypatch.setattr(
+        sys, "argv", f"{argv} --batch-size 1 2 --context 5 9 --tree 6/3/2 --likelihood".split()
+    )
     script.main()
     printed = capsys.readouterr().out
     assert (tmp_path / "out" / "table.md").read_text() == printed
-    assert printed.count("js:0.5:paper") == 2 and "log p" in printed
+    assert printed.count("js:0.5:paper") == 4 and "| 9 | 2 | hf |" in printed and "log p" in printed
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
-    assert len(rows) == 3 * 3 + 3 * 2 and all(row["command"] and row["log_likelihood"] < 0 for row in rows)
+    assert len(rows) == 2 * (3 * 3 + 3 * 2) and all(
+        row["command"] and row["log_likelihood"] < 0 for row in rows
+    )
     assert (tmp_path / "out" / "speed.png").read_bytes()[:4] == b"\x89PNG"
     monkeypatch.setattr(sys, "argv", f"{argv} --methods fast".split())
     with pytest.raises(SystemExit):

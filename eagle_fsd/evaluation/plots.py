@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from eagle_fsd.evaluation.comparison import Result
     from eagle_fsd.evaluation.head import HeadReport
-    from eagle_fsd.evaluation.speed import Result
 
 INK, FAINT = "#0550ae", "#6e7781"
 
@@ -44,15 +44,18 @@ def plot_calibration(report: HeadReport, path: Path) -> None:
 
 
 def plot_speed(found: Sequence[Result], path: Path) -> None:
-    """Tokens per second by method, a panel for each batch size, to a PNG."""
+    """Tokens per second by method, a panel for each context and batch size, to a PNG."""
     from matplotlib.figure import Figure
 
-    sizes = list(dict.fromkeys(one.batch_size for one in found))
-    most = max(sum(one.batch_size == size for one in found) for size in sizes)
-    figure = Figure(figsize=(7, len(sizes) * (0.8 + 0.36 * most)), layout="constrained")
-    panels = figure.subplots(len(sizes), 1, squeeze=False)[:, 0]
-    for panel, size in zip(panels, sizes, strict=True):
-        mine = [one for one in found if one.batch_size == size][::-1]
+    groups: dict[str, list[Result]] = {}
+    for one in found:
+        where = "" if one.context is None else f", context {one.context}"
+        groups.setdefault(f"batch {one.batch_size}{where}", []).append(one)
+    most = max(map(len, groups.values()))
+    figure = Figure(figsize=(7, len(groups) * (0.8 + 0.36 * most)), layout="constrained")
+    panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
+    for panel, (title, members) in zip(panels, groups.items(), strict=True):
+        mine = members[::-1]
         bars = panel.barh(
             [one.method for one in mine],
             [one.tokens_per_second for one in mine],
@@ -62,7 +65,7 @@ def plot_speed(found: Sequence[Result], path: Path) -> None:
         panel.bar_label(bars, labels=[label(one) for one in mine], padding=3, fontsize=9)
         panel.margins(x=0.25)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.set_title(f"batch {size}", loc="left", fontsize=10)
+        panel.set_title(title, loc="left", fontsize=10)
     panels[-1].set_xlabel("delivered tokens per second")
     save(figure, path)
 

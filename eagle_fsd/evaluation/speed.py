@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import resource
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,10 +24,9 @@ from eagle_fsd.config import CHILDREN, SamplingConfig, TreeConfig, require_choic
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompts import batches
 from eagle_fsd.padding import left_padded
-from eagle_fsd.stats import PHASES, GenerationStats
+from eagle_fsd.stats import GenerationStats
 from eagle_fsd.target import TargetModel
 
-BASELINES = ("hf", "hf-compiled", "plain", "lossless")  # what the others are compared with, where they ran
 WARM_UP = 3  # batches: kernels' first calls, and compilation, which takes a second length for a dynamic one
 LOOKUP_TOKENS = 10  # prompt lookup proposes so many, as Hugging Face's documentation does
 
@@ -136,8 +134,11 @@ def race(
     setting: Setting,
     device: torch.device,
     note: Callable[[str, Sequence[Sequence[int]], list[list[int]]], Mapping[str, Any]],
+    context: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row for every method and batch. note: what else a row says of an answer, untimed."""
+    """A row for every method and batch. note: what else a row says of an answer, untimed. context: prompts
+    are brought to so many tokens, see `stretched`; None leaves them as they are."""
+    prompts = prompts if context is None else stretched(prompts, context)
     parts = list(batches(len(prompts), batch_size))
     for one in methods:
         for places in parts[:WARM_UP]:
@@ -156,11 +157,26 @@ def race(
                 yield {
                     "method": one.name,
                     "batch_size": batch_size,
+                    "context": context,
                     "prompts": list(places),
                     **stats.to_dict(),
                     "peak_memory": peak_memory(device),
                     **note(one.name, part, tokens),
                 }
+
+
+def stretched(prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
+    """Every prompt behind as much of the others as makes it `length` tokens; a longer one loses its start."""
+    made = []
+    for number in range(len(prompts)):
+        text: list[int] = []
+        place = number
+        while len(text) < length:
+            text = [*prompts[place], *text]
+            place -= 1
+            place %= len(prompts)
+        made.append(text[-length:])
+    return made
 
 
 def peak_memory(device: torch.device) -> int:
@@ -174,85 +190,3 @@ def peak_memory(device: torch.device) -> int:
 def write(row: Mapping[str, Any], file: TextIO) -> None:
     file.write(json.dumps(row) + "\n")
     file.flush()
-
-
-@dataclass(frozen=True)
-class Result:
-    """One method at one batch size. ratios: by baseline, of the sums, and the quartiles over batches."""
-
-    method: str
-    batch_size: int
-    tokens_per_second: float
-    tau: float
-    milliseconds: dict[str, float]  # a step's, by phase, prefill left out
-    prefill_seconds: float
-    ratios: dict[str, tuple[float, float, float]]
-    peak_memory: int
-    log_likelihood: float | None
-
-
-def results(rows: Sequence[Mapping[str, Any]]) -> list[Result]:
-    """The rows of one run, summed up by batch size and method."""
-    found = []
-    for size in dict.fromkeys(row["batch_size"] for row in rows):
-        mine: dict[str, list[Mapping[str, Any]]] = {}
-        for row in rows:
-            if row["batch_size"] == size:
-                mine.setdefault(row["method"], []).append(row)
-        for name, runs in mine.items():
-            runs = sorted(runs, key=lambda row: row["prompts"])
-            ratios = {}
-            for base in BASELINES:
-                if base in mine and base != name:
-                    others = sorted(mine[base], key=lambda row: row["prompts"])
-                    single = [rate([a]) / rate([b]) for a, b in zip(runs, others, strict=True)]
-                    low, _, high = quartiles(single)
-                    ratios[base] = (rate(runs) / rate(others), low, high)
-            steps = sum(row["steps"] for row in runs)
-            likelihoods = [row["log_likelihood"] for row in runs if row.get("log_likelihood") is not None]
-            found.append(
-                Result(
-                    method=name,
-                    batch_size=size,
-                    tokens_per_second=rate(runs),
-                    tau=sum(row["new_tokens"] for row in runs) / max(steps, 1),
-                    milliseconds={
-                        phase: 1000 * sum(row[f"{phase}_seconds"] for row in runs) / max(steps / size, 1)
-                        for phase in PHASES[1:]
-                    },
-                    prefill_seconds=sum(row["prefill_seconds"] for row in runs) / len(runs),
-                    ratios=ratios,
-                    peak_memory=max(row["peak_memory"] for row in runs),
-                    log_likelihood=statistics.fmean(likelihoods) if likelihoods else None,
-                )
-            )
-    return found
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    return statistics.quantiles(values, method="inclusive") if len(values) > 1 else [values[0]] * 3
-
-
-def rate(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Tokens per second of runs one after the other."""
-    return sum(row["new_tokens"] for row in rows) / sum(row["seconds"] for row in rows)
-
-
-def table(found: Sequence[Result]) -> str:
-    """Markdown: speed, tau, a step's milliseconds by phase, ratios with the quartiles of single batches."""
-    bases = [base for base in BASELINES if any(base in one.ratios for one in found)]
-    scored = any(one.log_likelihood is not None for one in found)
-    titles = ["batch", "method", "tokens/s", "tau", *(f"{phase} ms" for phase in PHASES[1:])]
-    titles += [*(f"vs {base}" for base in bases), *(["log p"] if scored else [])]
-    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
-    for one in found:
-        phases = [f"{value:.1f}" if value else "" for value in one.milliseconds.values()]
-        tau = "" if one.method in HUGGING_FACE else f"{one.tau:.2f}"  # lookup's steps are not told
-        cells = [str(one.batch_size), one.method, f"{one.tokens_per_second:.1f}", tau, *phases]
-        for base in bases:
-            middle, low, high = one.ratios.get(base, (0.0, 0.0, 0.0))
-            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})" if middle else "")
-        if scored:
-            cells.append("" if one.log_likelihood is None else f"{one.log_likelihood:.3f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
