@@ -1,0 +1,59 @@
+"""The machine's limits and the target's forwards beside them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import tiny_head, tiny_model
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.evaluation.limits import Machine, forwards, machine, packed, table
+from eagle_fsd.measuring import WIDTHS
+from eagle_fsd.packing import PackedLinear, pack_linears, packable
+from eagle_fsd.target import TargetModel
+
+
+def test_a_forward_is_bound_by_reading_or_by_multiplying() -> None:
+    here = Machine(bandwidth=10.0, rate=100.0)
+    assert here.limit(weight_bytes=40, parameters=10, nodes=1) == 4.0
+    assert here.limit(weight_bytes=40, parameters=10, nodes=40) == 8.0
+
+
+def test_every_width_is_timed() -> None:
+    engine = EagleFSD(TargetModel(pack_linears(tiny_model())), tiny_head())
+    assert packed(engine) == packable(torch.zeros(1, 1))
+    found, costs = forwards(engine, Machine(1e9, 1e9), 32, [2])
+    assert [one.nodes for one in found] == [1, *WIDTHS]
+    assert all(min(one.limit, one.plain_linears, one.linears) > 0 for one in found)
+    assert all(one.verify == costs.verify[one.nodes] for one in found)
+    assert not any(layer.plain for layer in engine.target.model.modules() if isinstance(layer, PackedLinear))
+    assert table(found).count("\n") == 1 + len(found)
+
+
+@pytest.mark.slow
+def test_the_machine_has_rates() -> None:
+    here = machine(torch.device("cpu"), torch.float32)
+    assert 1e8 < here.bandwidth < 1e13 and 1e9 < here.rate < 1e15
+
+
+def test_the_script_end_to_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("limits", Path(__file__).parents[1] / "eval" / "limits.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    engine = EagleFSD(TargetModel(tiny_model()), tiny_head())
+    monkeypatch.setattr(script, "EagleFSD", SimpleNamespace(from_pretrained=lambda *_, **__: engine))
+    monkeypatch.setattr(script, "machine", lambda *_: Machine(2e9, 3e9))
+    monkeypatch.setattr(sys, "argv", ["x", "--context", "20"])
+    script.main()
+    printed = capsys.readouterr().out
+    assert "float32: 2.0 GB/s, 3 GFLOP/s; linear layers as loaded" in printed
+    assert "beam 8: " in printed and "accept and keep: " in printed
+    monkeypatch.setattr(sys, "argv", ["x", "--context", "0"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "context is 0" in capsys.readouterr().err
