@@ -29,6 +29,7 @@ class KVCache:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.view = 0
         self.slots = torch.empty(batch, 0, dtype=torch.int64, device=device)
+        self.span: slice | None = None  # the slots as one slice, where all rows have the same
         self._set_lengths([0] * batch)
 
     def place(self, width: int, offset: int = 0) -> Tensor:
@@ -40,6 +41,8 @@ class KVCache:
         if self.view > self.capacity:
             self.grow(max(self.view, 2 * self.capacity))
         self.slots = self.lengths[:, None] + torch.arange(offset, offset + width, device=self.device)
+        alike = min(self.row_lengths) == max(self.row_lengths)
+        self.span = slice(self.view - width, self.view) if alike else None
         return self.slots
 
     def update(
@@ -51,26 +54,33 @@ class KVCache:
             self.layers[layer_idx] = tuple(
                 x.new_zeros(x.shape[0], x.shape[1], self.capacity, x.shape[3]) for x in (keys, values)
             )
-        slots = self.slots.to(keys.device)
-        rows = torch.arange(len(slots), device=keys.device)[:, None]
-        for buffer, new in zip(self.layers[layer_idx], (keys, values), strict=True):
-            buffer[rows, :, slots] = new.transpose(1, 2)
         stored_keys, stored_values = self.layers[layer_idx]
+        if self.span is not None:
+            stored_keys[:, :, self.span] = keys
+            stored_values[:, :, self.span] = values
+        else:
+            slots = self.slots.to(keys.device)
+            rows = torch.arange(len(slots), device=keys.device)[:, None]
+            stored_keys[rows, :, slots] = keys.transpose(1, 2)
+            stored_values[rows, :, slots] = values.transpose(1, 2)
         return stored_keys[:, :, : self.view], stored_values[:, :, : self.view]
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
         """Commit of the tokens last placed those on the path, in its order, and drop the rest.
 
-        path: [B, P] indices among the placed tokens, -1 padded; counts: how many each row commits, at most P.
+        path: [B, P] indices among the placed tokens, the first one's first, -1 padded; counts: how many each
+        row commits, at most P.
         """
-        path = path[:, : self.slots.shape[1]]  # no path is longer than the tree has nodes
+        path = path[:, 1 : self.slots.shape[1]]  # the first is in place; no path is longer than the tree
         source = self.slots.gather(1, path.clamp(min=0))
-        target = self.lengths[:, None] + torch.arange(path.shape[1], device=self.device)
-        for buffers in self.layers.values():
+        target = self.lengths[:, None] + torch.arange(1, 1 + path.shape[1], device=self.device)
+        rows = torch.arange(len(path), device=self.device)[:, None]
+        for buffers in self.layers.values() if path.shape[1] else ():
+            if (device := buffers[0].device) != rows.device:  # layers may be spread over devices
+                rows, source, target = rows.to(device), source.to(device), target.to(device)
             for buffer in buffers:
-                rows = torch.arange(len(path), device=buffer.device)[:, None]
                 # Advanced indexing copies before it writes, so source and target slots may overlap.
-                buffer[rows, :, target.to(buffer.device)] = buffer[rows, :, source.to(buffer.device)]
+                buffer[rows, :, target] = buffer[rows, :, source]
         self.advance(counts)
 
     def advance(self, counts: Sequence[int]) -> None:

@@ -121,8 +121,8 @@ def test_random_lives_equal_the_twin(seed: int) -> None:
         [0, 2, 3, 4, -1],
         [0, 3, 4, -1, -1],
         [0, 4, -1, -1, -1],
-        [4, 3, 2, 1, 0],
-        [1, 0, 4, 2, 3],
+        [0, 4, 3, 2, 1],
+        [0, 2, 1, 4, 3],
     ],
 )
 def test_keep_where_source_and_target_slots_overlap(path: list[int]) -> None:
