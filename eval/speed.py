@@ -47,6 +47,7 @@ def main() -> None:
     add("--seed", type=int, default=0)
     add("--dtype", help="default: float32 on a CPU, bfloat16 on CUDA")
     add("--device", help="default: CUDA where there is one, else the CPU")
+    add("--no-pack", dest="pack", action="store_false", help="leave the linear layers as they are")
     add("--likelihood", action="store_true", help="also score every answer by the target (not timed)")
     arguments = parser.parse_args()
     try:
@@ -61,7 +62,11 @@ def main() -> None:
             seed=arguments.seed,
         )
         engine = EagleFSD.from_pretrained(
-            arguments.base_model, arguments.ea_model, dtype=arguments.dtype, device=arguments.device
+            arguments.base_model,
+            arguments.ea_model,
+            dtype=arguments.dtype,
+            device=arguments.device,
+            pack=arguments.pack,
         )
         methods = [
             method(name, engine, functools.partial(stock_target, engine, arguments.base_model), setting)
