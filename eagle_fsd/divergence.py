@@ -121,7 +121,8 @@ def require_sparse(name: str, tokens: int) -> None:
     if name not in SPARSE_DIVERGENCES:
         raise ValueError(
             f"divergence is {name!r}: it is infinite where the draft has no probability, as outside the "
-            f"head's draft vocabulary of {tokens} tokens; choose one of {', '.join(SPARSE_DIVERGENCES)}"
+            f"head's draft vocabulary of {tokens} tokens; choose one of {', '.join(SPARSE_DIVERGENCES)}, "
+            "or draft over all tokens (full_vocabulary, --full-vocabulary)"
         )
 
 

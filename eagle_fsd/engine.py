@@ -134,13 +134,15 @@ class EagleFSD:
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
         pack: bool = True,
+        full_vocabulary: bool = False,
     ) -> EagleFSD:
         """Load a target and its head.
 
         base_model: a Hub id (optionally `@revision`), a folder, a .gguf file, or "smollm2-135m". ea_model: a
         Hub id, a folder, or None for the head that ships with the package. dtype: None is float32 on a CPU
         and bfloat16 on CUDA. pack: on a CPU keep a second, blocked copy of the weights, which makes a step
-        about twice as fast. Raises ValueError for anything that cannot be had, does not fit or is not
+        about twice as fast. full_vocabulary: draft over all of the target's tokens, also with a head that has
+        a list of frequent ones. Raises ValueError for anything that cannot be had, does not fit or is not
         supported.
         """
         base_model = os.fspath(base_model)
@@ -159,6 +161,8 @@ class EagleFSD:
             pack_linears(model)
         target = TargetModel(model)
         head = hub.load_head(head_source, target.hidden_size, target.vocab_size, target.dtype, target.device)
+        if full_vocabulary:
+            head.restrict(None)
         if pack:
             pack_linears(head)
         return cls(target, head, tokenizer, base_model=source.name, ea_model=head_source.name)

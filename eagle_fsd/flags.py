@@ -199,6 +199,12 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"beam width (default: {tree.top_k}, or measured with auto)",
     )
 
+    group.add_argument(
+        "--full-vocabulary",
+        action="store_true",
+        help="draft over all tokens, also with a head that has a list of frequent ones: slower, any divergence",
+    )
+
     group = parser.add_argument_group("output")
     group.add_argument(
         "--json", action="store_true", help="one JSON object per prompt on stdout, and nothing else there"

@@ -17,6 +17,7 @@ from tiny_models import FAMILIES, VOCAB, KnowingEngine, greedy_alone, prompts_of
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, hub
 from eagle_fsd.hub import save_head
+from eagle_fsd.packing import PackedLinear, packable
 from eagle_fsd.padding import left_padded, right_padded
 from eagle_fsd.target import TargetModel
 
@@ -500,6 +501,25 @@ def test_every_family_loads_from_a_folder(family: str, tmp_path: Path) -> None:
     )
     assert loaded.generate([PROMPTS[1]], max_new_tokens=8).new_tokens == greedy_alone(model, PROMPTS[1:2], 8)
     assert (loaded.base_model, loaded.ea_model) == (str(tmp_path / "target"), str(tmp_path / "head"))
+
+
+def test_weights_are_packed_and_a_list_of_tokens_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "target")
+    save_head(tiny_head().restrict(torch.arange(9)), tmp_path / "head")
+    places = (tmp_path / "target", tmp_path / "head")
+    usual = EagleFSD.from_pretrained(*places, device="cpu")
+    other = EagleFSD.from_pretrained(*places, device="cpu", pack=False, full_vocabulary=True)
+    assert (usual.draft_vocab_size, other.draft_vocab_size) == (9, None)
+    for loaded, packed in ((usual, packable(torch.zeros(1, 1))), (other, False)):
+        layers = [*loaded.target.model.modules(), *loaded.head.modules()]
+        assert any(isinstance(layer, PackedLinear) for layer in layers) == packed
+        assert isinstance(loaded.target.lm_head, PackedLinear) == packed
+        found = loaded.generate([PROMPTS[1]], max_new_tokens=12).new_tokens
+        assert found == greedy_alone(model, PROMPTS[1:2], 12)
+    with pytest.raises(ValueError, match="or draft over all tokens .full_vocabulary, --full-vocabulary"):
+        usual.generate([[1, 2]], rule=Fuzzy(0.3, "forward_kl"))
+    other.generate([[1, 2]], max_new_tokens=2, rule=Fuzzy(0.3, "forward_kl"))
 
 
 @pytest.mark.parametrize("name", ["~nosuchuser/x", "x" * 300])
