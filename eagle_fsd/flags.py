@@ -202,7 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--full-vocabulary",
         action="store_true",
-        help="draft over all tokens, also with a head that has a list of frequent ones: slower, any divergence",
+        help="draft over all tokens, also with a head that has a list of frequent ones (slower)",
     )
 
     group = parser.add_argument_group("output")
