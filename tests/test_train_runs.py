@@ -189,3 +189,7 @@ def test_the_log_is_json_without_holes(whole: Path) -> None:
     records = read_log(whole)
     steps = [record["step"] for record in records if "loss" in record]
     assert steps == list(range(1, len(steps) + 1))
+    measured = [record["step"] for record in records if "memory" in record]
+    assert measured == [step for step in steps if step % 20 == 0]
+    if sys.platform == "linux":
+        assert all(10**8 < record["memory"] < 10**11 for record in records if "memory" in record)

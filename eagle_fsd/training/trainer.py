@@ -28,7 +28,7 @@ from eagle_fsd.identity import differences, digest, spread
 from eagle_fsd.training.batching import add_noise, batch_plan, collate, features_std, tokens_of_batch
 from eagle_fsd.training.evaluation import evaluate, hold_out
 from eagle_fsd.training.loss import Batch, LossWeights, head_loss
-from eagle_fsd.training.memory import release_freed_memory
+from eagle_fsd.training.memory import memory_in_use, release_freed_memory
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.runs import (
     BEST,
@@ -186,9 +186,10 @@ class Trainer:
                 self.seconds += time.monotonic() - started
                 bar.update()
                 bar.set_postfix(loss=f"{report['loss']:.3f}", done=f"{self.progress():.1%}", refresh=False)
-                self.log({"step": self.step, "seconds": round(self.seconds, 1), **report})
                 if self.step % RELEASE_EVERY == 0:
                     release_freed_memory()
+                    report["memory"] = memory_in_use(self.device)
+                self.log({"step": self.step, "seconds": round(self.seconds, 1), **report})
                 if self.step % self.config.eval_every == 0:
                     result = self.evaluate_and_keep()
                 if self.step % self.config.checkpoint_every == 0:
