@@ -50,11 +50,13 @@ WATCHED = (  # what the head is watched on while a tree is chosen for it
 class GenerationOutput:
     """sequences: [B, L + most new tokens], the input as given, then new tokens, right-padded with the pad
     token. new_tokens: the new tokens of each row, an end token included. stats: one GenerationStats per row.
+    tree: the draft trees' size; None for the target alone.
     """
 
     sequences: Tensor
     new_tokens: list[list[int]]
     stats: list[GenerationStats]
+    tree: TreeConfig | None = None
 
 
 class TokenStream:
@@ -204,7 +206,7 @@ class EagleFSD:
         """
         input_ids = as_ids(input_ids)
         start = time.perf_counter()
-        steps, stats, watch, _ = self._start(
+        steps, stats, watch, tree = self._start(
             input_ids,
             attention_mask,
             max_new_tokens=max_new_tokens,
@@ -222,7 +224,7 @@ class EagleFSD:
                 new_tokens[row] += chunk
         for row in stats:
             row.set_times(watch, time.perf_counter() - start)
-        return self._output(input_ids, new_tokens, stats)
+        return self._output(input_ids, new_tokens, stats, tree)
 
     def stream(
         self,
@@ -405,8 +407,12 @@ class EagleFSD:
         return EagleDrafter(self.head, self.vocabulary, batch, capacity, self.device)
 
     def _output(
-        self, input_ids: Tensor, new_tokens: list[list[int]], stats: list[GenerationStats]
+        self,
+        input_ids: Tensor,
+        new_tokens: list[list[int]],
+        stats: list[GenerationStats],
+        tree: TreeConfig | None = None,
     ) -> GenerationOutput:
         added = right_padded(new_tokens, self.pad_token_id).to(input_ids.device)
         sequences = torch.cat((input_ids, added), dim=1)
-        return GenerationOutput(sequences, new_tokens, stats)
+        return GenerationOutput(sequences, new_tokens, stats, tree)

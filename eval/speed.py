@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig, hub
+from eagle_fsd import AutoTree, EagleFSD, SamplingConfig, TreeConfig, hub
 from eagle_fsd.config import require_integer
 from eagle_fsd.evaluation.arguments import check_sizes, parser_of
 from eagle_fsd.evaluation.comparison import results, table
@@ -40,7 +40,7 @@ def main() -> None:
     add("--methods", nargs="+", default=list(METHODS), help=f"default: {' '.join(METHODS)}")
     add("--batch-size", type=int, nargs="+", default=[1], help="default: 1")
     add("--context", type=int, nargs="+", help="bring the prompts to so many tokens (default: as they are)")
-    add("--tree", default="16/5/8", help="total_tokens/depth/top_k; default: %(default)s")
+    add("--tree", default="16/5/8", help="total_tokens/depth/top_k, or auto; default: %(default)s")
     add("--temperature", type=float, default=0.0, help="default: 0")
     add("--top-p", type=float, default=1.0, help="default: 1")
     add("--top-k", type=int, default=0, help="default: 0, every token")
@@ -58,7 +58,7 @@ def main() -> None:
         setting = Setting(
             max_new_tokens=arguments.max_new_tokens,
             sampling=SamplingConfig(arguments.temperature, arguments.top_k, arguments.top_p),
-            tree=TreeConfig.parse(arguments.tree),
+            tree=AutoTree() if arguments.tree == "auto" else TreeConfig.parse(arguments.tree),
             seed=arguments.seed,
         )
         engine = EagleFSD.from_pretrained(
@@ -78,7 +78,7 @@ def main() -> None:
         parser.error(" ".join(str(error).split()))
     prompts = [ids for ids_of_set in sets.values() for ids in ids_of_set]
 
-    def note(_: str, part: Sequence[Sequence[int]], answers: list[list[int]]) -> Mapping[str, Any]:
+    def note(part: Sequence[Sequence[int]], answers: list[list[int]]) -> Mapping[str, Any]:
         if not arguments.likelihood:
             return {}
         scores = [
@@ -88,7 +88,7 @@ def main() -> None:
         known = [score for score in scores if score is not None]
         return {"log_likelihood": sum(known) / len(known) if known else None}
 
-    made = {"base_model": engine.base_model, "ea_model": engine.ea_model, "tree": str(setting.tree)}
+    made = {"base_model": engine.base_model, "ea_model": engine.ea_model}
     made |= {"draft_vocab_size": engine.draft_vocab_size, **provenance()}
     rows = []
     with (arguments.output / "rows.jsonl").open("w", encoding="utf-8") as file:

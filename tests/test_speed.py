@@ -19,7 +19,7 @@ from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.comparison import quartiles, results, table
 from eagle_fsd.evaluation.likelihood import log_likelihood
-from eagle_fsd.evaluation.speed import Method, Setting, fuzzy, method, race, stretched
+from eagle_fsd.evaluation.speed import Answers, Method, Setting, fuzzy, method, race, stretched
 from eagle_fsd.stats import GenerationStats
 from eagle_fsd.target import TargetModel
 
@@ -33,11 +33,11 @@ def engine() -> EagleFSD:
 def stub(name: str, seconds: float, calls: list[tuple[str, int, int]]) -> Method:
     """Answers every prompt with two tokens in one step."""
 
-    def answer(prompts: Sequence[Sequence[int]], most: int) -> tuple[list[list[int]], GenerationStats]:
+    def answer(prompts: Sequence[Sequence[int]], most: int) -> Answers:
         calls.append((name, len(prompts), most))
         many = len(prompts)
         stats = GenerationStats(steps=many, new_tokens=2 * many, seconds=seconds, verify_seconds=seconds / 2)
-        return [[1, 2]] * many, stats
+        return Answers([[1, 2]] * many, stats, None if name == "hf" else TreeConfig(4))
 
     return Method(name, answer)
 
@@ -45,7 +45,9 @@ def stub(name: str, seconds: float, calls: list[tuple[str, int, int]]) -> Method
 def raced(calls: list[tuple[str, int, int]], count: int = 5, size: int = 2) -> list[dict[str, Any]]:
     methods = [stub("hf", 2.0, calls), stub("plain", 1.0, calls), stub("lossless", 0.5, calls)]
     prompts = prompts_of([3] * count)
-    return list(race(methods, prompts, size, SETTING, torch.device("cpu"), lambda name, *_: {"said": name}))
+    return list(
+        race(methods, prompts, size, SETTING, torch.device("cpu"), lambda part, _: {"said": len(part)})
+    )
 
 
 def test_every_method_answers_every_batch_in_rotating_order() -> None:
@@ -58,7 +60,7 @@ def test_every_method_answers_every_batch_in_rotating_order() -> None:
     ]
     assert [name for name, _, _ in calls[:9]] == ["hf"] * 3 + ["plain"] * 3 + ["lossless"] * 3  # untimed
     assert [(size, most) for _, size, most in calls[9:]] == [(2, 8)] * 6 + [(1, 8)] * 3
-    assert all(row["said"] == row["method"] and row["peak_memory"] > 10**6 for row in rows)
+    assert all(row["said"] == len(row["prompts"]) and row["peak_memory"] > 10**6 for row in rows)
     assert json.loads(json.dumps(rows)) == rows
 
 
@@ -71,7 +73,9 @@ def test_results_are_ratios_of_sums_with_quartiles() -> None:
     assert hf.ratios["plain"] == pytest.approx((0.5, 0.5, 0.5))
     assert plain.milliseconds["verify"] == pytest.approx(1000 * 1.5 / 2.5)
     text = table([hf, plain, lossless])
-    assert "| 2 | lossless | 6.7 | 2.00 | 300.0 |" in text and "| 4.00 (4.00 to 4.00) | 2.00 (" in text
+    assert (
+        "| 2 | lossless | 4/5/8 | 6.7 | 2.00 | 300.0 |" in text and "| 4.00 (4.00 to 4.00) | 2.00 (" in text
+    )
     assert "context" not in text and "draft ms" not in text
     assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 3.0, 4.0] and quartiles([7.0]) == [7.0] * 3
 
@@ -121,8 +125,9 @@ def test_methods_deliver_the_targets_greedy_text() -> None:
     wanted = model.generate(prompts[:1], max_new_tokens=8).new_tokens
     for name in ("hf", "lookup", "plain", "lossless", "js:0"):
         one = method(name, model, lambda: model.target, SETTING)
-        tokens, stats = one.answer(prompts[:1], 8)
-        assert tokens == wanted and stats.new_tokens == len(wanted[0]) and stats.seconds > 0
+        answers = one.answer(prompts[:1], 8)
+        assert answers.tokens == wanted and answers.stats.new_tokens == len(wanted[0])
+        assert answers.stats.seconds > 0 and (answers.tree is None) == (name in ("hf", "lookup"))
 
 
 def test_log_likelihood_is_the_plain_forwards() -> None:
@@ -160,6 +165,9 @@ def test_the_script_end_to_end(
         row["command"] and row["log_likelihood"] < 0 for row in rows
     )
     assert (tmp_path / "out" / "speed.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setattr(sys, "argv", f"{argv} --methods lossless --tree auto".split())
+    script.main()
+    assert "| 1 | lossless | " in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", f"{argv} --methods fast".split())
     with pytest.raises(SystemExit):
         script.main()

@@ -12,7 +12,7 @@ from eagle_fsd.stats import PHASES
 
 BASELINES = ("hf", "hf-compiled", "plain", "lossless")  # what the others are compared with, where they ran
 ORDER = (
-    *("context", "batch", "method", "tokens/s", "tau"),
+    *("context", "batch", "method", "tree", "tokens/s", "tau"),
     *("prefill s", *(f"{phase} ms" for phase in PHASES[1:]), "peak GB"),
     *(*(f"vs {base}" for base in BASELINES), "log p"),
 )
@@ -23,6 +23,7 @@ class Result:
     """One method at one batch size. ratios: by baseline, of the sums, and the quartiles over batches."""
 
     method: str
+    tree: str | None
     batch_size: int
     context: int | None
     tokens_per_second: float
@@ -56,6 +57,7 @@ def results(rows: Sequence[Mapping[str, Any]]) -> list[Result]:
             found.append(
                 Result(
                     method=name,
+                    tree="; ".join(dict.fromkeys(row["tree"] for row in runs if row["tree"])) or None,
                     batch_size=size,
                     context=context,
                     tokens_per_second=rate(runs),
@@ -100,6 +102,7 @@ def cells(one: Result) -> dict[str, str]:
         "context": str(one.context or ""),
         "batch": str(one.batch_size),
         "method": one.method,
+        "tree": one.tree or "",
         "tokens/s": f"{one.tokens_per_second:.1f}",
         "tau": "" if one.method in HUGGING_FACE else f"{one.tau:.2f}",  # lookup's steps are not told
         "prefill s": f"{one.prefill_seconds:.2f}" if one.prefill_seconds else "",

@@ -20,7 +20,7 @@ from transformers import CompileConfig
 
 from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
 from eagle_fsd.baseline import generate_alone
-from eagle_fsd.config import CHILDREN, SamplingConfig, TreeConfig, require_choice
+from eagle_fsd.config import CHILDREN, AutoTree, SamplingConfig, TreeConfig, require_choice
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompts import batches
 from eagle_fsd.padding import left_padded
@@ -30,7 +30,14 @@ from eagle_fsd.target import TargetModel
 WARM_UP = 3  # batches: kernels' first calls, and compilation, which takes a second length for a dynamic one
 LOOKUP_TOKENS = 10  # prompt lookup proposes so many, as Hugging Face's documentation does
 
-Answers = tuple[list[list[int]], GenerationStats]
+
+@dataclass(frozen=True)
+class Answers:
+    """New tokens of a batch of prompts, its statistics as one, and the draft trees' size, if any."""
+
+    tokens: list[list[int]]
+    stats: GenerationStats
+    tree: TreeConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Setting:
 
     max_new_tokens: int
     sampling: SamplingConfig
-    tree: TreeConfig
+    tree: TreeConfig | AutoTree
     seed: int = 0
 
 
@@ -83,7 +90,7 @@ def fuzzy(name: str) -> Fuzzy:
 
 
 def ours(
-    engine: EagleFSD, rule: AcceptanceRule, tree: TreeConfig, setting: Setting
+    engine: EagleFSD, rule: AcceptanceRule, tree: TreeConfig | AutoTree, setting: Setting
 ) -> Callable[..., Answers]:
     def answer(prompts: Sequence[Sequence[int]], most: int) -> Answers:
         ids, mask = left_padded(prompts, engine.pad_token_id)
@@ -96,7 +103,7 @@ def ours(
             seed=setting.seed,
             **asdict(setting.sampling),
         )
-        return output.new_tokens, GenerationStats.total(output.stats, concurrent=True)
+        return Answers(output.new_tokens, GenerationStats.total(output.stats, concurrent=True), output.tree)
 
     return answer
 
@@ -108,7 +115,7 @@ def hugging_face(
         tokens, stats = generate_alone(
             target, prompts, most, setting.sampling, setting.seed, pad, options=options
         )
-        return tokens, GenerationStats.total(stats, concurrent=True)
+        return Answers(tokens, GenerationStats.total(stats, concurrent=True))
 
     return answer
 
@@ -133,7 +140,7 @@ def race(
     batch_size: int,
     setting: Setting,
     device: torch.device,
-    note: Callable[[str, Sequence[Sequence[int]], list[list[int]]], Mapping[str, Any]],
+    note: Callable[[Sequence[Sequence[int]], list[list[int]]], Mapping[str, Any]],
     context: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A row for every method and batch. note: what else a row says of an answer, untimed. context: prompts
@@ -151,7 +158,7 @@ def race(
             for one in (*methods[turn:], *methods[:turn]):
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)
-                tokens, stats = one.answer(part, setting.max_new_tokens)
+                answers = one.answer(part, setting.max_new_tokens)
                 bar.set_postfix_str(one.name, refresh=False)
                 bar.update()
                 yield {
@@ -159,9 +166,10 @@ def race(
                     "batch_size": batch_size,
                     "context": context,
                     "prompts": list(places),
-                    **stats.to_dict(),
+                    "tree": answers.tree and str(answers.tree),
+                    **answers.stats.to_dict(),
                     "peak_memory": peak_memory(device),
-                    **note(one.name, part, tokens),
+                    **note(part, answers.tokens),
                 }
 
 
