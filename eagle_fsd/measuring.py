@@ -45,7 +45,7 @@ def run_texts(
     request = Request(
         tokens=right_padded(prompts, 0).to(target.device),
         lengths=[len(prompt) for prompt in prompts],
-        limits=[NEW_TOKENS] * len(prompts),
+        limits=[max(1, min(NEW_TOKENS, target.max_positions - len(prompt))) for prompt in prompts],
         eos_token_ids=target.eos_token_ids,
         rule=rule,
         tree=tree,
@@ -86,7 +86,7 @@ def measure_costs(
 ) -> Costs:
     """Time every part of a step on a cache of so many slots; what lies in them does not matter."""
     deepest, widest = max(DEPTHS), max(WIDTHS)
-    room = min(context, target.max_positions - deepest - 2)
+    room = max(2, min(context, target.max_positions - deepest - 2))
     capacity = room + widest + max(beams) * deepest + 1
     roots = torch.zeros(batch, dtype=torch.int64, device=target.device)
     session = TargetSession(target, batch, capacity)

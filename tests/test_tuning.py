@@ -240,3 +240,8 @@ def test_there_must_be_a_head() -> None:
 def test_sizes_that_cannot_be(sizes: tuple[int | None, int | None], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         AutoTree(*sizes)
+
+
+def test_a_target_of_few_positions() -> None:
+    model = EagleFSD(TargetModel(tiny_model("gpt2", n_positions=12)), tiny_head(), base_model="short")
+    assert len(model.generate(prompts_of([5]), max_new_tokens=20, tree=AutoTree()).new_tokens[0]) == 7
