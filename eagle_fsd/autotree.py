@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from eagle_fsd.acceptance import AcceptanceRule
 from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import digest, target_identity
-from eagle_fsd.measuring import BEAMS, WIDE, MakeDrafter, bucket, measure_costs, observe
+from eagle_fsd.measuring import BEAMS, WIDE, WIDTHS, MakeDrafter, bucket, measure_costs, observe
 from eagle_fsd.target import TargetModel
 from eagle_fsd.tuning import Choice, Observation, choose
 
@@ -39,22 +40,25 @@ class TreeChooser:
     ) -> None:
         self.target, self.make_drafter, self.drafted = target, make_drafter, drafted
         device = target.device
-        cuda = device.type == "cuda"
+        cpu = device.type == "cpu"
+        name_of = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         self.made_by = {
             "version": __version__,
             "torch": torch.__version__,
             "target": target_identity(name, target.model),
             "head": digest([*head.parameters(), *head.buffers()]),
             "layers": sorted({type(layer).__name__ for layer in target.model.modules()}),  # packed, quantised
-            "device": torch.cuda.get_device_name(device) if cuda else [platform.node(), platform.machine()],
-            "threads": None if cuda else torch.get_num_threads(),
+            "attention": target.config._attn_implementation,
+            "device": [device.type, name_of, platform.node()],
+            "placed": str(getattr(target.model, "hf_device_map", None)),
+            "threads": torch.get_num_threads() if cpu else None,
         }
         self.observed: dict[object, list[Observation]] = {}
 
     def __call__(
         self,
         wanted: AutoTree,
-        prompts: Sequence[Sequence[int]],
+        prompts: Callable[[], Sequence[Sequence[int]]],
         rule: AcceptanceRule,
         sampling: SamplingConfig,
         batch: int,
@@ -62,24 +66,49 @@ class TreeChooser:
     ) -> Choice:
         """The best tree for texts of about `context` tokens, `batch` at a time.
 
-        prompts (token ids) are answered for the observation, where nothing is remembered.
+        prompts: the texts (token ids) that the head is watched on, asked for where nothing is remembered.
         """
+        if wanted.depth is not None and wanted.depth >= max(WIDTHS):
+            raise ValueError(
+                f"depth is {wanted.depth}: a measured tree has at most {max(WIDTHS)} nodes, the root among "
+                "them; lower depth, or give total_tokens"
+            )
         batch, context = 2 ** (batch - 1).bit_length(), bucket(context)
-        setting = [repr(wanted), repr(rule), asdict(sampling), batch, context]
+        setting = [repr(wanted), repr(rule), repr(sampling), batch, context]
         key = hashlib.sha256(json.dumps([self.made_by, setting], sort_keys=True).encode()).hexdigest()[:24]
         known = read_choices().get(key)
         if known is not None:
             return known
+        if not (texts := prompts()):
+            raise ValueError("prompts are empty: a tree is chosen on texts; give some, as token ids")
         logger.warning("measuring this target, head and machine once, to choose the draft tree's size ...")
+        try:
+            choice = self.measured(wanted, texts, rule, sampling, batch, context)
+        except torch.OutOfMemoryError:
+            logger.warning("out of memory while measuring: taking tree %s", TreeConfig())
+            return Choice(TreeConfig(), math.nan, math.nan, math.nan)
+        if " at 0x" not in repr(rule):  # an address, which tells no rule from another
+            remember(key, choice)
+        return choice
+
+    def measured(
+        self,
+        wanted: AutoTree,
+        texts: Sequence[Sequence[int]],
+        rule: AcceptanceRule,
+        sampling: SamplingConfig,
+        batch: int,
+        context: int,
+    ) -> Choice:
+        """The choice by measurements made now."""
         beams = [beam for beam in BEAMS if beam <= self.drafted] if wanted.top_k is None else [wanted.top_k]
         costs = measure_costs(self.target, self.make_drafter, beams, batch, context, rule, sampling)
         about = (repr(rule), sampling)
         if about not in self.observed:
-            wide = TreeConfig(WIDE.total_tokens, WIDE.depth, min(WIDE.top_k, self.drafted))
-            self.observed[about] = observe(self.target, self.make_drafter, prompts, rule, sampling, wide)
-        choice = choose(costs, self.observed[about], wanted)
-        remember(key, choice)
-        return choice
+            nodes, depth, beam = WIDE
+            wide = TreeConfig.within(nodes, depth, min(beam, self.drafted))
+            self.observed[about] = observe(self.target, self.make_drafter, texts, rule, sampling, wide)
+        return choose(costs, self.observed[about], wanted)
 
 
 def cache_file() -> Path:
@@ -111,5 +140,5 @@ def remember(key: str, choice: Choice) -> None:
         partial = file.with_suffix(f".{os.getpid()}.partial")
         partial.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
         partial.replace(file)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, TypeError) as error:
         logger.info("the tree is not remembered: %s", error)

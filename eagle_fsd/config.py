@@ -67,6 +67,11 @@ class TreeConfig:
             raise ValueError(f"tree is {text!r}: it must be total_tokens/depth/top_k; 16/5/8 is one")
         return cls(*map(int, sizes))
 
+    @classmethod
+    def within(cls, total_tokens: int, depth: int, top_k: int) -> TreeConfig:
+        """The tree of at most so many nodes: fewer where depth and top_k do not give them."""
+        return cls(min(total_tokens, cls(1, depth, top_k).candidates + 1), depth, top_k)
+
     @property
     def reach(self) -> int:
         """The depth that a tree of so many nodes can have: deeper levels would be drafted for nothing."""

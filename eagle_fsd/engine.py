@@ -143,9 +143,9 @@ class EagleFSD:
         base_model: a Hub id (optionally `@revision`), a folder, a .gguf file, or "smollm2-135m". ea_model: a
         Hub id, a folder, or None for the head that ships with the package. dtype: None is float32 on a CPU
         and bfloat16 on CUDA. pack: on a CPU keep a second, blocked copy of the weights, which makes a step
-        about twice as fast. full_vocabulary: draft over all of the target's tokens, also with a head that has
-        a list of frequent ones. Raises ValueError for anything that cannot be had, does not fit or is not
-        supported.
+        about twice as fast; not with a device_map. full_vocabulary: draft over all of the target's tokens,
+        also with a head that has a list of frequent ones. Raises ValueError for anything that cannot be had,
+        does not fit or is not supported.
         """
         base_model = os.fspath(base_model)
         ea_model = None if ea_model is None else os.fspath(ea_model)
@@ -200,12 +200,11 @@ class EagleFSD:
 
         rule: when a drafted token is accepted; None is Lossless(). tree: the draft tree's size;
         total_tokens=1 is plain decoding, and AutoTree() measures which is fastest here. seed: row r of an int
-        seed s draws what a single prompt with seed s + r draws. eos_token_id: None is the model's own. Texts
-        end after an end token, at max_new_tokens, or where the model's positions end. Raises ValueError for
-        bad arguments.
+        seed s draws what a single prompt with seed s + r draws with the same tree. eos_token_id: None is the
+        model's own. Texts end after an end token, at max_new_tokens, or where the model's positions end.
+        Raises ValueError for bad arguments.
         """
         input_ids = as_ids(input_ids)
-        start = time.perf_counter()
         steps, stats, watch, tree = self._start(
             input_ids,
             attention_mask,
@@ -218,6 +217,7 @@ class EagleFSD:
             seed=seed,
             eos_token_id=eos_token_id,
         )
+        start = time.perf_counter()  # what choosing a tree took is not part of it
         new_tokens: list[list[int]] = [[] for _ in stats]
         for chunks in steps:
             for row, chunk in enumerate(chunks):
@@ -283,18 +283,28 @@ class EagleFSD:
         """The draft tree with the most tokens per second for texts of about `context` tokens, `batch` at a
         time: measured the first time, which takes seconds, and remembered on disk.
 
-        prompts: token ids of texts to watch the head on, where there is no tokenizer for our own.
+        prompts: token ids of texts to watch the head on, where our own cannot be had: without a tokenizer, or
+        where its chat template takes no lone user turn.
         """
         if self.head is None:
             raise ValueError("there is no draft head to choose a tree for: pass one to EagleFSD")
+        drafted = self.draft_vocab_size or self.target.vocab_size
+        self._check_beam(wanted.top_k or 1)
         if self._chooser is None:
-            drafted = self.draft_vocab_size or self.target.vocab_size
             self._chooser = TreeChooser(self.target, self.head, self._eagle_drafter, drafted, self.base_model)
-        if self.tokenizer is not None:
-            prompts = [encode(self.tokenizer, prompt)[0].tolist() for prompt in WATCHED]
-        choice = self._chooser(wanted, prompts, rule, sampling, batch, context)
+        choice = self._chooser(wanted, lambda: self._watched() or prompts, rule, sampling, batch, context)
         logger.info("%s", choice)
         return choice
+
+    def _watched(self) -> list[list[int]]:
+        """Our own texts as prompts for this target; none where it has no way to read them."""
+        if self.tokenizer is None:
+            return []
+        raw = not getattr(self.tokenizer, "chat_template", None)
+        try:
+            return [encode(self.tokenizer, prompt, raw=raw)[0].tolist() for prompt in WATCHED]
+        except ValueError:
+            return []
 
     @property
     def pad_token_id(self) -> int:
@@ -316,7 +326,8 @@ class EagleFSD:
         seed: int | Sequence[int] = 0,
         eos_token_id: int | Sequence[int] | None = None,
     ) -> tuple[Iterator[list[list[int]]], list[GenerationStats], Stopwatch, TreeConfig]:
-        """Check the arguments and set one batch up; nothing runs before the first step is asked for."""
+        """Check the arguments, settle the tree and set one batch up; nothing of the texts runs before the
+        first step is asked for."""
         require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
         tree = TreeConfig() if tree is None else tree
         if not isinstance(tree, (TreeConfig, AutoTree)):
@@ -387,12 +398,7 @@ class EagleFSD:
             raise ValueError(
                 "there is no draft head: pass one to EagleFSD, or a tree of one node, TreeConfig(1)"
             )
-        drafted = self.draft_vocab_size or self.target.vocab_size
-        if tree.top_k > drafted:
-            whose = "vocabulary" if self.draft_vocab_size is None else "head's draft vocabulary"
-            raise ValueError(
-                f"top_k of the tree is {tree.top_k}: the {whose} has {drafted} tokens; lower top_k"
-            )
+        self._check_beam(tree.top_k)
         trained = self.head.config.trained_positions or self.head.config.max_position_embeddings
         if max(lengths) > trained:
             logger.warning(
@@ -402,6 +408,12 @@ class EagleFSD:
                 trained,
             )
         return self._eagle_drafter(len(lengths), capacity + tree.top_k * (tree.reach - 1))
+
+    def _check_beam(self, top_k: int) -> None:
+        drafted = self.draft_vocab_size or self.target.vocab_size
+        if top_k > drafted:
+            whose = "vocabulary" if self.draft_vocab_size is None else "head's draft vocabulary"
+            raise ValueError(f"top_k of the tree is {top_k}: the {whose} has {drafted} tokens; lower top_k")
 
     def _eagle_drafter(self, batch: int, capacity: int) -> EagleDrafter:
         return EagleDrafter(self.head, self.vocabulary, batch, capacity, self.device)

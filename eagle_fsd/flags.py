@@ -95,7 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--no-pack",
         dest="pack",
         action="store_false",
-        help="on a CPU, do not keep the second, blocked copy of the weights: slower, half the memory",
+        help="on a CPU, do not keep the second, blocked copy of the weights: slower, half the memory "
+        "(--device-map keeps none)",
     )
 
     group = parser.add_argument_group("acceptance")
@@ -165,7 +166,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=sampling.top_p, metavar="P", help="1 keeps every token (default)"
     )
     group.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="the same seed gives the same text (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="the same seed and tree give the same text (default: 0)",
     )
     group.add_argument(
         "--max-new-tokens",

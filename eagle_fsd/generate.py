@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from eagle_fsd.engine import EagleFSD
+    from eagle_fsd.engine import EagleFSD, TokenStream
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
 
@@ -68,14 +68,14 @@ def answer_prompt(
     model: EagleFSD, prompt: str, args: Namespace, options: dict[str, Any], out: TextIO
 ) -> Answer:
     """Run one prompt, writing its text to `out` as it is made unless --json holds it back."""
-    from eagle_fsd.stats import GenerationStats
     from eagle_fsd.text import Detokenizer, encode
 
     with users_mistakes():
         input_ids = encode(model.tokenizer, prompt, args.system, args.raw)
-    answer = Answer(prompt_tokens=input_ids.shape[1], stats=GenerationStats())
+        stream = model.stream(input_ids, **options)  # measures the tree, where that is asked for
+    answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree))
     if args.baseline:
-        warm_up(model, input_ids, options)
+        warm_up(model, input_ids, {**options, "tree": stream.tree})
     detokenizer = Detokenizer(model.tokenizer, context=input_ids[0].tolist() if args.raw else ())
 
     def show(piece: str) -> None:
@@ -87,7 +87,7 @@ def answer_prompt(
     try:
         with (
             held_interrupt() as stop,
-            contextlib.closing(run_steps(model, input_ids, options, answer)) as steps,
+            contextlib.closing(run_steps(stream)) as steps,
         ):
             for token_ids in steps:
                 answer.token_ids += token_ids
@@ -110,13 +110,9 @@ def answer_prompt(
     return answer
 
 
-def run_steps(
-    model: EagleFSD, input_ids: Tensor, options: dict[str, Any], answer: Answer
-) -> Iterator[list[int]]:
-    """The tokens of each step. What the engine refuses before the first is the user's mistake."""
+def run_steps(stream: TokenStream) -> Iterator[list[int]]:
+    """The tokens of each step. What the engine refuses in the first is the user's mistake."""
     with users_mistakes():
-        stream = model.stream(input_ids, **options)
-        answer.stats, answer.tree = stream.stats, str(stream.tree)
         steps = iter(stream)
         first = next(steps, [])
     yield first

@@ -1,7 +1,11 @@
-"""The measurements behind a tree chosen by cost: parts of a step timed, a few texts watched; some seconds."""
+"""The measurements behind a tree chosen by cost: parts of a step timed, a few texts watched.
+
+Seconds for a small target; a large one on a slow device is measured less often, and may still take minutes.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -23,9 +27,11 @@ from eagle_fsd.tuning import DEPTHS, Costs, Observation, Witness
 
 WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BEAMS = (1, 2, 4, 8, 10)
-WIDE = TreeConfig(48, 8, 10)  # what is watched; smaller trees follow from it
+WIDE = (max(WIDTHS), max(DEPTHS), max(BEAMS))  # what is watched; smaller trees follow from it
 NEW_TOKENS = 40  # of each text that is watched
-REPEATS = 5
+TIMED_TOKENS = 8  # of the texts that only time accept and keep
+LONGEST = 20.0  # seconds that a text is watched; the step in hand is finished
+REPEATS, ENOUGH = 5, 0.5  # calls that are timed, fewer of a call so slow that they take more seconds
 SHORTEST = 128  # contexts up to here cost alike
 
 MakeDrafter = Callable[[int, int], Drafter]  # of a batch size and a capacity
@@ -38,24 +44,28 @@ def run_texts(
     rule: AcceptanceRule,
     sampling: SamplingConfig,
     tree: TreeConfig,
+    new_tokens: int = NEW_TOKENS,
+    eos_token_ids: Sequence[int] = (),
 ) -> tuple[Drafter, float]:
     """Decode the prompts as one batch; the drafter, and the seconds of accept and keep in a step."""
-    capacity = max(map(len, prompts)) + NEW_TOKENS + tree.total_tokens + 1
+    capacity = max(map(len, prompts)) + new_tokens + tree.total_tokens + 1
     drafter = make_drafter(len(prompts), capacity)
     request = Request(
         tokens=right_padded(prompts, 0).to(target.device),
         lengths=[len(prompt) for prompt in prompts],
-        limits=[max(1, min(NEW_TOKENS, target.max_positions - len(prompt))) for prompt in prompts],
-        eos_token_ids=target.eos_token_ids,
+        limits=[max(1, min(new_tokens, target.max_positions - len(prompt))) for prompt in prompts],
+        eos_token_ids=eos_token_ids,
         rule=rule,
         tree=tree,
         sampling=sampling,
     )
     session, watch = TargetSession(target, len(prompts), capacity), Stopwatch(synchronizer(target.device))
     stats = [GenerationStats() for _ in prompts]
-    steps = sum(
-        1 for _ in decode(request, session, drafter, RowRandom(0, len(prompts), target.device), stats, watch)
-    )
+    random, steps, start = RowRandom(0, len(prompts), target.device), 0, time.monotonic()
+    for _ in decode(request, session, drafter, random, stats, watch):
+        steps += 1
+        if time.monotonic() - start > LONGEST:
+            break
     return drafter, (watch.seconds["accept"] + watch.seconds["keep"]) / steps
 
 
@@ -65,11 +75,17 @@ def observe(
     prompts: Sequence[Sequence[int]],
     rule: AcceptanceRule,
     sampling: SamplingConfig,
-    wide: TreeConfig = WIDE,
+    wide: TreeConfig,
 ) -> list[Observation]:
     """Steps of a few texts with the wide tree."""
     witness, _ = run_texts(
-        target, lambda *sizes: Witness(make_drafter(*sizes)), prompts, rule, sampling, wide
+        target,
+        lambda *sizes: Witness(make_drafter(*sizes)),
+        prompts,
+        rule,
+        sampling,
+        wide,
+        eos_token_ids=target.eos_token_ids,
     )
     return witness.observations
 
@@ -106,12 +122,16 @@ def measure_costs(
         first = timed(lambda tree=shallow: drafter.draft(roots, tree), target.device)
         all_five = timed(lambda tree=deep: drafter.draft(roots, tree), target.device)
         draft[beam] = (first, max(all_five - first, 0.0) / 4)
-    prompts = [[0] * 4] * batch
-    _, plain_rest = run_texts(
-        target, lambda *_: NoDrafter(target.vocab_size), prompts, rule, sampling, TreeConfig(1)
-    )
-    _, rest = run_texts(target, make_drafter, prompts, rule, sampling, TreeConfig(16, 5, min(8, max(beams))))
-    return Costs(verify, draft, rest, verify[1] + plain_rest)
+
+    def rest_of(make: MakeDrafter, tree: TreeConfig) -> float:
+        prompts = [[0] * 4] * batch
+        for _ in range(2):  # the first one is warm-up
+            _, seconds = run_texts(target, make, prompts, rule, sampling, tree, TIMED_TOKENS)
+        return seconds
+
+    plain = verify[1] + rest_of(lambda *_: NoDrafter(target.vocab_size), TreeConfig(1))
+    rest = rest_of(make_drafter, TreeConfig.within(16, 5, min(8, max(beams))))
+    return Costs(verify, draft, rest, plain)
 
 
 def star(roots: Tensor, width: int, vocab_size: int) -> DraftTree:
@@ -129,21 +149,21 @@ def star(roots: Tensor, width: int, vocab_size: int) -> DraftTree:
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call, after two untimed ones."""
+    """Median seconds of a call, after an untimed one."""
     wait = synchronizer(device) or (lambda: None)
-    seconds = []
-    for turn in range(2 + REPEATS):
+    seconds: list[float] = []
+    while len(seconds) <= REPEATS and sum(seconds) < ENOUGH:
         wait()
         start = time.perf_counter()
         work()
         wait()
-        if turn >= 2:
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:] or seconds)
 
 
 def synchronizer(device: torch.device) -> Callable[[], None] | None:
-    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
+    """What waits for the device's queued work; None on a CPU, which queues none."""
+    return None if device.type == "cpu" else functools.partial(torch.accelerator.synchronize, device)
 
 
 def bucket(tokens: int) -> int:

@@ -20,8 +20,8 @@ ROWS = 16  # oneDNN blocks a weight for about so many rows; measured alike from 
 class PackedLinear(nn.Linear):
     """A stand-in for an nn.Linear, with its very parameters.
 
-    packed: the weight as it was when it was packed or last moved. Training, autocast and `plain_linears` take
-    the plain weight.
+    packed: the weight as it was when it was packed, loaded or last moved: one that is changed in place is not
+    seen. Training, autocast and `plain_linears` take the plain weight.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -41,6 +41,10 @@ class PackedLinear(nn.Linear):
         self.packed: Tensor | None = None
         if packable(self.weight):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), ROWS)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._pack()
 
     def __getstate__(self) -> dict[str, Any]:  # for copies: a packed tensor has no storage to copy
         return {name: value for name, value in self.__dict__.items() if name != "packed"}

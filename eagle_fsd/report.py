@@ -29,7 +29,7 @@ class Answer:
 
     prompt_tokens: int
     stats: GenerationStats
-    tree: str | None = None
+    tree: str
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     interrupted: bool = False
@@ -92,7 +92,8 @@ def to_json(model: EagleFSD, answer: Answer, rule: AcceptanceRule, baseline: boo
 
 
 def summary(answer: Answer, rule: AcceptanceRule) -> str:
-    """`128 tokens in 3.2 s (40.0 tok/s), tau 2.31, 17 fuzzy accepts, js <= 0.3 hybrid`; the comparison."""
+    """`128 tokens in 3.2 s (40.0 tok/s), tau 2.31, 17 fuzzy accepts, js <= 0.3 hybrid, tree 8/4/4`, and the
+    comparison."""
     stats = answer.stats
     fields = rule_fields(rule)
     if not fields["threshold"]:
@@ -101,7 +102,7 @@ def summary(answer: Answer, rule: AcceptanceRule) -> str:
         name = f"{fields['divergence']} <= {fields['threshold']} {fields['mode']}"
     line = speed(stats, len(answer.token_ids))
     accepts = "relaxed" if name == "typical" else "fuzzy"
-    line += f", tau {stats.tau:.2f}, {stats.fuzzy_accepts} {accepts} accepts, {name}"
+    line += f", tau {stats.tau:.2f}, {stats.fuzzy_accepts} {accepts} accepts, {name}, tree {answer.tree}"
     if answer.interrupted:
         line += ", interrupted"
     if answer.baseline is not None and answer.baseline_ids is not None:

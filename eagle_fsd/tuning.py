@@ -1,9 +1,10 @@
 """A tree chosen by cost: what a step takes by the tree's size, and what a head gets accepted by it.
 
 Observations are the steps of a few texts decoded with one wide tree. What a smaller tree would have got
-accepted follows from the same steps, since the better-scored nodes of the wide tree are its own. The size
-with the most tokens per second is taken, or plain decoding where drafting does not pay. measuring.py takes
-both measurements.
+accepted follows from the same steps, since the better-scored nodes of the wide tree are its own (some of a
+tree that is nearly as wide and much shallower are not in the wide one; it is thought a little worse than it
+is). The size with the most tokens per second is taken, or plain decoding where drafting does not pay.
+measuring.py takes both measurements.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def choose(costs: Costs, observations: Sequence[Observation], wanted: AutoTree) 
             for width, tau in taus.items():
                 if not depth < width <= 1 + beam + (depth - 1) * beam**2:
                     continue  # a deeper tree than nodes, or more nodes than candidates
-                tree = TreeConfig(width, depth, beam)
+                tree = TreeConfig(int(width), int(depth), int(beam))
                 speed = tau / costs.step(tree)
                 least = MARGIN if best.tree.total_tokens == 1 else 1.0
                 if speed > least * best.tokens_per_second:

@@ -72,6 +72,17 @@ def main() -> None:
             method(name, engine, functools.partial(stock_target, engine, arguments.base_model), setting)
             for name in dict.fromkeys(arguments.methods)
         ]
+        if "lookup" in arguments.methods and max(arguments.batch_size) > 1:
+            raise ValueError(
+                f"batch_size is {max(arguments.batch_size)} with lookup: Hugging Face's takes one prompt "
+                "at a time; leave it out of --methods"
+            )
+        longest = max(arguments.context or [0]) + arguments.max_new_tokens
+        if longest > engine.target.max_positions:
+            raise ValueError(
+                f"context and max_new_tokens are {longest} together: the target has "
+                f"{engine.target.max_positions} positions; lower --context or --max-new-tokens"
+            )
         sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
         arguments.output.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:

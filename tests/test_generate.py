@@ -117,7 +117,7 @@ def test_text_goes_to_stdout_and_one_line_to_stderr(
 ) -> None:
     code, out, err = run(capsys, "Hello?")
     assert (code, out) == (0, REPLY + "\n")
-    assert err == "22 tokens in 4.0 s (5.5 tok/s), tau 2.75, 0 fuzzy accepts, lossless\n"
+    assert err == "22 tokens in 4.0 s (5.5 tok/s), tau 2.75, 0 fuzzy accepts, lossless, tree 16/5/8\n"
     assert model.calls[0][1] == "<user>Hello?<answer>"
 
 
@@ -612,7 +612,10 @@ def test_ctrl_c_ends_after_the_step(model: ScriptedModel, capsys: pytest.Capture
     model.during = press_ctrl_c({1: 1})
     code, out, err = run(capsys, "Hello?")
     assert (code, out) == (130, "Grüß\n")
-    assert err == "6 tokens in 1.0 s (6.0 tok/s), tau 3.00, 0 fuzzy accepts, lossless, interrupted\n"
+    assert (
+        err
+        == "6 tokens in 1.0 s (6.0 tok/s), tau 3.00, 0 fuzzy accepts, lossless, tree 16/5/8, interrupted\n"
+    )
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -66,6 +66,14 @@ def test_a_packed_layer_moves_and_copies_with_its_weight() -> None:
     assert made.double().packed is None and made(x.double()).dtype == torch.float64
 
 
+def test_a_packed_layer_sees_weights_that_are_loaded() -> None:
+    made, other = PackedLinear(layer()), nn.Linear(48, 80)
+    made.load_state_dict(other.state_dict())
+    x = torch.randn(3, 48)
+    with torch.inference_mode():
+        torch.testing.assert_close(made(x), other(x), rtol=1e-5, atol=1e-6)
+
+
 def test_gradients_flow_as_through_the_plain_layer() -> None:
     plain, x = layer(), torch.randn(3, 48)
     PackedLinear(plain)(x).square().sum().backward()

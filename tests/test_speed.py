@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.comparison import quartiles, results, table
 from eagle_fsd.evaluation.likelihood import log_likelihood
 from eagle_fsd.evaluation.speed import Answers, Method, Setting, fuzzy, method, race, stretched
+from eagle_fsd.packing import PackedLinear, pack_linears
 from eagle_fsd.stats import GenerationStats
 from eagle_fsd.target import TargetModel
 
@@ -30,6 +31,13 @@ def engine() -> EagleFSD:
     return EagleFSD(TargetModel(tiny_model()), tiny_head())
 
 
+def speed_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("speed", Path(__file__).parents[1] / "eval" / "speed.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
 def stub(name: str, seconds: float, calls: list[tuple[str, int, int]]) -> Method:
     """Answers every prompt with two tokens in one step."""
 
@@ -37,7 +45,7 @@ def stub(name: str, seconds: float, calls: list[tuple[str, int, int]]) -> Method
         calls.append((name, len(prompts), most))
         many = len(prompts)
         stats = GenerationStats(steps=many, new_tokens=2 * many, seconds=seconds, verify_seconds=seconds / 2)
-        return Answers([[1, 2]] * many, stats, None if name == "hf" else TreeConfig(4))
+        return Answers([[1, 2]] * many, stats, 1, None if name == "hf" else TreeConfig(4))
 
     return Method(name, answer)
 
@@ -71,10 +79,10 @@ def test_results_are_ratios_of_sums_with_quartiles() -> None:
     assert plain.ratios["hf"] == pytest.approx((2.0, 2.0, 2.0))
     assert lossless.ratios["hf"] == pytest.approx((4.0, 4.0, 4.0)) and "lossless" not in lossless.ratios
     assert hf.ratios["plain"] == pytest.approx((0.5, 0.5, 0.5))
-    assert plain.milliseconds["verify"] == pytest.approx(1000 * 1.5 / 2.5)
+    assert plain.milliseconds["verify"] == pytest.approx(500.0)  # three batches of one step each
     text = table([hf, plain, lossless])
     assert (
-        "| 2 | lossless | 4/5/8 | 6.7 | 2.00 | 300.0 |" in text and "| 4.00 (4.00 to 4.00) | 2.00 (" in text
+        "| 2 | lossless | 4/5/8 | 6.7 | 2.00 | 250.0 |" in text and "| 4.00 (4.00 to 4.00) | 2.00 (" in text
     )
     assert "context" not in text and "draft ms" not in text
     assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 3.0, 4.0] and quartiles([7.0]) == [7.0] * 3
@@ -145,9 +153,7 @@ def test_the_script_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    spec = importlib.util.spec_from_file_location("speed", Path(__file__).parents[1] / "eval" / "speed.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = speed_script()
     model = engine()
     fake = SimpleNamespace(from_pretrained=lambda *_, **__: model)
     monkeypatch.setattr(script, "EagleFSD", fake)
@@ -168,7 +174,24 @@ def test_the_script_end_to_end(
     monkeypatch.setattr(sys, "argv", f"{argv} --methods lossless --tree auto".split())
     script.main()
     assert "| 1 | lossless | " in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", f"{argv} --methods fast".split())
-    with pytest.raises(SystemExit):
-        script.main()
-    assert "method is 'fast'" in capsys.readouterr().err
+    for wrong, complaint in (
+        ("--methods fast", "method is 'fast'"),
+        ("--methods lookup --batch-size 1 2", "batch_size is 2 with lookup"),
+        ("--context 251", "context and max_new_tokens are 257 together: the target has 256 positions"),
+        ("--context 0", "context is 0"),
+    ):
+        monkeypatch.setattr(sys, "argv", f"{argv} {wrong}".split())
+        with pytest.raises(SystemExit):
+            script.main()
+        assert complaint in capsys.readouterr().err
+
+
+def test_the_stock_target_is_loaded_where_ours_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = speed_script()
+    plain = engine()
+    assert script.stock_target(plain, "tiny") is plain.target
+    packed = EagleFSD(TargetModel(pack_linears(tiny_model())), tiny_head())
+    monkeypatch.setattr(script.hub, "load_target", lambda *_: (tiny_model(), None))
+    stock = script.stock_target(packed, "tiny")
+    assert stock is not packed.target and stock is script.stock_target(packed, "tiny")
+    assert not any(isinstance(layer, PackedLinear) for layer in stock.model.modules())

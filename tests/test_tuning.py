@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_models import prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
@@ -190,13 +192,13 @@ def test_a_choice_is_measured_once_and_remembered(
     assert caplog.text.count("measuring") == 1
     assert list(read_choices().values()) == [first]
     for other in (
-        lambda: again.choose_tree(AutoTree(depth=2), Lossless(), GREEDY, 1, 50),
-        lambda: again.choose_tree(AutoTree(), Fuzzy(0.3), GREEDY, 1, 50),
-        lambda: again.choose_tree(AutoTree(), Lossless(), SamplingConfig(1.0), 1, 50),
-        lambda: again.choose_tree(AutoTree(), Lossless(), GREEDY, 2, 50),
-        lambda: again.choose_tree(AutoTree(), Lossless(), GREEDY, 1, 200),
+        lambda: again.choose_tree(AutoTree(depth=2), Lossless(), GREEDY, 1, 50, [[1]]),
+        lambda: again.choose_tree(AutoTree(), Fuzzy(0.3), GREEDY, 1, 50, [[1]]),
+        lambda: again.choose_tree(AutoTree(), Lossless(), SamplingConfig(1.0), 1, 50, [[1]]),
+        lambda: again.choose_tree(AutoTree(), Lossless(), GREEDY, 2, 50, [[1]]),
+        lambda: again.choose_tree(AutoTree(), Lossless(), GREEDY, 1, 200, [[1]]),
         lambda: EagleFSD(again.target, tiny_head(1), base_model="tiny").choose_tree(
-            AutoTree(), Lossless(), GREEDY, 1, 50
+            AutoTree(), Lossless(), GREEDY, 1, 50, [[1]]
         ),
     ):
         with pytest.raises(pytest.fail.Exception, match="remembered"):
@@ -240,6 +242,94 @@ def test_there_must_be_a_head() -> None:
 def test_sizes_that_cannot_be(sizes: tuple[int | None, int | None], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         AutoTree(*sizes)
+
+
+@pytest.mark.parametrize("wanted", [AutoTree(top_k=1), AutoTree(depth=1), AutoTree(2, 3), AutoTree(top_k=96)])
+def test_a_part_of_the_size_may_be_given(wanted: AutoTree) -> None:
+    found = engine().choose_tree(wanted, Lossless(), GREEDY, 1, 50, prompts_of([5])).tree
+    assert found.total_tokens == 1 or wanted.depth in (None, found.depth)
+    assert found.total_tokens == 1 or wanted.top_k in (None, found.top_k)
+
+
+def test_a_head_of_two_tokens() -> None:
+    head = tiny_head().restrict(torch.tensor([3, 7]))
+    model = EagleFSD(TargetModel(tiny_model()), head, base_model="two")
+    assert model.generate(prompts_of([5]), max_new_tokens=3, tree=AutoTree()).tree.top_k <= 8
+
+
+@pytest.mark.parametrize(
+    ("wanted", "prompts", "complaint"),
+    [
+        (AutoTree(top_k=97), [[1]], "top_k of the tree is 97: the vocabulary has 96 tokens"),
+        (AutoTree(depth=64), [[1]], "depth is 64: a measured tree has at most 64 nodes"),
+        (AutoTree(), [], "prompts are empty: a tree is chosen on texts"),
+    ],
+)
+def test_trees_that_cannot_be_measured(
+    wanted: AutoTree, prompts: list[list[int]], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autotree_module, "measure_costs", lambda *_: pytest.fail("refused before"))
+    with pytest.raises(ValueError, match=complaint):
+        engine().choose_tree(wanted, Lossless(), SamplingConfig(0.25), 1, 50, prompts)
+
+
+class NoTemplate:
+    """A base model's tokenizer: it reads text, and knows no chats."""
+
+    chat_template = None
+    pad_token_id = 0
+
+    def __call__(self, text: str, return_tensors: str) -> dict[str, Tensor]:
+        return {"input_ids": torch.tensor([[len(word) for word in text.split()]])}
+
+
+def test_targets_without_a_chat_template() -> None:
+    model = EagleFSD(TargetModel(tiny_model()), tiny_head(), NoTemplate(), base_model="base")
+    assert [min(map(len, model._watched()))] == [5]
+    assert isinstance(model.generate([[1, 2]], max_new_tokens=2, tree=AutoTree()).tree, TreeConfig)
+    model.tokenizer.chat_template = "broken"  # apply_chat_template is missing, as if it raised
+    assert model._watched() == []
+
+
+def test_measuring_is_no_part_of_a_generations_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = engine()
+
+    def slow(*_: object) -> Choice:
+        time.sleep(0.5)
+        return Choice(TreeConfig(4, 3, 2), 1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(model, "choose_tree", slow)
+    output = model.generate(prompts_of([5]), max_new_tokens=2, tree=AutoTree())
+    assert output.stats[0].seconds < 0.4 and output.tree == TreeConfig(4, 3, 2)
+
+
+def test_out_of_memory_takes_the_usual_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+
+    def full(*_: object) -> Costs:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(autotree_module, "measure_costs", full)
+    assert engine().generate(prompts_of([5]), max_new_tokens=2, tree=AutoTree()).tree == TreeConfig()
+    assert read_choices() == {}
+
+
+def test_a_wide_tree_that_is_cut_still_ranks_what_it_holds() -> None:
+    """A path's node has its place in a narrower tree also where the wide one lacks candidates."""
+    model = engine()
+
+    def make(*sizes: int) -> Witness:
+        return Witness(model._eagle_drafter(*sizes))
+
+    follow, sampling = Fuzzy(math.inf, mode="paper", child="likeliest"), GREEDY
+    whole, _ = run_texts(model.target, make, prompts_of([6]), follow, sampling, EVERYTHING, 40)
+    cut, _ = run_texts(model.target, make, prompts_of([6]), follow, sampling, TreeConfig(9, 4, 3), 40)
+    all_of, some_of = whole.observations[0], cut.observations[0]
+    shared = min(len(all_of.path), len(some_of.path))
+    assert shared > 0
+    for depth, beam in ((1, 1), (2, 2), (3, 2), (4, 3)):
+        ranks, mine = path_ranks(all_of, depth, beam), path_ranks(some_of, depth, beam)
+        assert mine[:shared] == ranks[: len(mine[:shared])]
 
 
 def test_a_target_of_few_positions() -> None:

@@ -53,6 +53,7 @@ def results(rows: Sequence[Mapping[str, Any]]) -> list[Result]:
                     low, _, high = quartiles(single)
                     ratios[base] = (rate(runs) / rate(others), low, high)
             steps = sum(row["steps"] for row in runs)
+            batch_steps = sum(row["batch_steps"] for row in runs)
             likelihoods = [row["log_likelihood"] for row in runs if row.get("log_likelihood") is not None]
             found.append(
                 Result(
@@ -63,7 +64,7 @@ def results(rows: Sequence[Mapping[str, Any]]) -> list[Result]:
                     tokens_per_second=rate(runs),
                     tau=sum(row["new_tokens"] for row in runs) / max(steps, 1),
                     milliseconds={
-                        phase: 1000 * sum(row[f"{phase}_seconds"] for row in runs) / max(steps / size, 1)
+                        phase: 1000 * sum(row[f"{phase}_seconds"] for row in runs) / max(batch_steps, 1)
                         for phase in PHASES[1:]
                     },
                     prefill_seconds=sum(row["prefill_seconds"] for row in runs) / len(runs),

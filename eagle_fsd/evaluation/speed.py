@@ -33,11 +33,20 @@ LOOKUP_TOKENS = 10  # prompt lookup proposes so many, as Hugging Face's document
 
 @dataclass(frozen=True)
 class Answers:
-    """New tokens of a batch of prompts, its statistics as one, and the draft trees' size, if any."""
+    """New tokens of a batch of prompts, its statistics as one, the steps that the whole batch took, and the
+    draft trees' size, if any."""
 
     tokens: list[list[int]]
     stats: GenerationStats
+    steps: int
     tree: TreeConfig | None = None
+
+    @classmethod
+    def of(
+        cls, tokens: list[list[int]], rows: Sequence[GenerationStats], tree: TreeConfig | None = None
+    ) -> Answers:
+        """The answers of one batch from its rows' statistics."""
+        return cls(tokens, GenerationStats.total(rows, concurrent=True), max(row.steps for row in rows), tree)
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ def ours(
             seed=setting.seed,
             **asdict(setting.sampling),
         )
-        return Answers(output.new_tokens, GenerationStats.total(output.stats, concurrent=True), output.tree)
+        return Answers.of(output.new_tokens, output.stats, output.tree)
 
     return answer
 
@@ -115,7 +124,7 @@ def hugging_face(
         tokens, stats = generate_alone(
             target, prompts, most, setting.sampling, setting.seed, pad, options=options
         )
-        return Answers(tokens, GenerationStats.total(stats, concurrent=True))
+        return Answers.of(tokens, stats)
 
     return answer
 
@@ -168,6 +177,7 @@ def race(
                     "prompts": list(places),
                     "tree": answers.tree and str(answers.tree),
                     **answers.stats.to_dict(),
+                    "batch_steps": answers.steps,
                     "peak_memory": peak_memory(device),
                     **note(part, answers.tokens),
                 }

@@ -39,11 +39,15 @@ def write_atomically(path: Path, text: str) -> None:
 def sole_run(folder: Path) -> Iterator[None]:
     """Keep other runs out of a folder; a killed process lets go of it. ValueError where one is at work."""
     folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", blocking=False)
     try:
-        with FileLock(folder / ".lock", blocking=False):
-            yield
+        lock.acquire()
     except Timeout as error:
         raise ValueError(
             f"{folder} is in use: two runs would overwrite each other's checkpoints; wait for the other one, "
             "or name another --output"
         ) from error
+    try:
+        yield
+    finally:
+        lock.release()
