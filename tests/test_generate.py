@@ -302,7 +302,7 @@ def test_baseline(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
     code, out, err = run(capsys, *flags)
     assert (code, out) == (0, "Grüß\n")
     assert err.endswith("target alone: 6 tokens in 12.0 s (0.5 tok/s), the same text; speed ratio 12.00\n")
-    assert [call for call, _, _ in model.calls] == ["generate", "target_alone", "stream", "target_alone"]
+    assert [call for call, _, _ in model.calls] == ["stream", "generate", "target_alone", "target_alone"]
     expected = {"max_new_tokens": 6, "temperature": 0.6, "top_k": 0, "top_p": 0.9, "seed": 5}
     assert model.calls[-1][2] == expected
     _, out, _ = run(capsys, "--json", *flags)

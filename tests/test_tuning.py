@@ -93,11 +93,8 @@ def test_rows_that_end_are_observed_to_their_last_step_but_one() -> None:
     target = model.target
     target.model.generation_config.eos_token_id = list(range(0, 96, 7))
     seen = observe(target, model._eagle_drafter, prompts_of([5, 9, 12]), Lossless(), GREEDY, EVERYTHING)
-    drafter, _ = run_texts(
-        target, lambda *sizes: Witness(model._eagle_drafter(*sizes)), prompts_of([5]), Lossless(), GREEDY,
-        EVERYTHING,
-    )  # fmt: skip
-    assert len(seen) > len(drafter.observations) > 0
+    alone = observe(target, model._eagle_drafter, prompts_of([5]), Lossless(), GREEDY, EVERYTHING)
+    assert len(seen) > len(alone) > 0
 
 
 # --- what is taken ---
