@@ -13,8 +13,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd import EagleFSD, TreeConfig
-from eagle_fsd.evaluation.arguments import check_sizes, parser_of
+from eagle_fsd import TreeConfig
+from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
 from eagle_fsd.evaluation.greedy import compare, reference
 from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.provenance import provenance
@@ -24,6 +24,7 @@ MOST_EXCUSED = 2  # prompts whose text may part at a near tie
 
 def main() -> None:
     parser = parser_of(__doc__)
+    parser.set_defaults(dtype="float32")  # in half precision forwards of several rows round otherwise
     parser.add_argument("--tree", nargs="+", default=["16/5/8", "60/6/10"], help="total_tokens/depth/top_k")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4], help="default: %(default)s")
     parser.add_argument(
@@ -37,7 +38,7 @@ def main() -> None:
     try:
         check_sizes(arguments, *arguments.batch_size)
         trees = [TreeConfig.parse(tree) for tree in arguments.tree]
-        engine = EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, dtype="float32")
+        engine = load_engine(arguments)
         sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
         prompts = [ids for prompts in sets.values() for ids in prompts]
         kept = read_reference(arguments.reference)

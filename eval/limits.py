@@ -8,37 +8,20 @@ all weights once, nor than multiplying with them n times.
 
 from __future__ import annotations
 
-import argparse
-
-from eagle_fsd import EagleFSD
 from eagle_fsd.config import require_integer
+from eagle_fsd.evaluation.arguments import load_engine, model_parser
 from eagle_fsd.evaluation.limits import forwards, machine, packed, table
-from eagle_fsd.hub import DEFAULT_TARGET
 from eagle_fsd.measuring import BEAMS
 from eagle_fsd.provenance import provenance
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--base-model", default=DEFAULT_TARGET, help="target: Hub id, folder or .gguf file")
-    add("--ea-model", help="draft head: Hub id or folder (default: the shipped one)")
-    add("--context", type=int, default=256, help="tokens in the cache; default: %(default)s")
-    add("--dtype", help="default: float32 on a CPU, bfloat16 on CUDA")
-    add("--device", help="default: CUDA where there is one, else the CPU")
-    add("--no-pack", dest="pack", action="store_false", help="leave the linear layers as they are")
+    parser = model_parser(__doc__)
+    parser.add_argument("--context", type=int, default=256, help="tokens in the cache; default: %(default)s")
     arguments = parser.parse_args()
     try:
         require_integer("context", arguments.context, 1, "256 is usual")
-        engine = EagleFSD.from_pretrained(
-            arguments.base_model,
-            arguments.ea_model,
-            dtype=arguments.dtype,
-            device=arguments.device,
-            pack=arguments.pack,
-        )
+        engine = load_engine(arguments)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     here = machine(engine.device, engine.dtype)

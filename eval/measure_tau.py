@@ -12,9 +12,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd import EagleFSD, Fuzzy, SamplingConfig, TreeConfig
+from eagle_fsd import Fuzzy, SamplingConfig, TreeConfig
 from eagle_fsd.config import CHILDREN
-from eagle_fsd.evaluation.arguments import check_sizes, parser_of
+from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
 from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.evaluation.tau import Cell, run, table
 from eagle_fsd.provenance import provenance
@@ -22,6 +22,7 @@ from eagle_fsd.provenance import provenance
 
 def main() -> None:
     parser = parser_of(__doc__)
+    parser.set_defaults(dtype="float32")
     parser.add_argument(
         "--output", type=Path, required=True, help="JSONL of rows; a later run resumes from it"
     )
@@ -45,7 +46,6 @@ def main() -> None:
     )
     parser.add_argument("--mode", nargs="+", default=["hybrid"], choices=["hybrid", "paper"])
     parser.add_argument("--child", nargs="+", default=["draft"], choices=CHILDREN)
-    parser.add_argument("--dtype", default="float32", help="default: %(default)s")
     arguments = parser.parse_args()
 
     try:
@@ -56,7 +56,7 @@ def main() -> None:
             SamplingConfig(temperature, arguments.top_k, arguments.top_p) if temperature else SamplingConfig()
             for temperature in arguments.temperature
         ]
-        engine = EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, dtype=arguments.dtype)
+        engine = load_engine(arguments)
         prompts = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
         cells = [
             Cell(name, len(ids), arguments.max_new_tokens, sampling, tree, dtype=arguments.dtype, **rule)

@@ -19,7 +19,7 @@ from typing import Any
 
 from eagle_fsd import AutoTree, EagleFSD, SamplingConfig, TreeConfig, hub
 from eagle_fsd.config import require_integer
-from eagle_fsd.evaluation.arguments import check_sizes, parser_of
+from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
 from eagle_fsd.evaluation.comparison import results, table
 from eagle_fsd.evaluation.likelihood import log_likelihood
 from eagle_fsd.evaluation.plots import plot_speed, require_matplotlib
@@ -45,9 +45,6 @@ def main() -> None:
     add("--top-p", type=float, default=1.0, help="default: 1")
     add("--top-k", type=int, default=0, help="default: 0, every token")
     add("--seed", type=int, default=0)
-    add("--dtype", help="default: float32 on a CPU, bfloat16 on CUDA")
-    add("--device", help="default: CUDA where there is one, else the CPU")
-    add("--no-pack", dest="pack", action="store_false", help="leave the linear layers as they are")
     add("--likelihood", action="store_true", help="also score every answer by the target (not timed)")
     arguments = parser.parse_args()
     try:
@@ -61,13 +58,7 @@ def main() -> None:
             tree=AutoTree() if arguments.tree == "auto" else TreeConfig.parse(arguments.tree),
             seed=arguments.seed,
         )
-        engine = EagleFSD.from_pretrained(
-            arguments.base_model,
-            arguments.ea_model,
-            dtype=arguments.dtype,
-            device=arguments.device,
-            pack=arguments.pack,
-        )
+        engine = load_engine(arguments)
         methods = [
             method(name, engine, functools.partial(stock_target, engine, arguments.base_model), setting)
             for name in dict.fromkeys(arguments.methods)

@@ -316,3 +316,22 @@ def test_the_scripts_end_to_end(
         run(*greedy_run)
     shown = capsys.readouterr().out
     assert shown.count("2 of 3 equal") == 2 and "prompt=1, position=3" in shown
+
+
+def test_the_models_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def load(*names: str, **options: Any) -> str:
+        seen.update(options, names=names)
+        return "engine"
+
+    monkeypatch.setattr(EagleFSD, "from_pretrained", load)
+    flags = "--base-model m --ea-model h --dtype bfloat16 --device cpu --no-pack --full-vocabulary"
+    assert load_engine(model_parser("x").parse_args(flags.split())) == "engine"
+    assert seen == {
+        "names": ("m", "h"),
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "pack": False,
+        "full_vocabulary": True,
+    }

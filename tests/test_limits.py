@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def test_the_script_end_to_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     engine = EagleFSD(TargetModel(tiny_model()), tiny_head())
-    monkeypatch.setattr(script, "EagleFSD", SimpleNamespace(from_pretrained=lambda *_, **__: engine))
+    monkeypatch.setattr(script, "load_engine", lambda _: engine)
     monkeypatch.setattr(script, "machine", lambda *_: Machine(2e9, 3e9))
     monkeypatch.setattr(sys, "argv", ["x", "--context", "20"])
     script.main()

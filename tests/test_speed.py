@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -155,8 +155,7 @@ def test_the_script_end_to_end(
     pytest.importorskip("matplotlib")
     script = speed_script()
     model = engine()
-    fake = SimpleNamespace(from_pretrained=lambda *_, **__: model)
-    monkeypatch.setattr(script, "EagleFSD", fake)
+    monkeypatch.setattr(script, "load_engine", lambda _: model)
     monkeypatch.setattr(script, "prompt_sets", lambda *_: {"a": prompts_of([4, 6]), "b": prompts_of([3])})
     argv = f"x --prompts a.jsonl --methods hf plain js:0.5:paper --max-new-tokens 6 --output {tmp_path}/out"
     monkeypatch.setattr(

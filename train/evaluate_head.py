@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd import EagleFSD, TreeConfig
-from eagle_fsd.evaluation.arguments import check_sizes, parser_of
+from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
 from eagle_fsd.evaluation.head import HeadReport, observe
 from eagle_fsd.evaluation.plots import plot_calibration, require_matplotlib
 from eagle_fsd.evaluation.prompts import prompt_sets
@@ -34,8 +34,6 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--tree", default="16/5/8", help="total_tokens/depth/top_k; default: %(default)s")
     parser.add_argument("--batch-size", type=int, default=8, help="default: %(default)s; 1 for tokens/s")
-    parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on CUDA")
-    parser.add_argument("--device", help="default: CUDA where there is one, else the CPU")
     parser.add_argument(
         "--output", type=Path, required=True, help="folder of report.json and calibration.png"
     )
@@ -46,9 +44,7 @@ def main() -> None:
         if tree.total_tokens == 1:
             raise ValueError("tree 1 has no drafts to look at: give a larger one, 16/5/8")
         require_matplotlib()
-        engine = EagleFSD.from_pretrained(
-            arguments.base_model, arguments.ea_model, dtype=arguments.dtype, device=arguments.device
-        )
+        engine = load_engine(arguments)
         sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
         prompts = [ids for prompts in sets.values() for ids in prompts]
         report, answers = observe(engine, prompts, tree, arguments.max_new_tokens, arguments.batch_size)

@@ -6,16 +6,40 @@ import argparse
 from pathlib import Path
 
 from eagle_fsd.config import require_integer
+from eagle_fsd.engine import EagleFSD
 from eagle_fsd.hub import DEFAULT_TARGET
 
 
-def parser_of(description: str) -> argparse.ArgumentParser:
-    """A parser with the common arguments; the description is shown as it is."""
+def model_parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the arguments of `load_engine`; the description is shown as it is."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--base-model", default=DEFAULT_TARGET, help="target: Hub id, folder or .gguf file")
-    parser.add_argument("--ea-model", help="draft head: Hub id or folder (default: the shipped one)")
+    add = parser.add_argument
+    add("--base-model", default=DEFAULT_TARGET, help="target: Hub id, folder or .gguf file")
+    add("--ea-model", help="draft head: Hub id or folder (default: the shipped one)")
+    add("--dtype", help="default: float32 on a CPU, bfloat16 on CUDA")
+    add("--device", help="default: CUDA where there is one, else the CPU")
+    add("--no-pack", dest="pack", action="store_false", help="leave the linear layers as they are")
+    add("--full-vocabulary", action="store_true", help="draft over all tokens, whatever the head's list")
+    return parser
+
+
+def load_engine(arguments: argparse.Namespace) -> EagleFSD:
+    """The target and head that a parser's arguments name."""
+    return EagleFSD.from_pretrained(
+        arguments.base_model,
+        arguments.ea_model,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        pack=arguments.pack,
+        full_vocabulary=arguments.full_vocabulary,
+    )
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """A parser with the arguments of the models and of the prompts."""
+    parser = model_parser(description)
     parser.add_argument(
         "--prompts",
         type=Path,

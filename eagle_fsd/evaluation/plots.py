@@ -47,6 +47,8 @@ def plot_speed(found: Sequence[Result], path: Path) -> None:
     """Tokens per second by method, a panel for each context and batch size, to a PNG."""
     from matplotlib.figure import Figure
 
+    from eagle_fsd.evaluation.speed import HUGGING_FACE  # which needs transformers
+
     groups: dict[str, list[Result]] = {}
     for one in found:
         where = "" if one.context is None else f", context {one.context}"
@@ -59,7 +61,7 @@ def plot_speed(found: Sequence[Result], path: Path) -> None:
         bars = panel.barh(
             [one.method for one in mine],
             [one.tokens_per_second for one in mine],
-            color=[INK if one.ratios or len(mine) == 1 else FAINT for one in mine],
+            color=[FAINT if one.method in HUGGING_FACE else INK for one in mine],
             height=0.6,
         )
         panel.bar_label(bars, labels=[label(one) for one in mine], padding=3, fontsize=9)
@@ -71,7 +73,7 @@ def plot_speed(found: Sequence[Result], path: Path) -> None:
 
 
 def label(one: Result) -> str:
-    first = next(iter(one.ratios.items()), None)
+    first = None if one.method == "hf" else next(iter(one.ratios.items()), None)
     return f"{one.tokens_per_second:.1f}" + (f"  ({first[1][0]:.2f} x {first[0]})" if first else "")
 
 

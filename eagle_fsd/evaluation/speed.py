@@ -175,7 +175,7 @@ def race(
                     "batch_size": batch_size,
                     "context": context,
                     "prompts": list(places),
-                    "tree": answers.tree and str(answers.tree),
+                    "tree": str(answers.tree) if answers.tree and answers.tree.total_tokens > 1 else None,
                     **answers.stats.to_dict(),
                     "batch_steps": answers.steps,
                     "peak_memory": peak_memory(device),
