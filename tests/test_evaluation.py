@@ -14,6 +14,7 @@ from tiny_models import KnowingEngine, greedy_alone, prompts_of, tiny_head, tiny
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation import greedy, tau
+from eagle_fsd.evaluation.arguments import load_engine, model_parser
 from eagle_fsd.evaluation.prompts import batches, chat_prompts, prompt_sets, set_name
 from eagle_fsd.target import TargetModel
 
