@@ -42,6 +42,8 @@ TOY = {  # sizes at which a command does all that it does, in seconds; a later f
     "measure_tau": "--max-new-tokens 6 --temperature 0",
     "check_greedy": "--max-new-tokens 6 --tree 16/5/8",
     "publish": "",
+    "speed": "--prompts prompts.jsonl --limit 1 --methods hf plain lossless --max-new-tokens 4",
+    "limits": "--context 16",
 }
 MAKE = [line for line in commands() if line.startswith("make ")]
 
