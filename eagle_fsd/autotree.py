@@ -21,6 +21,7 @@ import torch
 from eagle_fsd import __version__
 from eagle_fsd.acceptance import AcceptanceRule
 from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig
+from eagle_fsd.files import write_atomically
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import digest, target_identity
 from eagle_fsd.measuring import BEAMS, WIDE, WIDTHS, MakeDrafter, bucket, measure_costs, observe
@@ -54,6 +55,7 @@ class TreeChooser:
             "threads": torch.get_num_threads() if cpu else None,
         }
         self.observed: dict[object, list[Observation]] = {}
+        self.chosen: dict[str, Choice] = {}  # by key, so that the file is read once for each
 
     def __call__(
         self,
@@ -76,9 +78,23 @@ class TreeChooser:
         batch, context = 2 ** (batch - 1).bit_length(), bucket(context)
         setting = [repr(wanted), repr(rule), repr(sampling), batch, context]
         key = hashlib.sha256(json.dumps([self.made_by, setting], sort_keys=True).encode()).hexdigest()[:24]
-        known = read_choices().get(key)
-        if known is not None:
-            return known
+        if key not in self.chosen:
+            self.chosen[key] = read_choices().get(key) or self.new(
+                key, wanted, prompts, rule, sampling, batch, context
+            )
+        return self.chosen[key]
+
+    def new(
+        self,
+        key: str,
+        wanted: AutoTree,
+        prompts: Callable[[], Sequence[Sequence[int]]],
+        rule: AcceptanceRule,
+        sampling: SamplingConfig,
+        batch: int,
+        context: int,
+    ) -> Choice:
+        """A choice that nothing remembers: measured and, where that can be, remembered."""
         if not (texts := prompts()):
             raise ValueError("prompts are empty: a tree is chosen on texts; give some, as token ids")
         logger.warning("measuring this target, head and machine once, to choose the draft tree's size ...")
@@ -137,8 +153,6 @@ def remember(key: str, choice: Choice) -> None:
         file = cache_file()
         file.parent.mkdir(parents=True, exist_ok=True)
         records = {old: asdict(one) for old, one in read_choices().items()} | {key: asdict(choice)}
-        partial = file.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-        partial.replace(file)
+        write_atomically(file, json.dumps(records, indent=1) + "\n")
     except (OSError, RuntimeError, TypeError) as error:
         logger.info("the tree is not remembered: %s", error)

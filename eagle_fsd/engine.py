@@ -288,10 +288,11 @@ class EagleFSD:
         """
         if self.head is None:
             raise ValueError("there is no draft head to choose a tree for: pass one to EagleFSD")
-        drafted = self.draft_vocab_size or self.target.vocab_size
         self._check_beam(wanted.top_k or 1)
         if self._chooser is None:
-            self._chooser = TreeChooser(self.target, self.head, self._eagle_drafter, drafted, self.base_model)
+            self._chooser = TreeChooser(
+                self.target, self.head, self.make_drafter, self._drafted, self.base_model
+            )
         choice = self._chooser(wanted, lambda: self._watched() or prompts, rule, sampling, batch, context)
         logger.info("%s", choice)
         return choice
@@ -340,7 +341,8 @@ class EagleFSD:
             require_sparse(rule.divergence, self.draft_vocab_size)
         tokens, lengths = unpad(input_ids, attention_mask, self.target.vocab_size)
         limits = [min(max_new_tokens, self._room(row, length)) for row, length in enumerate(lengths)]
-        rule, sampling = rule or Lossless(), SamplingConfig(temperature, top_k, top_p)
+        rule = Lossless() if rule is None else rule
+        sampling = SamplingConfig(temperature, top_k, top_p)
         if isinstance(tree, AutoTree):
             prompts = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
             context = max(lengths) + max(limits) // 2
@@ -407,15 +409,22 @@ class EagleFSD:
                 max(lengths),
                 trained,
             )
-        return self._eagle_drafter(len(lengths), capacity + tree.top_k * (tree.reach - 1))
+        return self.make_drafter(len(lengths), capacity + tree.top_k * (tree.reach - 1))
 
     def _check_beam(self, top_k: int) -> None:
-        drafted = self.draft_vocab_size or self.target.vocab_size
-        if top_k > drafted:
+        if top_k > self._drafted:
             whose = "vocabulary" if self.draft_vocab_size is None else "head's draft vocabulary"
-            raise ValueError(f"top_k of the tree is {top_k}: the {whose} has {drafted} tokens; lower top_k")
+            raise ValueError(
+                f"top_k of the tree is {top_k}: the {whose} has {self._drafted} tokens; lower top_k"
+            )
 
-    def _eagle_drafter(self, batch: int, capacity: int) -> EagleDrafter:
+    @property
+    def _drafted(self) -> int:
+        """How many tokens the draft scores."""
+        return self.draft_vocab_size or self.target.vocab_size
+
+    def make_drafter(self, batch: int, capacity: int) -> EagleDrafter:
+        """A drafter for so many texts, of at most so many pairs and beam nodes each."""
         return EagleDrafter(self.head, self.vocabulary, batch, capacity, self.device)
 
     def _output(

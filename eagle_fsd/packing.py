@@ -94,6 +94,11 @@ def linear_of_rows(linear: nn.Linear, rows: Tensor, device: torch.device) -> nn.
     return PackedLinear(made) if isinstance(linear, PackedLinear) else made
 
 
+def is_packed(module: nn.Module) -> bool:
+    """Whether any layer inside is packed."""
+    return any(isinstance(layer, PackedLinear) for layer in module.modules())
+
+
 @contextmanager
 def plain_linears(module: nn.Module) -> Iterator[None]:
     """The module as it was before packing, for a while."""

@@ -25,7 +25,7 @@ from eagle_fsd.evaluation.likelihood import log_likelihood
 from eagle_fsd.evaluation.plots import plot_speed, require_matplotlib
 from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.evaluation.speed import Setting, method, race, write
-from eagle_fsd.packing import PackedLinear
+from eagle_fsd.packing import is_packed
 from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel
 
@@ -108,7 +108,7 @@ def main() -> None:
 @functools.cache
 def stock_target(engine: EagleFSD, base_model: str) -> TargetModel:
     """The target as Hugging Face loads it; the engine's own where nothing of it is packed."""
-    if not any(isinstance(layer, PackedLinear) for layer in engine.target.model.modules()):
+    if not is_packed(engine.target.model):
         return engine.target
     return TargetModel(hub.load_target(base_model, engine.dtype, engine.device)[0])
 

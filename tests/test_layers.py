@@ -26,7 +26,7 @@ LAYERS = [
         "stats",
     },
     {"tensors", "vocabulary"},
-    {"sampling", "tree", "head"},
+    {"files", "sampling", "tree", "head"},
     {"cache", "checkpoint"},
     {"acceptance", "target", "draft", "placement", "download"},
     {"baseline", "decoding", "loading", "tuning"},

@@ -23,8 +23,7 @@ from training_world import (
 
 from eagle_fsd.hub import load_head, resolve_head
 from eagle_fsd.training.data import read_jsonl
-from eagle_fsd.training.files import sole_run
-from eagle_fsd.training.runs import BEST, read_checkpoint, read_log
+from eagle_fsd.training.runs import BEST, read_checkpoint, read_log, sole_run
 from eagle_fsd.training.trainer import Trainer
 
 

@@ -32,12 +32,12 @@ from training_world import (
 
 from eagle_fsd.architecture import LogitsTransform
 from eagle_fsd.config import HeadConfig
+from eagle_fsd.files import write_atomically
 from eagle_fsd.head import DraftHead
 from eagle_fsd.training import runs as runs_module
 from eagle_fsd.training import shards as shards_module
 from eagle_fsd.training import trainer as trainer_module
 from eagle_fsd.training.evaluation import HeldOut, best_tokens, evaluate, hold_out
-from eagle_fsd.training.files import write_atomically
 from eagle_fsd.training.loss import (
     LossWeights,
     unroll,

@@ -62,7 +62,7 @@ def test_a_smaller_tree_follows_from_the_wide_one(small: str) -> None:
     made: list[Both] = []
 
     def drafter(*sizes: int) -> Both:
-        made.append(Both(Witness(model._eagle_drafter(*sizes)), model._eagle_drafter(*sizes), config))
+        made.append(Both(Witness(model.make_drafter(*sizes)), model.make_drafter(*sizes), config))
         return made[0]
 
     follow = Fuzzy(math.inf, mode="paper")  # so that paths are long, whatever the head is worth
@@ -92,8 +92,8 @@ def test_rows_that_end_are_observed_to_their_last_step_but_one() -> None:
     model = engine()
     target = model.target
     target.model.generation_config.eos_token_id = list(range(0, 96, 7))
-    seen = observe(target, model._eagle_drafter, prompts_of([5, 9, 12]), Lossless(), GREEDY, EVERYTHING)
-    alone = observe(target, model._eagle_drafter, prompts_of([5]), Lossless(), GREEDY, EVERYTHING)
+    seen = observe(target, model.make_drafter, prompts_of([5, 9, 12]), Lossless(), GREEDY, EVERYTHING)
+    alone = observe(target, model.make_drafter, prompts_of([5]), Lossless(), GREEDY, EVERYTHING)
     assert len(seen) > len(alone) > 0
 
 
@@ -162,7 +162,7 @@ def test_what_is_asked_for_is_kept() -> None:
 
 def test_costs_are_of_every_width_and_beam() -> None:
     model = engine()
-    found = measure_costs(model.target, model._eagle_drafter, [1, 4], 2, 64, Lossless(), GREEDY)
+    found = measure_costs(model.target, model.make_drafter, [1, 4], 2, 64, Lossless(), GREEDY)
     assert set(found.verify) == {1, *WIDTHS} and set(found.draft) == {1, 4}
     assert min(found.verify.values()) > 0 and found.rest > 0 and found.plain > found.verify[1]
     assert found.step(TreeConfig(8, 3, 4)) > found.verify[8]
@@ -316,7 +316,7 @@ def test_a_wide_tree_that_is_cut_still_ranks_what_it_holds() -> None:
     model = engine()
 
     def make(*sizes: int) -> Witness:
-        return Witness(model._eagle_drafter(*sizes))
+        return Witness(model.make_drafter(*sizes))
 
     follow, sampling = Fuzzy(math.inf, mode="paper", child="likeliest"), GREEDY
     whole, _ = run_texts(model.target, make, prompts_of([6]), follow, sampling, EVERYTHING, 40)

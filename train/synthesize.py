@@ -17,6 +17,7 @@ import logging
 from pathlib import Path
 
 from eagle_fsd import SamplingConfig, hub
+from eagle_fsd.files import write_atomically
 from eagle_fsd.packing import pack_linears
 from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel
@@ -28,7 +29,6 @@ from eagle_fsd.training.conversations import (
     self_prompts,
     without_overlap,
 )
-from eagle_fsd.training.files import write_atomically
 
 logger = logging.getLogger("synthesize")
 

@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
 from eagle_fsd.config import HeadConfig, require_integer
+from eagle_fsd.files import write_atomically
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import target_identity
 from eagle_fsd.packing import pack_linears
@@ -39,10 +40,9 @@ from eagle_fsd.training.batching import softmax_tokens, split_held_out
 from eagle_fsd.training.command import add_paths, add_text_arguments, read_examples, run_command
 from eagle_fsd.training.curves import plot_curves
 from eagle_fsd.training.features import OnlineFeatures, estimate, extract_all
-from eagle_fsd.training.files import sole_run, write_atomically
 from eagle_fsd.training.loss import LossWeights
 from eagle_fsd.training.readout import Readout
-from eagle_fsd.training.runs import BEST, read_checkpoint
+from eagle_fsd.training.runs import BEST, read_checkpoint, sole_run
 from eagle_fsd.training.schedule import TrainConfig, initialise
 from eagle_fsd.training.shards import Features, StoredFeatures
 from eagle_fsd.training.trackers import TRACKERS, require_tracker

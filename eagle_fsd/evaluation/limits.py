@@ -16,7 +16,7 @@ from eagle_fsd.acceptance import Lossless
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.measuring import Costs, measure_costs, timed
-from eagle_fsd.packing import PackedLinear, pack_linears, plain_linears
+from eagle_fsd.packing import pack_linears, plain_linears
 
 LARGE = 512 * 2**20  # bytes, more than any cache
 SQUARE = 2048
@@ -63,9 +63,7 @@ def forwards(
     layers = [layer for layer in engine.target.model.modules() if isinstance(layer, nn.Linear)]
     parameters = sum(layer.weight.numel() for layer in layers)
     weight_bytes = sum(layer.weight.numel() * layer.weight.dtype.itemsize for layer in layers)
-    costs = measure_costs(
-        engine.target, engine._eagle_drafter, beams, 1, context, Lossless(), SamplingConfig()
-    )
+    costs = measure_costs(engine.target, engine.make_drafter, beams, 1, context, Lossless(), SamplingConfig())
     found = []
     for nodes, verify in costs.verify.items():
         inputs = [torch.randn(nodes, layer.in_features).to(layer.weight) for layer in layers]
@@ -101,7 +99,3 @@ def table(found: Sequence[Forward]) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def packed(engine: EagleFSD) -> bool:
-    return any(isinstance(layer, PackedLinear) for layer in engine.target.model.modules())

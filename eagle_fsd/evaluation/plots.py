@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eagle_fsd.files import whole_file
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -78,6 +80,5 @@ def label(one: Result) -> str:
 
 
 def save(figure: Figure, path: Path) -> None:
-    partial = path.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=150)
-    partial.replace(path)
+    with whole_file(path) as partial:
+        figure.savefig(partial, format="png", dpi=150)

@@ -18,13 +18,13 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.config import SamplingConfig, require_integer
+from eagle_fsd.files import write_atomically
 from eagle_fsd.identity import differences, target_identity
 from eagle_fsd.prompts import prompt_of, read_prompts
 from eagle_fsd.target import TargetModel
 from eagle_fsd.tensors import one_line
 from eagle_fsd.text import encode
 from eagle_fsd.training.data import overlap, word_runs
-from eagle_fsd.training.files import write_atomically
 from eagle_fsd.training.synthesis import Answer, Question, write_answers
 
 logger = logging.getLogger(__name__)

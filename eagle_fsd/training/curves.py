@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.training.files import whole_file
+from eagle_fsd.files import whole_file
 from eagle_fsd.training.runs import read_log
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from eagle_fsd.files import write_atomically
 from eagle_fsd.identity import differences
 from eagle_fsd.training.data import Example, batches_by_length
-from eagle_fsd.training.files import write_atomically
 from eagle_fsd.training.shards import MANIFEST, FeatureSequence, read_manifest, shard_path, write_shard
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""A run's folder: its checkpoint, its best head and its log, none of them ever half written."""
+"""A run's folder: its checkpoint, its best head and its log, none of them ever half written or shared."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from filelock import FileLock, Timeout
 
+from eagle_fsd.files import whole_file, write_atomically
 from eagle_fsd.tensors import one_line
-from eagle_fsd.training.files import whole_file, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,24 @@ BEST = "best.pt"
 LOG = "log.jsonl"
 # What torch.load raises for a file that is cut short or another's.
 DAMAGE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, LookupError, TypeError, ValueError)
+
+
+@contextmanager
+def sole_run(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder; a killed process lets go of it. ValueError where one is at work."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", blocking=False)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise ValueError(
+            f"{folder} is in use: two runs would overwrite each other's checkpoints; wait for the other one, "
+            "or name another --output"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

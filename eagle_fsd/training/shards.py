@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle_fsd.files import whole_file
 from eagle_fsd.identity import differences
 from eagle_fsd.tensors import one_line
-from eagle_fsd.training.files import whole_file
 
 MANIFEST = "manifest.json"
 

@@ -1,4 +1,4 @@
-"""Files that a reader sees whole or not at all, and folders that one run has to itself."""
+"""Files that a reader sees whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from eagle_fsd.tensors import one_line
@@ -33,21 +32,3 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a small text file so that a reader never sees half of it."""
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def sole_run(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder; a killed process lets go of it. ValueError where one is at work."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock", blocking=False)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise ValueError(
-            f"{folder} is in use: two runs would overwrite each other's checkpoints; wait for the other one, "
-            "or name another --output"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
