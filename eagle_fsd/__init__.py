@@ -7,10 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless, Typical
+    from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
     from eagle_fsd.config import AutoTree, HeadConfig, SamplingConfig, TreeConfig
     from eagle_fsd.engine import EagleFSD, GenerationOutput
     from eagle_fsd.head import DraftHead
+    from eagle_fsd.rules import Typical
     from eagle_fsd.stats import GenerationStats
 
 __version__ = "0.1.0"
@@ -27,7 +28,7 @@ _HOMES = {
     "Lossless": "acceptance",
     "SamplingConfig": "config",
     "TreeConfig": "config",
-    "Typical": "acceptance",
+    "Typical": "rules",
 }
 __all__ = [
     "AcceptanceRule",

@@ -10,18 +10,24 @@ N nodes, M draft distributions, V vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from eagle_fsd.config import CHILDREN, SamplingConfig, require_choice, require_integer, require_number
+from eagle_fsd.config import (
+    CHILDREN,
+    HYBRID,
+    PAPER,
+    SamplingConfig,
+    require_choice,
+    require_guards,
+    require_number,
+)
 from eagle_fsd.divergence import divergence_named
 from eagle_fsd.sampling import RowRandom, draw, warp
 from eagle_fsd.tree import DraftTree
-
-HYBRID, PAPER = "hybrid", "paper"
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,8 @@ class Verdict:
     path: [B, depth + 1] node indices, root first, -1 padded. length: [B], nodes on the path, which is also
     the number of tokens that the step emits. tokens: [B, depth + 1] the emitted tokens, -1 padded: the path's
     drafted tokens, then next_token [B]. fuzzy: [B, depth + 1] bool, whether that node of the path was a fuzzy
-    accept.
+    accept. asked: [B, depth + 1] bool, whether the rule had a say at that node (see max_consecutive,
+    exact_prefix). chances: [B, N], the rule's own; None where it has none.
     """
 
     path: Tensor
@@ -39,42 +46,53 @@ class Verdict:
     tokens: Tensor
     next_token: Tensor
     fuzzy: Tensor
+    asked: Tensor
+    chances: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What a rule may look at: a tree, what the target says of it, and one uniform number per node.
+    """What a rule may look at: a tree and what the target says of it.
 
     logits: [B, N, V] float32, the target's, raw. probs: [B, N, V] float32, p after temperature, top-k and
-    top-p; None when greedy, which warps nothing. uniforms: [B, N]. eos: [E] token ids that end a text.
+    top-p; None when greedy, which warps nothing. eos: [E] token ids that end a text.
     """
 
     tree: DraftTree
     logits: Tensor
     probs: Tensor | None
-    uniforms: Tensor
     eos: Tensor
     sampling: SamplingConfig
 
-    def node_log_probs(self) -> Tensor:
-        """Raw log p [B, N] of every node's token at its parent; the root's is meaningless."""
-        parents, tokens = self.tree.parents.clamp(min=0), self.tree.tokens
-        norm = self.logits.logsumexp(-1).gather(1, parents)
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        return self.logits[rows, parents, tokens] - norm
+    @classmethod
+    def of(cls, tree: DraftTree, logits: Tensor, sampling: SamplingConfig, eos: Tensor) -> Verified:
+        """What a target's logits [B, N, V] float32 say of a tree, under the user's sampling."""
+        return cls(tree, logits, None if sampling.greedy else warp(logits, sampling), eos, sampling)
 
-    def allowed_children(self, exact_eos: bool) -> Tensor:
-        """[B, N, N] bool: the children that a relaxed rule may choose among.
+    def of_token(self, table: Tensor) -> Tensor:
+        """What a table [B, N, V] has for each node's token at its parent: [B, N]; of the root nothing."""
+        rows = torch.arange(len(table), device=table.device)[:, None]
+        return table[rows, self.tree.parents.clamp(min=0), self.tree.tokens]
 
-        A child must have p > 0 after the user's warpers; when greedy, the raw p decides.
+    def of_parent(self, table: Tensor) -> Tensor:
+        """What a table [B, N] has for each node's parent: [B, N]; of the root nothing."""
+        return table.gather(1, self.tree.parents.clamp(min=0))
+
+    def log_p(self) -> Tensor:
+        """Raw log p [B, N] of every node's token at its parent."""
+        return self.of_token(self.logits) - self.of_parent(self.logits.logsumexp(-1))
+
+    def allowed(self, exact_eos: bool) -> Tensor:
+        """[B, N] bool: the nodes that a relaxed rule may follow.
+
+        They must have p > 0 after the user's warpers; when greedy, the raw p decides.
         """
-        parents, tokens = self.tree.parents.clamp(min=0), self.tree.tokens
-        support, floor = (self.logits, -torch.inf) if self.probs is None else (self.probs, 0.0)
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        allowed = support[rows, parents, tokens] > floor  # [B, N]
+        allowed = self.of_token(self.logits) > -torch.inf
+        if self.probs is not None:
+            allowed = self.of_token(self.probs) > 0
         if exact_eos:
-            allowed &= ~torch.isin(tokens, self.eos)
-        return self.tree.children & allowed[:, None, :]
+            allowed &= ~torch.isin(self.tree.tokens, self.eos)
+        return allowed & (self.tree.parents >= 0)
 
 
 class AcceptanceRule(Protocol):
@@ -94,8 +112,11 @@ class AcceptanceRule(Protocol):
     @property
     def exact_prefix(self) -> int: ...
 
-    def follow(self, verified: Verified) -> Tensor | None:
-        """The child [B, N] that the rule would follow at each node, -1 for none; None: never any."""
+    def chances(self, verified: Verified) -> Tensor | None:
+        """How likely the rule, asked at a node's parent, follows that node: [B, N]; None: never any.
+
+        Siblings' chances sum to at most 1; with the rest the rule follows none.
+        """
 
 
 @dataclass(frozen=True)
@@ -106,7 +127,7 @@ class Lossless:
     max_consecutive: ClassVar[int | None] = None
     exact_prefix: ClassVar[int] = 0
 
-    def follow(self, verified: Verified) -> None:
+    def chances(self, verified: Verified) -> None:
         return None
 
 
@@ -143,33 +164,28 @@ class Fuzzy:
             "threshold", self.threshold, 0.0, math.inf, "0 is lossless, inf always follows the draft"
         )
         divergence_named(self.divergence)
-        require_choice("mode", self.mode, (HYBRID, PAPER))
         require_choice("child", self.child, CHILDREN)
         require_number("min_p", self.min_p, 0.0, 1.0, "0 turns the guard off")
         require_number("max_overshoot", self.max_overshoot, 0.0, math.inf, "inf turns the guard off")
-        if self.max_consecutive is not None:
-            require_integer("max_consecutive", self.max_consecutive, 0, "None turns the guard off")
-        require_integer("exact_prefix", self.exact_prefix, 0, "0 turns the guard off")
+        require_guards(self.mode, self.max_consecutive, self.exact_prefix)
 
-    def follow(self, verified: Verified) -> Tensor | None:
+    def chances(self, verified: Verified) -> Tensor | None:
         # T = 0 must stay lossless where a perfect head makes the divergence exactly 0, so it is a switch,
         # not a bound.
         if self.threshold == 0 or not verified.tree.owners.shape[1]:
             return None
-        eligible = verified.allowed_children(self.exact_eos)  # [B, N, N]
-        eligible &= self.close_nodes(verified)[:, :, None]
-        log_p, log_q = verified.node_log_probs(), verified.tree.node_log_q()  # [B, N]
+        eligible = verified.allowed(self.exact_eos) & verified.of_parent(self.close_nodes(verified))  # [B, N]
+        log_p, log_q = verified.log_p(), verified.tree.node_log_q()
         if self.min_p > 0:
-            best = verified.logits.amax(-1) - verified.logits.logsumexp(-1)  # [B, N] of each node
-            best = best.gather(1, verified.tree.parents.clamp(min=0))
-            eligible &= (log_p >= best + math.log(self.min_p))[:, None, :]
+            best = verified.of_parent(verified.logits.amax(-1) - verified.logits.logsumexp(-1))
+            eligible &= log_p >= best + math.log(self.min_p)
         if self.max_overshoot < math.inf:
-            eligible &= (log_q.exp() <= self.max_overshoot * log_p.exp())[:, None, :]
+            eligible &= log_q.exp() <= self.max_overshoot * log_p.exp()
         if self.child == "target":
-            return likeliest_child(eligible, log_p)
+            return likeliest(verified.tree, eligible, log_p)
         if self.child == "likeliest" or verified.sampling.greedy:
-            return likeliest_child(eligible, log_q)
-        return drawn_child(eligible, log_q, verified.uniforms)
+            return likeliest(verified.tree, eligible, log_q)
+        return proportional(verified.tree, eligible, log_q)
 
     def close_nodes(self, verified: Verified) -> Tensor:
         """[B, N] bool: the nodes whose draft is within the threshold; a NaN divergence is not."""
@@ -183,85 +199,53 @@ class Fuzzy:
         return nodes > 0
 
 
-@dataclass(frozen=True)
-class Typical:
-    """Medusa's typical acceptance (Cai et al., arXiv 2401.10774, section 2.3.1), on competing siblings.
-
-    A child is typical when p(x) > min(epsilon, delta * exp(-H(p))), H the entropy in nats; of several the
-    likeliest is taken. p is at the sampling temperature, before top-k and top-p; when greedy, at temperature
-    1. mode and the guards as in Fuzzy.
-    """
-
-    epsilon: float = 0.3
-    delta: float = 0.09
-    mode: str = HYBRID
-    max_consecutive: int | None = None
-    exact_eos: bool = True
-    exact_prefix: int = 0
-
-    def __post_init__(self) -> None:
-        require_number("epsilon", self.epsilon, 0.0, 1.0, "Medusa uses 0.3")
-        require_number("delta", self.delta, 0.0, math.inf, "Medusa uses 0.09")
-        require_choice("mode", self.mode, (HYBRID, PAPER))
-        if self.max_consecutive is not None:
-            require_integer("max_consecutive", self.max_consecutive, 0, "None turns the guard off")
-        require_integer("exact_prefix", self.exact_prefix, 0, "0 turns the guard off")
-
-    def follow(self, verified: Verified) -> Tensor | None:
-        temperature = 1.0 if verified.sampling.greedy else verified.sampling.temperature
-        log_p = (verified.logits / temperature).log_softmax(-1)  # [B, N, V]
-        entropy = torch.special.entr(log_p.exp()).sum(-1)  # [B, N]
-        bound = (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
-        parents, tokens = verified.tree.parents.clamp(min=0), verified.tree.tokens
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        log_p = log_p[rows, parents, tokens]  # [B, N]
-        typical = log_p.exp() > bound.gather(1, parents)
-        return likeliest_child(verified.allowed_children(self.exact_eos) & typical[:, None, :], log_p)
-
-
-def likeliest_child(eligible: Tensor, scores: Tensor) -> Tensor:
-    """Every node's eligible child [B, N, N] of the largest score [B, N]: [B, N], -1 for none."""
+def likeliest(tree: DraftTree, eligible: Tensor, scores: Tensor) -> Tensor:
+    """Chances [B, N] of a rule that follows, of eligible siblings [B, N], the one of the largest score."""
+    eligible = tree.children & eligible[:, None, :]  # [B, N, N]
     ranked = scores.nan_to_num(nan=-torch.inf)[:, None, :].clamp(min=torch.finfo(scores.dtype).min)
-    best = ranked.expand_as(eligible).masked_fill(~eligible, -torch.inf).argmax(-1)
-    return torch.where(eligible.any(-1), best, -1)
+    best = ranked.expand_as(eligible).masked_fill(~eligible, -torch.inf).argmax(-1)  # [B, N]
+    # A node without such a child points at the root, which is nobody's child.
+    return torch.zeros_like(scores).scatter_(1, torch.where(eligible.any(-1), best, 0), 1.0)
 
 
-def drawn_child(eligible: Tensor, log_q: Tensor, uniforms: Tensor) -> Tensor:
-    """Every node's child drawn from q among the eligible ones [B, N, N]: [B, N], -1 for none."""
+def proportional(tree: DraftTree, eligible: Tensor, log_q: Tensor) -> Tensor:
+    """Chances [B, N] of a rule that draws from q among eligible siblings [B, N]."""
+    eligible = tree.children & eligible[:, None, :]  # [B, N, N]
     weights = log_q[:, None, :].expand_as(eligible).masked_fill(~eligible, -torch.inf)
-    possible = (weights > -torch.inf).any(-1)  # a child of q = 0 is never drawn
-    weights = torch.where(possible[..., None], weights, 0.0)
-    weights = weights.softmax(-1)  # not exp: restricted q may underflow as it is
-    return torch.where(possible, draw(weights, uniforms), -1)
+    possible = (weights > -torch.inf).any(-1, keepdim=True)  # a child of q = 0 is never drawn
+    # softmax, not exp: restricted q may underflow as it is
+    return torch.where(possible, torch.where(possible, weights, 0.0).softmax(-1), 0.0).sum(1)
 
 
-def accept(
-    rule: AcceptanceRule,
-    tree: DraftTree,
-    logits: Tensor,
-    sampling: SamplingConfig,
-    random: RowRandom,
-    emitted: Tensor,
-    eos: Tensor,
-) -> Verdict:
+def choose(tree: DraftTree, chances: Tensor, uniforms: Tensor) -> Tensor:
+    """The child that a rule follows at every node, -1 for none: chances, uniforms [B, N] -> [B, N]."""
+    running = (tree.children * chances[:, None, :]).cumsum(-1)  # [B, N, N]
+    whole = running[..., -1:]
+    # Chances that sum to 1 but for rounding leave nothing to the other side.
+    running = torch.where(whole > 1 - 1e-5, running / whole, running)
+    hit = running > uniforms[..., None]
+    return torch.where(hit.any(-1), hit.to(torch.uint8).argmax(-1), -1)
+
+
+def accept(rule: AcceptanceRule, verified: Verified, random: RowRandom, emitted: Tensor) -> Verdict:
     """Draw the target's token at every node and walk the tree under the rule.
 
-    logits: [B, N, V] float32, the target's. emitted: [B] tokens emitted so far, for exact_prefix. eos: [E]
-    token ids. Every row uses the same count of its own random numbers each step, whatever the other rows do.
+    emitted: [B] tokens emitted so far, for exact_prefix. Every row uses the same count of its own random
+    numbers each step, whatever the other rows do.
     """
+    tree, probs = verified.tree, verified.probs
     nodes = tree.tokens.shape[1]
-    if sampling.greedy:
-        probs, uniforms = None, torch.zeros(len(emitted), 2 * nodes, device=logits.device)
-        draws = logits.argmax(-1)  # [B, N]
+    if probs is None:
+        uniforms = torch.zeros(len(emitted), 2 * nodes, device=emitted.device)
+        draws = verified.logits.argmax(-1)  # [B, N]
     else:
-        probs, uniforms = warp(logits, sampling), random.uniform(2 * nodes)
+        uniforms = random.uniform(2 * nodes)
         draws = draw(probs, uniforms[:, :nodes])
     matches = tree.children & (tree.tokens[:, None, :] == draws[:, :, None])
     exact = torch.where(matches.any(-1), matches.to(torch.uint8).argmax(-1), -1)
-    relaxed = rule.follow(Verified(tree, logits, probs, uniforms[:, nodes:], eos, sampling))
-    return walk(
-        rule, tree, draws, exact, exact.new_full(exact.shape, -1) if relaxed is None else relaxed, emitted
-    )
+    chances = rule.chances(verified)
+    relaxed = torch.full_like(exact, -1) if chances is None else choose(tree, chances, uniforms[:, nodes:])
+    return replace(walk(rule, tree, draws, exact, relaxed, emitted), chances=chances)
 
 
 def walk(
@@ -272,10 +256,11 @@ def walk(
     alive = torch.ones_like(emitted, dtype=torch.bool)
     in_a_row = torch.zeros_like(emitted)
     limit = tree.depth if rule.max_consecutive is None else rule.max_consecutive
-    path, fuzzy = [node], [torch.zeros_like(alive)]
+    path, fuzzy, asked = [node], [torch.zeros_like(alive)], []
     for level in range(1, tree.depth + 1):
         match, choice = (table.gather(1, node[:, None])[:, 0] for table in (exact, relaxed))
-        choice = torch.where((emitted + level > rule.exact_prefix) & (in_a_row < limit), choice, -1)
+        asked.append(alive & (emitted + level > rule.exact_prefix) & (in_a_row < limit))
+        choice = torch.where(asked[-1], choice, -1)
         first, second = (choice, match) if rule.mode == PAPER else (match, choice)
         child = torch.where(alive, torch.where(first >= 0, first, second), -1)
         alive = child >= 0
@@ -284,10 +269,12 @@ def walk(
         node = torch.where(alive, child, node)
         path.append(child)
         fuzzy.append(by_rule)
+    asked.append(torch.zeros_like(alive))  # the deepest nodes have no children
     path = torch.stack(path, dim=1)  # [B, depth + 1]
     length = (path >= 0).sum(1)
     next_token = draws.gather(1, node[:, None])[:, 0]
     tokens = torch.where(path >= 0, tree.tokens.gather(1, path.clamp(min=0)), -1)
     tokens = torch.cat((tokens[:, 1:], tokens.new_full((len(tokens), 1), -1)), dim=1)
     tokens = tokens.scatter(1, length[:, None] - 1, next_token[:, None])
-    return Verdict(path, length, tokens, next_token, torch.stack(fuzzy, dim=1))
+    fuzzy, asked = torch.stack(fuzzy, dim=1), torch.stack(asked, dim=1)
+    return Verdict(path, length, tokens, next_token, fuzzy, asked)

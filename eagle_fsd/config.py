@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+HYBRID, PAPER = "hybrid", "paper"  # what comes first, the target's draw or the rule; see acceptance
 CHILDREN = ("draft", "likeliest", "target")  # which child a fuzzy accept follows; see acceptance.Fuzzy
 DEFAULT_ROPE_THETA = 10000.0
 LEAST, MOST = 1e-30, 1e30  # beyond these a rotary base or a norm's epsilon yields no finite weights
@@ -32,6 +33,14 @@ def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ValueError unless `value` is one of the names."""
     if value not in choices:
         raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(choices)}; choose one")
+
+
+def require_guards(mode: object, max_consecutive: object, exact_prefix: object) -> None:
+    """Raise ValueError unless these are what any acceptance rule may have."""
+    require_choice("mode", mode, (HYBRID, PAPER))
+    if max_consecutive is not None:
+        require_integer("max_consecutive", max_consecutive, 0, "None turns the guard off")
+    require_integer("exact_prefix", exact_prefix, 0, "0 turns the guard off")
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from eagle_fsd.acceptance import AcceptanceRule, Verdict, accept
+from eagle_fsd.acceptance import AcceptanceRule, Verdict, Verified, accept
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.draft import Drafter
 from eagle_fsd.padding import on_device
@@ -22,11 +23,21 @@ from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetSession
 
 
+class Observer(Protocol):
+    """Looks at every step of a batch and changes nothing.
+
+    emitted: how many tokens each row of the tree, by its place in the request, got of the verdict's.
+    """
+
+    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None: ...
+
+
 @dataclass(frozen=True)
 class Request:
     """One batch to decode.
 
     tokens: [B, L] right-padded prompts; lengths: each at least 1; limits: most new tokens per row.
+    observer: is shown every step.
     """
 
     tokens: Tensor
@@ -36,6 +47,7 @@ class Request:
     rule: AcceptanceRule
     tree: TreeConfig
     sampling: SamplingConfig
+    observer: Observer | None = None
 
 
 @torch.inference_mode()
@@ -59,9 +71,12 @@ def decode(
             logits, features = target.verify(tree)
         with watch("accept"):
             emitted = on_device([stats[row].new_tokens for row in rows], roots.device)
-            verdict = accept(request.rule, tree, logits, request.sampling, random, emitted, eos)
+            verified = Verified.of(tree, logits, request.sampling, eos)
+            verdict = accept(request.rule, verified, random, emitted)
             steps = to_host(verdict)  # the one place where a step waits for the device
             news = {row: emit(request, row, stats[row], *step) for row, step in zip(rows, steps, strict=True)}
+        if request.observer is not None:
+            request.observer(verified, verdict, {row: len(news[row]) for row in rows})
         with watch("keep"):
             counts = [count for count, _, _ in steps]
             going = [i for i, row in enumerate(rows) if stats[row].finish_reason is None]

@@ -22,7 +22,7 @@ from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
 from eagle_fsd.autotree import TreeChooser
 from eagle_fsd.baseline import generate_alone
 from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig, require_integer
-from eagle_fsd.decoding import Request, decode
+from eagle_fsd.decoding import Observer, Request, decode
 from eagle_fsd.divergence import require_sparse
 from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter, Vocabulary
 from eagle_fsd.head import DraftHead
@@ -195,14 +195,15 @@ class EagleFSD:
         tree: TreeConfig | AutoTree | None = None,
         seed: int | Sequence[int] = 0,
         eos_token_id: int | Sequence[int] | None = None,
+        observer: Observer | None = None,
     ) -> GenerationOutput:
         """Generate for a batch of prompts [B, L], left- or right-padded as attention_mask [B, L] says.
 
         rule: when a drafted token is accepted; None is Lossless(). tree: the draft tree's size;
         total_tokens=1 is plain decoding, and AutoTree() measures which is fastest here. seed: row r of an int
         seed s draws what a single prompt with seed s + r draws with the same tree. eos_token_id: None is the
-        model's own. Texts end after an end token, at max_new_tokens, or where the model's positions end.
-        Raises ValueError for bad arguments.
+        model's own. observer: is shown every step, for measurements. Texts end after an end token, at
+        max_new_tokens, or where the model's positions end. Raises ValueError for bad arguments.
         """
         input_ids = as_ids(input_ids)
         steps, stats, watch, tree = self._start(
@@ -216,6 +217,7 @@ class EagleFSD:
             tree=tree,
             seed=seed,
             eos_token_id=eos_token_id,
+            observer=observer,
         )
         start = time.perf_counter()  # what choosing a tree took is not part of it
         new_tokens: list[list[int]] = [[] for _ in stats]
@@ -326,6 +328,7 @@ class EagleFSD:
         tree: TreeConfig | AutoTree | None = None,
         seed: int | Sequence[int] = 0,
         eos_token_id: int | Sequence[int] | None = None,
+        observer: Observer | None = None,
     ) -> tuple[Iterator[list[list[int]]], list[GenerationStats], Stopwatch, TreeConfig]:
         """Check the arguments, settle the tree and set one batch up; nothing of the texts runs before the
         first step is asked for."""
@@ -335,7 +338,7 @@ class EagleFSD:
             raise ValueError(
                 f"tree is {tree!r}: it must be a TreeConfig, such as TreeConfig(16, 5, 8), or AutoTree()"
             )
-        if rule is not None and (isinstance(rule, type) or not hasattr(rule, "follow")):
+        if rule is not None and (isinstance(rule, type) or not hasattr(rule, "chances")):
             raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
         if isinstance(rule, Fuzzy) and rule.threshold > 0 and self.draft_vocab_size is not None:
             require_sparse(rule.divergence, self.draft_vocab_size)
@@ -355,6 +358,7 @@ class EagleFSD:
             rule=rule,
             tree=tree,
             sampling=sampling,
+            observer=observer,
         )
         capacity = (
             max(length + limit for length, limit in zip(lengths, limits, strict=True)) + tree.total_tokens

@@ -20,8 +20,18 @@ USAGE = 2  # the exit code of a user's mistake
 # Flags of the rules' own fields; None where not given, so that the rules' defaults hold.
 RULE_FLAGS = (
     "threshold", "divergence", "mode", "child", "min_p", "max_overshoot", "max_consecutive", "exact_prefix",
-    "epsilon", "delta",
+    "epsilon", "delta", "candidates", "margin", "single", "acc", "weight",
 )  # fmt: skip
+
+RULE_NAMES = (
+    "fuzzy",
+    "lossless",
+    "typical",
+    "relaxed_topk",
+    "sglang",
+    "cactus",
+    "ensemble",
+)  # of rules.RULES
 
 DESCRIPTION = """\
 Answer a prompt with a target model, several tokens a step: a small draft head proposes a tree of tokens
@@ -149,11 +159,20 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--rule",
         default="fuzzy",
-        choices=("fuzzy", "lossless", "typical"),
-        help="typical is Medusa's rule, for comparison (default: fuzzy)",
+        choices=RULE_NAMES,
+        help="the others are rules of other programs and papers, for comparison (default: fuzzy)",
     )
     group.add_argument("--epsilon", type=float, metavar="E", help="of --rule typical (default: 0.3)")
-    group.add_argument("--delta", type=float, metavar="D", help="of --rule typical (default: 0.09)")
+    group.add_argument(
+        "--delta", type=float, metavar="D", help="of --rule typical (default: 0.09) and cactus (default: 0.1)"
+    )
+    group.add_argument("--candidates", type=int, metavar="N", help="of --rule relaxed_topk (default: 3)")
+    group.add_argument("--margin", type=float, metavar="X", help="of --rule relaxed_topk (default: 0.2)")
+    group.add_argument("--single", type=float, metavar="P", help="of --rule sglang (default: 0.5)")
+    group.add_argument("--acc", type=float, metavar="P", help="of --rule sglang (default: 1, off)")
+    group.add_argument(
+        "--weight", type=float, metavar="W", help="the target's, of --rule ensemble (default: 0.8)"
+    )
 
     group = parser.add_argument_group("sampling")
     group.add_argument(
@@ -227,18 +246,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 def make_rule(args: argparse.Namespace) -> AcceptanceRule:
     """The rule that the flags name, with its defaults (threshold 0); a flag of another rule is refused."""
-    from eagle_fsd.acceptance import Fuzzy, Lossless, Typical
+    from eagle_fsd.rules import RULES, rule_named
 
-    rule = {"fuzzy": Fuzzy, "lossless": Lossless, "typical": Typical}[args.rule]
     given = {name: getattr(args, name) for name in RULE_FLAGS if getattr(args, name) is not None}
-    takes = {field.name for field in dataclasses.fields(rule)}
+    takes = {field.name for field in dataclasses.fields(RULES[args.rule])}
     for name, value in given.items():
         if name not in takes:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} is {value} with --rule {args.rule}: that rule has none; drop the flag")
     if args.rule == "fuzzy":
         given.setdefault("threshold", 0.0)
-    return rule(**given)
+    return rule_named(args.rule, **given)
 
 
 def tree_size(text: str) -> int | str:

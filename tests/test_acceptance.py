@@ -17,11 +17,12 @@ from scipy.stats import chisquare
 from stubs import Chain, ChainDrafter, ChainTarget, generator, random_tree, tiny_head, tiny_llama
 from torch import Tensor
 
-from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless, Typical, Verdict, Verified, accept
+from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless, Verdict, Verified, accept, choose
 from eagle_fsd.config import CHILDREN, SamplingConfig, TreeConfig
 from eagle_fsd.decoding import Request, decode
 from eagle_fsd.divergence import DIVERGENCES, divergence_named
 from eagle_fsd.engine import EagleFSD
+from eagle_fsd.rules import RelaxedTopK, Typical
 from eagle_fsd.sampling import RowRandom, warp
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel
@@ -150,6 +151,11 @@ def plain_choice(rule: AcceptanceRule, row: Row, node: int, sampling: SamplingCo
         bound = min(rule.epsilon, rule.delta * math.exp(-entropy))
         typical = [c for c in allowed if p[row.tokens[c]] > bound]
         return max(typical, key=lambda c: p[row.tokens[c]], default=-1)
+    if isinstance(rule, RelaxedTopK):
+        p = row.p(node, 1.0 if sampling.greedy else sampling.temperature)
+        least = sorted(p, reverse=True)[min(rule.candidates, len(p)) - 1]
+        good = [c for c in allowed if p[row.tokens[c]] >= max(least, max(p) - rule.margin)]
+        return max(good, key=lambda c: p[row.tokens[c]], default=-1)
     assert isinstance(rule, Fuzzy)
     if rule.threshold == 0 or any(math.isnan(x) for x in row.law[node]):
         return -1
@@ -225,6 +231,9 @@ RULES: dict[str, AcceptanceRule] = {
     **GUARDS,
     "typical": Typical(),
     "typical, loose": Typical(epsilon=0.05, delta=0.5, exact_eos=False),
+    "relaxed top-3": RelaxedTopK(3, 0.2),
+    "relaxed top-2, wide": RelaxedTopK(2, 1.0, exact_eos=False),
+    "relaxed top-5, guarded": RelaxedTopK(5, 0.5, max_consecutive=1, exact_prefix=2),
     "typical, guarded": Typical(epsilon=0.05, delta=0.5, max_consecutive=1, exact_prefix=2),
 }
 KINDS = ["near", "far", "tied", "holes", "broken"]
@@ -274,7 +283,7 @@ def run(
 ) -> Verdict:
     rows = len(logits)
     emitted = torch.zeros(rows, dtype=torch.int64) if emitted is None else emitted
-    return accept(rule, tree, logits, sampling, RowRandom(seed, rows), emitted, EOS)
+    return accept(rule, Verified.of(tree, logits, sampling, EOS), RowRandom(seed, rows), emitted)
 
 
 def outcomes(verdict: Verdict) -> list[tuple[list[int], list[int], list[bool]]]:
@@ -301,7 +310,7 @@ def test_accept_equals_the_plain_walk(name: str, kind: str, sampling: SamplingCo
     variants = [rule]
     if isinstance(rule, Fuzzy):
         variants = [replace(rule, mode=m, child=c) for m in ("hybrid", "paper") for c in CHILDREN]
-    if isinstance(rule, Typical):
+    if isinstance(rule, (Typical, RelaxedTopK)):
         variants = [replace(rule, mode=m) for m in ("hybrid", "paper")]
     tree, logits = case(kind, seed=KINDS.index(kind))
     emitted = torch.tensor([0, 1, 2, 3, 7, 0])
@@ -384,7 +393,7 @@ def test_end_tokens_are_only_emitted_by_the_target() -> None:
 def test_a_row_is_the_same_alone(rule: AcceptanceRule, sampling: SamplingConfig) -> None:
     tree, logits = case("near", 3)
     seeds, emitted = [5, 17, 3, 3, 9, 1], torch.arange(6)
-    together = accept(rule, tree, logits, sampling, RowRandom(seeds, 6), emitted, EOS)
+    together = accept(rule, Verified.of(tree, logits, sampling, EOS), RowRandom(seeds, 6), emitted)
     for row in range(6):
         part = DraftTree(
             *(
@@ -395,12 +404,9 @@ def test_a_row_is_the_same_alone(rule: AcceptanceRule, sampling: SamplingConfig)
         )
         alone = accept(
             rule,
-            part,
-            logits[row : row + 1],
-            sampling,
+            Verified.of(part, logits[row : row + 1], sampling, EOS),
             RowRandom(seeds[row : row + 1], 1),
             emitted[row : row + 1],
-            EOS,
         )
         assert outcomes(alone)[0] == outcomes(together)[row]
 
@@ -417,7 +423,7 @@ def test_extreme_uniforms_emit_nothing_impossible(u: float, rule: AcceptanceRule
             tree, logits = case(kind, seed)
             probs = warp(logits, NARROW)
             emitted = torch.zeros(6, dtype=torch.int64)
-            verdict = accept(rule, tree, logits, NARROW, Given(6, u), emitted, EOS)
+            verdict = accept(rule, Verified.of(tree, logits, NARROW, EOS), Given(6, u), emitted)
             for row, (path, tokens, _) in enumerate(outcomes(verdict)):
                 for node, token in zip(path, tokens, strict=True):
                     assert 0 <= token < 13 and probs[row, node, token] > 0
@@ -437,8 +443,8 @@ def test_a_tree_without_children_emits_the_draw() -> None:
 
 def followed(rule: AcceptanceRule, tree: DraftTree, logits: Tensor, sampling: SamplingConfig) -> Tensor:
     uniforms = torch.rand(tree.tokens.shape, generator=generator(77))
-    table = rule.follow(Verified(tree, logits, warp(logits, sampling), uniforms, EOS, sampling))
-    return torch.full_like(tree.tokens, -1) if table is None else table
+    chances = rule.chances(Verified(tree, logits, warp(logits, sampling), EOS, sampling))
+    return torch.full_like(tree.tokens, -1) if chances is None else choose(tree, chances, uniforms)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -574,7 +580,7 @@ def accept_many(
     rule: AcceptanceRule, tree: DraftTree, logits: Tensor, sampling: SamplingConfig, eos: Tensor = EOS
 ) -> Verdict:
     random, emitted = OneStream(ROWS, generator(11)), torch.zeros(ROWS, dtype=torch.int64)
-    return accept(rule, tree, logits, sampling, random, emitted, eos)  # type: ignore[arg-type]
+    return accept(rule, Verified.of(tree, logits, sampling, eos), random, emitted)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sampling", [WARM, SamplingConfig(0.8, top_k=6, top_p=0.95)], ids=["warm", "narrow"])

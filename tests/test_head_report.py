@@ -14,9 +14,10 @@ from stubs import random_tree
 from tiny_models import VOCAB, KnowingEngine, greedy_alone, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig
-from eagle_fsd.acceptance import Verified
+from eagle_fsd.acceptance import Lossless, Verified, accept
 from eagle_fsd.evaluation import plots
 from eagle_fsd.evaluation.head import TOP, Witness, calibration, observe
+from eagle_fsd.sampling import RowRandom
 from eagle_fsd.target import TargetModel
 
 ROOT = Path(__file__).parents[1]
@@ -41,9 +42,10 @@ def test_a_witness_counts_what_a_plain_walk_counts(seed: int) -> None:
             if torch.rand((), generator=draw) < 0.5:
                 logits[row, tree.parents[row, node], tree.tokens[row, node]] += 9.0
     witness = Witness(tree.depth)
-    uniforms = torch.zeros(batch, nodes)
-    eos = torch.empty(0, dtype=torch.int64)
-    assert witness.follow(Verified(tree, logits, None, uniforms, eos, SamplingConfig())) is None
+    verified = Verified.of(tree, logits, SamplingConfig(), torch.empty(0, dtype=torch.int64))
+    emitted = torch.zeros(batch, dtype=torch.int64)
+    verdict = accept(Lossless(), verified, RowRandom(0, batch), emitted)
+    witness(verified, verdict, dict.fromkeys(range(batch), 1))
 
     reached, right = [0] * tree.depth, {count: [0] * tree.depth for count in TOP}
     confidence, taken = [], []

@@ -29,7 +29,7 @@ LAYERS = [
     {"files", "sampling", "tree", "head"},
     {"cache", "checkpoint"},
     {"acceptance", "target", "draft", "placement", "download"},
-    {"baseline", "decoding", "loading", "tuning"},
+    {"baseline", "decoding", "law", "loading", "rules", "tuning"},
     {"hub", "measuring", "text"},
     {"autotree"},
     {"engine"},

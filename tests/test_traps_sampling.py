@@ -18,7 +18,7 @@ from trap_models import exact_engine, random_tokens
 
 import eagle_fsd
 from eagle_fsd import EagleFSD, Fuzzy, GenerationStats, Lossless, SamplingConfig, TreeConfig, decoding, flags
-from eagle_fsd.acceptance import Verdict, accept
+from eagle_fsd.acceptance import Verdict, Verified, accept
 from eagle_fsd.config import CHILDREN
 from eagle_fsd.decoding import Request
 from eagle_fsd.sampling import RowRandom, draw, warp
@@ -85,7 +85,9 @@ def impossible_child() -> tuple[DraftTree, Tensor]:
 def decide(rule: Lossless | Fuzzy, sampling: SamplingConfig) -> Verdict:
     tree, logits = impossible_child()
     none = torch.zeros(0, dtype=torch.int64)
-    return accept(rule, tree, logits, sampling, Zeros(0, 1), torch.zeros(1, dtype=torch.int64), none)
+    return accept(
+        rule, Verified.of(tree, logits, sampling, none), Zeros(0, 1), torch.zeros(1, dtype=torch.int64)
+    )
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0), SamplingConfig(0.6, 50, 0.9)])

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trap_models import VOCAB, exact_engine, exact_pair, random_head, random_llama, random_tokens
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
-from eagle_fsd.acceptance import Verdict, accept
+from eagle_fsd.acceptance import Verdict, Verified, accept
 from eagle_fsd.cache import KVCache
 from eagle_fsd.divergence import DIVERGENCES, js
 from eagle_fsd.sampling import RowRandom
@@ -159,7 +159,7 @@ def decide(rule: Fuzzy | Lossless, tree: DraftTree, logits: Tensor) -> Verdict:
     batch = len(logits)
     none = torch.zeros(0, dtype=torch.int64)
     emitted = torch.zeros(batch, dtype=torch.int64)
-    return accept(rule, tree, logits, SamplingConfig(), RowRandom(0, batch), emitted, none)
+    return accept(rule, Verified.of(tree, logits, SamplingConfig(), none), RowRandom(0, batch), emitted)
 
 
 @pytest.mark.parametrize("mode", ["hybrid", "paper"])

@@ -7,15 +7,14 @@ greedy, takes the token there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eagle_fsd.acceptance import HYBRID, Verified
+from eagle_fsd.acceptance import Verdict, Verified
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompts import batches
@@ -28,15 +27,11 @@ TOP = (1, 3)  # how many of the draft's best tokens count as right
 
 @dataclass
 class Witness:
-    """The lossless rule, which also notes how the drafts of every step compare with the target's choice.
+    """Notes, step by step of lossless texts, how the drafts compare with the target's choice.
 
     confidence, taken: of every drafted node. reached, right: by depth, the nodes on the target's own path
     that have a draft distribution, and in how many the target's token is among the draft's best TOP.
     """
-
-    mode: ClassVar[str] = HYBRID
-    max_consecutive: ClassVar[int | None] = None
-    exact_prefix: ClassVar[int] = 0
 
     depth: int
     confidence: list[Tensor] = field(default_factory=list)
@@ -48,7 +43,7 @@ class Witness:
         self.reached = torch.zeros(self.depth, dtype=torch.int64)
         self.right = torch.zeros(len(TOP), self.depth, dtype=torch.int64)
 
-    def follow(self, verified: Verified) -> None:
+    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
         tree = verified.tree
         wanted = verified.logits.argmax(-1)  # [B, N] the target's token at every node
         parents = tree.parents.clamp(min=0)
@@ -96,7 +91,7 @@ def observe(
     stats, answers = [], []
     for rows in tqdm(list(batches(len(prompts), batch_size)), desc="prompts", unit="batch"):
         ids, mask = left_padded([prompts[row] for row in rows], engine.pad_token_id)
-        output = engine.generate(ids, mask, max_new_tokens=max_new_tokens, rule=witness, tree=tree)
+        output = engine.generate(ids, mask, max_new_tokens=max_new_tokens, tree=tree, observer=witness)
         stats.append(GenerationStats.total(output.stats, concurrent=True))
         answers += output.new_tokens
     total = GenerationStats.total(stats)
