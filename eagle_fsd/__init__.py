@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from eagle_fsd.config import AutoTree, HeadConfig, SamplingConfig, TreeConfig
     from eagle_fsd.engine import EagleFSD, GenerationOutput
     from eagle_fsd.head import DraftHead
-    from eagle_fsd.rules import Typical
+    from eagle_fsd.relaxed import Typical
     from eagle_fsd.stats import GenerationStats
 
 __version__ = "0.1.0"
@@ -28,7 +28,7 @@ _HOMES = {
     "Lossless": "acceptance",
     "SamplingConfig": "config",
     "TreeConfig": "config",
-    "Typical": "rules",
+    "Typical": "relaxed",
 }
 __all__ = [
     "AcceptanceRule",

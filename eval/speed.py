@@ -21,7 +21,7 @@ from eagle_fsd import AutoTree, EagleFSD, SamplingConfig, TreeConfig, hub
 from eagle_fsd.config import require_integer
 from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
 from eagle_fsd.evaluation.comparison import results, table
-from eagle_fsd.evaluation.likelihood import log_likelihood
+from eagle_fsd.evaluation.likelihood import judged
 from eagle_fsd.evaluation.plots import plot_speed, require_matplotlib
 from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.evaluation.speed import Setting, method, race, write
@@ -83,11 +83,10 @@ def main() -> None:
     def note(part: Sequence[Sequence[int]], answers: list[list[int]]) -> Mapping[str, Any]:
         if not arguments.likelihood:
             return {}
-        scores = [
-            log_likelihood(engine.target, prompt, tokens)
-            for prompt, tokens in zip(part, answers, strict=True)
+        judgements = [
+            judged(engine.target, prompt, tokens) for prompt, tokens in zip(part, answers, strict=True)
         ]
-        known = [score for score in scores if score is not None]
+        known = [one.log_p for one in judgements if one is not None]
         return {"log_likelihood": sum(known) / len(known) if known else None}
 
     made = {"base_model": engine.base_model, "ea_model": engine.ea_model}

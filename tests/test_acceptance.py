@@ -22,7 +22,7 @@ from eagle_fsd.config import CHILDREN, SamplingConfig, TreeConfig
 from eagle_fsd.decoding import Request, decode
 from eagle_fsd.divergence import DIVERGENCES, divergence_named
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.rules import RelaxedTopK, Typical
+from eagle_fsd.relaxed import RelaxedTopK, Typical
 from eagle_fsd.sampling import RowRandom, warp
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel

@@ -13,7 +13,7 @@ from torch import Tensor
 from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless, Verdict, Verified, accept
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.law import distances, path_laws
-from eagle_fsd.rules import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
+from eagle_fsd.relaxed import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.tree import DraftTree
 

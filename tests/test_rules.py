@@ -15,17 +15,8 @@ from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless, Verified, acce
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.flags import RULE_NAMES
 from eagle_fsd.law import path_laws
-from eagle_fsd.rules import (
-    RULES,
-    Cactus,
-    Ensemble,
-    RelaxedTopK,
-    SGLang,
-    Typical,
-    describe,
-    rule_named,
-    rule_of,
-)
+from eagle_fsd.relaxed import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
+from eagle_fsd.rules import RULES, describe, parse_rule, rule_named, rule_of
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.tree import DraftTree
 
@@ -225,6 +216,47 @@ def test_rules_at_their_ends(rule: AcceptanceRule, what: str) -> None:
 )
 def test_a_rule_is_what_was_written_down_of_it(rule: AcceptanceRule) -> None:
     assert rule_of(json.loads(json.dumps(describe(rule), allow_nan=False))) == rule
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("lossless", Lossless()),
+        ("js:0.3", Fuzzy(0.3, "js")),
+        ("reverse_kl:2:paper", Fuzzy(2.0, "reverse_kl", mode="paper")),
+        ("tv:0.5:paper:likeliest", Fuzzy(0.5, "tv", mode="paper", child="likeliest")),
+        ("js:0.3:max_consecutive=2:exact_eos=false", Fuzzy(0.3, max_consecutive=2, exact_eos=False)),
+        ("js:threshold=inf:min_p=0.1", Fuzzy(math.inf, min_p=0.1)),
+        ("fuzzy:0.2:tv", Fuzzy(0.2, "tv")),
+        ("typical:0.2:0.1:paper", Typical(0.2, 0.1, mode="paper")),
+        ("relaxed_topk:5:0.3", RelaxedTopK(5, 0.3)),
+        ("sglang:0.4:0.9", SGLang(0.4, 0.9)),
+        ("cactus:0.2", Cactus(0.2)),
+        ("ensemble", Ensemble()),
+    ],
+)
+def test_rules_are_written_in_a_word(text: str, rule: AcceptanceRule) -> None:
+    assert parse_rule(text) == rule
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("fast", "rule is 'fast': it must begin with one of lossless, fuzzy"),
+        ("hellinger:0.3", "rule is 'hellinger:0.3': it must begin"),
+        ("js", "rule is 'js': a divergence needs its threshold"),
+        ("js:x", "rule is 'js:x': threshold is 'x'"),
+        ("js:0.3:divergence=tv", "'divergence=tv' fits no field"),
+        ("lossless:1", "'1' fits no field of it; it has none"),
+        ("cactus:0.1:true:3", "'3' fits no field"),
+        ("js:0.3:exact_eos=perhaps", "exact_eos is 'perhaps'"),
+        ("js:0.3:both", "mode is 'both'"),
+        ("js:0.3:paper:first", "child is 'first'"),
+    ],
+)
+def test_words_that_are_no_rule(text: str, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        parse_rule(text)
 
 
 def test_names() -> None:

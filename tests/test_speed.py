@@ -14,12 +14,11 @@ import pytest
 import torch
 from tiny_models import prompts_of, tiny_head, tiny_model
 
-from eagle_fsd.acceptance import Fuzzy
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.comparison import quartiles, results, table
-from eagle_fsd.evaluation.likelihood import log_likelihood
-from eagle_fsd.evaluation.speed import Answers, Method, Setting, fuzzy, method, race, stretched
+from eagle_fsd.evaluation.likelihood import judged
+from eagle_fsd.evaluation.speed import Answers, Method, Setting, method, race, stretched
 from eagle_fsd.packing import PackedLinear, pack_linears
 from eagle_fsd.stats import GenerationStats
 from eagle_fsd.target import TargetModel
@@ -96,25 +95,13 @@ def test_prompts_are_stretched_by_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("js:0.3", Fuzzy(0.3, "js")),
-        ("reverse_kl:2:paper", Fuzzy(2.0, "reverse_kl", mode="paper")),
-        ("tv:0.5:paper:likeliest", Fuzzy(0.5, "tv", mode="paper", child="likeliest")),
-    ],
-)
-def test_rules_are_written_in_a_word(name: str, rule: Fuzzy) -> None:
-    assert fuzzy(name) == rule
-
-
-@pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("fast", "method is 'fast': it must be one of hf, hf-compiled, lookup, plain, lossless, or"),
-        ("js:x", "method is 'js:x'"),
+        (
+            "fast",
+            "method is 'fast': it is none of hf, hf-compiled, lookup, plain, and rule is 'fast'",
+        ),
         ("js:0.3:both", "mode is 'both'"),
-        ("js:0.3:paper:first", "child is 'first'"),
-        ("hellinger:0.3", "divergence 'hellinger' is not known"),
     ],
 )
 def test_methods_that_there_are_not(name: str, complaint: str) -> None:
@@ -138,15 +125,20 @@ def test_methods_deliver_the_targets_greedy_text() -> None:
         assert answers.stats.seconds > 0 and (answers.tree is None) == (name in ("hf", "lookup"))
 
 
-def test_log_likelihood_is_the_plain_forwards() -> None:
+def test_a_judgement_is_the_plain_forwards() -> None:
     model = tiny_model()
     prompt, tokens = prompts_of([7])[0], [3, 1, 4, 1, 5]
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
     log_p = logits.log_softmax(-1)[len(prompt) - 1 : -1]
     wanted = log_p[range(5), tokens].mean().item()
-    assert log_likelihood(TargetModel(model), prompt, tokens) == pytest.approx(wanted, rel=1e-4)
-    assert log_likelihood(TargetModel(model), prompt, []) is None
+    found = judged(TargetModel(model), prompt, tokens)
+    assert found is not None and found.log_p == pytest.approx(wanted, rel=1e-4)
+    best = logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
+    assert found.agreement == pytest.approx(sum(a == b for a, b in zip(best, tokens, strict=True)) / 5)
+    own = judged(TargetModel(model), prompt, [best[0]])
+    assert own is not None and own.agreement == 1.0
+    assert judged(TargetModel(model), prompt, []) is None
 
 
 def test_the_script_end_to_end(

@@ -18,12 +18,13 @@ import torch
 from tqdm import tqdm
 from transformers import CompileConfig
 
-from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
+from eagle_fsd.acceptance import AcceptanceRule, Lossless
 from eagle_fsd.baseline import generate_alone
-from eagle_fsd.config import CHILDREN, AutoTree, SamplingConfig, TreeConfig, require_choice
+from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompts import batches
 from eagle_fsd.padding import left_padded
+from eagle_fsd.rules import parse_rule
 from eagle_fsd.stats import GenerationStats
 from eagle_fsd.target import TargetModel
 
@@ -71,31 +72,19 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
     """The method of that name.
 
     hf, hf-compiled, lookup: Hugging Face's generate, plain, compiled with a static cache, and with prompt
-    lookup. plain: our own loop with the tree of one node. lossless, and DIVERGENCE:T[:MODE[:CHILD]]: draft
-    trees. stock: the target untouched by us, loaded where a method needs it. ValueError for any other name.
+    lookup. plain: our own loop with the tree of one node. Else a rule as `parse_rule` reads it: draft trees.
+    stock: the target untouched by us, loaded where a method needs it. ValueError for any other name.
     """
     if name in HUGGING_FACE:
         return Method(name, hugging_face(stock(), engine.pad_token_id, setting, HUGGING_FACE[name]()))
     if name == "plain":
         return Method(name, ours(engine, Lossless(), TreeConfig(1), setting))
-    if name == "lossless":
-        return Method(name, ours(engine, Lossless(), setting.tree, setting))
-    return Method(name, ours(engine, fuzzy(name), setting.tree, setting))
-
-
-def fuzzy(name: str) -> Fuzzy:
-    """The rule written DIVERGENCE:T[:MODE[:CHILD]]."""
-    divergence, *rest = name.split(":")
     try:
-        threshold = float(rest[0])
-    except (IndexError, ValueError) as error:
-        raise ValueError(
-            f"method is {name!r}: it must be one of {', '.join((*HUGGING_FACE, 'plain', 'lossless'))}, or "
-            "DIVERGENCE:T[:MODE[:CHILD]] such as js:0.3:paper:likeliest"
-        ) from error
-    mode, child = [*rest[1:], *("hybrid", "draft")[len(rest) - 1 :]][:2]
-    require_choice("child", child, CHILDREN)
-    return Fuzzy(threshold, divergence, mode=mode, child=child)
+        rule = parse_rule(name)
+    except ValueError as error:
+        others = ", ".join((*HUGGING_FACE, "plain"))
+        raise ValueError(f"method is {name!r}: it is none of {others}, and {error}") from error
+    return Method(name, ours(engine, rule, setting.tree, setting))
 
 
 def ours(
