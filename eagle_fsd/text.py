@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jinja2
@@ -30,13 +30,17 @@ def encode(
         ) from error
     if raw:
         return tokenizer(prompt, return_tensors="pt")["input_ids"]
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return encode_chat(tokenizer, [*messages, {"role": "user", "content": prompt}])
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> Tensor:
+    """Token ids [1, n] of a chat of {"role", "content"} that waits for its answer."""
     if not tokenizer.chat_template:
         raise ValueError(f"the target's tokenizer has no chat template: choose one that has, {PLAIN}")
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": prompt})
     try:
         return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )["input_ids"]
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"the target's chat template is broken ({error}): mend it, {PLAIN}") from error
