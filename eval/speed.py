@@ -24,7 +24,8 @@ from eagle_fsd.evaluation.comparison import results, table
 from eagle_fsd.evaluation.likelihood import judged
 from eagle_fsd.evaluation.plots import plot_speed, require_matplotlib
 from eagle_fsd.evaluation.prompts import prompt_sets
-from eagle_fsd.evaluation.speed import Setting, method, race, write
+from eagle_fsd.evaluation.rows import append_row
+from eagle_fsd.evaluation.speed import Setting, method, race
 from eagle_fsd.packing import is_packed
 from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel
@@ -92,11 +93,12 @@ def main() -> None:
     made = {"base_model": engine.base_model, "ea_model": engine.ea_model}
     made |= {"draft_vocab_size": engine.draft_vocab_size, **provenance()}
     rows = []
-    with (arguments.output / "rows.jsonl").open("w", encoding="utf-8") as file:
-        for context, size in product(arguments.context or [None], arguments.batch_size):
-            for row in race(methods, prompts, size, setting, engine.device, note, context):
-                rows.append(row | made)
-                write(rows[-1], file)
+    file = arguments.output / "rows.jsonl"
+    file.unlink(missing_ok=True)  # a race is run anew, not resumed
+    for context, size in product(arguments.context or [None], arguments.batch_size):
+        for row in race(methods, prompts, size, setting, engine.device, note, context):
+            rows.append(row | made)
+            append_row(file, rows[-1])
     found = results(rows)
     text = table(found)
     (arguments.output / "table.md").write_text(text + "\n", encoding="utf-8")

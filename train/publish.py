@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from eagle_fsd.checkpoint import read_config
-from eagle_fsd.evaluation.tau import read_rows, table
+from eagle_fsd.evaluation.rows import read_rows
+from eagle_fsd.evaluation.tau import table
 from eagle_fsd.training.publishing import Card, push, read_training, refuse_mixed_rows, write_repository
 
 

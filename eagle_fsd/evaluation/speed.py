@@ -7,12 +7,11 @@ their spread over the batches. Only delivered tokens count.
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -192,8 +191,3 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def write(row: Mapping[str, Any], file: TextIO) -> None:
-    file.write(json.dumps(row) + "\n")
-    file.flush()

@@ -18,6 +18,7 @@ from eagle_fsd.acceptance import Fuzzy, Lossless
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompts import batches
+from eagle_fsd.evaluation.rows import append_row, drop_torn_line, read_rows
 from eagle_fsd.identity import digest, target_identity
 from eagle_fsd.padding import left_padded
 from eagle_fsd.stats import GenerationStats
@@ -88,8 +89,8 @@ def run(
     provenance: Mapping[str, object],
 ) -> list[dict[str, object]]:
     """Measure the cells that `output` lacks, append their rows to it; returns all cells' rows in order."""
+    drop_torn_line(output)
     done = {row["key"]: row for row in read_rows(output)}
-    output.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for cell in tqdm(list(cells), desc="cells", unit="cell"):
         ids = prompts[cell.prompts][: cell.prompt_count]
@@ -98,29 +99,9 @@ def run(
             row = measure(engine, cell, ids, batch_size)
             row |= {"key": key, "base_model": engine.base_model, "ea_model": engine.ea_model}
             row |= {"draft_vocab_size": engine.draft_vocab_size, **provenance}
-            with output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_row(output, row)
             done[key] = row
         rows.append(done[key])
-    return rows
-
-
-def read_rows(path: Path) -> list[dict[str, object]]:
-    """The rows of an earlier run; a torn last one is dropped, ValueError names any other broken line."""
-    if not path.exists():
-        return []
-    rows = []
-    data = path.read_bytes()
-    if not data.endswith(b"\n"):
-        data = data[: data.rfind(b"\n") + 1]
-        path.write_bytes(data)
-    for number, line in enumerate(data.decode().splitlines(), 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}:{number}: is not JSON ({error.msg}); delete the line to measure it again"
-            ) from error
     return rows
 
 

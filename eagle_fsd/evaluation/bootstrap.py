@@ -1,0 +1,187 @@
+"""Bootstrap intervals of what is measured sample by sample, alone and against a baseline on the same samples.
+
+Every quantity is a ratio of sums over the samples: tau is tokens / steps, a mean score is scores / 1, a mean
+log p per token is weighted by tokens. So a sample's numerator and denominator are drawn together, and the
+ratio is taken inside each resample, never averaged over samples.
+
+Intervals are percentile intervals, expanded for few samples (Hesterberg, arXiv 1411.5279): plain percentiles
+are too narrow by the factor sqrt((n - 1) / n) and for want of Student's t, which at a dozen samples makes
+91 % of a promised 95 %. Percentiles rather than BCa: a ratio and its logarithm, or a loss and a gain, get the
+same interval; it stays within what the data can give; and it exists where BCa's corrections do not, such as
+scores that are all equal. What skewness costs at few samples is the price.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+CHUNK = 1000  # resamples whose counts are held as float64 at a time
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """How intervals are made: resamples of the samples, the confidence, and the seed of the draws."""
+
+    resamples: int = 10_000
+    confidence: float = 0.95
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.resamples < 100:
+            raise ValueError(
+                f"resamples is {self.resamples}: it must be at least 100; 10000 makes intervals steady"
+            )
+        if not 0 < self.confidence < 1:
+            raise ValueError(f"confidence is {self.confidence}: it must be between 0 and 1; 0.95 is usual")
+
+
+@dataclass(frozen=True)
+class Sums:
+    """A quantity of n samples, whose value is sum(numerator) / sum(denominator).
+
+    numerator, denominator: [n]. A sample that has no part in it has 0 in both.
+    """
+
+    numerator: Array
+    denominator: Array
+
+    def __post_init__(self) -> None:
+        assert self.numerator.shape == self.denominator.shape and self.numerator.ndim == 1
+
+    @property
+    def samples(self) -> int:
+        """How many samples have a part in it."""
+        return int(np.count_nonzero((self.denominator != 0) | (self.numerator != 0)))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value and its interval, over so many samples. low, high: None for a single sample, which says nothing
+    of the spread."""
+
+    value: float
+    low: float | None
+    high: float | None
+    samples: int
+
+    def overlaps(self, other: Estimate) -> bool | None:
+        """Whether the intervals share a point; None where one is missing."""
+        if self.low is None or self.high is None or other.low is None or other.high is None:
+            return None
+        return self.low <= other.high and other.low <= self.high
+
+
+@dataclass(frozen=True)
+class Change:
+    """A quantity against its baseline's: difference, and ratio (None where the baseline is 0)."""
+
+    difference: Estimate
+    ratio: Estimate | None
+
+
+def estimates(quantities: Mapping[str, Sums], how: Bootstrap) -> dict[str, Estimate]:
+    """Every quantity with its interval, all over the same n samples; one that no sample knows is left out."""
+    known = {name: sums for name, sums in quantities.items() if sums.denominator.sum() != 0}
+    values, drawn = resampled(list(known.values()), how)
+    return {
+        name: interval(values[place], drawn[:, place], sums.samples, how)
+        for place, (name, sums) in enumerate(known.items())
+    }
+
+
+def changes(mine: Mapping[str, Sums], baseline: Mapping[str, Sums], how: Bootstrap) -> dict[str, Change]:
+    """Every quantity that both have, against the baseline on the same samples.
+
+    Place i of every array is the same sample, with the same seed, on both sides: a resample draws pairs, so
+    that what makes a sample hard or long cancels out.
+    """
+    both = [
+        name
+        for name in mine
+        if name in baseline and mine[name].denominator.sum() != 0 and baseline[name].denominator.sum() != 0
+    ]
+    values, drawn = resampled([side[name] for side in (mine, baseline) for name in both], how)
+    found = {}
+    for place, name in enumerate(both):
+        own, base = (values[place], drawn[:, place]), (values[len(both) + place], drawn[:, len(both) + place])
+        samples = mine[name].samples
+        difference = interval(own[0] - base[0], own[1] - base[1], samples, how)
+        ratio = None
+        if base[0] != 0:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratio = interval(own[0] / base[0], own[1] / base[1], samples, how)
+        found[name] = Change(difference, ratio)
+    return found
+
+
+def resampled(quantities: Sequence[Sums], how: Bootstrap) -> tuple[Array, Array]:
+    """The quantities' values [k], and their values in every resample [R, k], NaN where nothing was drawn."""
+    if not quantities:
+        return np.zeros(0), np.zeros((how.resamples, 0))
+    columns = np.stack([part for sums in quantities for part in (sums.numerator, sums.denominator)], axis=1)
+    counts = draw_counts(len(columns), how.resamples, how.seed)  # [R, n]
+    totals = np.concatenate(
+        [counts[start : start + CHUNK].astype(np.float64) @ columns for start in range(0, len(counts), CHUNK)]
+    )  # [R, 2k]
+    whole = columns.sum(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return whole[0::2] / whole[1::2], totals[:, 0::2] / totals[:, 1::2]
+
+
+@functools.lru_cache(maxsize=8)
+def draw_counts(samples: int, resamples: int, seed: int) -> NDArray[np.uint16]:
+    """How often each sample is in each resample: [R, n]. The same for all that has n samples."""
+    counts = np.empty((resamples, samples), dtype=np.uint16)
+    for row, drawn in enumerate(draws(samples, resamples, seed)):
+        counts[row] = np.bincount(drawn, minlength=samples)
+    counts.flags.writeable = False  # it is shared by all who ask
+    return counts
+
+
+def draws(samples: int, resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """The places [n] that each resample draws, with replacement."""
+    random = np.random.default_rng(seed)
+    for _ in range(resamples):
+        yield random.integers(0, samples, samples)
+
+
+def interval(value: float, drawn: Array, samples: int, how: Bootstrap) -> Estimate:
+    """The value with the expanded percentiles of its resamples [R]; those that drew nothing are left out.
+
+    Percentiles are taken outwards to the next resample, so that an infinite one is never averaged.
+    """
+    drawn = np.sort(drawn[~np.isnan(drawn)])
+    if samples < 2 or not len(drawn):
+        return Estimate(float(value), None, None, samples)
+    tail = expanded_tail((1 - how.confidence) / 2, samples)
+    below = int(np.floor(tail * (len(drawn) - 1)))
+    return Estimate(float(value), float(drawn[below]), float(drawn[len(drawn) - 1 - below]), samples)
+
+
+def expanded_tail(tail: float, samples: int) -> float:
+    """The share of resamples to cut off at an end, so that normal samples get Student's t interval."""
+    t = student_t(tail, samples - 1) * (samples / (samples - 1)) ** 0.5
+    return NormalDist().cdf(t)
+
+
+def student_t(tail: float, freedom: int) -> float:
+    """The quantile of Student's t, negative for a lower tail, by Fisher's expansion around the normal one.
+
+    (Abramowitz and Stegun, 26.7.5; within 1 % of the true value from 2 degrees of freedom on, at a tail of
+    2.5 %. With 1 it falls short, where the outermost resample is the bound anyway.)
+    """
+    z = NormalDist().inv_cdf(tail)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))

@@ -1,0 +1,213 @@
+"""Files of raw rows, one JSON object a line: appended as they are made, read back, and checked where a report
+is to rest on them. Knows no model.
+
+A run that is killed can leave half a line at the end of its file. Readers pass over it; a program that goes
+on with the file drops it first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle_fsd.config import SamplingConfig, TreeConfig, require_choice, require_integer, require_number
+
+NUMBER = (int, float)
+FINISH_REASONS = ("stop", "length")
+# What the report reads of a row, and the JSON types that each may have. Rows may say more.
+FIELDS: dict[str, tuple[type, ...]] = {
+    "key": (str,),
+    "task": (str,),
+    "version": (int, str),
+    "sample": (str, int),
+    "seed": (int,),
+    "rule": (dict,),
+    "sampling": (dict,),
+    "tree": (dict,),
+    "max_new_tokens": (int,),
+    "dtype": (str,),
+    "base_model": (str,),
+    "ea_model": (str, type(None)),
+    "draft_vocab_size": (int, type(None)),
+    "finish_reason": (str,),
+    "steps": (int,),
+    "new_tokens": (int,),
+    "fuzzy_accepts": (int,),
+    "seconds": NUMBER,
+    "batch_size": (int,),
+    "law": (dict, type(None)),
+    "log_p": (*NUMBER, type(None)),
+    "agreement": (*NUMBER, type(None)),
+    "scores": (dict,),
+}
+PROVENANCE = (
+    "commit",
+    "eagle_fsd",
+    "python",
+    "torch",
+    "transformers",
+    "device",
+    "threads",
+    "command",
+    "date",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sample of one cell, as the runner wrote it.
+
+    kl, tv: sums over the emitted tokens of KL(law || p) and TV(law, p), None where unknown or infinite.
+    log_p: mean per token under the raw target. provenance: those of PROVENANCE that the row has.
+    """
+
+    key: str
+    task: str
+    version: int | str
+    sample: str
+    seed: int
+    rule: Mapping[str, Any]
+    sampling: SamplingConfig
+    tree: TreeConfig
+    max_new_tokens: int
+    dtype: str
+    base_model: str
+    ea_model: str | None
+    draft_vocab_size: int | None
+    finish_reason: str
+    steps: int
+    new_tokens: int
+    fuzzy_accepts: int
+    seconds: float
+    batch_size: int
+    kl: float | None
+    tv: float | None
+    log_p: float | None
+    agreement: float | None
+    scores: Mapping[str, float | None]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Row:
+        """The row of a JSON object. ValueError names the first field that is missing or cannot be."""
+        for name, kinds in FIELDS.items():
+            if name not in data:
+                raise ValueError(f"has no {name!r}: a raw row needs it; make the row again")
+            value = data[name]
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise ValueError(f"{name} is {value!r}: {' or '.join(map(json_name, kinds))} is wanted")
+        if not isinstance(data["rule"].get("name"), str):
+            raise ValueError(f"rule is {data['rule']!r}: it needs a name; {{'name': 'lossless'}} is one")
+        require_choice("finish_reason", data["finish_reason"], FINISH_REASONS)
+        for name in ("steps", "new_tokens", "fuzzy_accepts"):
+            require_integer(name, data[name], 0, "make the row again")
+        require_integer("batch_size", data["batch_size"], 1, "make the row again")
+        require_number("seconds", data["seconds"], 0.0, float("inf"), "make the row again")
+        law = data["law"] or {}
+        numbers = {"law kl": law.get("kl"), "law tv": law.get("tv"), **data["scores"]}
+        for name, value in numbers.items():
+            if value is not None and not isinstance(value, (*NUMBER, bool)):
+                raise ValueError(f"{name} is {value!r}: a number or null is wanted; score the row again")
+        for name, value in (*numbers.items(), ("log_p", data["log_p"]), ("agreement", data["agreement"])):
+            if value is not None and value != value:
+                raise ValueError(f"{name} is NaN: null stands for what is not known; make the row again")
+        kept = {name: data[name] for name in FIELDS if name != "law"}
+        return cls(
+            **kept
+            | {
+                "sample": str(data["sample"]),
+                "sampling": settings(SamplingConfig, "sampling", data["sampling"]),
+                "tree": settings(TreeConfig, "tree", data["tree"]),
+                "scores": {
+                    name: None if score is None else float(score) for name, score in data["scores"].items()
+                },
+                "kl": law.get("kl"),
+                "tv": law.get("tv"),
+                "provenance": {name: data[name] for name in PROVENANCE if name in data},
+            }
+        )
+
+
+def settings(kind: type, name: str, data: Mapping[str, Any]) -> Any:
+    """The frozen settings of a row's object; ValueError for other fields than theirs."""
+    try:
+        return kind(**data)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} is {data!r}: its fields are {', '.join(kind.__dataclass_fields__)}; make the row again"
+        ) from error
+
+
+def json_name(kind: type) -> str:
+    """What JSON calls a type."""
+    names = {dict: "an object", str: "a string", int: "an integer", float: "a number"}
+    return names.get(kind, "null")
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a line to the file, whole in one write, and make the file's folder where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        file.write(json.dumps(row).encode() + b"\n")
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cut off the half line that a killed run left at the end of the file, if there is one."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    if not data.endswith(b"\n"):
+        path.write_bytes(data[: data.rfind(b"\n") + 1])
+
+
+def numbered_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, row) of every whole line; a last line without its end is passed over.
+
+    ValueError names a line that is not a JSON object, OSError a file that cannot be read.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # of JSON, or of UTF-8
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else "no UTF-8"
+                raise ValueError(
+                    f"{path}:{number}: is not JSON ({reason}); delete the line to measure it again"
+                ) from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}:{number}: is not a JSON object; delete the line")
+            yield number, row
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier run, none where there is no file; see `numbered_rows`."""
+    return [row for _, row in numbered_rows(path)] if path.exists() else []
+
+
+def read_raw_rows(paths: Iterable[Path]) -> list[Row]:
+    """The rows of all files, checked; ValueError names file and line of one that cannot stand.
+
+    Two rows of one cell, sample and seed are refused, for which of them counts is not ours to choose: files
+    that overlap must not be added up.
+    """
+    rows: list[Row] = []
+    places: dict[tuple[str, str, int], str] = {}
+    for path in paths:
+        for number, data in numbered_rows(path):
+            place = f"{path}:{number}"
+            try:
+                row = Row.of(data)
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error
+            first = places.setdefault((row.key, row.sample, row.seed), place)
+            if first != place:
+                raise ValueError(
+                    f"{place}: is the cell, sample and seed of {first} again; leave one of the two out"
+                )
+            rows.append(row)
+    return rows
