@@ -1,0 +1,31 @@
+"""MT-Bench's first turns: prompts for speed (arXiv 2306.05685). No judge, no score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from eagle_fsd.evaluation.tasks.base import Message, Task, user
+from eagle_fsd.evaluation.tasks.source import Source
+
+
+def ask(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], dict[str, Any]]:
+    """The first turn is asked; the later ones, which need its answer, are kept in the reference."""
+    turns = row["turns"] if "turns" in row else row["prompt"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise ValueError(f"turns is {turns!r:.40}: it must be a list of texts")
+    name = row.get("question_id", row.get("prompt_id", place))
+    return str(name), [user(turns[0])], {"category": row.get("category"), "turns": turns}
+
+
+MT_BENCH = Task(
+    name="mt_bench",
+    version=1,
+    source=Source(
+        ("prompts_mt_bench.jsonl", "mt_bench.jsonl"),
+        "`turns` (or `prompt`), a list of texts",
+        ("HuggingFaceH4/mt_bench_prompts", None, "train"),
+    ),
+    ask=ask,
+    max_new_tokens=1024,
+)
