@@ -119,6 +119,17 @@ class AcceptanceRule(Protocol):
         """
 
 
+class Threshold(Protocol):
+    @property
+    def threshold(self) -> float: ...
+
+
+class Thresholds(Protocol):
+    """Thresholds by quality budget: a `Calibration`."""
+
+    def find(self, quality_budget: float, divergence: str, mode: str, child: str) -> Threshold: ...
+
+
 @dataclass(frozen=True)
 class Lossless:
     """Follow the target's own draw only. The text has exactly the target's law, at every temperature."""
@@ -169,12 +180,26 @@ class Fuzzy:
         require_number("max_overshoot", self.max_overshoot, 0.0, math.inf, "inf turns the guard off")
         require_guards(self.mode, self.max_consecutive, self.exact_prefix)
 
+    @classmethod
+    def calibrated(
+        cls,
+        calibration: Thresholds,
+        quality_budget: float = 0.02,
+        divergence: str = "js",
+        mode: str = HYBRID,
+        child: str = "draft",
+    ) -> Fuzzy:
+        """The rule with the largest threshold that a calibration knows to stay inside the budget."""
+        found = calibration.find(quality_budget, divergence, mode, child)
+        return cls(found.threshold, divergence, mode=mode, child=child)
+
     def chances(self, verified: Verified) -> Tensor | None:
         # T = 0 must stay lossless where a perfect head makes the divergence exactly 0, so it is a switch,
         # not a bound.
         if self.threshold == 0 or not verified.tree.owners.shape[1]:
             return None
-        eligible = verified.allowed(self.exact_eos) & verified.of_parent(self.close_nodes(verified))  # [B, N]
+        close = self.node_divergences(verified) <= self.threshold  # [B, N]; a NaN divergence is not
+        eligible = verified.allowed(self.exact_eos) & verified.of_parent(close)
         log_p, log_q = verified.log_p(), verified.tree.node_log_q()
         if self.min_p > 0:
             best = verified.of_parent(verified.logits.amax(-1) - verified.logits.logsumexp(-1))
@@ -187,16 +212,18 @@ class Fuzzy:
             return likeliest(verified.tree, eligible, log_q)
         return proportional(verified.tree, eligible, log_q)
 
-    def close_nodes(self, verified: Verified) -> Tensor:
-        """[B, N] bool: the nodes whose draft is within the threshold; a NaN divergence is not."""
+    def node_divergences(self, verified: Verified) -> Tensor:
+        """divergence(p, q) at every node [B, N]; infinite where nothing was drafted."""
         owners = verified.tree.owners  # [B, M]
         rows = torch.arange(len(owners), device=owners.device)[:, None]
         measured = divergence_named(self.divergence)(
             verified.logits[rows, owners.clamp(min=0)], verified.tree.log_q
         )
-        close = (measured <= self.threshold) & (owners >= 0)  # [B, M]
-        nodes = torch.zeros_like(verified.tree.tokens).scatter_add_(1, owners.clamp(min=0), close.long())
-        return nodes > 0
+        nodes = verified.tree.tokens.shape[1]
+        table = measured.new_full(
+            (len(owners), nodes + 1), torch.inf
+        )  # padded owners fall into the last column
+        return table.scatter_(1, torch.where(owners >= 0, owners, nodes), measured)[:, :nodes]
 
 
 def likeliest(tree: DraftTree, eligible: Tensor, scores: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from eagle_fsd.acceptance import AcceptanceRule
 from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.files import write_atomically
 from eagle_fsd.head import DraftHead
-from eagle_fsd.identity import digest, target_identity
+from eagle_fsd.identity import models_identity
 from eagle_fsd.measuring import BEAMS, WIDE, WIDTHS, MakeDrafter, bucket, measure_costs, observe
 from eagle_fsd.target import TargetModel
 from eagle_fsd.tuning import Choice, Observation, choose
@@ -46,8 +46,7 @@ class TreeChooser:
         self.made_by = {
             "version": __version__,
             "torch": torch.__version__,
-            "target": target_identity(name, target.model),
-            "head": digest([*head.parameters(), *head.buffers()]),
+            **models_identity(name, target.model, head),
             "layers": sorted({type(layer).__name__ for layer in target.model.modules()}),  # packed, quantised
             "attention": target.config._attn_implementation,
             "device": [device.type, name_of, platform.node()],

@@ -136,9 +136,41 @@ class SamplingConfig:
                 "top_p is 0: it must be above 0 and at most 1; use temperature 0 for greedy decoding"
             )
 
+    @classmethod
+    def parse(cls, text: str) -> SamplingConfig:
+        """The law written as temperature[/top_k[/top_p]], such as 0.6/50/0.9."""
+        parts = text.split("/")
+        try:
+            kinds = zip((float, int, float)[: len(parts)], parts, strict=True)
+            return cls(*(kind(part) for kind, part in kinds))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"sampling is {text!r}: it must be temperature[/top_k[/top_p]], such as 0.6/50/0.9 ({error})"
+            ) from error
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class AutoThreshold:
+    """A fuzzy rule whose threshold is read from the head's calibration: the largest inside the budget.
+
+    quality_budget: the most TV per token, see calibration. divergence, mode, child: as in acceptance.Fuzzy.
+    """
+
+    quality_budget: float = 0.02
+    divergence: str = "js"
+    mode: str = HYBRID
+    child: str = "draft"
+
+    def __post_init__(self) -> None:
+        require_number(
+            "quality_budget", self.quality_budget, 0.0, 1.0, "0.02 changes about one token in fifty"
+        )
+        require_choice("mode", self.mode, (HYBRID, PAPER))
+        require_choice("child", self.child, CHILDREN)
 
 
 @dataclass(frozen=True)

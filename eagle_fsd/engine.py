@@ -9,8 +9,9 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +22,14 @@ from eagle_fsd import hub
 from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
 from eagle_fsd.autotree import TreeChooser
 from eagle_fsd.baseline import generate_alone
-from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig, require_integer
+from eagle_fsd.calibration import FILE as CALIBRATION
+from eagle_fsd.calibration import Calibration, read_calibration
+from eagle_fsd.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig, require_integer
 from eagle_fsd.decoding import Observer, Request, decode
 from eagle_fsd.divergence import require_sparse
 from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter, Vocabulary
 from eagle_fsd.head import DraftHead
+from eagle_fsd.identity import models_identity
 from eagle_fsd.packing import pack_linears
 from eagle_fsd.padding import as_ids, right_padded, unpad
 from eagle_fsd.sampling import RowRandom
@@ -50,28 +54,39 @@ WATCHED = (  # what the head is watched on while a tree is chosen for it
 class GenerationOutput:
     """sequences: [B, L + most new tokens], the input as given, then new tokens, right-padded with the pad
     token. new_tokens: the new tokens of each row, an end token included. stats: one GenerationStats per row.
-    tree: the draft trees' size; None for the target alone.
+    tree: the draft trees' size, rule: the acceptance rule, both as they were settled; None for the target
+    alone.
     """
 
     sequences: Tensor
     new_tokens: list[list[int]]
     stats: list[GenerationStats]
     tree: TreeConfig | None = None
+    rule: AcceptanceRule | None = None
+
+
+@dataclass(frozen=True)
+class Started:
+    """A batch about to run, with what was left open settled."""
+
+    steps: Iterator[list[list[int]]]
+    stats: list[GenerationStats]
+    watch: Stopwatch
+    tree: TreeConfig
+    rule: AcceptanceRule
 
 
 class TokenStream:
     """The chunks of one text (token ids, a list per step) as they are made; `stats` is live.
 
-    tree: the draft trees' size.
+    tree, rule: as they were settled.
     """
 
-    def __init__(
-        self, steps: Iterator[list[list[int]]], stats: GenerationStats, watch: Stopwatch, tree: TreeConfig
-    ) -> None:
-        self.stats = stats
-        self.tree = tree
-        self._steps = steps
-        self._watch = watch
+    def __init__(self, started: Started) -> None:
+        (self.stats,) = started.stats
+        self.tree, self.rule = started.tree, started.rule
+        self._steps = started.steps
+        self._watch = started.watch
 
     def __iter__(self) -> Iterator[list[int]]:
         seconds = 0.0  # spent here; what the caller does between two chunks is not ours
@@ -122,6 +137,7 @@ class EagleFSD:
         self.tokenizer = tokenizer
         self.base_model = base_model
         self.ea_model = ea_model
+        self.head_folder: Path | None = None  # where its calibration is looked for
         self._chooser: TreeChooser | None = None
 
     @classmethod
@@ -167,7 +183,9 @@ class EagleFSD:
             head.restrict(None)
         if pack:
             pack_linears(head)
-        return cls(target, head, tokenizer, base_model=source.name, ea_model=head_source.name)
+        engine = cls(target, head, tokenizer, base_model=source.name, ea_model=head_source.name)
+        engine.head_folder = head_source.folder
+        return engine
 
     @property
     def dtype(self) -> torch.dtype:
@@ -191,7 +209,7 @@ class EagleFSD:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        rule: AcceptanceRule | None = None,
+        rule: AcceptanceRule | AutoThreshold | None = None,
         tree: TreeConfig | AutoTree | None = None,
         seed: int | Sequence[int] = 0,
         eos_token_id: int | Sequence[int] | None = None,
@@ -199,14 +217,15 @@ class EagleFSD:
     ) -> GenerationOutput:
         """Generate for a batch of prompts [B, L], left- or right-padded as attention_mask [B, L] says.
 
-        rule: when a drafted token is accepted; None is Lossless(). tree: the draft tree's size;
-        total_tokens=1 is plain decoding, and AutoTree() measures which is fastest here. seed: row r of an int
-        seed s draws what a single prompt with seed s + r draws with the same tree. eos_token_id: None is the
-        model's own. observer: is shown every step, for measurements. Texts end after an end token, at
+        rule: when a drafted token is accepted; None is Lossless(), and AutoThreshold() reads the threshold
+        of a quality budget from the head's calibration. tree: the draft tree's size; total_tokens=1 is plain
+        decoding, and AutoTree() measures which is fastest here, or takes the calibration's. seed: row r of an
+        int seed s draws what a single prompt with seed s + r draws with the same tree. eos_token_id: None is
+        the model's own. observer: is shown every step, for measurements. Texts end after an end token, at
         max_new_tokens, or where the model's positions end. Raises ValueError for bad arguments.
         """
         input_ids = as_ids(input_ids)
-        steps, stats, watch, tree = self._start(
+        started = self._start(
             input_ids,
             attention_mask,
             max_new_tokens=max_new_tokens,
@@ -220,13 +239,13 @@ class EagleFSD:
             observer=observer,
         )
         start = time.perf_counter()  # what choosing a tree took is not part of it
-        new_tokens: list[list[int]] = [[] for _ in stats]
-        for chunks in steps:
+        new_tokens: list[list[int]] = [[] for _ in started.stats]
+        for chunks in started.steps:
             for row, chunk in enumerate(chunks):
                 new_tokens[row] += chunk
-        for row in stats:
-            row.set_times(watch, time.perf_counter() - start)
-        return self._output(input_ids, new_tokens, stats, tree)
+        for row in started.stats:
+            row.set_times(started.watch, time.perf_counter() - start)
+        return self._output(input_ids, new_tokens, started.stats, started.tree, started.rule)
 
     def stream(
         self,
@@ -244,8 +263,7 @@ class EagleFSD:
                 f"input_ids has shape {list(input_ids.shape)}: a stream takes one prompt, [1, L]; use "
                 "generate for a batch"
             )
-        steps, (stats,), watch, tree = self._start(input_ids, attention_mask, **options)
-        return TokenStream(steps, stats, watch, tree)
+        return TokenStream(self._start(input_ids, attention_mask, **options))
 
     def target_alone(
         self,
@@ -299,6 +317,17 @@ class EagleFSD:
         logger.info("%s", choice)
         return choice
 
+    def calibration(self, sampling: SamplingConfig) -> Calibration:
+        """The thresholds found for this target and head, sampled so; ValueError where there are none."""
+        if self.head_folder is None:
+            raise ValueError(
+                "threshold is auto: the head was not loaded from a folder, where its calibration would be; "
+                "give a number"
+            )
+        found = read_calibration(self.head_folder / CALIBRATION)
+        found.require(models_identity(self.base_model, self.target.model, self.head), sampling)
+        return found
+
     def _watched(self) -> list[list[int]]:
         """Our own texts as prompts for this target; none where it has no way to read them."""
         if self.tokenizer is None:
@@ -324,20 +353,25 @@ class EagleFSD:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        rule: AcceptanceRule | None = None,
+        rule: AcceptanceRule | AutoThreshold | None = None,
         tree: TreeConfig | AutoTree | None = None,
         seed: int | Sequence[int] = 0,
         eos_token_id: int | Sequence[int] | None = None,
         observer: Observer | None = None,
-    ) -> tuple[Iterator[list[list[int]]], list[GenerationStats], Stopwatch, TreeConfig]:
-        """Check the arguments, settle the tree and set one batch up; nothing of the texts runs before the
-        first step is asked for."""
+    ) -> Started:
+        """Check the arguments, settle rule and tree and set one batch up; nothing of the texts runs before
+        the first step is asked for."""
         require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
         tree = TreeConfig() if tree is None else tree
         if not isinstance(tree, (TreeConfig, AutoTree)):
             raise ValueError(
                 f"tree is {tree!r}: it must be a TreeConfig, such as TreeConfig(16, 5, 8), or AutoTree()"
             )
+        sampling = SamplingConfig(temperature, top_k, top_p)
+        if isinstance(rule, AutoThreshold):
+            found = self.calibration(sampling)
+            rule = Fuzzy.calibrated(found, **asdict(rule))
+            tree = found.tree if isinstance(tree, AutoTree) else tree
         if rule is not None and (isinstance(rule, type) or not hasattr(rule, "chances")):
             raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
         if isinstance(rule, Fuzzy) and rule.threshold > 0 and self.draft_vocab_size is not None:
@@ -345,7 +379,6 @@ class EagleFSD:
         tokens, lengths = unpad(input_ids, attention_mask, self.target.vocab_size)
         limits = [min(max_new_tokens, self._room(row, length)) for row, length in enumerate(lengths)]
         rule = Lossless() if rule is None else rule
-        sampling = SamplingConfig(temperature, top_k, top_p)
         if isinstance(tree, AutoTree):
             prompts = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
             context = max(lengths) + max(limits) // 2
@@ -367,12 +400,8 @@ class EagleFSD:
         random = RowRandom(seed, len(lengths), self.device)
         stats = [GenerationStats() for _ in lengths]
         watch = Stopwatch()
-        return (
-            decode(request, session, self._drafter(tree, lengths, capacity), random, stats, watch),
-            stats,
-            watch,
-            tree,
-        )
+        steps = decode(request, session, self._drafter(tree, lengths, capacity), random, stats, watch)
+        return Started(steps, stats, watch, tree, rule)
 
     def _end_tokens(self, eos_token_id: int | Sequence[int] | None) -> tuple[int, ...]:
         """The tokens that end a text: the caller's, or else the model's own."""
@@ -437,7 +466,8 @@ class EagleFSD:
         new_tokens: list[list[int]],
         stats: list[GenerationStats],
         tree: TreeConfig | None = None,
+        rule: AcceptanceRule | None = None,
     ) -> GenerationOutput:
         added = right_padded(new_tokens, self.pad_token_id).to(input_ids.device)
         sequences = torch.cat((input_ids, added), dim=1)
-        return GenerationOutput(sequences, new_tokens, stats, tree)
+        return GenerationOutput(sequences, new_tokens, stats, tree, rule)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from eagle_fsd import __version__
-from eagle_fsd.config import CHILDREN, AutoTree, SamplingConfig, TreeConfig, require_integer
+from eagle_fsd.config import CHILDREN, AutoThreshold, AutoTree, SamplingConfig, TreeConfig, require_integer
 
 if TYPE_CHECKING:
     from eagle_fsd.acceptance import AcceptanceRule
@@ -19,8 +19,8 @@ USAGE = 2  # the exit code of a user's mistake
 
 # Flags of the rules' own fields; None where not given, so that the rules' defaults hold.
 RULE_FLAGS = (
-    "threshold", "divergence", "mode", "child", "min_p", "max_overshoot", "max_consecutive", "exact_prefix",
-    "epsilon", "delta", "candidates", "margin", "single", "acc", "weight",
+    "threshold", "quality_budget", "divergence", "mode", "child", "min_p", "max_overshoot", "max_consecutive",
+    "exact_prefix", "epsilon", "delta", "candidates", "margin", "single", "acc", "weight",
 )  # fmt: skip
 
 RULE_NAMES = (
@@ -112,9 +112,17 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("acceptance")
     group.add_argument(
         "--threshold",
-        type=float,
+        type=threshold,
         metavar="T",
-        help="follow the draft where divergence(p, q) <= T (default: 0, lossless)",
+        help="follow the draft where divergence(p, q) <= T (default: 0, lossless); auto: the largest that "
+        "the head's calibration knows to keep within --quality-budget",
+    )
+    group.add_argument(
+        "--quality-budget",
+        type=float,
+        metavar="B",
+        help="with --threshold auto: the share of tokens that may have to differ, by the total variation "
+        f"between the rule's law and the target's (default: {AutoThreshold().quality_budget:g})",
     )
     group.add_argument(
         "--divergence",
@@ -244,19 +252,36 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_rule(args: argparse.Namespace) -> AcceptanceRule:
+def make_rule(args: argparse.Namespace) -> AcceptanceRule | AutoThreshold:
     """The rule that the flags name, with its defaults (threshold 0); a flag of another rule is refused."""
     from eagle_fsd.rules import RULES, rule_named
 
     given = {name: getattr(args, name) for name in RULE_FLAGS if getattr(args, name) is not None}
-    takes = {field.name for field in dataclasses.fields(RULES[args.rule])}
+    auto = args.rule == "fuzzy" and args.threshold == AUTO
+    takes = {field.name for field in dataclasses.fields(AutoThreshold if auto else RULES[args.rule])}
     for name, value in given.items():
-        if name not in takes:
+        if name not in takes | ({"threshold"} if auto else set()):
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} is {value} with --rule {args.rule}: that rule has none; drop the flag")
+            whose = "--threshold auto" if auto else f"--rule {args.rule}"
+            if name == "quality_budget":
+                raise ValueError(f"{flag} is {value}: it is what --threshold auto may cost; give both")
+            raise ValueError(f"{flag} is {value} with {whose}: that rule has none; drop the flag")
+    if auto:
+        del given["threshold"]
+        return AutoThreshold(**given)
     if args.rule == "fuzzy":
         given.setdefault("threshold", 0.0)
     return rule_named(args.rule, **given)
+
+
+def threshold(text: str) -> float | str:
+    """A number, or auto."""
+    if text == AUTO:
+        return AUTO
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}") from error
 
 
 def tree_size(text: str) -> int | str:

@@ -73,7 +73,7 @@ def answer_prompt(
     with users_mistakes():
         input_ids = encode(model.tokenizer, prompt, args.system, args.raw)
         stream = model.stream(input_ids, **options)  # measures the tree, where that is asked for
-    answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree))
+    answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree), stream.rule)
     if args.baseline:
         warm_up(model, input_ids, {**options, "tree": stream.tree})
     detokenizer = Detokenizer(model.tokenizer, context=input_ids[0].tolist() if args.raw else ())
@@ -212,11 +212,11 @@ def run(args: Namespace, out: TextIO) -> int:
                 f"prompt {number} of {len(prompts)}: {error}" if len(prompts) > 1 else str(error)
             ) from error
         if args.json:
-            out.write(to_json(model, answer, options["rule"], args.baseline) + "\n")
+            out.write(to_json(model, answer, args.baseline) + "\n")
             out.flush()
         elif number < len(prompts):
             out.write("\n")
-        sys.stderr.write(summary(answer, options["rule"]) + "\n")
+        sys.stderr.write(summary(answer) + "\n")
         if answer.interrupted:
             return INTERRUPTED
     return 0

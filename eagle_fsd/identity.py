@@ -22,6 +22,12 @@ def target_identity(name: str, model: nn.Module) -> dict[str, str]:
     return {"name": name, "weights": digest(weights), "dtype": dtype}
 
 
+def models_identity(name: str, target: nn.Module, head: nn.Module | None) -> dict[str, Any]:
+    """What tells one pair of target and draft head from another; the head's draft vocabulary counts too."""
+    mine = None if head is None else digest([*head.parameters(), *head.buffers()])
+    return {"target": target_identity(name, target), "head": mine}
+
+
 def digest(tensors: Iterable[Tensor]) -> str:
     """A digest of dtypes, shapes and values."""
     found = hashlib.sha256()

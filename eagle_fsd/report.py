@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ class Answer:
     prompt_tokens: int
     stats: GenerationStats
     tree: str
+    rule: AcceptanceRule
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     interrupted: bool = False
@@ -48,21 +48,24 @@ class Answer:
 
 
 def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
-    """threshold, divergence and mode for JSON, null where it has none; lossless is threshold 0."""
-    from eagle_fsd.acceptance import Fuzzy, Lossless
+    """rule, threshold, divergence and mode for JSON, null where it has none; lossless is threshold 0."""
+    from eagle_fsd.rules import describe
 
-    if not isinstance(rule, Fuzzy):
-        return {"threshold": 0.0 if isinstance(rule, Lossless) else None, "divergence": None, "mode": None}
-    threshold = rule.threshold if math.isfinite(rule.threshold) else "inf"  # JSON has no infinity
-    return {"threshold": threshold, "divergence": rule.divergence, "mode": rule.mode}
+    described = describe(rule)
+    fields = {name: described.get(name) for name in ("threshold", "divergence", "mode")}
+    if described["name"] == "lossless":
+        fields["threshold"] = 0.0
+    return {"rule": described["name"], **fields}
 
 
-def to_json(model: EagleFSD, answer: Answer, rule: AcceptanceRule, baseline: bool) -> str:
-    """One line with JSON_KEYS, and draft_vocab_size where the head has a draft vocabulary.
+def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
+    """One line with JSON_KEYS; draft_vocab_size where the head has one, rule where it is one of others.
 
     With --baseline the keys of the target alone follow (null if interrupted).
     """
-    stats = answer.stats.to_dict()
+    stats, fields = answer.stats.to_dict(), rule_fields(answer.rule)
+    if (rule := fields.pop("rule")) in ("fuzzy", "lossless"):  # its fields tell which
+        rule = None
     record = {
         "text": answer.text,
         "prompt_tokens": answer.prompt_tokens,
@@ -70,13 +73,15 @@ def to_json(model: EagleFSD, answer: Answer, rule: AcceptanceRule, baseline: boo
         "new_tokens": len(answer.token_ids),
         **{key: stats[key] for key in STATS_KEYS},
         "finish_reason": answer.finish_reason,
-        **rule_fields(rule),
+        **fields,
         "base_model": model.base_model,
         "ea_model": model.ea_model,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "tree": answer.tree,
     }
+    if rule is not None:
+        record["rule"] = rule
     if model.draft_vocab_size is not None:
         record["draft_vocab_size"] = model.draft_vocab_size
     if baseline:
@@ -91,17 +96,17 @@ def to_json(model: EagleFSD, answer: Answer, rule: AcceptanceRule, baseline: boo
     return json.dumps(record, allow_nan=False)
 
 
-def summary(answer: Answer, rule: AcceptanceRule) -> str:
+def summary(answer: Answer) -> str:
     """`128 tokens in 3.2 s (40.0 tok/s), tau 2.31, 17 fuzzy accepts, js <= 0.3 hybrid, tree 8/4/4`, and the
     comparison."""
     stats = answer.stats
-    fields = rule_fields(rule)
-    if not fields["threshold"]:
-        name = "typical" if fields["threshold"] is None else "lossless"
-    else:
+    fields = rule_fields(answer.rule)
+    if fields["divergence"] and fields["threshold"]:
         name = f"{fields['divergence']} <= {fields['threshold']} {fields['mode']}"
+    else:
+        name = "lossless" if fields["threshold"] == 0 else fields["rule"]
     line = speed(stats, len(answer.token_ids))
-    accepts = "relaxed" if name == "typical" else "fuzzy"
+    accepts = "relaxed" if fields["threshold"] is None else "fuzzy"
     line += f", tau {stats.tau:.2f}, {stats.fuzzy_accepts} {accepts} accepts, {name}, tree {answer.tree}"
     if answer.interrupted:
         line += ", interrupted"

@@ -20,7 +20,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle_fsd import AutoTree, Fuzzy, GenerationStats, Lossless, TreeConfig, Typical, generate
+from eagle_fsd import (
+    AcceptanceRule,
+    AutoTree,
+    Fuzzy,
+    GenerationStats,
+    Lossless,
+    TreeConfig,
+    Typical,
+    generate,
+)
 from eagle_fsd.flags import build_parser, make_rule, make_tree
 from eagle_fsd.report import JSON_KEYS
 from eagle_fsd.text import Detokenizer
@@ -62,7 +71,7 @@ class ScriptedModel:
     def stream(self, input_ids: torch.Tensor, **options: Any) -> SimpleNamespace:
         self.calls.append(("stream", self.tokenizer.decode(input_ids[0].tolist()), options))
         stats = GenerationStats()
-        return ScriptedStream(self._steps(options["max_new_tokens"], stats), stats)
+        return ScriptedStream(self._steps(options["max_new_tokens"], stats), stats, options["rule"])
 
     def _steps(self, most: int, stats: GenerationStats) -> Iterator[list[int]]:
         ids = self.ids[:most]
@@ -85,8 +94,8 @@ class ScriptedModel:
 
 
 class ScriptedStream(SimpleNamespace):
-    def __init__(self, steps: Iterator[list[int]], stats: GenerationStats) -> None:
-        super().__init__(steps=steps, stats=stats, tree=TreeConfig())
+    def __init__(self, steps: Iterator[list[int]], stats: GenerationStats, rule: AcceptanceRule) -> None:
+        super().__init__(steps=steps, stats=stats, tree=TreeConfig(), rule=rule)
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.steps
@@ -275,7 +284,8 @@ def test_json_is_one_object_with_the_contract_keys(
             ("inf", "tv", "paper"),
         ),
         (["--rule", "lossless"], (0.0, None, None)),
-        (["--rule", "typical"], (None, None, None)),
+        (["--rule", "typical"], (None, None, "hybrid")),
+        (["--rule", "cactus"], (None, None, None)),
     ],
 )
 def test_json_names_the_rule(
@@ -284,6 +294,7 @@ def test_json_names_the_rule(
     _, out, _ = run(capsys, "--json", *flags, "Hello?")
     record = json.loads(out)
     assert (record["threshold"], record["divergence"], record["mode"]) == expected
+    assert record.get("rule") == (flags[1] if expected[0] is None else None)
 
 
 def test_baseline(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:

@@ -31,7 +31,7 @@ LAYERS = [
     {"acceptance", "target", "draft", "placement", "download"},
     {"baseline", "decoding", "law", "loading", "relaxed", "tuning"},
     {"hub", "measuring", "rules", "text"},
-    {"autotree"},
+    {"autotree", "calibration"},
     {"engine"},
     {"training", "evaluation"},
     {"flags", "report"},

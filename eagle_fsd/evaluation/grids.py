@@ -6,33 +6,42 @@ from itertools import product
 
 JS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6)
 REVERSE_KL = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 3.0)
+MODES = ("hybrid", "paper")
 OTHERS = (
-    *(f"typical:{epsilon}:{delta}" for epsilon, delta in ((0.6, 0.6), (0.4, 0.3), (0.3, 0.09), (0.2, 0.05), (0.1, 0.02))),
-    *(f"relaxed_topk:{n}:{margin}" for n, margin in ((2, 0.05), (2, 0.2), (3, 0.4), (5, 0.6), (10, 0.9))),
-    *(f"cactus:{delta}" for delta in (0.003, 0.01, 0.03, 0.1, 0.5)),
-    *(f"ensemble:{weight}" for weight in (0.95, 0.9, 0.8, 0.6, 0.3)),
-    *(f"sglang:{single}:{acc}" for single, acc in ((1, 0.9), (1, 0.7), (0.5, 1), (0.3, 1), (0.1, 1))),
+    *("typical:0.6:0.6", "typical:0.4:0.3", "typical:0.3:0.09", "typical:0.2:0.05", "typical:0.1:0.02"),
+    *("relaxed_topk:2:0.05", "relaxed_topk:2:0.2", "relaxed_topk:3:0.4", "relaxed_topk:5:0.6"),
+    "relaxed_topk:10:0.9",
+    *("cactus:0.003", "cactus:0.01", "cactus:0.03", "cactus:0.1", "cactus:0.5"),
+    *("ensemble:0.95", "ensemble:0.9", "ensemble:0.8", "ensemble:0.6", "ensemble:0.3"),
+    *("sglang:1:0.9", "sglang:1:0.7", "sglang:0.5:1", "sglang:0.3:1", "sglang:0.1:1"),
+)
+DIVERGENT = (
+    *("forward_kl:0.2", "forward_kl:0.7", "tv:0.2", "tv:0.4", "ag:0.1", "ag:0.3"),
+    *("js_top10:0.2", "reverse_kl_top10:0.4", "forward_kl_top10:0.4", "tv_top10:0.3", "ag_top10:0.2"),
+)
+GUARDS = (
+    *("min_p=0.1", "min_p=0.3", "max_overshoot=1.5", "max_overshoot=3", "max_consecutive=1"),
+    "exact_prefix=16",
 )
 
 GRIDS: dict[str, tuple[str, ...]] = {
-    # The frontier: FSD's two thresholds in both modes against every other rule.
+    # FSD's two thresholds in both modes against every other rule.
     "frontier": (
         "lossless",
-        *(f"js:{t}:{mode}" for mode, t in product(("hybrid", "paper"), JS)),
-        *(f"reverse_kl:{t}:{mode}" for mode, t in product(("hybrid", "paper"), REVERSE_KL)),
+        *(f"js:{t}:{mode}" for mode, t in product(MODES, JS)),
+        *(f"reverse_kl:{t}:{mode}" for mode, t in product(MODES, REVERSE_KL)),
         *OTHERS,
     ),
     # What else FSD may be asked: every divergence, every child, every guard, around one strictness.
     "variants": (
         "lossless",
-        *(f"{name}:{t}" for name, ts in {"forward_kl": (0.2, 0.7), "tv": (0.2, 0.4), "ag": (0.1, 0.3)}.items() for t in ts),
-        *(f"{name}_top10:{t}" for name, t in (("js", 0.2), ("reverse_kl", 0.4), ("forward_kl", 0.4), ("tv", 0.3), ("ag", 0.2))),
-        *(f"js:{t}:{mode}:{child}" for t, mode, child in product((0.2, 0.45), ("hybrid", "paper"), ("likeliest", "target"))),
-        *(f"js:0.45:{mode}:draft:{guard}" for mode, guard in product(("hybrid", "paper"), ("min_p=0.1", "min_p=0.3", "max_overshoot=1.5", "max_overshoot=3", "max_consecutive=1", "exact_prefix=16"))),
+        *DIVERGENT,
+        *(f"js:{t}:{mode}:{c}" for t, mode, c in product((0.2, 0.45), MODES, ("likeliest", "target"))),
+        *(f"js:0.45:{mode}:{guard}" for mode, guard in product(MODES, GUARDS)),
     ),
     # Minutes, not hours: a few of each.
     "quick": (
-        "lossless", "js:0.1", "js:0.3", "js:0.6", "js:0.3:paper", "reverse_kl:0.4", "reverse_kl:1.5", "typical:0.3:0.09",
-        "relaxed_topk:3:0.4", "cactus:0.1", "ensemble:0.8",
+        *("lossless", "js:0.1", "js:0.3", "js:0.6", "js:0.3:paper", "reverse_kl:0.4", "reverse_kl:1.5"),
+        *("typical:0.3:0.09", "relaxed_topk:3:0.4", "cactus:0.1", "ensemble:0.8"),
     ),
-}  # fmt: skip
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -40,6 +41,7 @@ class LawMeter:
             self.tv[row] += its_tv
         self.seconds += time.perf_counter() - start
 
-    def row(self, row: int) -> dict[str, float | None]:
+    def row(self, row: int) -> dict[str, Any]:
         """The sums of a row as JSON can hold them: an infinite KL is null."""
-        return {"kl": self.kl[row] if math.isfinite(self.kl[row]) else None, "tv": self.tv[row]}
+        kl = self.kl[row] if math.isfinite(self.kl[row]) else None
+        return {"law": {"kl": kl, "tv": self.tv[row]}}

@@ -23,11 +23,15 @@ def chat_prompts(
 ) -> list[list[int]]:
     """A file's prompts, at most `limit` after the first `skip`, as chats of one user turn that wait for the
     answer: token ids. ValueError where none is left."""
+    return [encode(tokenizer, prompt)[0].tolist() for prompt in prompts_of(path, skip, limit)]
+
+
+def prompts_of(path: Path, skip: int = 0, limit: int | None = None) -> list[str]:
+    """A file's prompts, at most `limit` after the first `skip`; ValueError where none is left."""
     prompts = read_prompts(path)
     if skip >= len(prompts):
         raise ValueError(f"skip is {skip}: {path} has {len(prompts)} prompts; lower --skip")
-    end = None if limit is None else skip + limit
-    return [encode(tokenizer, prompt)[0].tolist() for prompt in prompts[skip:end]]
+    return prompts[skip : None if limit is None else skip + limit]
 
 
 def set_name(path: Path) -> str:

@@ -32,8 +32,8 @@ def score_rows(
             sample = loaded[task.name].get(str(row.get("sample")))
             if sample is None:
                 raise ValueError(
-                    f"sample is {row.get('sample')!r}: {task.name} has no such sample where it was looked for; "
-                    "give the file that the rows were made from"
+                    f"sample is {row.get('sample')!r}: {task.name} has no such sample where it was looked "
+                    "for; give the file that the rows were made from"
                 )
             scores = task.score(sample.reference, row["text"])
         except ValueError as error:

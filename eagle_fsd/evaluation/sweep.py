@@ -10,21 +10,25 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
 from eagle_fsd.acceptance import AcceptanceRule
 from eagle_fsd.config import SamplingConfig, TreeConfig
+from eagle_fsd.decoding import Observer
 from eagle_fsd.engine import EagleFSD, GenerationOutput
 from eagle_fsd.evaluation.law_meter import LawMeter
 from eagle_fsd.evaluation.likelihood import judged
-from eagle_fsd.evaluation.prompts import batches
+from eagle_fsd.evaluation.prompts import batches, prompts_of, set_name
 from eagle_fsd.evaluation.rows import append_row, drop_torn_line, read_rows
+from eagle_fsd.evaluation.rule_labels import rule_label
 from eagle_fsd.evaluation.tasks import Sample, Task
-from eagle_fsd.identity import digest, target_identity
+from eagle_fsd.evaluation.tasks.base import user
+from eagle_fsd.evaluation.tasks.source import Source
+from eagle_fsd.identity import models_identity
 from eagle_fsd.padding import left_padded
 from eagle_fsd.rules import describe
 from eagle_fsd.text import encode_chat
@@ -47,6 +51,40 @@ class Questions:
         samples = task.load(path, limit, skip)
         prompts = [encode_chat(engine.tokenizer, sample.messages)[0].tolist() for sample in samples]
         return cls(task, samples, prompts, skip)
+
+    @classmethod
+    def of_prompts(
+        cls, path: Path, engine: EagleFSD, limit: int | None, skip: int, max_new_tokens: int
+    ) -> Questions:
+        """The same of a file of prompts, a task without a score: `prompts/NAME`."""
+        prompts = prompts_of(path, skip, limit)
+        task = Task(
+            name=f"prompts/{set_name(path)}",
+            version=1,
+            source=Source((path.name,), "a prompt"),
+            ask=lambda row, place: (str(place), [user(row["prompt"])], {}),
+            max_new_tokens=max_new_tokens,
+        )
+        samples = [
+            Sample(str(skip + place), (user(prompt),), {}, max_new_tokens)
+            for place, prompt in enumerate(prompts)
+        ]
+        ids = [encode_chat(engine.tokenizer, sample.messages)[0].tolist() for sample in samples]
+        return cls(task, samples, ids, skip)
+
+    @classmethod
+    def together(cls, parts: Sequence[Questions]) -> Questions:
+        """Several sets as one, without scores; a sample is then named SET/ID."""
+        names = [part.task.name.removeprefix("prompts/") for part in parts]
+        return cls(
+            replace(parts[0].task, name=f"prompts/{'+'.join(names)}"),
+            [
+                replace(one, id=f"{name}/{one.id}")
+                for name, part in zip(names, parts, strict=True)
+                for one in part.samples
+            ],
+            [prompt for part in parts for prompt in part.prompts],
+        )
 
 
 @dataclass(frozen=True)
@@ -75,6 +113,28 @@ class Cell:
             "draft_vocab_size": engine.draft_vocab_size,
         }
 
+    def key(self, engine: EagleFSD) -> str:
+        """What the rows of one cell share, and no others: its settings and the models' weights."""
+        models = models_identity(engine.base_model, engine.target.model, engine.head)
+        return hashlib.sha256(
+            json.dumps([self.settings(engine), models], sort_keys=True).encode()
+        ).hexdigest()[:16]
+
+    def seed_of(self, place: int) -> int:
+        """The seed of a sample: the same under every rule, and whatever was left out before it."""
+        return self.seed + self.questions.first + place
+
+
+class Meter(Observer, Protocol):
+    """An observer of one batch that has something to say of each row: fields of its JSON object.
+
+    seconds: what observing took, which is not the decoding's.
+    """
+
+    seconds: float
+
+    def row(self, row: int) -> dict[str, Any]: ...
+
 
 def run(
     engine: EagleFSD,
@@ -86,24 +146,15 @@ def run(
     """Make the rows that `output` lacks and append them to it."""
     drop_torn_line(output)
     done = {(row["key"], row["sample"], row["seed"]) for row in read_rows(output)}
-    models = identity(engine)
-    keys = {
-        id(cell): hashlib.sha256(json.dumps([cell.settings(engine), models], sort_keys=True).encode())
-        .hexdigest()[:16]
-        for cell in cells
-    }
+    keys = {id(cell): cell.key(engine) for cell in cells}
     with tqdm(total=sum(len(cell.questions.samples) for cell in cells), unit="answer") as bar:
         for cell, places in turns(cells, batch_size):
-            seeds = {place: cell.seed + cell.questions.first + place for place in places}
-            missing = [
-                place
-                for place in places
-                if (keys[id(cell)], cell.questions.samples[place].id, seeds[place]) not in done
-            ]
+            samples, key = cell.questions.samples, keys[id(cell)]
+            missing = [n for n in places if (key, samples[n].id, cell.seed_of(n)) not in done]
             if missing:
-                bar.set_postfix_str(rule_word(cell.rule), refresh=False)
-                for row in answer(engine, cell, missing, [seeds[place] for place in missing]):
-                    append_row(output, {"key": keys[id(cell)], **cell.settings(engine), **row, **provenance})
+                bar.set_postfix_str(rule_label(describe(cell.rule)), refresh=False)
+                for row in answer(engine, cell, missing, LawMeter(cell.rule.mode, len(missing))):
+                    append_row(output, {"key": key, **cell.settings(engine), **row, **provenance})
             bar.update(len(places))
 
 
@@ -119,13 +170,10 @@ def turns(cells: Sequence[Cell], batch_size: int) -> Iterator[tuple[Cell, Sequen
                 yield cell, places
 
 
-def answer(
-    engine: EagleFSD, cell: Cell, places: Sequence[int], seeds: Sequence[int]
-) -> Iterator[dict[str, Any]]:
-    """One batch of a cell: what its rows say of each sample."""
+def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) -> Iterator[dict[str, Any]]:
+    """One batch of a cell: what its rows say of each sample, and of each what the meter does."""
     questions = cell.questions
     prompts = [questions.prompts[place] for place in places]
-    meter = LawMeter(cell.rule.mode, len(places))
     ids, mask = left_padded(prompts, engine.pad_token_id)
     output: GenerationOutput = engine.generate(
         ids,
@@ -133,7 +181,7 @@ def answer(
         max_new_tokens=cell.max_new_tokens,
         rule=cell.rule,
         tree=cell.tree,
-        seed=list(seeds),
+        seed=[cell.seed_of(place) for place in places],
         observer=meter,
         **asdict(cell.sampling),
     )
@@ -145,11 +193,10 @@ def answer(
         verdict = judged(engine.target, prompts[row], tokens)
         yield {
             "sample": sample.id,
-            "seed": seeds[row],
+            "seed": cell.seed_of(place),
             "prompt_tokens": len(prompts[row]),
             "token_ids": tokens,
             "text": text,
-            "reference": sample.reference,
             "finish_reason": stats.finish_reason,
             "steps": stats.steps,
             "new_tokens": stats.new_tokens,
@@ -157,19 +204,8 @@ def answer(
             "fuzzy_accepts": stats.fuzzy_accepts,
             "seconds": seconds,
             "batch_size": len(places),
-            "law": meter.row(row),
+            **meter.row(row),
             "log_p": None if verdict is None else verdict.log_p,
             "agreement": None if verdict is None else verdict.agreement,
             "scores": questions.task.score(sample.reference, text),
         }
-
-
-def identity(engine: EagleFSD) -> list[object]:
-    """What tells two pairs of models apart: their weights."""
-    head = None if engine.head is None else digest([*engine.head.parameters(), *engine.head.buffers()])
-    return [target_identity(engine.base_model, engine.target.model), head]
-
-
-def rule_word(rule: AcceptanceRule) -> str:
-    described = describe(rule)
-    return " ".join(str(value) for value in list(described.values())[:4])

@@ -19,7 +19,7 @@ from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompts import batches
 from eagle_fsd.evaluation.rows import append_row, drop_torn_line, read_rows
-from eagle_fsd.identity import digest, target_identity
+from eagle_fsd.identity import models_identity
 from eagle_fsd.padding import left_padded
 from eagle_fsd.stats import GenerationStats
 
@@ -47,10 +47,8 @@ class Cell:
 
     def key(self, engine: EagleFSD, prompts: Sequence[Sequence[int]]) -> str:
         """What a row must share to stand for this cell: the settings, the models' weights and the prompts."""
-        head = None
-        if engine.head is not None:
-            head = digest([*engine.head.parameters(), *engine.head.buffers()])  # its draft vocabulary too
-        made_by = [target_identity(engine.base_model, engine.target.model), head, list(map(list, prompts))]
+        models = models_identity(engine.base_model, engine.target.model, engine.head)
+        made_by = [models, list(map(list, prompts))]
         return hashlib.sha256(json.dumps([asdict(self), made_by], sort_keys=True).encode()).hexdigest()[:16]
 
 

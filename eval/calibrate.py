@@ -1,0 +1,113 @@
+"""Find the largest threshold that stays inside a quality budget, for each divergence: calibration.json.
+
+    python eval/calibrate.py --prompts data/prompts_*.jsonl --limit 10 --output runs/calibration --install
+    python -m eagle_fsd.generate --threshold auto --temperature 0.6 --top-k 50 --top-p 0.9 "Tell me a story."
+
+The budget bounds the mean total variation between the rule's law of the next token and the target's: the
+share of tokens that would have to be other ones. A lossless pass foretells every threshold; the candidates
+are then really run, and the calibration keeps those whose upper confidence bound is inside. --install writes
+it beside the head, where `--threshold auto` finds it. A run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from eagle_fsd import Lossless, SamplingConfig, TreeConfig
+from eagle_fsd.calibration import FILE, Calibration
+from eagle_fsd.config import CHILDREN, require_integer, require_number
+from eagle_fsd.evaluation.arguments import load_engine, model_parser
+from eagle_fsd.evaluation.budgets import calibrate, table, trial_table
+from eagle_fsd.evaluation.sweep import Cell, Questions
+from eagle_fsd.evaluation.thresholds import Work, kinds_of
+from eagle_fsd.files import write_atomically
+from eagle_fsd.provenance import provenance
+
+
+def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = model_parser(__doc__)
+    add = parser.add_argument
+    add("--prompts", nargs="+", type=Path, required=True, metavar="FILE", help="files of prompts")
+    add("--limit", type=int, help="at most LIMIT prompts of every file")
+    add("--skip", type=int, default=0, help="leave out the first SKIP prompts of every file")
+    add(
+        "--quality-budget",
+        nargs="+",
+        type=float,
+        default=[0.01, 0.02, 0.05],
+        metavar="B",
+        help="default: %(default)s",
+    )
+    add("--confidence", type=float, default=0.9, help="one-sided, of every bound; default: %(default)s")
+    add("--divergence", nargs="+", default=["js", "reverse_kl"], metavar="D", help="default: %(default)s")
+    add("--mode", nargs="+", default=["hybrid"], choices=["hybrid", "paper"])
+    add("--child", nargs="+", default=["draft"], choices=CHILDREN)
+    add("--sampling", default="0.6/50/0.9", metavar="T[/TOP_K[/TOP_P]]", help="default: %(default)s")
+    add("--tree", default="16/5/8", help="total_tokens/depth/top_k; default: %(default)s")
+    add("--max-new-tokens", type=int, default=128, help="default: %(default)s")
+    add("--batch-size", type=int, default=4, help="default: %(default)s")
+    add(
+        "--splits",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also calibrate on N random halves and try the others",
+    )
+    add("--seed", type=int, default=0)
+    add("--output", type=Path, required=True, help="folder of rows, calibration.json and splits.json")
+    add("--install", action="store_true", help="write calibration.json beside the head, too")
+    return parser, parser.parse_args()
+
+
+def main() -> None:
+    parser, arguments = parse()
+    try:
+        for name in ("max_new_tokens", "batch_size"):
+            require_integer(name, getattr(arguments, name), 1, f"change --{name.replace('_', '-')}")
+        require_integer("splits", arguments.splits, 0, "0 makes none")
+        require_number("confidence", arguments.confidence, 0.5, 0.999, "0.9 is usual")
+        for budget in arguments.quality_budget:
+            require_number("quality_budget", budget, 0.0, 1.0, "0.02 changes about one token in fifty")
+        kinds = kinds_of(arguments.divergence, arguments.mode, arguments.child)
+        sampling, tree = SamplingConfig.parse(arguments.sampling), TreeConfig.parse(arguments.tree)
+        engine = load_engine(arguments)
+        sets = [
+            Questions.of_prompts(path, engine, arguments.limit, arguments.skip, arguments.max_new_tokens)
+            for path in dict.fromkeys(arguments.prompts)
+        ]
+        work = Work(
+            engine,
+            Cell(
+                Questions.together(sets), Lossless(), sampling, tree, arguments.max_new_tokens, arguments.seed
+            ),
+            arguments.output,
+            arguments.batch_size,
+            arguments.confidence,
+            provenance(),
+        )
+        calibration, trials = calibrate(work, kinds, sorted(arguments.quality_budget), arguments.splits)
+        calibration.write(arguments.output / FILE)
+        if trials:
+            text = json.dumps([trial.to_dict() for trial in trials], indent=1)
+            write_atomically(arguments.output / "splits.json", text + "\n")
+        if arguments.install:
+            install(engine.head_folder, calibration)
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+    print(table(calibration))
+    if trials:
+        print("\n" + trial_table(trials))
+
+
+def install(folder: Path | None, calibration: Calibration) -> None:
+    """Beside the head, without where its prompts lay."""
+    if folder is None:
+        raise ValueError("install: the head was not loaded from a folder; copy calibration.json by hand")
+    replace(calibration).write(folder / FILE)
+
+
+if __name__ == "__main__":
+    main()
