@@ -29,10 +29,10 @@ class Quality:
     sign: int
     relative: bool = False
 
-    def change(self, point: Point) -> Estimate | None:
-        """What the point has more or less than lossless, in the measure's own units; None where not known."""
-        change = self.known(point)
-        return change.difference if change else None
+    @property
+    def name(self) -> str:
+        """The word for it on the command line and in file names."""
+        return self.measure.removeprefix(SCORE)
 
     def loss(self, point: Point) -> Estimate | None:
         """What the point loses against lossless; nothing for lossless itself."""
@@ -55,9 +55,9 @@ class Quality:
 
 QUALITIES = {
     "log_p": Quality("log_p", "log p per token", -1, relative=True),
-    "law_tv": Quality("law_tv", "TV of the law to the target's, per token", 1),
-    "law_kl": Quality("law_kl", "KL of the law to the target's, per token", 1),
-    "agreement": Quality("agreement", "agreement with the target's argmax", -1),
+    "law_tv": Quality("law_tv", "law TV per token", 1),
+    "law_kl": Quality("law_kl", "law KL per token", 1),
+    "agreement": Quality("agreement", "agreement", -1),
 }
 
 

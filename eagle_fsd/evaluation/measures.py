@@ -130,6 +130,7 @@ def by_sample(rows: Sequence[Row], parts: Sequence[tuple[float, float] | None]) 
     """Numerators and denominators added up by sample, in the order of samples' names."""
     places = {name: place for place, name in enumerate(sorted({row.sample for row in rows}))}
     sums = np.zeros((len(places), 2))
-    where = [places[row.sample] for row in rows]
-    np.add.at(sums, where, [(0.0, 0.0) if part is None else part for part in parts])
+    where = np.array([places[row.sample] for row in rows], dtype=np.int64)
+    added = np.array([(0.0, 0.0) if part is None else part for part in parts], dtype=np.float64)
+    np.add.at(sums, where, added.reshape(-1, 2))
     return Sums(sums[:, 0], sums[:, 1])

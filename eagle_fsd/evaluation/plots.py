@@ -80,5 +80,10 @@ def label(one: Result) -> str:
 
 
 def save(figure: Figure, path: Path) -> None:
-    with whole_file(path) as partial:
-        figure.savefig(partial, format="png", dpi=150)
+    """Write the figure as what the path's ending says, png or svg: the same bytes for the same figure."""
+    from matplotlib import rc_context
+
+    kind = path.suffix.removeprefix(".") or "png"
+    made = {"Date": None} if kind == "svg" else None
+    with whole_file(path) as partial, rc_context({"svg.hashsalt": "eagle_fsd"}):
+        figure.savefig(partial, format=kind, dpi=150, metadata=made)

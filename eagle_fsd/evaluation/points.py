@@ -15,7 +15,7 @@ from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.bootstrap import Bootstrap, Change, Estimate, estimates
 from eagle_fsd.evaluation.measures import MEASURES, SCORE, Measure, compared, paired, score, sums_of
 from eagle_fsd.evaluation.rows import Row
-from eagle_fsd.evaluation.rule_labels import LOSSLESS, PLAIN, knob_label, rule_family, rule_knobs, rule_label
+from eagle_fsd.evaluation.rule_labels import LOSSLESS, PLAIN, rule_family, rule_knobs, rule_label
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,6 @@ class Point:
 
     label: str
     family: str
-    knob: str
     knobs: tuple[float, ...]
     samples: int  # rows: a sample with two seeds counts twice
     pairs: int
@@ -186,7 +185,6 @@ def point_of(panel: Panel, rows: Sequence[Row], lossless: Sequence[Row], how: Bo
     return Point(
         label=PLAIN if plain else rule_label(rule),
         family=PLAIN if plain else rule_family(rule),
-        knob="" if plain else knob_label(rule),
         knobs=() if plain else rule_knobs(rule),
         samples=len(rows),
         pairs=len(pairs),

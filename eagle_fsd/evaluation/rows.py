@@ -189,25 +189,29 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in numbered_rows(path)] if path.exists() else []
 
 
-def read_raw_rows(paths: Iterable[Path]) -> list[Row]:
-    """The rows of all files, checked; ValueError names file and line of one that cannot stand.
+def read_raw_rows(paths: Iterable[Path]) -> dict[Path, list[Row]]:
+    """The rows of each file, checked; ValueError names file and line of one that cannot stand.
 
     Two rows of one cell, sample and seed are refused, for which of them counts is not ours to choose: files
     that overlap must not be added up.
     """
-    rows: list[Row] = []
+    rows: dict[Path, list[Row]] = {}
     places: dict[tuple[str, str, int], str] = {}
     for path in paths:
+        if path in rows:
+            raise ValueError(f"{path} is given twice: its rows would count twice; name it once")
+        rows[path] = []
         for number, data in numbered_rows(path):
             place = f"{path}:{number}"
             try:
                 row = Row.of(data)
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
-            first = places.setdefault((row.key, row.sample, row.seed), place)
-            if first != place:
+            who = (row.key, row.sample, row.seed)
+            if who in places:
                 raise ValueError(
-                    f"{place}: is the cell, sample and seed of {first} again; leave one of the two out"
+                    f"{place}: is the cell, sample and seed of {places[who]} again; leave one of the two out"
                 )
-            rows.append(row)
+            places[who] = place
+            rows[path].append(row)
     return rows

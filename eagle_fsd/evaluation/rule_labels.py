@@ -70,11 +70,6 @@ def rule_knobs(rule: Mapping[str, Any]) -> tuple[float, ...]:
     return tuple(float(rule[name]) for name in naming_of(rule).knobs if rule[name] is not None)
 
 
-def knob_label(rule: Mapping[str, Any]) -> str:
-    """The knobs alone, for a point whose line already says the family: `0.3`, or `0.3/0.09`."""
-    return "/".join(short(knob) for knob in rule_knobs(rule))
-
-
 def naming_of(rule: Mapping[str, Any]) -> Naming:
     """The naming of a rule; of one whose name or fields are not known here, its bare name."""
     naming = NAMINGS.get(rule["name"])
