@@ -1,11 +1,9 @@
-"""Score generated rows without a model: JSONL of rows in, the same rows with their scores out, and a table to
-stdout.
+"""Score generated rows without a model: the same rows with their scores, and a table to stdout.
 
     python eval/score.py --rows runs/quality.jsonl --data data
 
 Where --output names another file, a run that was stopped goes on at the first row that it lacks. HumanEval's
-rows
-are programs, and are run: in a sandbox, on Linux alone.
+rows are programs, and are run: in a sandbox, on Linux alone.
 """
 
 from __future__ import annotations

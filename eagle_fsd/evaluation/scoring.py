@@ -27,18 +27,17 @@ def score_rows(
     for number, row in enumerate(rows, first):
         try:
             task = task_of(row)
-            if task.name not in loaded:
-                loaded[task.name] = {sample.id: sample for sample in task.load(path)}
-            sample = loaded[task.name].get(str(row.get("sample")))
-            if sample is None:
-                raise ValueError(
-                    f"sample is {row.get('sample')!r}: {task.name} has no such sample where it was looked "
-                    "for; give the file that the rows were made from"
-                )
-            scores = task.score(sample.reference, row["text"])
         except ValueError as error:
             raise ValueError(f"{origin}:{number}: {error}") from error
-        yield {**row, "scores": scores}
+        if task.name not in loaded:
+            loaded[task.name] = {sample.id: sample for sample in task.load(path)}
+        sample = loaded[task.name].get(str(row.get("sample")))
+        if sample is None:
+            raise ValueError(
+                f"{origin}:{number}: sample is {row.get('sample')!r}: {task.name} has no such sample where it "
+                "was looked for; give the file that the rows were made from"
+            )
+        yield {**row, "scores": task.score(sample.reference, row["text"])}
 
 
 def task_of(row: Mapping[str, Any]) -> Task:

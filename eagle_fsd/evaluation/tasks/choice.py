@@ -1,7 +1,7 @@
 """Multiple choice, generated: CommonsenseQA (arXiv 1811.00937) and MMLU (arXiv 2009.03300).
 
-The model reasons in a sentence and names a letter, as in fuzzy speculative decoding's own evaluation: a score
-of the options' likelihoods would never sample, and so measure nothing of a rule of acceptance.
+The model reasons in a sentence and names a letter: comparing the options' likelihoods would generate nothing,
+and so measure nothing of a rule of acceptance.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def execute(request: dict[str, Any], report: int) -> None:
         exec(compile(code, "<program>", "exec"), module.__dict__)
         said = secret.encode()
     except BaseException as error:  # noqa: BLE001 - SystemExit is the program's failure too
-        words = " ".join(f"{type(error).__name__}: {error}".split())
+        words = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
         said = f"raised {words[:500]}".encode("utf-8", "replace")
     os.write(report, said + b"\n")
     for stream in (sys.stdout, sys.stderr):
@@ -191,7 +191,9 @@ def check(result: int, what: str) -> None:
 
 
 def limit(request: dict[str, Any]) -> None:
-    """Resource limits, no privileges, and no way to gain any."""
+    """Resource limits, no privileges, and no way to gain any; nothing where there is no Linux."""
+    if sys.platform != "linux":
+        return
     for kind, least in (
         (resource.RLIMIT_AS, request["memory"]),
         (resource.RLIMIT_FSIZE, request["file_size"]),

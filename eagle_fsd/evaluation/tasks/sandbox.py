@@ -1,6 +1,6 @@
-"""Runs code that a model wrote: a process of its own, limited in time, memory, files and reach. Linux alone.
+"""Runs code that a model wrote: a process of its own, limited in time, memory, files and reach.
 
-What holds, and where (`layers()` says what this machine has; the child's side is confinement.py):
+What holds on Linux, and where (`available()` says what this machine has; the child's side is confinement.py):
 
 - Everywhere: a fresh interpreter with an empty environment and only the standard library; limits of CPU
   seconds, memory, file size and open files; a wall clock, after which the whole process group is killed;
@@ -22,6 +22,7 @@ is meant to attack belongs into a virtual machine.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -41,7 +42,10 @@ from eagle_fsd.tensors import one_line
 
 CHILD = Path(__file__).with_name("confinement.py")
 LAYERS = ("namespaces", "seccomp")
+UNCONFINED = "EAGLE_FSD_UNCONFINED"
 GRACE = 5.0  # seconds until a killed process must have let go of its pipes
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,17 +77,22 @@ class Outcome:
 
 
 def run(
-    code: str, limits: Limits | None = None, layers: Sequence[str] | None = None, anywhere: bool = False
+    code: str,
+    limits: Limits | None = None,
+    layers: Sequence[str] | None = None,
+    anywhere: bool | None = None,
 ) -> Outcome:
     """Run Python source to its end, or to the limits.
 
-    layers: of LAYERS; None: all that this machine has. anywhere: run also where there is no Linux, with a
-    wall clock and nothing else. ValueError where the system is another, or lacks a layer that was asked for.
+    layers: of LAYERS; None: all that this machine has. anywhere: run also on another Unix than Linux, with a
+    wall clock and nothing else; None: where $EAGLE_FSD_UNCONFINED is 1. ValueError where it may not run, or
+    lacks a layer that was asked for; OSError where no process can be started.
     """
+    anywhere = os.environ.get(UNCONFINED) == "1" if anywhere is None else anywhere
     if sys.platform != "linux" and not anywhere:
         raise ValueError(
-            f"platform is {sys.platform!r}: the sandbox for generated code needs Linux; score there, in a "
-            f"container or a virtual machine"
+            f"platform is {sys.platform!r}: generated code is run on Linux alone, in a sandbox; score there, "
+            f"or set {UNCONFINED}=1 in a virtual machine that may break"
         )
     limits = limits or Limits()
     if layers is None:
@@ -182,9 +191,11 @@ def available() -> tuple[str, ...]:
     """The layers that this machine lets a process put on, tried out once."""
     found = []
     for layer in LAYERS:
-        try:
+        with suppress(ValueError):
             if run("pass", layers=[layer]).passed:
                 found.append(layer)
-        except ValueError:
-            continue
+    if "namespaces" not in found:
+        log.warning(
+            "no namespaces here: generated code can write what you can; score in a container or as root"
+        )
     return tuple(found)
