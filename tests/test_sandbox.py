@@ -65,7 +65,6 @@ def test_a_program_that_runs_to_its_end_passes(layers: tuple[str, ...]) -> None:
         ("import os; os._exit(0)", "ended", "exited"),
         ("import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'ready\\npassed\\n')\n"
          "  except OSError: pass\nos._exit(0)", "ended", "exited"),
-        ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): return f()\nf()", None, ""),
         ("import ctypes; ctypes.string_at(0)", "ended", "killed"),
         ("input()", "failed", "EOFError"),
         ("import sys; assert sys.stdin.read() == '', 'something'; 1 / 0", "failed", "ZeroDivisionError"),
@@ -74,10 +73,10 @@ def test_a_program_that_runs_to_its_end_passes(layers: tuple[str, ...]) -> None:
         ("'\udcff'", "failed", "UnicodeEncodeError"),
     ],
 )  # fmt: skip
-def test_anything_else_does_not(code: str, status: str | None, error: str) -> None:
+def test_anything_else_does_not(code: str, status: str, error: str) -> None:
     outcome = run(code)
     assert not outcome.passed
-    assert status in (None, outcome.status) and error in outcome.error
+    assert outcome.status == status and error in outcome.error
 
 
 def test_the_main_block_is_not_run_and_the_module_is_one() -> None:
@@ -317,8 +316,4 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sandbox, "drain", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run("import time; time.sleep(30)")
-    for _ in range(100):
-        if not survivors(folders[-1]):
-            break
-        signal.sigtimedwait([], 0.1)
     assert not survivors(folders[-1]) and not os.path.exists(folders[-1])

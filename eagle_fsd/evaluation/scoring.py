@@ -34,8 +34,8 @@ def score_rows(
         sample = loaded[task.name].get(str(row.get("sample")))
         if sample is None:
             raise ValueError(
-                f"{origin}:{number}: sample is {row.get('sample')!r}: {task.name} has no such sample where it "
-                "was looked for; give the file that the rows were made from"
+                f"{origin}:{number}: sample is {row.get('sample')!r}: {task.name} has no such sample where "
+                "it was looked for; give the file that the rows were made from"
             )
         yield {**row, "scores": task.score(sample.reference, row["text"])}
 

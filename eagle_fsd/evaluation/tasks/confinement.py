@@ -101,9 +101,16 @@ def main() -> None:
     program = os.fork()
     if program == 0:
         execute(request, report)
+    if "namespaces" not in request["layers"]:
+        pass_on_end(program)
     os.close(1)
     os.close(2)
     watch(program, report)
+
+
+def pass_on_end(child: int) -> None:
+    """SIGTERM, by which the sandbox ends a run, kills the child; this process still waits for its end."""
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
 
 
 def watch(program: int, report: int) -> None:
@@ -158,7 +165,8 @@ def enter_namespaces(disk: int) -> None:
     if first:
         os.close(1)  # the pipes end with the program, not with its keeper
         os.close(2)
-        os.waitpid(first, 0)
+        pass_on_end(first)
+        os.waitpid(first, 0)  # the kernel lets the first process end when all others of its namespace have
         os._exit(0)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no attaching from below

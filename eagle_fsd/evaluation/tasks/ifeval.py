@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,9 @@ def judge(reference: Mapping[str, Any], text: str) -> dict[str, float]:
     instructions: how many there are. loose also tries the text without its first or last line and without
     asterisks.
     """
-    from if_verifiable.common import evaluate_instructions
-
+    evaluate, checkers = library()
     names = reference["instruction_id_list"]
-    _, scores = evaluate_instructions(text, names, reference["kwargs"], reference["prompt"], checkers())
+    _, scores = evaluate(text, names, reference["kwargs"], reference["prompt"], checkers)
     return {
         "strict": scores.binary_strict,
         "loose": scores.binary_loose,
@@ -84,11 +83,12 @@ def judge(reference: Mapping[str, Any], text: str) -> dict[str, float]:
 
 
 @cache
-def checkers() -> dict[str, type]:
-    """The library's checkers by instruction, made repeatable; ValueError where they or their data miss."""
+def library() -> tuple[Callable[..., Any], dict[str, type]]:
+    """if-verifiable's judge, and its checkers by instruction, made repeatable; ValueError without it."""
     try:
         import langdetect
         import nltk
+        from if_verifiable.common import evaluate_instructions
         from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
     except ImportError as error:
         raise ValueError(
@@ -107,7 +107,7 @@ def checkers() -> dict[str, type]:
             self._letter = letter.lower()
             return text
 
-    return {**INSTRUCTION_DICT, name: LetterFrequency}
+    return evaluate_instructions, {**INSTRUCTION_DICT, name: LetterFrequency}
 
 
 def require_punkt(nltk: Any) -> None:

@@ -156,7 +156,6 @@ def converse(request: bytes, folder: str, limits: Limits) -> tuple[bytes, bytes,
                 drain(received, caps, time.monotonic() + GRACE)
         finally:
             kill(child)
-            child.wait()
             child.stdout.close()
     return bytes(received[reports]), bytes(received[child.stdout]), timed_out
 
@@ -179,11 +178,19 @@ def drain(received: dict[IO[bytes], bytearray], caps: dict[IO[bytes], int], dead
 
 
 def kill(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child's process group: the child, and the first process of its namespace, which takes all the
-    others with it."""
-    if child.returncode is None:  # not reaped, so the number is still the group's
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+    """End the child, which first ends the program and waits for all that is in its namespace; then kill what
+    is left of the process group."""
+    if child.returncode is not None:  # reaped: the number may be another's by now
+        return
+    os.kill(child.pid, signal.SIGTERM)  # Popen.terminate would reap it, and the group lose its number
+    deadline = time.monotonic() + GRACE
+    while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.005)
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 @cache
