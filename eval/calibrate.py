@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from eagle_fsd import Lossless, SamplingConfig, TreeConfig
@@ -103,10 +102,10 @@ def main() -> None:
 
 
 def install(folder: Path | None, calibration: Calibration) -> None:
-    """Beside the head, without where its prompts lay."""
+    """Write it beside the head."""
     if folder is None:
         raise ValueError("install: the head was not loaded from a folder; copy calibration.json by hand")
-    replace(calibration).write(folder / FILE)
+    calibration.write(folder / FILE)
 
 
 if __name__ == "__main__":
