@@ -32,7 +32,13 @@ def warp(logits: Tensor, config: SamplingConfig) -> Tensor:
     if config.temperature == 0.0:
         best = logits.argmax(-1, keepdim=True)
         return torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter_(-1, best, 1.0)
-    scores = _temper(logits.float(), config.temperature)
+    logits = logits.float()
+    # A few tokens stay: on a CPU, where asking about ties is free, the others are never touched.
+    if 0 < config.top_k < logits.shape[-1] and logits.device.type == "cpu":
+        top = logits.topk(config.top_k + 1, dim=-1)
+        if bool((top.values[..., -2] > top.values[..., -1]).all()):
+            return _warp_top(logits, top.values[..., :-1], top.indices[..., :-1], config)
+    scores = _temper(logits, config.temperature)
     keep = None
     if config.top_k:
         keep = _top_k(scores, min(config.top_k, scores.shape[-1]), config.top_p)
@@ -108,6 +114,23 @@ def _temper(scores: Tensor, temperature: float) -> Tensor:
     if temperature < _SMALL_TEMPERATURE:
         return (scores - scores.amax(-1, keepdim=True)) / max(temperature, _LEAST_TEMPERATURE)
     return scores / temperature
+
+
+def _warp_top(logits: Tensor, top: Tensor, ids: Tensor, config: SamplingConfig) -> Tensor:
+    """`warp` where top-k keeps exactly these: values [..., k], descending, and tokens [..., k]."""
+    scores = _temper(top, config.temperature)
+    if config.top_p < 1.0:
+        ascending = scores.softmax(-1).flip(-1).cumsum(-1)
+        kept = ascending > 1.0 - config.top_p
+        kept[..., -1] = True
+        # Of equal scores at the cut the highest ids stay, which topk's order does not tell.
+        kept = kept.flip(-1)
+        lowest = scores.gather(-1, kept.sum(-1, keepdim=True) - 1)
+        if not torch.equal(kept, scores >= lowest):
+            keep = _survivors(_temper(logits, config.temperature), scores, kept.flip(-1))
+            return _temper(logits, config.temperature).masked_fill(~keep, -math.inf).softmax(-1)
+        scores = scores.masked_fill(~kept, -math.inf)
+    return torch.zeros_like(logits).scatter_(-1, ids, scores.softmax(-1))
 
 
 def _top_p(scores: Tensor, top_p: float) -> Tensor:
