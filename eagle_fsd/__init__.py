@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
     from eagle_fsd.config import AutoTree, HeadConfig, SamplingConfig, TreeConfig
-    from eagle_fsd.engine import EagleFSD, GenerationOutput
+    from eagle_fsd.engine import EagleFSD
     from eagle_fsd.head import DraftHead
+    from eagle_fsd.outputs import GenerationOutput
     from eagle_fsd.relaxed import Typical
     from eagle_fsd.stats import GenerationStats
 
@@ -22,7 +23,7 @@ _HOMES = {
     "DraftHead": "head",
     "EagleFSD": "engine",
     "Fuzzy": "acceptance",
-    "GenerationOutput": "engine",
+    "GenerationOutput": "outputs",
     "GenerationStats": "stats",
     "HeadConfig": "config",
     "Lossless": "acceptance",

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from eagle_fsd.divergence import require_sparse
 from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter, Vocabulary
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import models_identity
+from eagle_fsd.outputs import GenerationOutput, Started, TokenStream
 from eagle_fsd.packing import pack_linears
 from eagle_fsd.padding import as_ids, right_padded, unpad
 from eagle_fsd.sampling import RowRandom
@@ -48,60 +49,6 @@ WATCHED = (  # what the head is watched on while a tree is chosen for it
     "Tom has 3 boxes with 12 pencils each. He gives 7 pencils away. How many are left?",
     "Write a short story about a lighthouse keeper and a storm.",
 )
-
-
-@dataclass(frozen=True)
-class GenerationOutput:
-    """sequences: [B, L + most new tokens], the input as given, then new tokens, right-padded with the pad
-    token. new_tokens: the new tokens of each row, an end token included. stats: one GenerationStats per row.
-    tree: the draft trees' size, rule: the acceptance rule, both as they were settled; None for the target
-    alone.
-    """
-
-    sequences: Tensor
-    new_tokens: list[list[int]]
-    stats: list[GenerationStats]
-    tree: TreeConfig | None = None
-    rule: AcceptanceRule | None = None
-
-
-@dataclass(frozen=True)
-class Started:
-    """A batch about to run, with what was left open settled."""
-
-    steps: Iterator[list[list[int]]]
-    stats: list[GenerationStats]
-    watch: Stopwatch
-    tree: TreeConfig
-    rule: AcceptanceRule
-
-
-class TokenStream:
-    """The chunks of one text (token ids, a list per step) as they are made; `stats` is live.
-
-    tree, rule: as they were settled.
-    """
-
-    def __init__(self, started: Started) -> None:
-        (self.stats,) = started.stats
-        self.tree, self.rule = started.tree, started.rule
-        self._steps = started.steps
-        self._watch = started.watch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        seconds = 0.0  # spent here; what the caller does between two chunks is not ours
-        try:
-            while True:
-                start = time.perf_counter()
-                chunks = next(self._steps, None)
-                seconds += time.perf_counter() - start
-                self.stats.set_times(self._watch, seconds)
-                if chunks is None:
-                    break
-                yield chunks[0]
-        finally:
-            if self.stats.finish_reason is None:
-                self.stats.finish_reason = "interrupted"
 
 
 class EagleFSD:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from eagle_fsd.engine import EagleFSD, TokenStream
+    from eagle_fsd.engine import EagleFSD
+    from eagle_fsd.outputs import TokenStream
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
 

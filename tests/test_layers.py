@@ -29,7 +29,7 @@ LAYERS = [
     {"files", "sampling", "tree", "head"},
     {"cache", "checkpoint"},
     {"acceptance", "target", "draft", "placement", "download"},
-    {"baseline", "decoding", "law", "loading", "relaxed", "tuning"},
+    {"baseline", "decoding", "law", "loading", "outputs", "relaxed", "tuning"},
     {"hub", "measuring", "rules", "text"},
     {"autotree", "calibration"},
     {"engine"},

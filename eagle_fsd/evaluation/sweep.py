@@ -19,7 +19,7 @@ from tqdm import tqdm
 from eagle_fsd.acceptance import AcceptanceRule
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.decoding import Observer
-from eagle_fsd.engine import EagleFSD, GenerationOutput
+from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.law_meter import LawMeter
 from eagle_fsd.evaluation.likelihood import judged
 from eagle_fsd.evaluation.prompts import batches, prompts_of, set_name
@@ -29,6 +29,7 @@ from eagle_fsd.evaluation.tasks import Sample, Task
 from eagle_fsd.evaluation.tasks.base import user
 from eagle_fsd.evaluation.tasks.source import Source
 from eagle_fsd.identity import models_identity
+from eagle_fsd.outputs import GenerationOutput
 from eagle_fsd.padding import left_padded
 from eagle_fsd.rules import describe
 from eagle_fsd.text import encode_chat
