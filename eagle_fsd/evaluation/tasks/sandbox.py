@@ -3,20 +3,20 @@
 What holds on Linux, and where (`available()` says what this machine has; the child's side is confinement.py):
 
 - Everywhere: a fresh interpreter with an empty environment and only the standard library; limits of CPU
-  seconds, memory, file size and open files; a wall clock, after which the whole process group is killed;
-  empty standard input; output cut at a cap. A program passes only if it runs to its end: a secret that the
-  child reports then.
+  seconds, memory, file size, open files and, but for root, of processes (none); a wall clock, after which
+  the whole process group is killed; empty standard input; output cut at a cap. A program passes only if it
+  runs to its end: a secret that the child reports then.
 - `seccomp` (x86_64 and aarch64): the system calls for a new process or thread, another program, a socket, a
   new session, a mount or another's memory are refused. It binds root too, which RLIMIT_NPROC does not.
 - `namespaces` (where unprivileged user namespaces are allowed, or as root outside a confined container): the
   program is alone in a process namespace whose end kills all that is in it, has no network, sees every file
   system read-only and without devices, and writes to a small file system in memory that is gone afterwards.
 - Without `namespaces`, files are as writable as for the user who runs this, sizes limited. With neither
-  layer, a program that makes a session of its own outlives its run.
+  layer the network is open, and a root's program that makes a session of its own outlives its run.
 
-Never held: what the user may read can be read (it can go nowhere but into the captured output), and a program
-that searches its own interpreter for the secret finds it. It stops accidents and clumsy mischief; code that
-is meant to attack belongs into a virtual machine.
+Never held: what the user may read can be read, and shows in the captured output; a program that searches its
+own interpreter for the secret finds it. This stops accidents and clumsy mischief; code that is meant to attack
+belongs into a virtual machine.
 """
 
 from __future__ import annotations
