@@ -15,8 +15,8 @@ What holds on Linux, and where (`available()` says what this machine has; the ch
   layer the network is open, and a root's program that makes a session of its own outlives its run.
 
 Never held: what the user may read can be read, and shows in the captured output; a program that searches its
-own interpreter for the secret finds it. This stops accidents and clumsy mischief; code that is meant to attack
-belongs into a virtual machine.
+own interpreter for the secret finds it. This stops accidents and clumsy mischief; code that is meant to
+attack belongs into a virtual machine.
 """
 
 from __future__ import annotations
