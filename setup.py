@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 PACKAGE = (ROOT / "eagle_fsd" / "__init__.py").read_text(encoding="utf-8")
+IFEVAL = "if-verifiable>=0.1.2; python_version >= '3.11'"
 
 setup(
     name="eagle-fsd",
@@ -20,7 +21,7 @@ setup(
     # A checkout keeps the heads in weights/; an installed package carries them as eagle_fsd/weights.
     packages=[*find_packages(include=["eagle_fsd", "eagle_fsd.*"]), "eagle_fsd.weights"],
     package_dir={"eagle_fsd.weights": "weights"},
-    package_data={"eagle_fsd.weights": ["*/config.json", "*/model.safetensors", "*/README.md"]},
+    package_data={"eagle_fsd.weights": ["*/*.json", "*/*.safetensors", "*/README.md"]},
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17",
@@ -33,9 +34,9 @@ setup(
     ],
     extras_require={
         "train": ["tqdm>=4.60", "datasets>=3", "matplotlib>=3.7"],
-        "eval": ["tqdm>=4.60", "matplotlib>=3.7"],
+        "eval": ["tqdm>=4.60", "matplotlib>=3.7", "datasets>=3", IFEVAL],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
-        "dev": ["pytest>=8", "ruff>=0.9", "scipy>=1.11", "tqdm>=4.60", "matplotlib>=3.7"],
+        "dev": ["pytest>=8", "ruff>=0.9", "scipy>=1.11", "tqdm>=4.60", "matplotlib>=3.7", IFEVAL],
     },
     entry_points={"console_scripts": ["eagle-fsd = eagle_fsd.generate:main"]},
     classifiers=[
