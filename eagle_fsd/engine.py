@@ -30,7 +30,7 @@ from eagle_fsd.divergence import require_sparse
 from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter, Vocabulary
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import models_identity
-from eagle_fsd.outputs import GenerationOutput, Started, TokenStream
+from eagle_fsd.outputs import GenerationOutput, BatchStream, TokenStream
 from eagle_fsd.packing import pack_linears
 from eagle_fsd.padding import as_ids, right_padded, unpad
 from eagle_fsd.sampling import RowRandom
@@ -212,6 +212,18 @@ class EagleFSD:
             )
         return TokenStream(self._start(input_ids, attention_mask, **options))
 
+    def stream_batch(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> BatchStream:
+        """Generate for a batch of prompts [B, L] step by step, for callers with their own reasons to end it.
+
+        options: the keyword arguments of `generate`, with the same defaults.
+        """
+        return self._start(as_ids(input_ids), attention_mask, **options)
+
     def target_alone(
         self,
         input_ids: Tensor,
@@ -305,7 +317,7 @@ class EagleFSD:
         seed: int | Sequence[int] = 0,
         eos_token_id: int | Sequence[int] | None = None,
         observer: Observer | None = None,
-    ) -> Started:
+    ) -> BatchStream:
         """Check the arguments, settle rule and tree and set one batch up; nothing of the texts runs before
         the first step is asked for."""
         require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
@@ -348,7 +360,7 @@ class EagleFSD:
         stats = [GenerationStats() for _ in lengths]
         watch = Stopwatch()
         steps = decode(request, session, self._drafter(tree, lengths, capacity), random, stats, watch)
-        return Started(steps, stats, watch, tree, rule)
+        return BatchStream(steps, stats, watch, tree, rule)
 
     def _end_tokens(self, eos_token_id: int | Sequence[int] | None) -> tuple[int, ...]:
         """The tokens that end a text: the caller's, or else the model's own."""

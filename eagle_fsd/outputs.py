@@ -29,8 +29,12 @@ class GenerationOutput:
 
 
 @dataclass(frozen=True)
-class Started:
-    """A batch about to run, with what was left open settled."""
+class BatchStream:
+    """A batch as it is made: each of `steps` is what every row emitted in it, nothing once the row is done.
+
+    stats: one per row, live; their seconds are the caller's to take, of the watch and of its own. tree, rule: as
+    they were settled.
+    """
 
     steps: Iterator[list[list[int]]]
     stats: list[GenerationStats]
@@ -45,7 +49,7 @@ class TokenStream:
     tree, rule: as they were settled.
     """
 
-    def __init__(self, started: Started) -> None:
+    def __init__(self, started: BatchStream) -> None:
         (self.stats,) = started.stats
         self.tree, self.rule = started.tree, started.rule
         self._steps = started.steps

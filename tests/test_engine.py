@@ -193,6 +193,22 @@ def test_a_stream_is_generate_step_by_step(temperature: float) -> None:
     assert list(stream) == [], "a stream is read once"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_batchs_stream_is_generate_step_by_step(temperature: float) -> None:
+    ids, mask = left_padded(PROMPTS, PAD)
+    settings = {"max_new_tokens": NEW_TOKENS, "temperature": temperature, "seed": 5, "tree": TREE}
+    whole = engine().generate(ids, mask, **settings)
+    stream = engine().stream_batch(ids, mask, **settings)
+    seen: list[list[int]] = [[] for _ in PROMPTS]
+    for chunks in stream.steps:
+        for row, chunk in enumerate(chunks):
+            seen[row] += chunk
+            assert stream.stats[row].new_tokens == len(seen[row])
+    assert seen == whole.new_tokens and stream.tree == TREE
+    for live, total in zip(stream.stats, whole.stats, strict=True):
+        assert (live.accept_histogram, live.finish_reason) == (total.accept_histogram, total.finish_reason)
+
+
 def test_a_streams_seconds_are_its_own() -> None:
     """What the caller does between two chunks does not count."""
     stream = engine().stream([PROMPTS[1]], max_new_tokens=NEW_TOKENS)
