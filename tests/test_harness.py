@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import runpy
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -493,6 +494,25 @@ def test_the_command_from_end_to_end(
     (samples,) = [path.read_text().splitlines() for path in out.rglob("samples*.jsonl")]
     said = {row["doc"]["question"]: row["filtered_resps"][0] for row in map(json.loads, samples)}
     assert said == {q: cut(text, until()) for q, text in zip(QUESTIONS, greedy_texts(), strict=True)}
+
+
+@needs_lm_eval
+def test_the_documented_commands_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the script and, where it has any, of the README: lm-eval parses them, and so do we."""
+    from lm_eval._cli import HarnessCLI
+
+    commands = []
+    for path in ("eval/harness.py", "README.md"):
+        text = (ROOT / path).read_text(encoding="utf-8").replace("\\\\\n", " ").replace("\\\n", " ")
+        lines = [line.strip() for line in text.splitlines()]
+        commands += [line for line in lines if line.startswith("python eval/harness.py ")]
+    assert len(commands) >= 2
+    for line in commands:
+        monkeypatch.setattr(sys, "argv", shlex.split(line)[1:])
+        parsed = HarnessCLI().parse_args()
+        assert parsed.model == "eagle_fsd" and parsed.tasks
+        assert settings_of(parsed.model_args or {}).rule.threshold >= 0
+        assert ending_of(parsed.gen_kwargs or {}, 7).max_new_tokens >= 7
 
 
 @needs_lm_eval

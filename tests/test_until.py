@@ -165,6 +165,12 @@ def test_only_what_shares_an_ending_shares_a_batch() -> None:
     ]
 
 
+def test_the_longest_prompts_come_first() -> None:
+    asks = asks_of(Ending((), 2, GREEDY))
+    order = [place for batch in answers(engine(), asks, Lossless(), TreeConfig(1), 2) for place in batch]
+    assert order == [1, 4, 3, 0, 2]
+
+
 # --- end tokens ---
 
 
