@@ -35,6 +35,7 @@ setup(
     extras_require={
         "train": ["tqdm>=4.60", "datasets>=3", "matplotlib>=3.7"],
         "eval": ["tqdm>=4.60", "matplotlib>=3.7", "datasets>=3", IFEVAL],
+        "harness": ["lm-eval>=0.4.12", "tqdm>=4.60"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
         "dev": ["pytest>=8", "ruff>=0.9", "scipy>=1.11", "tqdm>=4.60", "matplotlib>=3.7", IFEVAL],
     },

@@ -30,7 +30,7 @@ from eagle_fsd.divergence import require_sparse
 from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter, Vocabulary
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import models_identity
-from eagle_fsd.outputs import GenerationOutput, BatchStream, TokenStream
+from eagle_fsd.outputs import BatchStream, GenerationOutput, TokenStream
 from eagle_fsd.packing import pack_linears
 from eagle_fsd.padding import as_ids, right_padded, unpad
 from eagle_fsd.sampling import RowRandom

@@ -32,8 +32,8 @@ class GenerationOutput:
 class BatchStream:
     """A batch as it is made: each of `steps` is what every row emitted in it, nothing once the row is done.
 
-    stats: one per row, live; their seconds are the caller's to take, of the watch and of its own. tree, rule: as
-    they were settled.
+    stats: one per row, live; their seconds are the caller's to take, of the watch and of its own. tree, rule:
+    as they were settled.
     """
 
     steps: Iterator[list[list[int]]]

@@ -26,6 +26,7 @@ from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.harness_arguments import ending_of, seeds, settings_of
 from eagle_fsd.hub import save_head
+from eagle_fsd.relaxed import Cactus
 from eagle_fsd.target import TargetModel
 
 ROOT = Path(__file__).parents[1]
@@ -122,6 +123,15 @@ def test_without_arguments_it_is_the_default_model_lossless_and_alone() -> None:
     assert settings.models == {"base_model": "smollm2-135m"}
     assert settings.rule == Fuzzy(threshold=0.0) and settings.tree == TreeConfig()
     assert settings.batch_size == 1
+
+
+def test_any_rule_may_be_named_in_a_word() -> None:
+    assert settings_of({"rule": "cactus:0.1"}).rule == Cactus(0.1)
+    assert settings_of({"rule": "js:0.3:paper"}).rule == Fuzzy(0.3, mode="paper")
+    with pytest.raises(ValueError, match="rule is 'cactus' beside threshold: the word says it all"):
+        settings_of({"rule": "cactus", "threshold": 0.3})
+    with pytest.raises(ValueError, match="rule is 'fast'"):
+        settings_of({"rule": "fast"})
 
 
 def test_a_tree_may_be_measured() -> None:

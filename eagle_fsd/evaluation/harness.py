@@ -7,7 +7,6 @@ so `eval/harness.py` imports this and hands over to its command line. lm-eval is
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.harness_arguments import MODELS, SWITCHES, ending_of, seeds, settings_of
 from eagle_fsd.evaluation.until import Answer, Ask, answers
+from eagle_fsd.rules import describe
 from eagle_fsd.stats import GenerationStats
 
 try:
@@ -113,7 +113,7 @@ class EagleLM(LM):
             "ea_model": self.engine.ea_model,
             "dtype": str(self.engine.dtype).removeprefix("torch."),
             "draft_vocab_size": self.engine.draft_vocab_size,
-            "rule": {k: "inf" if v == math.inf else v for k, v in vars(self.settings.rule).items()},
+            "rule": describe(self.settings.rule),
             "tree": str(self.settings.tree),
             "seed": self.settings.seed,
             "answers": self.answers,

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_fsd.acceptance import Fuzzy
+from eagle_fsd.acceptance import AcceptanceRule, Fuzzy
 from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig, require_integer
 from eagle_fsd.evaluation.until import Ending
 from eagle_fsd.hub import DEFAULT_TARGET
+from eagle_fsd.rules import parse_rule
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Settings:
     no length. seed: of all draws."""
 
     models: Mapping[str, Any]
-    rule: Fuzzy
+    rule: AcceptanceRule
     tree: TreeConfig | AutoTree
     batch_size: int = 1
     max_gen_toks: int = 256
@@ -47,8 +48,9 @@ def settings_of(arguments: Mapping[str, Any]) -> Settings:
 
     The names are those of EagleFSD.from_pretrained, Fuzzy (without a threshold it is 0, lossless) and
     TreeConfig, whose total_tokens may be "auto". top_k is the tree's; that of sampling is in --gen_kwargs.
+    `rule` names any other rule in a word, such as cactus:0.1.
     """
-    known = (*MODELS, *SWITCHES, *RULE, *TREE, *COUNTS)
+    known = (*MODELS, *SWITCHES, *RULE, "rule", *TREE, *COUNTS)
     for name in arguments:
         if name not in known:
             raise ValueError(
@@ -68,10 +70,22 @@ def settings_of(arguments: Mapping[str, Any]) -> Settings:
         require_integer(name, value, COUNTS[name], "there is no automatic choice; give a number")
     return Settings(
         models=models,
-        rule=Fuzzy(**{"threshold": 0.0, **{name: given[name] for name in RULE if name in given}}),
+        rule=rule_of({name: given[name] for name in (*RULE, "rule") if name in given}),
         tree=tree_of({name: given[name] for name in TREE if name in given}),
         **counts,
     )
+
+
+def rule_of(given: Mapping[str, Any]) -> AcceptanceRule:
+    """The rule of a word, or Fuzzy with these fields."""
+    if "rule" not in given:
+        return Fuzzy(**{"threshold": 0.0, **given})
+    if len(given) > 1:
+        raise ValueError(
+            f"rule is {given['rule']!r} beside {', '.join(given.keys() - {'rule'})}: the word says it all, as "
+            "in js:0.3:paper; drop the others"
+        )
+    return parse_rule(str(given["rule"]))
 
 
 def tree_of(sizes: Mapping[str, Any]) -> TreeConfig | AutoTree:
