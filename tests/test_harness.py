@@ -128,7 +128,7 @@ def test_without_arguments_it_is_the_default_model_lossless_and_alone() -> None:
 def test_any_rule_may_be_named_in_a_word() -> None:
     assert settings_of({"rule": "cactus:0.1"}).rule == Cactus(0.1)
     assert settings_of({"rule": "js:0.3:paper"}).rule == Fuzzy(0.3, mode="paper")
-    with pytest.raises(ValueError, match="rule is 'cactus' beside threshold: the word says it all"):
+    with pytest.raises(ValueError, match="rule is 'cactus' beside threshold: it says all"):
         settings_of({"rule": "cactus", "threshold": 0.3})
     with pytest.raises(ValueError, match="rule is 'fast'"):
         settings_of({"rule": "fast"})

@@ -81,9 +81,9 @@ def rule_of(given: Mapping[str, Any]) -> AcceptanceRule:
     if "rule" not in given:
         return Fuzzy(**{"threshold": 0.0, **given})
     if len(given) > 1:
+        others = ", ".join(given.keys() - {"rule"})
         raise ValueError(
-            f"rule is {given['rule']!r} beside {', '.join(given.keys() - {'rule'})}: the word says it all, as "
-            "in js:0.3:paper; drop the others"
+            f"rule is {given['rule']!r} beside {others}: it says all, as in js:0.3:paper; drop the others"
         )
     return parse_rule(str(given["rule"]))
 
