@@ -33,7 +33,7 @@ def commands() -> list[str]:
 
 
 GENERATE = [line for line in commands() if "eagle_fsd.generate" in line]
-SCRIPTS = [line for line in commands() if re.match(r"python (train|eval)/", line)]
+SCRIPTS = [line for line in commands() if re.match(r"python (train|eval)/(?!harness\.py)", line)]
 TOY = {  # sizes at which a command does all that it does, in seconds; a later flag overrides the README's
     "synthesize": "--self-prompts 5 --max-new-tokens 6",
     "train_head": "--minutes 0 --epochs 1 --held-out 2 --batch-tokens 64",
@@ -44,6 +44,9 @@ TOY = {  # sizes at which a command does all that it does, in seconds; a later f
     "publish": "",
     "speed": "--prompts prompts.jsonl --limit 1 --methods hf plain lossless --max-new-tokens 4",
     "limits": "--context 16",
+    "sweep": "--max-new-tokens 4",
+    "report": "",
+    "calibrate": "--max-new-tokens 6",
 }
 MAKE = [line for line in commands() if line.startswith("make ")]
 
