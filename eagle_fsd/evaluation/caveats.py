@@ -30,8 +30,8 @@ def caveats(rows: Sequence[Row], panels: Sequence[Panel], how: Bootstrap) -> lis
         least = min(point.pairs for _, point in gaps)
         lines.append(
             f"{len(gaps)} of {len(rules)} rules lack samples that lossless has; the least has {least} pairs. "
-            "Their values are over other samples than lossless's: only what is said against lossless, over the "
-            "pairs, compares like with like."
+            "Their values are over other samples than lossless's: only what is said against lossless, over "
+            "the pairs, compares like with like."
         )
     alone = [(panel, point) for panel, point in gaps if point.pairs == 0]
     if alone:
@@ -59,21 +59,21 @@ def caveats(rows: Sequence[Row], panels: Sequence[Panel], how: Bootstrap) -> lis
         )
     if any("law_kl" not in point.values and "law_tv" in point.values for _, point in rules):
         lines.append(
-            "law KL is missing where it is infinite: the rule can emit what the target, after temperature, top-k "
-            "and top-p, cannot; at temperature 0 that is every relaxed rule."
+            "law KL is missing where it is infinite: the rule can emit what the target, after temperature, "
+            "top-k and top-p, cannot; at temperature 0 that is every relaxed rule."
         )
     if any(SPEED in point.values for _, point in points):
         lines.append(
-            "Tokens per second are of cells run one after the other: what else the machine did meanwhile is in "
-            "them, and in no interval. tau does not depend on it."
+            "Tokens per second are of cells run one after the other: what else the machine did meanwhile is "
+            "in them, and in no interval. tau does not depend on it."
         )
     return [
         *lines,
         "log p per token rewards rules that pick likely tokens: text sharper than the target's own scores "
         "higher than it. law TV and law KL do not: they are 0 for the target's own law alone.",
-        "Winners are chosen on the samples that their numbers come from, so the numbers flatter them a little: "
-        "confirm a choice on samples that had no part in it.",
-        f"Each interval is a {how.confidence:.0%} one by itself; among {len(rules)} rules some miss by chance.",
+        "Winners are chosen on the samples that their numbers come from, so the numbers flatter them a "
+        "little: confirm a choice on samples that had no part in it.",
+        f"Each interval is a {how.confidence:.0%} one by itself; among {len(rules)} rules some miss.",
     ]
 
 

@@ -1,4 +1,4 @@
-"""A report of raw rows: what was run, tables, winners in plain sentences, plots, and what the data cannot say.
+"""A report of raw rows: what was run, tables, winners in sentences, plots, and what the data cannot say.
 
 Everything comes from the rows: the same rows give the same files, byte for byte.
 """
@@ -24,7 +24,7 @@ from eagle_fsd.evaluation.frontier import (
 )
 from eagle_fsd.evaluation.frontier_plots import plot_frontier
 from eagle_fsd.evaluation.measures import SPEED
-from eagle_fsd.evaluation.points import Models, Panel, panels
+from eagle_fsd.evaluation.points import Models, Panel, Task, panels
 from eagle_fsd.evaluation.rows import Row
 from eagle_fsd.evaluation.rule_labels import LOSSLESS
 from eagle_fsd.evaluation.tables import csv_text, flat_rows, quality_table, speed_table, spoken, table_lines
@@ -84,14 +84,15 @@ def write_report(rows: Sequence[Row], asked: Report, folder: Path, sources: Mapp
 def made_from(rows: Sequence[Row], asked: Report, sources: Mapping[str, int]) -> list[str]:
     """The paragraph on the report itself: its rows, and how to read its numbers."""
     files = ", ".join(f"{name} ({count:,} rows)" for name, count in sources.items())
+    how = asked.how
     return [
-        f"Made by eagle_fsd {__version__} from the raw rows of {files}; no model was asked again. Brackets are "
-        f"{asked.how.confidence:.0%} intervals of a bootstrap over samples ({asked.how.resamples:,} resamples, seed "
-        f"{asked.how.seed}); what is held against lossless is so on the same samples and seeds, in pairs, and "
-        "`pairs` says how many there are. tau, lengths and scores are ratios of sums; log p, agreement and the "
-        "law's distances are means over tokens. law TV and law KL are the distances of the rule's own "
-        "next-token law from the target's, after temperature, top-k and top-p. Loss of log p is a share of "
-        "lossless's; other losses are differences. `plain` is decoding without a draft.",
+        f"Made by eagle_fsd {__version__} from raw rows alone: {files}. Brackets are {how.confidence:.0%} "
+        f"intervals of a bootstrap over samples ({how.resamples:,} resamples, seed {how.seed}). What is held "
+        "against lossless is so on the same samples and seeds, in pairs; `pairs` says how many there are. "
+        "tau, lengths and scores are ratios of sums; log p, agreement and the law's distances are means over "
+        "tokens. law TV and law KL are the distances of the rule's own next-token law from the target's, "
+        "after temperature, top-k and top-p. What is lost of log p is a share of lossless's; of other "
+        "measures it is the difference. `plain` is decoding without a draft."
     ]
 
 
@@ -107,22 +108,41 @@ def section(
     """What is said of one pair of models and one tree."""
     mine = [row for row in rows if Models.of(row) == models]
     text = ["", f"## {models.base_model}, tree {models.tree}", "", *what_was_run(models, mine)]
+    won = {
+        (panel.task, quality.name): winners(panel, quality, asked.speed, asked.losses, asked.how)
+        for panel in members
+        for quality in qualities
+    }
     for quality in qualities:
-        names = [f"frontier_{quality.title.replace(' ', '_')}{suffix}.{kind}" for kind in ("png", "svg")]
+        names = [f"frontier_{quality.name}{suffix}.{kind}" for kind in ("png", "svg")]
         if plot_frontier(members, quality, asked.speed, [folder / name for name in names]):
             text += ["", f"![{quality.title} against {speed_title(asked.speed)}]({names[0]})"]
             text += ["", f"([the same as SVG]({names[1]}))"]
+        text += at_a_glance(members, quality, asked, won)
     for panel in members:
-        text += [
-            "",
-            f"### {panel.task.title}",
-            "",
-            f"{panel.task.details[0].upper()}{panel.task.details[1:]}.",
-        ]
+        details = panel.task.details
+        text += ["", f"### {panel.task.title}", "", f"{details[0].upper()}{details[1:]}."]
         for quality in qualities:
-            text += winner_lines(panel, quality, asked)
+            text += winner_lines(panel, quality, asked.speed, won[panel.task, quality.name])
         text += ["", speed_table(panel), "", quality_table(panel, qualities, asked.speed)]
     return text
+
+
+def at_a_glance(
+    members: Sequence[Panel], quality: Quality, asked: Report, won: Mapping[tuple[Task, str], list[Winner]]
+) -> list[str]:
+    """A table of the winners by the measured loss: a line for each panel, a column for each level."""
+    lines = []
+    for panel in members:
+        found = {one.level: one.point for one in won[panel.task, quality.name] if not one.assured}
+        if found:
+            cells = [f"{point.label}: {speedup(point, asked.speed).value:.2f}" for point in found.values()]
+            lines.append([panel.task.title, *cells])
+    if not lines:
+        return []
+    levels = dict.fromkeys(asked.losses)
+    titles = [f"fastest: {speed_title(asked.speed)}", *(f"at most {amount(one, quality)}" for one in levels)]
+    return ["", *table_lines(titles, lines)]
 
 
 def what_was_run(models: Models, rows: Sequence[Row]) -> list[str]:
@@ -142,47 +162,42 @@ def what_was_run(models: Models, rows: Sequence[Row]) -> list[str]:
     dates = sorted(str(row.provenance["date"]) for row in rows if "date" in row.provenance)
     if dates:
         lines.append(f"- date: {dates[0]}" + (f" to {dates[-1]}" if dates[-1] != dates[0] else ""))
-    commands = list(
-        dict.fromkeys(str(row.provenance["command"]) for row in rows if "command" in row.provenance)
-    )
+    known = (row.provenance.get("command") for row in rows)
+    commands = [str(command) for command in dict.fromkeys(known) if command]
     if commands:
         more = [f"# and {len(commands) - COMMANDS} more"] if len(commands) > COMMANDS else []
         lines += ["", "```bash", *commands[:COMMANDS], *more, "```"]
     return lines
 
 
-def winner_lines(panel: Panel, quality: Quality, asked: Report) -> list[str]:
+def winner_lines(panel: Panel, quality: Quality, speed: str, found: Sequence[Winner]) -> list[str]:
     """Which family is the fastest at each level of loss: sentences, then the same as a table."""
-    found = winners(panel, quality, asked.speed, asked.losses, asked.how)
     if not found:
         return []
     lines = ["", f"**By {quality.title}.**", ""]
-    titles = ["loss at most", "counting", "winner", speed_title(asked.speed), "loss", "next family"]
-    titles += ["winner / next", "intervals overlap"]
-    table = []
     for level in dict.fromkeys(winner.level for winner in found):
-        measured, assured = (
-            [one for one in found if one.level == level and one.assured is kind] for kind in (False, True)
-        )
-        lines.append(f"- {sentence(measured[0], assured[0], quality, asked.speed)}")
-        table += [winner_cells(one, quality, asked.speed) for one in (*measured, *assured)]
-    plain = speedup(panel.plain, asked.speed) if panel.plain else None
+        measured, assured = sorted((one for one in found if one.level == level), key=lambda one: one.assured)
+        lines.append(f"- {sentence(measured, assured, quality, speed)}")
+    plain = speedup(panel.plain, speed) if panel.plain else None
     if plain is not None:
         lines.append(f"- Plain decoding, without a draft, is at {spoken(plain, '.2f')} times lossless.")
-    return [*lines, "", *table_lines(titles, table)]
+    titles = ["at most", "counting", "winner", speed_title(speed), "loss", "next family"]
+    titles += ["winner / next", "intervals overlap"]
+    return [*lines, "", *table_lines(titles, [winner_cells(one, quality, speed) for one in found])]
 
 
 def sentence(measured: Winner, assured: Winner, quality: Quality, speed: str) -> str:
     """A level's winner in words: by the measured loss, and with its whole interval within the level."""
-    level = f"At most {amount(measured.level, quality)} lost"
+    level = f"At most {amount(measured.level, quality)}"
     if measured.point.family == LOSSLESS:
         return f"{level}: no rule is faster than lossless."
-    text = f"{level}: {measured.point.label} is the fastest, {spoken(speedup(measured.point, speed), '.2f')} times "
-    text += f"lossless, and loses {spoken_loss(measured, quality)}"
-    if measured.runner_up is not None and measured.ratio is not None:
-        text += (
-            f"; that is {spoken(measured.ratio, '.2f')} times the next family's {measured.runner_up.label}"
-        )
+    text = f"{level}: {measured.point.label} is the fastest, {spoken(speedup(measured.point, speed), '.2f')} "
+    text += f"times lossless, and loses {spoken_loss(measured, quality)}"
+    second = measured.runner_up
+    if second is not None and second.family == LOSSLESS:
+        text += "; no other family is faster than lossless there"
+    elif second is not None and measured.ratio is not None:
+        text += f"; that is {spoken(measured.ratio, '.2f')} times the next family's, {second.label}"
         text += ", which cannot be told from it" if tied(measured) else ""
         overlap = {True: "overlap", False: "do not overlap"}.get(measured.overlap)
         text += f" (the intervals of their speedups {overlap})" if overlap else ""
@@ -199,12 +214,9 @@ def sentence(measured: Winner, assured: Winner, quality: Quality, speed: str) ->
 def tied(winner: Winner) -> bool:
     """Whether the interval of winner / next holds 1."""
     ratio = winner.ratio
-    return (
-        ratio is not None
-        and ratio.low is not None
-        and ratio.high is not None
-        and ratio.low <= 1 <= ratio.high
-    )
+    if ratio is None or ratio.low is None or ratio.high is None:
+        return False
+    return ratio.low <= 1 <= ratio.high
 
 
 def winner_cells(winner: Winner, quality: Quality, speed: str) -> list[str]:
@@ -222,7 +234,10 @@ def winner_cells(winner: Winner, quality: Quality, speed: str) -> list[str]:
 
 
 def amount(level: float, quality: Quality) -> str:
-    return f"{100 * level:g} % of log p" if quality.relative else f"{level:g} of {quality.title}"
+    """A level of loss in words."""
+    if quality.measure.startswith("law"):
+        return f"{level:g} {quality.title}"
+    return f"{100 * level:g} % of log p lost" if quality.relative else f"{level:g} of {quality.title} lost"
 
 
 def spoken_loss(winner: Winner, quality: Quality) -> str:
