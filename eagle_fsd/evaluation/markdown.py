@@ -152,7 +152,7 @@ def what_was_run(models: Models, rows: Sequence[Row]) -> list[str]:
         head += f", drafting {models.draft_vocab_size:,} tokens"
     lines = [f"- Target {models.base_model}, draft head {head}, {models.dtype}, tree {models.tree}."]
     cells, samples = len({row.key for row in rows}), len({(row.task, row.sample) for row in rows})
-    lines.append(f"- {len(rows):,} rows: {cells} cells, {samples} samples.")
+    lines.append(f"- rows: {len(rows):,}; cells: {cells}; samples: {samples}")
     for name in VERSIONS:
         values = sorted({str(row.provenance[name]) for row in rows if name in row.provenance})
         if values:
