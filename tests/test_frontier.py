@@ -192,7 +192,7 @@ def test_seconds_of_other_machines_are_not_compared() -> None:
 
 def test_rows_of_a_batch_share_its_seconds() -> None:
     rows = [row | {"batch_size": 4, "seconds": 2.0, "new_tokens": 10} for row in cell_rows(JS, Truth(), 4)]
-    assert only_panel(rows).points[0].values[SPEED].value == pytest.approx(20.0)
+    assert only_panel(rows).points[0].values[SPEED].value == pytest.approx(5.0)
 
 
 def test_plain_decoding_stands_in_every_panel_of_its_target() -> None:

@@ -53,8 +53,8 @@ def law(value: Callable[[Row], float | None], title: str) -> Measure:
 
 MEASURES: dict[str, Measure] = {
     TAU: Measure("tau", lambda row: (row.new_tokens, row.steps)),
-    # Rows of one batch each give the seconds of the whole of it.
-    SPEED: Measure("tokens/s", lambda row: (row.new_tokens, row.seconds / row.batch_size), machine=True),
+    # A batch's seconds are shared out to its rows.
+    SPEED: Measure("tokens/s", lambda row: (row.new_tokens, row.seconds), machine=True),
     "fuzzy_share": Measure("fuzzy share", lambda row: (row.fuzzy_accepts, row.new_tokens)),
     "length": Measure("length", lambda row: (row.new_tokens, 1)),
     "limit_rate": Measure("at the limit", lambda row: (row.finish_reason == "length", 1)),
