@@ -4,22 +4,27 @@
     python eval/report.py --rows runs/quick.jsonl --output runs/quick
 
 Every row keeps the answer's text, so that it can be scored again without a model (eval/score.py). A sweep
-that was stopped goes on at the first missing row; one that asks for more rules or samples adds them.
+that was stopped goes on at the first missing row; one that asks for more rules or samples adds them. With
+--refine a cheap pass over all rules is followed by a longer one over those that may be on the frontier.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 from eagle_fsd import SamplingConfig, TreeConfig
 from eagle_fsd.config import require_integer
 from eagle_fsd.evaluation.arguments import load_engine, model_parser
 from eagle_fsd.evaluation.grids import GRIDS
+from eagle_fsd.evaluation.refine import refined
 from eagle_fsd.evaluation.sweep import Cell, Questions, run
 from eagle_fsd.evaluation.tasks import TASKS, task_named
 from eagle_fsd.provenance import provenance
 from eagle_fsd.rules import parse_rule
+
+logger = logging.getLogger("sweep")
 
 
 def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -37,6 +42,12 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     add("--data", type=Path, help="folder of the tasks' files (default: $EAGLE_FSD_DATA, else the Hub)")
     add("--limit", type=int, help="at most LIMIT samples of every task")
     add("--skip", type=int, default=0, help="leave out the first SKIP samples of every task")
+    add(
+        "--refine",
+        type=int,
+        metavar="N",
+        help="after LIMIT samples of every rule, N of those that are near the frontier",
+    )
     add("--grid", choices=GRIDS, help="a list of rules; default: quick, where --rules names none")
     add(
         "--rules",
@@ -61,11 +72,12 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
 
 
 def main() -> None:
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
     parser, arguments = parse()
     try:
         if not (arguments.tasks or arguments.prompts):
             raise ValueError("nothing to sweep: name --tasks, or files of --prompts")
-        for name in ("limit", "max_new_tokens"):
+        for name in ("limit", "refine", "max_new_tokens"):
             if getattr(arguments, name) is not None:
                 require_integer(name, getattr(arguments, name), 1, "leave it out for all")
         require_integer("batch_size", arguments.batch_size, 1, "1 answers every sample alone")
@@ -76,24 +88,30 @@ def main() -> None:
         samplings = [SamplingConfig.parse(word) for word in dict.fromkeys(arguments.sampling)]
         tasks = [task_named(name) for name in dict.fromkeys(arguments.tasks)]
         engine = load_engine(arguments)
-        most = arguments.max_new_tokens
-        questions = [
-            *(
-                Questions.load(task, engine, arguments.data, arguments.limit, arguments.skip)
-                for task in tasks
-            ),
-            *(
-                Questions.of_prompts(path, engine, arguments.limit, arguments.skip, most or 128)
-                for path in dict.fromkeys(arguments.prompts)
-            ),
-        ]
-        cells = [
-            Cell(one, rule, sampling, tree, most or one.task.max_new_tokens, arguments.seed)
-            for one in questions
-            for sampling in samplings
-            for rule in rules
-        ]
-        run(engine, cells, arguments.output, arguments.batch_size, provenance())
+
+        def cells(limit: int | None) -> list[Cell]:
+            most = arguments.max_new_tokens
+            questions = [
+                *(Questions.load(task, engine, arguments.data, limit, arguments.skip) for task in tasks),
+                *(
+                    Questions.of_prompts(path, engine, limit, arguments.skip, most or 128)
+                    for path in dict.fromkeys(arguments.prompts)
+                ),
+            ]
+            return [
+                Cell(one, rule, sampling, tree, most or one.task.max_new_tokens, arguments.seed)
+                for one in questions
+                for sampling in samplings
+                for rule in rules
+            ]
+
+        asked, made = cells(arguments.limit), provenance()
+        run(engine, asked, arguments.output, arguments.batch_size, made)
+        if arguments.refine is not None:
+            kept = {cell.key(engine) for cell in refined(engine, asked, arguments.output)}
+            more = [cell for cell in cells(arguments.refine) if cell.key(engine) in kept]
+            logger.info("%d of %d cells are near the frontier: more samples of these", len(more), len(asked))
+            run(engine, more, arguments.output, arguments.batch_size, made)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
 

@@ -257,6 +257,44 @@ def test_the_script_sweeps_a_file_of_prompts(tmp_path: Path, monkeypatch: pytest
     assert {row.sampling for row in rows} == {SamplingConfig(), SamplingConfig(0.6, 50, 0.9)}
 
 
+def test_a_second_pass_takes_what_may_be_on_the_frontier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules whose tau and quality are known by construction: what is surely beaten gets no more samples."""
+    script, made = sweep_script(), engine()
+    rules = {  # tau and TV per token
+        "lossless": (2.0, 0.0),
+        "js:0.1": (2.4, 0.02),
+        "js:0.2": (2.1, 0.08),  # slower and worse than js:0.1
+        "cactus:0.1": (3.0, 0.1),
+        "typical": (2.4, 0.3),  # as fast as js:0.1, and far worse
+    }
+    words = {json.dumps(describe(parse_rule(word))): word for word in rules}
+
+    def answer(_: EagleFSD, cell: Cell, places: list[int], meter: LawMeter) -> Any:
+        tau, tv = rules[words[json.dumps(describe(cell.rule))]]
+        for place in places:
+            steps, tokens = 100 + place, round((100 + place) * tau) + place % 2
+            yield {
+                "sample": str(place), "seed": place, "finish_reason": "length", "steps": steps,
+                "new_tokens": tokens, "fuzzy_accepts": 0, "seconds": 1.0, "batch_size": 1,
+                "law": {"kl": None, "tv": tv * tokens}, "log_p": -0.5 - tv, "agreement": 0.5, "scores": {},
+            }  # fmt: skip
+
+    monkeypatch.setattr(sweep, "answer", answer)
+    monkeypatch.setattr(sweep, "encode_chat", lambda *_: torch.tensor([[5, 7]]))
+    monkeypatch.setitem(script.main.__globals__, "load_engine", lambda _: made)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(9)))
+    argv = f"x --prompts {tmp_path}/a.jsonl --limit 4 --refine 9 --output {tmp_path}/rows.jsonl --rules"
+    monkeypatch.setattr(sys, "argv", [*argv.split(), *rules])
+    script.main()
+    counts: dict[str, int] = {}
+    for row in read_rows(tmp_path / "rows.jsonl"):
+        word = words[json.dumps(row["rule"])]
+        counts[word] = counts.get(word, 0) + 1
+    assert counts == {"lossless": 9, "js:0.1": 9, "js:0.2": 4, "cactus:0.1": 9, "typical": 4}
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
