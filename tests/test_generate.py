@@ -30,7 +30,9 @@ from eagle_fsd import (
     Typical,
     generate,
 )
+from eagle_fsd.config import AutoThreshold
 from eagle_fsd.flags import build_parser, make_rule, make_tree
+from eagle_fsd.relaxed import Cactus, Ensemble, RelaxedTopK, SGLang
 from eagle_fsd.report import JSON_KEYS
 from eagle_fsd.text import Detokenizer
 
@@ -363,6 +365,29 @@ def test_rules_and_their_defaults() -> None:
     assert rule("--rule", "lossless") == Lossless()
     assert rule("--rule", "typical") == Typical()
     assert rule("--rule", "typical", "--epsilon", "0.2", "--delta", "0.5") == Typical(epsilon=0.2, delta=0.5)
+    assert rule("--rule", "cactus", "--delta", "0.5") == Cactus(0.5)
+    assert rule("--rule", "relaxed_topk", "--candidates", "4", "--margin", "0.3") == RelaxedTopK(4, 0.3)
+    assert rule("--rule", "sglang", "--single", "0.3", "--acc", "0.8") == SGLang(0.3, 0.8)
+    assert rule("--rule", "ensemble", "--weight", "0.6") == Ensemble(0.6)
+    assert rule("--threshold", "auto") == AutoThreshold()
+    auto = "--threshold auto --quality-budget 0.05 --divergence tv --mode paper --child target"
+    assert rule(*auto.split()) == AutoThreshold(0.05, "tv", "paper", "target")
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--quality-budget 0.1", "--quality-budget is 0.1: it is what --threshold auto may cost; give both"),
+        ("--threshold 0.3 --quality-budget 0.1", "it is what --threshold auto may cost"),
+        ("--threshold auto --min-p 0.1", "--min-p is 0.1 with --threshold auto: that rule has none"),
+        ("--threshold auto --rule cactus", "--threshold is auto with --rule cactus: that rule has none"),
+        ("--threshold auto --quality-budget 1.5", "quality_budget is 1.5"),
+        ("--rule cactus --epsilon 0.1", "--epsilon is 0.1 with --rule cactus"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *flags.split(), "Hello?")
+    assert code == 2 and line in err and err.count("\n") == 1 and not out
 
 
 def test_help_states_the_true_defaults() -> None:
