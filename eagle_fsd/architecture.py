@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 ATTENTION = ("sdpa", "eager")  # implementations that take our masks
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -97,3 +97,17 @@ def longest_text(config: PretrainedConfig) -> int:
         if parameters.get("rope_type") == "longrope":
             limits.append(parameters["original_max_position_embeddings"])
     return min(limits)
+
+
+def end_tokens(config: PretrainedConfig, generation: GenerationConfig | None) -> tuple[int, ...]:
+    """Every token that ends a text, as `generate` sees it; empty if there is none."""
+    ids = getattr(generation, "eos_token_id", None)
+    ids = getattr(config, "eos_token_id", None) if ids is None else ids
+    ids = () if ids is None else (ids,) if isinstance(ids, (int, str)) else tuple(ids)
+    for token in ids:
+        if not isinstance(token, int):
+            raise ValueError(
+                f"the target's eos_token_id is {ids!r}: end tokens must be token ids; check its "
+                "generation_config.json"
+            )
+    return ids

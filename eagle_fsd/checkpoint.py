@@ -9,6 +9,7 @@ Reading is strict: what is wrong with a file is a ValueError of one line. Knows 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -168,6 +169,18 @@ def read_draft_tokens(path: Path, config: HeadConfig) -> Tensor:
             f"{config.draft_vocab_size} and they must agree; {remedy}"
         )
     return token_ids
+
+
+def stored_dtype(file: Path) -> torch.dtype:
+    """The dtype in which a head's weights are stored, or the least that holds all of several."""
+    dtypes = {value.dtype for key, value in read_tensors(file).items() if key != EMBEDDING_KEY}
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def extra_fields(folder: Path, config: HeadConfig) -> dict[str, Any]:
+    """What a head's config.json says beyond its config here: `extra` for save_head, which writes the rest."""
+    written = {*config.to_dict(), VOCABULARY_FIELD, "torch_dtype", "dtype"}
+    return {key: value for key, value in read_config(folder, "draft head").items() if key not in written}
 
 
 def check_target(config: HeadConfig, name: str, hidden_size: int, vocab_size: int) -> None:

@@ -39,18 +39,21 @@ CHAT_FILES = ("generation_config.json", "chat_template.jinja", "chat_template.js
 DOWNLOAD_ERRORS = (OSError, ValueError, RuntimeError, getattr(errors, "HTTPError", OSError))
 
 
-def download_target(repo: str, revision: str | None, trust_remote_code: bool) -> Path:
-    """The folder of a target: its small files first, then just the weights that they call for.
+def download_target(repo: str, revision: str | None, trust_remote_code: bool, weights: bool = True) -> Path:
+    """The folder of a target: its small files first, then just the weights that they call for, or none.
 
     Weights are model.safetensors, else the shards of its index, else the same of pytorch_model.bin.
     """
     code = ["*.py"] if trust_remote_code else []
     small = [CONFIG_NAME, *CHAT_FILES, *TOKENIZER_FILES, *code]
-    folder = snapshot(repo, revision, [*small, SAFETENSORS_NAME, SAFETENSORS_INDEX], "target")
+    whole = [SAFETENSORS_NAME, SAFETENSORS_INDEX] if weights else []
+    folder = snapshot(repo, revision, [*small, *whole], "target")
     if not (folder / CONFIG_NAME).is_file():
         raise ValueError(
             f"target {repo!r} has no {CONFIG_NAME} on the Hub: transformers needs it; choose another"
         )
+    if not weights:
+        return folder
     # Naming the commit from here on keeps later files to the same one, without asking the Hub again.
     commit = folder.name
     if not (folder / SAFETENSORS_NAME).is_file() and not (folder / SAFETENSORS_INDEX).is_file():

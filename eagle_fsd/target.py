@@ -24,6 +24,7 @@ from eagle_fsd.architecture import (
     FULL,
     SLIDING,
     check_supported,
+    end_tokens,
     layer_kinds,
     logits_transform,
     longest_text,
@@ -122,17 +123,7 @@ class TargetModel:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every token that ends a text, as `generate` sees it; empty if there is none."""
-        generation = getattr(self.model, "generation_config", None)
-        ids = getattr(generation, "eos_token_id", None)
-        ids = getattr(self.config, "eos_token_id", None) if ids is None else ids
-        ids = () if ids is None else (ids,) if isinstance(ids, (int, str)) else tuple(ids)
-        for token in ids:
-            if not isinstance(token, int):
-                raise ValueError(
-                    f"the target's eos_token_id is {ids!r}: end tokens must be token ids; check its "
-                    "generation_config.json"
-                )
-        return ids
+        return end_tokens(self.config, getattr(self.model, "generation_config", None))
 
     @contextlib.contextmanager
     def without_generation_defaults(self) -> Iterator[PreTrainedModel]:

@@ -25,6 +25,7 @@ from eagle_fsd import checkpoint, generate, hub
 from eagle_fsd.config import HeadConfig
 from eagle_fsd.head import DraftHead
 from eagle_fsd.placement import resolve_device, resolve_dtype
+from eagle_fsd.target import TargetModel
 
 VOCAB, WIDTH = 64, 16
 TARGET_CONFIG = {
@@ -153,6 +154,33 @@ def test_a_target_without_tokenizer_files_has_none(copy: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (copy / name).unlink()
     assert hub.load_target(str(copy))[1] is None
+
+
+@pytest.mark.parametrize("kind", ["folder", "generation config", "gguf"])
+def test_what_a_target_says_of_its_text_is_known_without_its_weights(
+    copy: Path, gguf_file: Path, kind: str
+) -> None:
+    """Sizes, end tokens and token ids are those of the whole model."""
+    if kind == "generation config":
+        transformers.GenerationConfig(eos_token_id=[5, 7]).save_pretrained(copy)
+    source = hub.resolve_target(str(gguf_file if kind == "gguf" else copy), weights=False)
+    model, tokenizer = hub.load_target(source)
+    target = TargetModel(model)
+    if kind != "gguf":
+        (copy / "model.safetensors").unlink()
+    text = hub.load_text(source)
+    assert text.eos_token_ids == target.eos_token_ids == ((5, 7) if kind == "generation config" else (2,))
+    sizes = ("hidden_size", "vocab_size", "max_positions")
+    assert [getattr(text, name) for name in sizes] == [getattr(target, name) for name in sizes]
+    assert text.tokenizer("w3 w4 cab").input_ids == tokenizer("w3 w4 cab").input_ids
+    assert text.tokenizer.all_special_ids == tokenizer.all_special_ids
+    if kind != "gguf":
+        one_line_error(lambda: hub.load_target(source), "has no weights")
+        for file in copy.glob("tokenizer*"):
+            file.unlink()
+        assert hub.load_text(source).tokenizer is None
+        (copy / "config.json").unlink()
+        one_line_error(lambda: hub.load_text(source), "has no config.json")
 
 
 def test_folders_that_cannot_be_targets(copy: Path, tmp_path: Path) -> None:
@@ -913,6 +941,15 @@ def test_only_the_needed_files_are_fetched_and_the_cache_serves_the_rest(
     assert hub.resolve_target("owner/tiny") == source and not client.requests
     one_line_error(lambda: hub.resolve_target("owner/other"), "owner/other", "HF_HUB_OFFLINE")
     assert not client.requests
+
+
+def test_weights_are_fetched_only_where_they_are_read(client: FakeHub, tiny: Path) -> None:
+    client.add("owner/tiny", contents(tiny) | UNWANTED)
+    source = hub.resolve_target("owner/tiny", weights=False)
+    assert client.fetched() == set(contents(tiny)) - {"model.safetensors"}
+    assert hub.load_text(source).vocab_size == VOCAB
+    one_line_error(lambda: hub.load_target(source), "owner/tiny", "has no weights")
+    assert hub.resolve_target("owner/tiny") == source and hub.load_target(source)[1] is not None
 
 
 def test_code_is_fetched_only_on_request(client: FakeHub, tiny: Path) -> None:

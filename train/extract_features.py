@@ -19,7 +19,12 @@ from eagle_fsd import hub
 from eagle_fsd.identity import target_identity
 from eagle_fsd.packing import pack_linears
 from eagle_fsd.target import TargetModel
-from eagle_fsd.training.command import add_text_arguments, read_examples, run_command
+from eagle_fsd.training.command import (
+    add_compute_arguments,
+    add_text_arguments,
+    read_examples,
+    run_command,
+)
 from eagle_fsd.training.features import estimate, extract_all
 
 logger = logging.getLogger("extract_features")
@@ -30,6 +35,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_text_arguments(parser)
+    add_compute_arguments(parser)
     parser.add_argument("--output", type=Path, required=True, help="a folder for every file is made there")
     parser.add_argument(
         "--batch-tokens",

@@ -37,17 +37,23 @@ from eagle_fsd.packing import pack_linears
 from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel
 from eagle_fsd.training.batching import softmax_tokens, split_held_out
-from eagle_fsd.training.command import add_paths, add_text_arguments, read_examples, run_command
+from eagle_fsd.training.command import (
+    add_compute_arguments,
+    add_shards,
+    add_text_arguments,
+    read_examples,
+    run_command,
+)
 from eagle_fsd.training.curves import plot_curves
 from eagle_fsd.training.features import OnlineFeatures, estimate, extract_all
 from eagle_fsd.training.loss import LossWeights
+from eagle_fsd.training.ranking import learned_tokens
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.runs import BEST, read_checkpoint, sole_run
 from eagle_fsd.training.schedule import TrainConfig, initialise
 from eagle_fsd.training.shards import Features, StoredFeatures
 from eagle_fsd.training.trackers import TRACKERS, require_tracker
 from eagle_fsd.training.trainer import Trainer, flat
-from eagle_fsd.vocabulary import ranked_tokens
 
 logger = logging.getLogger("train_head")
 
@@ -60,11 +66,8 @@ def parse() -> argparse.Namespace:
     )
     add_text_arguments(parser)
     add = parser.add_argument
-    add_paths(
-        parser,
-        "--shards",
-        "folders of feature shards of the same target, from extract_features.py or another run's --features",
-    )
+    add_compute_arguments(parser)
+    add_shards(parser)
     add("--online", action="store_true", help="compute features batch by batch and store none")
     add("--features", type=Path, help="where features are kept (default: OUTPUT/features)")
     add("--output", type=Path, required=True, help="the run's folder: checkpoint, best head, log, curves")
@@ -174,7 +177,12 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     logger.info(
         "%d sequences, %d tokens, %d learned; softmax over %d", len(train), tokens, learned, len(keep)
     )
-    drafted = draft_tokens(args.draft_vocab_size, data, train, target, tokenizer)
+    drafted = None
+    if args.draft_vocab_size is not None:
+        often = learned_tokens(((data.tokens[one], data.learn[one]) for one in train), target, tokenizer)
+        drafted = often.best(args.draft_vocab_size)
+        share = 100 * often.coverage(drafted)
+        logger.info("%d tokens to draft, %.2f %% of what is learned", len(drafted), share)
     held_out = data.read(held)
     del model, target
     trainer = Trainer(head, data, train, held_out, embedding, readout, keep, config, args.output, accelerator)
@@ -265,22 +273,6 @@ def starting_head(args: argparse.Namespace, target: TargetModel, target_name: st
     found = hub.resolve_head(args.init_head, target_name)
     logger.info("starting from head %s", found.name)
     return hub.load_head(found, target.hidden_size, target.vocab_size).train().restrict(None)
-
-
-def draft_tokens(
-    size: int | None,
-    data: Features,
-    numbers: Sequence[int],
-    target: TargetModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> Tensor | None:
-    """The `size` tokens that are learned most often, all special ones among them; None for None."""
-    if size is None:
-        return None
-    after = [data.tokens[number][1:][data.learn[number][:-1]] for number in numbers]
-    special = {*target.eos_token_ids, *(getattr(tokenizer, "all_special_ids", None) or ())}
-    often = torch.bincount(torch.cat(after), minlength=target.vocab_size)
-    return ranked_tokens(often, size, sorted(special))
 
 
 def head_config(target: TargetModel) -> HeadConfig:

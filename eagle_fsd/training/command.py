@@ -49,6 +49,18 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens kept of each row (default: {LONGEST}, or the target's positions if these are fewer)",
     )
     parser.add_argument("--rows", type=int, help="at most so many rows of each file")
+
+
+def add_shards(parser: argparse.ArgumentParser) -> None:
+    """Text whose features are there already."""
+    text = (
+        "folders of feature shards of the same target, from extract_features.py or another run's --features"
+    )
+    add_paths(parser, "--shards", text)
+
+
+def add_compute_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where and in what the target computes its features."""
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
     parser.add_argument(
         "--extract-dtype",

@@ -60,7 +60,10 @@ class StoredFeatures:
     """
 
     def __init__(self, folders: Sequence[str | Path], target: Mapping[str, str]) -> None:
-        """ValueError for a folder without shards, of another target, or with a damaged shard."""
+        """ValueError for a folder without shards, of another target, or with a damaged shard.
+
+        target: see target_identity; a field that it lacks is not compared.
+        """
         self.tokens: list[Tensor] = []
         self.learn: list[Tensor] = []
         self.places: list[tuple[Path, int, int]] = []  # shard, first token, token after the last
@@ -92,7 +95,11 @@ def finished_shards(folder: Path, target: Mapping[str, str]) -> list[Path]:
     if not paths:
         raise ValueError(f"no feature shards in {str(folder)!r}; run the extraction first")
     manifest = read_manifest(folder)
-    if changed := differences({"target": manifest.get("target")}, {"target": target}):
+    made = manifest.get("target")
+    known = (
+        {name: value for name, value in made.items() if name in target} if isinstance(made, dict) else made
+    )
+    if changed := differences({"target": known}, {"target": target}):
         raise ValueError(
             f"features in {folder} belong to another target ({changed}); extract them with this one"
         )
