@@ -16,7 +16,7 @@ from tiny_models import VOCAB, KnowingEngine, greedy_alone, prompts_of, tiny_hea
 from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance import Lossless, Verified, accept
 from eagle_fsd.evaluation import plots
-from eagle_fsd.evaluation.head import TOP, Witness, calibration, observe
+from eagle_fsd.evaluation.head import TOP, HeadReport, Witness, calibration, observe
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.target import TargetModel
 
@@ -102,6 +102,25 @@ def test_calibration_of_a_calibrated_and_of_an_overconfident_draft() -> None:
         [(0.0, 0.0, 1), (1.0, 1.0, 1)],
         0.0,
     )
+
+
+def test_a_calibration_plot_says_whose_it_is_and_counts_its_bins() -> None:
+    """Every point lies over the bar of its bin, which bears its count; also at confidences 0 and 1."""
+    pytest.importorskip("matplotlib", reason="the extra eval is not installed")
+    draw = torch.Generator().manual_seed(1)
+    confidence = torch.cat((torch.rand(500, generator=draw) ** 3, torch.tensor([0.0, 1.0, 1.0])))
+    bins, error = calibration(confidence, torch.rand(503, generator=draw) < confidence)
+    report = HeadReport({1: [0.5], 3: [0.7]}, [100], bins, error, 2.0, 10.0, [0])
+    figure = plots.calibration_figure(report, "owner/head", "owner/target", "4 prompts")
+    shares, counts = figure.axes
+    assert all(name in shares.get_title("left") for name in ("owner/head", "owner/target", "4 prompts"))
+    diagonal, curve = (line.get_xydata().tolist() for line in shares.lines)
+    assert diagonal == [[0, 0], [1, 1]] and curve == [[mean, share] for mean, share, _ in bins]
+    assert [text.get_text() for text in counts.texts] == [f"{nodes:,}" for *_, nodes in bins]
+    for bar, (mean, _, nodes) in zip(counts.patches, bins, strict=True):
+        assert abs(bar.get_x() + bar.get_width() / 2 - mean) <= 0.05 + 1e-6 and bar.get_height() == nodes
+    styles = {(line.get_linestyle(), line.get_marker()) for line in shares.lines}
+    assert len(styles) == 2, "told apart without colour"
 
 
 class Tokenizer:

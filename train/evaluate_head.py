@@ -24,6 +24,7 @@ from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
 from eagle_fsd.evaluation.head import HeadReport, observe
 from eagle_fsd.evaluation.plots import plot_calibration, require_matplotlib
 from eagle_fsd.evaluation.prompts import prompt_sets
+from eagle_fsd.files import write_atomically
 from eagle_fsd.provenance import provenance
 from eagle_fsd.training.data import Example
 from eagle_fsd.training.evaluation import HeldOut, evaluate
@@ -61,8 +62,10 @@ def main() -> None:
             "batch_size": arguments.batch_size,
             **provenance(),
         }
-        (arguments.output / "report.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        plot_calibration(report, arguments.output / "calibration.png")
+        write_atomically(arguments.output / "report.json", json.dumps(record, indent=1) + "\n")
+        names = [shown_name(name) for name in (engine.ea_model, engine.base_model)]
+        setting = f"{len(prompts)} prompts of {', '.join(sets)}; tree {tree}, greedy"
+        plot_calibration(report, arguments.output / "calibration.png", *names, setting)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     print(shown(report, text))
@@ -94,6 +97,11 @@ def along_text(
         embedding = target.model.get_input_embeddings().weight.to(engine.device)
         head = copy.deepcopy(engine.head).float()
         return evaluate(head, HeldOut(on_device, greedy, best), embedding, k=3)
+
+
+def shown_name(name: str) -> str:
+    """A model's name for a plot: a Hub id as it is, of a path its last two parts."""
+    return "/".join(Path(name).parts[-2:])
 
 
 def shown(report: HeadReport, text: dict[str, Any]) -> str:

@@ -27,22 +27,48 @@ def require_matplotlib() -> None:
         ) from error
 
 
-def plot_calibration(report: HeadReport, path: Path) -> None:
-    """The share of drafted tokens that the target takes against the draft's confidence in them, to a PNG."""
-    from matplotlib.figure import Figure
+def plot_calibration(report: HeadReport, path: Path, head: str, target: str, setting: str = "") -> None:
+    """What `calibration_figure` draws, to a PNG."""
+    save(calibration_figure(report, head, target, setting), path)
 
-    figure = Figure(figsize=(5.2, 5.2), layout="constrained")
+
+def calibration_figure(report: HeadReport, head: str, target: str, setting: str = "") -> Figure:
+    """The share of drafted tokens that the target accepts against the draft's confidence in them.
+
+    Above, each bin at its mean confidence, and the diagonal of a head that is exactly as confident as right;
+    below, how many drafted tokens each bin holds, on a logarithmic axis, since most drafts are unlikely ones.
+    setting: prompts, tree, whatever the points hold for. To be read without colour.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    from eagle_fsd.evaluation.head import BINS  # which needs transformers
+
+    figure = Figure(figsize=(6.2, 6.6), layout="constrained")
     shares, counts = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     confidence, taken, nodes = zip(*report.bins, strict=True)
-    shares.plot((0, 1), (0, 1), color=FAINT, linestyle="--", linewidth=1, label="as confident as right")
-    shares.plot(confidence, taken, color=INK, marker="o", label="this head")
-    shares.set(xlim=(0, 1), ylim=(0, 1), ylabel="share that the target takes")
-    shares.set_title(f"Calibration of drafted tokens (error {report.error:.3f})", fontsize=11)
-    shares.legend(loc="upper left", frameon=False)
-    counts.bar(confidence, nodes, width=0.06, color=INK)
-    counts.set(xlabel="the draft's confidence, q(token | path)", ylabel="nodes")
-    counts.ticklabel_format(axis="y", style="sci", scilimits=(0, 4))
-    save(figure, path)
+    shares.plot((0, 1), (0, 1), color=FAINT, linestyle="--", linewidth=1.2, label="perfectly calibrated")
+    error = f"this head, expected calibration error {report.error:.3f}"
+    shares.plot(confidence, taken, color=INK, marker="o", clip_on=False, label=error)
+    ticks = [place / 10 for place in range(0, 11, 2)]
+    shares.set(xlim=(0, 1), ylim=(0, 1), xticks=ticks, yticks=ticks)
+    shares.set_ylabel("share that the target accepts")
+    shares.grid(color=FAINT, alpha=0.25, linewidth=0.6)
+    shares.legend(loc="upper left", fontsize=9)
+    shares.text(0.97, 0.04, "overconfident", ha="right", style="italic", color=FAINT)
+    shares.text(0.03, 0.8, "underconfident", ha="left", style="italic", color=FAINT)
+    figure.suptitle("Are the draft's tokens accepted as often as it expects?", fontsize=11)
+    lines = [f"head {head}, target {target}", setting]
+    shares.set_title("\n".join(filter(None, lines)), fontsize=8, loc="left")
+    places = [(min(int(mean * BINS), BINS - 1) + 0.5) / BINS for mean in confidence]
+    bars = counts.bar(places, nodes, width=0.9 / BINS, color=INK)
+    counts.bar_label(bars, labels=[f"{count:,}" for count in nodes], fontsize=7, padding=1)
+    counts.set(yscale="log", ylim=(0.5, 8 * max(nodes)))
+    counts.yaxis.set_minor_locator(NullLocator())
+    counts.set(xlabel="the draft's confidence, q(token | path)", ylabel="drafted tokens")
+    for panel in (shares, counts):
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 def plot_speed(found: Sequence[Result], path: Path) -> None:
