@@ -45,6 +45,7 @@ def main() -> None:
         if tree.total_tokens == 1:
             raise ValueError("tree 1 has no drafts to look at: give a larger one, 16/5/8")
         require_matplotlib()
+        made_by = provenance()  # now: the checkout may move on while the prompts are answered
         engine = load_engine(arguments)
         sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
         prompts = [ids for prompts in sets.values() for ids in prompts]
@@ -60,7 +61,7 @@ def main() -> None:
             "prompts": len(prompts),
             "max_new_tokens": arguments.max_new_tokens,
             "batch_size": arguments.batch_size,
-            **provenance(),
+            **made_by,
         }
         write_atomically(arguments.output / "report.json", json.dumps(record, indent=1) + "\n")
         names = [shown_name(name) for name in (engine.ea_model, engine.base_model)]
