@@ -38,6 +38,7 @@ TOY = {  # sizes at which a command does all that it does, in seconds; a later f
     "synthesize": "--self-prompts 5 --max-new-tokens 6",
     "train_head": "--minutes 0 --epochs 1 --held-out 2 --batch-tokens 64",
     "extract_features": "",
+    "rank_tokens": "",
     "evaluate_head": "--max-new-tokens 6",
     "measure_tau": "--max-new-tokens 6 --temperature 0",
     "check_greedy": "--max-new-tokens 6 --tree 16/5/8",
