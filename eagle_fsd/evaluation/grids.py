@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
+from eagle_fsd.config import CHILDREN
+
 JS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6)
 REVERSE_KL = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 3.0)
 MODES = ("hybrid", "paper")
@@ -36,12 +38,13 @@ GRIDS: dict[str, tuple[str, ...]] = {
     "variants": (
         "lossless",
         *DIVERGENT,
-        *(f"js:{t}:{mode}:{c}" for t, mode, c in product((0.2, 0.45), MODES, ("likeliest", "target"))),
+        *(f"js:{t}:{mode}:{c}" for t, mode, c in product((0.2, 0.45), MODES, CHILDREN[1:])),
         *(f"js:0.45:{mode}:{guard}" for mode, guard in product(MODES, GUARDS)),
     ),
     # Minutes, not hours: a few of each.
     "quick": (
-        *("lossless", "js:0.1", "js:0.3", "js:0.6", "js:0.3:paper", "reverse_kl:0.4", "reverse_kl:1.5"),
+        *("lossless", "js:0.1", "js:0.3", "js:0.6", "js:0.6:paper", "reverse_kl:0.4", "reverse_kl:1.5"),
+        *(f"js:{t}:{mode}:target" for mode, t in product(MODES, (0.1, 0.3, 0.6))),
         *("typical:0.3:0.09", "relaxed_topk:3:0.4", "cactus:0.1", "ensemble:0.8"),
     ),
 }
