@@ -152,8 +152,7 @@ class Fuzzy:
       first.
     child: which child is followed. "draft": drawn from q over the allowed children, when greedy the largest
       q. "likeliest": the largest q, also when sampling, which leads to where the tree is deepest (the FSD
-      authors' code drafts greedily). "target": the largest p. "longest": where the rule itself could follow
-      the tree furthest, of several the largest p; min_p then says how far below the best p it may go.
+      authors' code drafts greedily). "target": the largest p.
 
     Guards narrow the children that may be chosen. Always on: p > 0 after the user's warpers. min_p: p >=
     min_p * max p. max_overshoot: q <= max_overshoot * p. exact_eos: an end token is only ever emitted by the
@@ -207,9 +206,7 @@ class Fuzzy:
             eligible &= log_p >= best + math.log(self.min_p)
         if self.max_overshoot < math.inf:
             eligible &= log_q.exp() <= self.max_overshoot * log_p.exp()
-        if self.child == "longest":
-            eligible &= longest(verified, eligible)
-        if self.child in ("target", "longest"):
+        if self.child == "target":
             return likeliest(verified.tree, eligible, log_p)
         if self.child == "likeliest" or verified.sampling.greedy:
             return likeliest(verified.tree, eligible, log_q)
@@ -227,19 +224,6 @@ class Fuzzy:
             (len(owners), nodes + 1), torch.inf
         )  # padded owners fall into the last column
         return table.scatter_(1, torch.where(owners >= 0, owners, nodes), measured)[:, :nodes]
-
-
-def longest(verified: Verified, eligible: Tensor) -> Tensor:
-    """Of eligible siblings [B, N] those below which a path of eligible nodes goes on furthest: [B, N] bool.
-
-    The target has seen the whole tree, so a rule may look ahead before it chooses.
-    """
-    tree = verified.tree
-    family = tree.children & eligible[:, None, :]  # [B, N, N]
-    lengths = torch.zeros_like(tree.tokens)  # [B, N] of the longest such path below each node
-    for _ in range(tree.depth):
-        lengths = torch.where(family, lengths[:, None, :] + 1, 0).amax(-1)
-    return lengths == verified.of_parent(lengths) - 1
 
 
 def likeliest(tree: DraftTree, eligible: Tensor, scores: Tensor) -> Tensor:

@@ -9,12 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 HYBRID, PAPER = "hybrid", "paper"  # what comes first, the target's draw or the rule; see acceptance
-CHILDREN = (
-    "draft",
-    "likeliest",
-    "target",
-    "longest",
-)  # whom a fuzzy accept follows; see Fuzzy
+CHILDREN = ("draft", "likeliest", "target")  # which child a fuzzy accept follows; see acceptance.Fuzzy
 DEFAULT_ROPE_THETA = 10000.0
 LEAST, MOST = 1e-30, 1e30  # beyond these a rotary base or a norm's epsilon yields no finite weights
 CHECK = "check the head's config.json"  # the remedy of every bad size of a head

@@ -137,8 +137,8 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--child",
         choices=CHILDREN,
-        help="which child is followed: drawn from q, the one of largest q, the one of largest p, or the one "
-        "below which the rule could go on furthest (default: draft)",
+        help="which child is followed: drawn from q, the one of largest q, or the one of largest p (default: "
+        "draft)",
     )
     group.add_argument(
         "--min-p",
