@@ -27,6 +27,7 @@ from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.harness_arguments import ending_of, seeds, settings_of
 from eagle_fsd.hub import save_head
 from eagle_fsd.relaxed import Cactus
+from eagle_fsd.rules import RULES, describe
 from eagle_fsd.target import TargetModel
 
 ROOT = Path(__file__).parents[1]
@@ -521,7 +522,7 @@ def test_the_documented_commands_are_understood(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(sys, "argv", shlex.split(line)[1:])
         parsed = HarnessCLI().parse_args()
         assert parsed.model == "eagle_fsd" and parsed.tasks
-        assert settings_of(parsed.model_args or {}).rule.threshold >= 0
+        assert describe(settings_of(parsed.model_args or {}).rule)["name"] in RULES
         assert ending_of(parsed.gen_kwargs or {}, 7).max_new_tokens >= 7
 
 
