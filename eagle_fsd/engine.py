@@ -287,6 +287,13 @@ class EagleFSD:
         found.require(models_identity(self.base_model, self.target.model, self.head), sampling)
         return found
 
+    def require_rule(self, rule: object) -> None:
+        """ValueError for what is no acceptance rule, or none that this head's drafts can be held to."""
+        if isinstance(rule, type) or not hasattr(rule, "chances"):
+            raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
+        if isinstance(rule, Fuzzy) and rule.threshold > 0 and self.draft_vocab_size is not None:
+            require_sparse(rule.divergence, self.draft_vocab_size)
+
     def _watched(self) -> list[list[int]]:
         """Our own texts as prompts for this target; none where it has no way to read them."""
         if self.tokenizer is None:
@@ -331,10 +338,8 @@ class EagleFSD:
             found = self.calibration(sampling)
             rule = Fuzzy.calibrated(found, **asdict(rule))
             tree = found.tree if isinstance(tree, AutoTree) else tree
-        if rule is not None and (isinstance(rule, type) or not hasattr(rule, "chances")):
-            raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
-        if isinstance(rule, Fuzzy) and rule.threshold > 0 and self.draft_vocab_size is not None:
-            require_sparse(rule.divergence, self.draft_vocab_size)
+        if rule is not None:
+            self.require_rule(rule)
         tokens, lengths = unpad(input_ids, attention_mask, self.target.vocab_size)
         limits = [min(max_new_tokens, self._room(row, length)) for row, length in enumerate(lengths)]
         rule = Lossless() if rule is None else rule

@@ -15,7 +15,7 @@ import argparse
 import json
 from pathlib import Path
 
-from eagle_fsd import Lossless, SamplingConfig, TreeConfig
+from eagle_fsd import Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.calibration import FILE, Calibration
 from eagle_fsd.config import CHILDREN, require_integer, require_number
 from eagle_fsd.evaluation.arguments import load_engine, model_parser
@@ -73,6 +73,8 @@ def main() -> None:
         kinds = kinds_of(arguments.divergence, arguments.mode, arguments.child)
         sampling, tree = SamplingConfig.parse(arguments.sampling), TreeConfig.parse(arguments.tree)
         engine = load_engine(arguments)
+        for name, mode, child in kinds:
+            engine.require_rule(Fuzzy(1.0, name, mode=mode, child=child))
         sets = [
             Questions.of_prompts(path, engine, arguments.limit, arguments.skip, arguments.max_new_tokens)
             for path in dict.fromkeys(arguments.prompts)

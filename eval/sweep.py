@@ -88,6 +88,8 @@ def main() -> None:
         samplings = [SamplingConfig.parse(word) for word in dict.fromkeys(arguments.sampling)]
         tasks = [task_named(name) for name in dict.fromkeys(arguments.tasks)]
         engine = load_engine(arguments)
+        for rule in rules:
+            engine.require_rule(rule)
 
         def cells(limit: int | None) -> list[Cell]:
             most = arguments.max_new_tokens
