@@ -34,8 +34,8 @@ GRIDS: dict[str, tuple[str, ...]] = {
         *(f"reverse_kl:{t}:{mode}" for mode, t in product(MODES, REVERSE_KL)),
         *OTHERS,
     ),
-    # What else FSD may be asked: every divergence, every child, every guard, around one strictness. Some of the
-    # divergences need a draft over all tokens (--full-vocabulary).
+    # What else FSD may be asked: every divergence, every child, every guard, around one strictness. Some of
+    # the divergences need a draft over all tokens (--full-vocabulary).
     "variants": (
         "lossless",
         *DIVERGENT,
