@@ -37,7 +37,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         default=[],
         type=Path,
         metavar="FILE",
-        help="files of prompts, without a score",
+        help="files of prompts, a task without a score",
     )
     add("--data", type=Path, help="folder of the tasks' files (default: $EAGLE_FSD_DATA, else the Hub)")
     add("--limit", type=int, help="at most LIMIT samples of every task")
@@ -94,12 +94,14 @@ def main() -> None:
         def cells(limit: int | None) -> list[Cell]:
             most = arguments.max_new_tokens
             questions = [
-                *(Questions.load(task, engine, arguments.data, limit, arguments.skip) for task in tasks),
-                *(
+                Questions.load(task, engine, arguments.data, limit, arguments.skip) for task in tasks
+            ]
+            if arguments.prompts:
+                sets = [
                     Questions.of_prompts(path, engine, limit, arguments.skip, most or 128)
                     for path in dict.fromkeys(arguments.prompts)
-                ),
-            ]
+                ]
+                questions.append(Questions.together(sets))
             return [
                 Cell(one, rule, sampling, tree, most or one.task.max_new_tokens, arguments.seed)
                 for one in questions

@@ -59,7 +59,7 @@ def questions(count: int, name: str = "toy", first: int = 0) -> Questions:
     )
     samples = [Sample(str(first + place), (), {}, 10) for place in range(count)]
     prompts = prompts_of([3 + place % 5 for place in range(first + count)])[first:]
-    return Questions(task, samples, prompts, first)
+    return Questions(task, samples, prompts, range(first, first + count))
 
 
 def cells(asked: Questions, *rules: AcceptanceRule, sampling: SamplingConfig = WARM) -> list[Cell]:
@@ -208,6 +208,18 @@ def test_a_samples_seed_does_not_depend_on_what_was_left_out(tmp_path: Path) -> 
     run(model, cells(questions(2, first=2), Lossless()), tmp_path / "late.jsonl", 2, {})
     late = without_times(read_rows(tmp_path / "late.jsonl"))
     assert late == without_times(read_rows(tmp_path / "all.jsonl"))[2:]
+
+
+def test_sets_asked_together_keep_their_names_and_seeds() -> None:
+    """Whatever the limit: a second pass over more samples finds the first one's rows."""
+    few, more = (Questions.together([questions(n, "prompts/a"), questions(n, "prompts/b")]) for n in (2, 3))
+    assert [sample.id for sample in few.samples] == ["a/0", "a/1", "b/0", "b/1"]
+    assert few.task.name == more.task.name == "prompts/a+b"
+    numbers = dict(zip([sample.id for sample in more.samples], more.numbers, strict=True))
+    assert [numbers[sample.id] for sample in few.samples] == list(few.numbers)
+    assert len(set(more.numbers)) == 6
+    alone = questions(2, "prompts/a")
+    assert Questions.together([alone]) is alone
 
 
 @pytest.mark.parametrize("name", GRIDS)

@@ -34,15 +34,17 @@ from eagle_fsd.padding import left_padded
 from eagle_fsd.rules import describe
 from eagle_fsd.text import encode_chat
 
+SET = 100_000  # more samples than any set of prompts has: sets that are asked together share no seed
+
 
 @dataclass(frozen=True)
 class Questions:
-    """A task's samples as token ids; sample i of the task's own order draws from seed first + i."""
+    """A task's samples as token ids. numbers: what each adds to the seed, whatever else is asked with it."""
 
     task: Task
     samples: Sequence[Sample]
     prompts: Sequence[Sequence[int]]
-    first: int = 0
+    numbers: Sequence[int]
 
     @classmethod
     def load(
@@ -51,7 +53,7 @@ class Questions:
         """At most `limit` samples after the first `skip`, as chats that wait for the answer."""
         samples = task.load(path, limit, skip)
         prompts = [encode_chat(engine.tokenizer, sample.messages)[0].tolist() for sample in samples]
-        return cls(task, samples, prompts, skip)
+        return cls(task, samples, prompts, range(skip, skip + len(samples)))
 
     @classmethod
     def of_prompts(
@@ -71,11 +73,13 @@ class Questions:
             for place, prompt in enumerate(prompts)
         ]
         ids = [encode_chat(engine.tokenizer, sample.messages)[0].tolist() for sample in samples]
-        return cls(task, samples, ids, skip)
+        return cls(task, samples, ids, range(skip, skip + len(samples)))
 
     @classmethod
     def together(cls, parts: Sequence[Questions]) -> Questions:
-        """Several sets as one, without scores; a sample is then named SET/ID."""
+        """Several sets of prompts as one; a sample is then named SET/ID. A lone set stays as it is."""
+        if len(parts) == 1:
+            return parts[0]
         names = [part.task.name.removeprefix("prompts/") for part in parts]
         return cls(
             replace(parts[0].task, name=f"prompts/{'+'.join(names)}"),
@@ -85,6 +89,7 @@ class Questions:
                 for one in part.samples
             ],
             [prompt for part in parts for prompt in part.prompts],
+            [SET * place + number for place, part in enumerate(parts) for number in part.numbers],
         )
 
 
@@ -122,8 +127,8 @@ class Cell:
         ).hexdigest()[:16]
 
     def seed_of(self, place: int) -> int:
-        """The seed of a sample: the same under every rule, and whatever was left out before it."""
-        return self.seed + self.questions.first + place
+        """The seed of a sample: the same under every rule, and whatever else is asked."""
+        return self.seed + self.questions.numbers[place]
 
 
 class Meter(Observer, Protocol):
