@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
-    from eagle_fsd.config import AutoTree, HeadConfig, SamplingConfig, TreeConfig
+    from eagle_fsd.config import AutoThreshold, AutoTree, HeadConfig, SamplingConfig, TreeConfig
     from eagle_fsd.engine import EagleFSD
     from eagle_fsd.head import DraftHead
     from eagle_fsd.outputs import GenerationOutput
@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AcceptanceRule": "acceptance",
+    "AutoThreshold": "config",
     "AutoTree": "config",
     "DraftHead": "head",
     "EagleFSD": "engine",
@@ -33,6 +34,7 @@ _HOMES = {
 }
 __all__ = [
     "AcceptanceRule",
+    "AutoThreshold",
     "AutoTree",
     "DraftHead",
     "EagleFSD",
