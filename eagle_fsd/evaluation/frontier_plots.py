@@ -6,6 +6,7 @@ reads in black and white. matplotlib is an extra: it is imported when a plot is 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -119,7 +120,9 @@ def place(point: Point, quality: Quality, speed: str) -> tuple[Estimate, Estimat
 
 def draw_panel(axes: Axes, panel: Panel, quality: Quality, speed: str, styles: dict[str, Any]) -> None:
     points = plotted(panel, quality, speed)
-    axes.set_title(panel.task.title, fontsize=10, loc="left")
+    # A set of several files has a long name; breaks may only come between its parts.
+    title = "\n".join(textwrap.wrap(panel.task.title.replace("+", " + "), 48, break_long_words=False))
+    axes.set_title(title.replace(" + ", "+").replace(" +", "+"), fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
     axes.axhline(0, color=FAINT, linestyle="--", linewidth=0.9, zorder=0, label="lossless")
