@@ -87,9 +87,8 @@ class Verified:
 
         They must have p > 0 after the user's warpers; when greedy, the raw p decides.
         """
-        allowed = self.of_token(self.logits) > -torch.inf
-        if self.probs is not None:
-            allowed = self.of_token(self.probs) > 0
+        raw = self.probs is None
+        allowed = self.of_token(self.logits) > -torch.inf if raw else self.of_token(self.probs) > 0
         if exact_eos:
             allowed &= ~torch.isin(self.tree.tokens, self.eos)
         return allowed & (self.tree.parents >= 0)
@@ -200,14 +199,14 @@ class Fuzzy:
             return None
         close = self.node_divergences(verified) <= self.threshold  # [B, N]; a NaN divergence is not
         eligible = verified.allowed(self.exact_eos) & verified.of_parent(close)
-        log_p, log_q = verified.log_p(), verified.tree.node_log_q()
-        if self.min_p > 0:
-            best = verified.of_parent(verified.logits.amax(-1) - verified.logits.logsumexp(-1))
-            eligible &= log_p >= best + math.log(self.min_p)
+        log_q = verified.tree.node_log_q()
+        if self.min_p > 0:  # of the ratio to the largest p, the norm falls out
+            gap = verified.of_token(verified.logits) - verified.of_parent(verified.logits.amax(-1))
+            eligible &= gap >= math.log(self.min_p)
         if self.max_overshoot < math.inf:
-            eligible &= log_q.exp() <= self.max_overshoot * log_p.exp()
-        if self.child == "target":
-            return likeliest(verified.tree, eligible, log_p)
+            eligible &= log_q.exp() <= self.max_overshoot * verified.log_p().exp()
+        if self.child == "target":  # among siblings, the order of p is that of the logits
+            return likeliest(verified.tree, eligible, verified.of_token(verified.logits))
         if self.child == "likeliest" or verified.sampling.greedy:
             return likeliest(verified.tree, eligible, log_q)
         return proportional(verified.tree, eligible, log_q)

@@ -284,8 +284,12 @@ class EagleFSD:
                 "give a number"
             )
         found = read_calibration(self.head_folder / CALIBRATION)
-        found.require(models_identity(self.base_model, self.target.model, self.head), sampling)
+        found.require(self.identity(), sampling)
         return found
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this pair of target and head from another; it reads all of the head."""
+        return models_identity(self.base_model, self.target.model, self.head)
 
     def require_rule(self, rule: object) -> None:
         """ValueError for what is no acceptance rule, or none that this head's drafts can be held to."""

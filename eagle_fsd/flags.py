@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -112,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("acceptance")
     group.add_argument(
         "--threshold",
-        type=threshold,
+        type=auto_or(float, "a number"),
         metavar="T",
         help="follow the draft where divergence(p, q) <= T (default: 0, lossless); auto: the largest that "
         "the head's calibration knows to keep within --quality-budget",
@@ -212,7 +213,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--total-tokens",
         "--total-token",
-        type=tree_size,
+        type=auto_or(int, "a number of nodes"),
         default=AUTO,
         metavar="N",
         help="nodes in a verify forward, root included; 1: plain decoding; auto: the size that is fastest on "
@@ -274,24 +275,18 @@ def make_rule(args: argparse.Namespace) -> AcceptanceRule | AutoThreshold:
     return rule_named(args.rule, **given)
 
 
-def threshold(text: str) -> float | str:
-    """A number, or auto."""
-    if text == AUTO:
-        return AUTO
-    try:
-        return float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}") from error
+def auto_or(kind: Callable[[str], float], what: str) -> Callable[[str], float | str]:
+    """The reader of a flag that takes `what`, or auto."""
 
+    def read(text: str) -> float | str:
+        if text == AUTO:
+            return AUTO
+        try:
+            return kind(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is neither {what} nor {AUTO}") from error
 
-def tree_size(text: str) -> int | str:
-    """A number of nodes, or auto."""
-    if text == AUTO:
-        return AUTO
-    try:
-        return int(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of nodes nor {AUTO}") from error
+    return read
 
 
 def make_tree(args: argparse.Namespace) -> TreeConfig | AutoTree:

@@ -112,8 +112,9 @@ def main() -> None:
         asked, made = cells(arguments.limit), provenance()
         run(engine, asked, arguments.output, arguments.batch_size, made)
         if arguments.refine is not None:
-            kept = {cell.key(engine) for cell in refined(engine, asked, arguments.output)}
-            more = [cell for cell in cells(arguments.refine) if cell.key(engine) in kept]
+            near = refined(engine, asked, arguments.output)
+            # Both lists go through the same questions, samplings and rules, in this order.
+            more = [cell for old, cell in zip(asked, cells(arguments.refine), strict=True) if old in near]
             logger.info("%d of %d cells are near the frontier: more samples of these", len(more), len(asked))
             run(engine, more, arguments.output, arguments.batch_size, made)
     except (ValueError, OSError) as error:

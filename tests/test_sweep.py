@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import prompts_of, tiny_head, tiny_model
+from tiny_models import Letters, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance import AcceptanceRule, Verdict, Verified
@@ -31,13 +31,6 @@ from eagle_fsd.target import TargetModel
 
 WARM = SamplingConfig(0.9, 20, 0.95)
 TREE = TreeConfig(8, 3, 3)
-
-
-class Letters:
-    """A tokenizer for the tests: a token is a letter."""
-
-    def decode(self, tokens: list[int], **_: Any) -> str:
-        return "".join(chr(97 + token % 26) for token in tokens)
 
 
 def engine() -> EagleFSD:

@@ -100,6 +100,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+class Letters:
+    """A tokenizer for the tests: a token is a letter."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "".join(chr(97 + token % 26) for token in tokens)
+
+
 def tiny_model(
     family: str = "llama", attention: str = "sdpa", seed: int = 0, **overrides: object
 ) -> transformers.PreTrainedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,8 +13,8 @@ import numpy as np
 
 from eagle_fsd.calibration import Calibrated, Calibration
 from eagle_fsd.evaluation.bootstrap import Bootstrap, Sums, estimates
+from eagle_fsd.evaluation.table_lines import table_lines
 from eagle_fsd.evaluation.thresholds import LADDER, Kind, Records, Work
-from eagle_fsd.identity import models_identity
 
 ROUNDS = 4  # thresholds that are run for one budget
 
@@ -133,15 +134,16 @@ def calibrate(
         list(dict.fromkeys(kind[0] for kind in kinds)), list(dict.fromkeys(kind[1:] for kind in kinds))
     )
     places = range(len(records.tables))
+    really = functools.cache(work.really)  # budgets and splits share thresholds
     found: dict[tuple[Kind, float], Calibrated] = {}
     trials: list[Trial] = []
     for kind, budget in product(kinds, budgets):
-        best = largest(kind, budget, places, records, work.really, work.confidence)
+        best = largest(kind, budget, places, records, really, work.confidence)
         if best is not None:
             found[kind, best.threshold] = best
-        trials += splits(kind, budget, records, work.really, work.confidence, split_count)
+        trials += splits(kind, budget, records, really, work.confidence, split_count)
     calibration = Calibration(
-        models=models_identity(engine.base_model, engine.target.model, engine.head),
+        models=engine.identity(),
         sampling=cell.sampling,
         tree=cell.tree,
         confidence=work.confidence,
@@ -159,23 +161,35 @@ def calibrate(
 
 def table(calibration: Calibration) -> str:
     """A Markdown table of what was found."""
-    lines = [
-        "| divergence | mode | child | threshold | TV per token "
-        f"| bound at {calibration.confidence:.0%} | tau | lossless |",
-        "|" + " --- |" * 8,
-    ]
-    for one in calibration.thresholds:
-        cells = [*one.kind, f"{one.threshold:g}", f"{one.tv:.4f}", f"{one.bound:.4f}", f"{one.tau:.2f}"]
-        lines.append("| " + " | ".join([*cells, f"{one.lossless_tau:.2f}"]) + " |")
-    return "\n".join(lines)
+    titles = (
+        "divergence",
+        "mode",
+        "child",
+        "threshold",
+        "TV per token",
+        f"bound at {calibration.confidence:.0%}",
+    )
+    return "\n".join(
+        table_lines(
+            (*titles, "tau", "lossless"),
+            (
+                [
+                    *one.kind,
+                    f"{one.threshold:g}",
+                    f"{one.tv:.4f}",
+                    f"{one.bound:.4f}",
+                    f"{one.tau:.2f}",
+                    f"{one.lossless_tau:.2f}",
+                ]
+                for one in calibration.thresholds
+            ),
+        )
+    )
 
 
 def trial_table(trials: Sequence[Trial]) -> str:
     """A Markdown table of the splits: how often the other half stayed inside the budget."""
-    lines = [
-        "| divergence | mode | child | budget | inside | thresholds | TV per token, unseen |",
-        "|" + " --- |" * 7,
-    ]
+    lines = []
     groups: dict[tuple[Kind, float], list[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.kind, trial.budget), []).append(trial)
@@ -189,5 +203,6 @@ def trial_table(trials: Sequence[Trial]) -> str:
         ]
         cells.append(", ".join(f"{trial.chosen.threshold:g}" for trial in run if trial.chosen))
         cells.append(", ".join(f"{trial.tv:.4f}" for trial in run))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    titles = ("divergence", "mode", "child", "budget", "inside", "thresholds", "TV per token, unseen")
+    return "\n".join(table_lines(titles, lines))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_fsd.evaluation.speed import HUGGING_FACE
+from eagle_fsd.evaluation.table_lines import table_lines
 from eagle_fsd.stats import PHASES
 
 BASELINES = ("hf", "hf-compiled", "plain", "lossless")  # what the others are compared with, where they ran
@@ -92,9 +93,7 @@ def table(found: Sequence[Result]) -> str:
     """
     rows = [cells(one) for one in found]
     titles = [title for title in ORDER if any(row.get(title) for row in rows)]
-    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
-    lines += ["| " + " | ".join(row.get(title, "") for title in titles) + " |" for row in rows]
-    return "\n".join(lines)
+    return "\n".join(table_lines(titles, ([row.get(title, "") for title in titles] for row in rows)))
 
 
 def cells(one: Result) -> dict[str, str]:

@@ -15,6 +15,7 @@ from torch import nn
 from eagle_fsd.acceptance import Lossless
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.table_lines import table_lines
 from eagle_fsd.measuring import Costs, measure_costs, timed
 from eagle_fsd.packing import pack_linears, plain_linears
 
@@ -89,7 +90,7 @@ def table(found: Sequence[Forward]) -> str:
         "verify forward",
         "of the limit",
     )
-    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
+    rows = []
     for one in found:
         seconds = (one.limit, one.plain_linears, one.linears, one.verify)
         cells = [
@@ -97,5 +98,5 @@ def table(found: Sequence[Forward]) -> str:
             *(f"{1000 * value:.1f}" for value in seconds),
             f"{one.verify / one.limit:.2f}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return "\n".join(table_lines(titles, rows))

@@ -27,7 +27,8 @@ from eagle_fsd.evaluation.measures import SPEED
 from eagle_fsd.evaluation.points import Models, Panel, Task, panels
 from eagle_fsd.evaluation.rows import Row
 from eagle_fsd.evaluation.rule_labels import LOSSLESS
-from eagle_fsd.evaluation.tables import csv_text, flat_rows, quality_table, speed_table, spoken, table_lines
+from eagle_fsd.evaluation.table_lines import table_lines
+from eagle_fsd.evaluation.tables import csv_text, flat_rows, quality_table, speed_table, spoken
 from eagle_fsd.files import write_atomically
 
 QUALITIES = ("log_p", "law_tv")

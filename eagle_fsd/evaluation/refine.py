@@ -43,7 +43,8 @@ def near_frontier(panel: Panel, qualities: Sequence[Quality], speed: str = TAU) 
 
 def refined(engine: EagleFSD, cells: Sequence[Cell], output: Path) -> list[Cell]:
     """The cells whose rows in `output` leave them a place near the frontier of their panel."""
-    mine = {cell.key(engine): cell for cell in cells}
+    models = engine.identity()
+    mine = {cell.key(engine, models): cell for cell in cells}
     (rows,) = read_raw_rows([output]).values()
     kept: list[Cell] = []
     for panel in panels([row for row in rows if row.key in mine], HOW):

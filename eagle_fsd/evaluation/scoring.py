@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle_fsd.evaluation.rows import append_row, drop_torn_line
+from eagle_fsd.evaluation.table_lines import table_lines
 from eagle_fsd.evaluation.tasks import Sample, Task, task_named
 from eagle_fsd.evaluation.tasks.source import read_jsonl
 from eagle_fsd.files import whole_file
@@ -65,14 +67,11 @@ def score_file(source: Path, output: Path, path: Path | None = None) -> Iterator
             raise ValueError(f"{output}:{number}: is not the scored row of {source}; {remedy}")
     if len(done) > len(rows):
         raise ValueError(f"{output}:{len(rows) + 1}: is a row that {source} has not; {remedy}")
-    output.parent.mkdir(parents=True, exist_ok=True)
     yield from done
-    with output.open("a", encoding="utf-8") as file:
-        file.truncate(sum(len(line) for line in whole_lines(output)))
-        for row in score_rows(rows[len(done) :], path, str(source), len(done) + 1):
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            yield row
+    drop_torn_line(output)
+    for row in score_rows(rows[len(done) :], path, str(source), len(done) + 1):
+        append_row(output, row)
+        yield row
 
 
 def replace_scores(source: Path, rows: Sequence[Row], path: Path | None) -> Iterator[Row]:
@@ -85,11 +84,6 @@ def replace_scores(source: Path, rows: Sequence[Row], path: Path | None) -> Iter
                 yield row
         if source.stat().st_size != size:
             raise ValueError(f"{source}: has grown meanwhile; score it when its run has ended, or elsewhere")
-
-
-def whole_lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from (line for line in file if line.endswith(b"\n"))
 
 
 def fingerprint(row: Mapping[str, Any]) -> str:
@@ -116,7 +110,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         words = " ".join(str(value) for value in rule.values() if value is not None) or "?"
         temperature = row.get("sampling", {}).get("temperature", "")
         cells.setdefault((row["task"], words, str(temperature), str(row.get("key"))), []).append(row)
-    lines = ["| task | rule | temperature | answers | scores | tokens | cut off |", "|" + " --- |" * 7]
+    lines = []
     for (name, words, temperature, _), members in cells.items():
         found = means(task_named(name), members)
         scores = ", ".join(f"{metric} {value:.3f}" for metric, value in found.items())
@@ -124,5 +118,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         tokens = f"{sum(lengths) / len(lengths):.0f}" if lengths else ""
         capped = sum(row.get("finish_reason") == "length" for row in members) / len(members)
         values = (name, words, temperature, str(len(members)), scores, tokens, f"{capped:.0%}")
-        lines.append("| " + " | ".join(values) + " |")
-    return "\n".join(lines)
+        lines.append(values)
+    titles = ("task", "rule", "temperature", "answers", "scores", "tokens", "cut off")
+    return "\n".join(table_lines(titles, lines))

@@ -28,7 +28,6 @@ from eagle_fsd.evaluation.rule_labels import rule_label
 from eagle_fsd.evaluation.tasks import Sample, Task
 from eagle_fsd.evaluation.tasks.base import user
 from eagle_fsd.evaluation.tasks.source import Source
-from eagle_fsd.identity import models_identity
 from eagle_fsd.outputs import GenerationOutput
 from eagle_fsd.padding import left_padded
 from eagle_fsd.rules import describe
@@ -51,7 +50,11 @@ class Questions:
         cls, task: Task, engine: EagleFSD, path: Path | None, limit: int | None, skip: int = 0
     ) -> Questions:
         """At most `limit` samples after the first `skip`, as chats that wait for the answer."""
-        samples = task.load(path, limit, skip)
+        return cls.encoded(task, task.load(path, limit, skip), engine, skip)
+
+    @classmethod
+    def encoded(cls, task: Task, samples: Sequence[Sample], engine: EagleFSD, skip: int) -> Questions:
+        """The samples after the first `skip` as token ids."""
         prompts = [encode_chat(engine.tokenizer, sample.messages)[0].tolist() for sample in samples]
         return cls(task, samples, prompts, range(skip, skip + len(samples)))
 
@@ -72,8 +75,7 @@ class Questions:
             Sample(str(skip + place), (user(prompt),), {}, max_new_tokens)
             for place, prompt in enumerate(prompts)
         ]
-        ids = [encode_chat(engine.tokenizer, sample.messages)[0].tolist() for sample in samples]
-        return cls(task, samples, ids, range(skip, skip + len(samples)))
+        return cls.encoded(task, samples, engine, skip)
 
     @classmethod
     def together(cls, parts: Sequence[Questions]) -> Questions:
@@ -119,12 +121,13 @@ class Cell:
             "draft_vocab_size": engine.draft_vocab_size,
         }
 
-    def key(self, engine: EagleFSD) -> str:
-        """What the rows of one cell share, and no others: its settings and the models' weights."""
-        models = models_identity(engine.base_model, engine.target.model, engine.head)
-        return hashlib.sha256(
-            json.dumps([self.settings(engine), models], sort_keys=True).encode()
-        ).hexdigest()[:16]
+    def key(self, engine: EagleFSD, models: Mapping[str, Any] | None = None) -> str:
+        """What the rows of one cell share, and no others: its settings and the models' weights.
+
+        models: the engine's identity, where it is known already.
+        """
+        named = [self.settings(engine), engine.identity() if models is None else models]
+        return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
 
     def seed_of(self, place: int) -> int:
         """The seed of a sample: the same under every rule, and whatever else is asked."""
@@ -152,7 +155,8 @@ def run(
     """Make the rows that `output` lacks and append them to it."""
     drop_torn_line(output)
     done = {(row["key"], row["sample"], row["seed"]) for row in read_rows(output)}
-    keys = {id(cell): cell.key(engine) for cell in cells}
+    models = engine.identity()
+    keys = {id(cell): cell.key(engine, models) for cell in cells}
     with tqdm(total=sum(len(cell.questions.samples) for cell in cells), unit="answer") as bar:
         for cell, places in turns(cells, batch_size):
             samples, key = cell.questions.samples, keys[id(cell)]

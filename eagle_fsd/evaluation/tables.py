@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from eagle_fsd.evaluation.bootstrap import Estimate
 from eagle_fsd.evaluation.frontier import Quality, undominated
 from eagle_fsd.evaluation.measures import SCORE, SPEED, TAU
 from eagle_fsd.evaluation.points import Panel, Point
+from eagle_fsd.evaluation.table_lines import table_lines
 
 Cell = Callable[[Point], str]
 
@@ -116,11 +117,6 @@ def markdown(points: Sequence[Point], cells: Mapping[str, Cell]) -> str:
     lines = [{title: cell(point) for title, cell in cells.items()} for point in points]
     titles = [title for title in cells if any(line[title] for line in lines)]
     return "\n".join(table_lines(titles, ([line[title] for title in titles] for line in lines)))
-
-
-def table_lines(titles: Sequence[str], lines: Iterator[Sequence[str]] | Sequence[Sequence[str]]) -> list[str]:
-    rows = [titles, ["---"] * len(titles), *lines]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
 
 
 def value(measure: str, form: str) -> Cell:

@@ -19,7 +19,7 @@ from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompts import batches
 from eagle_fsd.evaluation.rows import append_row, drop_torn_line, read_rows
-from eagle_fsd.identity import models_identity
+from eagle_fsd.evaluation.table_lines import table_lines
 from eagle_fsd.padding import left_padded
 from eagle_fsd.stats import GenerationStats
 
@@ -47,8 +47,7 @@ class Cell:
 
     def key(self, engine: EagleFSD, prompts: Sequence[Sequence[int]]) -> str:
         """What a row must share to stand for this cell: the settings, the models' weights and the prompts."""
-        models = models_identity(engine.base_model, engine.target.model, engine.head)
-        made_by = [models, list(map(list, prompts))]
+        made_by = [engine.identity(), list(map(list, prompts))]
         return hashlib.sha256(json.dumps([asdict(self), made_by], sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -111,7 +110,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     sets = list(dict.fromkeys(row["prompts"] for row in rows))
     titles = ["tree", "temperature", "divergence", "mode", "child", "T", *sets]
     titles += ["all", "vs lossless", "fuzzy / step"]
-    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
+    lines = []
     groups: dict[tuple[object, ...], list[Mapping[str, object]]] = {}
     for row in rows:
         rule = (row["divergence"], row["mode"], row["child"], row["threshold"])
@@ -136,5 +135,5 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
             f"{threshold:g}",
         ]
         cells += [f"{by_set[name]:.2f}" if name in by_set else "" for name in sets]
-        lines.append("| " + " | ".join([*cells, f"{tau:.2f}", gain, f"{fuzzy:.2f}"]) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, f"{tau:.2f}", gain, f"{fuzzy:.2f}"])
+    return "\n".join(table_lines(titles, lines))
