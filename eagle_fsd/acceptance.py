@@ -4,7 +4,7 @@ At every node the target draws one token, x ~ p after the user's warpers (argmax
 from the root then follows, at each node, the child that equals the draw (exact accept), or a child that the
 rule lets through although it does not (fuzzy accept), or stops. The draw at the last node of the path is
 emitted too: no node is ever drawn from twice, which is what makes the lossless rule lossless. Shapes: B rows,
-N nodes, M draft distributions, V vocabulary.
+N nodes, M draft distributions, V vocabulary, W drafted tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from eagle_fsd.config import (
     require_guards,
     require_number,
 )
-from eagle_fsd.divergence import divergence_named
+from eagle_fsd.divergence import divergence_named, sparse_divergence
 from eagle_fsd.sampling import RowRandom, draw, warp
 from eagle_fsd.tree import DraftTree
 
@@ -215,9 +215,8 @@ class Fuzzy:
         """divergence(p, q) at every node [B, N]; infinite where nothing was drafted."""
         owners = verified.tree.owners  # [B, M]
         rows = torch.arange(len(owners), device=owners.device)[:, None]
-        measured = divergence_named(self.divergence)(
-            verified.logits[rows, owners.clamp(min=0)], verified.tree.log_q
-        )
+        logits = verified.logits[rows, owners.clamp(min=0)]  # [B, M, V]
+        measured = sparse_divergence(self.divergence, logits, verified.tree.log_q, verified.tree.drafted)
         nodes = verified.tree.tokens.shape[1]
         table = measured.new_full(
             (len(owners), nodes + 1), torch.inf

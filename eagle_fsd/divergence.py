@@ -116,6 +116,22 @@ def divergence_named(name: str) -> Divergence:
     return DIVERGENCES[name]
 
 
+def sparse_divergence(name: str, p_logits: Tensor, log_q: Tensor, drafted: Tensor | None) -> Tensor:
+    """The divergence of p_logits [..., V] and a draft log_q [..., W] of the tokens drafted [W]; None: all V.
+
+    Outcomes of one ratio p / q, here those of q = 0, can be merged without a change to any of _FULL (all are
+    f-divergences), which leaves W + 1 outcomes of V. The top variants look at tokens one by one: all of them.
+    """
+    divergence = divergence_named(name)
+    if drafted is None:
+        return divergence(p_logits, log_q)
+    if divergence not in _FULL:
+        whole = log_q.new_full((*log_q.shape[:-1], p_logits.shape[-1]), -math.inf)
+        return divergence(p_logits, whole.index_copy_(-1, drafted, log_q))
+    p_logits = _merge_rest(p_logits.float(), drafted.expand(*p_logits.shape[:-1], -1))
+    return divergence(p_logits, torch.cat((log_q, torch.full_like(log_q[..., :1], -math.inf)), dim=-1))
+
+
 def require_sparse(name: str, tokens: int) -> None:
     """Raise ValueError for a divergence that is infinite where a draft of few tokens has no probability."""
     if name not in SPARSE_DIVERGENCES:

@@ -9,7 +9,6 @@ all V, or those of the head's draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -22,7 +21,6 @@ from eagle_fsd.config import TreeConfig
 from eagle_fsd.head import DraftHead
 from eagle_fsd.padding import on_device
 from eagle_fsd.tree import Candidates, DraftTree, build_tree, root_only, visible_slots
-from eagle_fsd.vocabulary import spread
 
 EXTEND_CHUNK = 512  # pairs per forward while a prompt is read: bounds the mask to chunk x context
 
@@ -106,10 +104,9 @@ class EagleDrafter:
         every = torch.arange(batch, device=roots.device)[:, None]  # [B, 1]
 
         log_q = self._log_q(self.root_features[:, None])  # [B, 1, W]
-        scores, places = best_children(log_q, top_k)  # [B, 1, K]
-        tokens, scores = self._tokens(places)[:, 0], scores[:, 0]  # [B, K] of the beam
-        below_root = torch.full_like(tokens, -1)
-        levels = [Candidates(tokens, below_root, scores, torch.ones_like(tokens[0]))]
+        scores, columns = (best[:, 0] for best in best_children(log_q, top_k))  # [B, K] of the beam
+        below_root = torch.full_like(columns, -1)
+        levels = [Candidates(columns, below_root, scores, torch.ones_like(columns[0]))]
         log_qs, owners = [log_q], [below_root[:, :1]]
 
         beam = torch.arange(top_k, device=roots.device).expand(batch, -1)  # [B, K] indices of candidates
@@ -121,15 +118,15 @@ class EagleDrafter:
             slots = lengths[:, None] + torch.arange(level * top_k, device=roots.device)
             visible = visible_slots(lengths, slots, ancestry, self.cache.view)
             positions = (lengths[:, None] + level - 1).expand(-1, top_k)
-            hidden = self._forward(features, tokens, positions, visible)  # [B, K, d]
+            hidden = self._forward(features, self._tokens(columns), positions, visible)  # [B, K, d]
 
             log_q = self._log_q(hidden)  # [B, K, W]
-            child_scores, places = best_children(log_q, top_k)  # [B, K, K]
+            child_scores, children = best_children(log_q, top_k)  # [B, K, K]
             flat_scores = (scores[:, :, None] + child_scores).flatten(1)  # [B, K * K]
-            flat_tokens = self._tokens(places).flatten(1)
+            flat_columns = children.flatten(1)
             levels.append(
                 Candidates(
-                    tokens=flat_tokens,
+                    columns=flat_columns,
                     parents=beam.repeat_interleave(top_k, dim=1),
                     scores=flat_scores,
                     depths=torch.full((top_k**2,), level + 1, device=roots.device),
@@ -141,23 +138,18 @@ class EagleDrafter:
             picked = flat_scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]  # [B, K]
             parent = picked // top_k  # index within the beam
             beam = top_k + (level - 1) * top_k**2 + picked
-            tokens, scores = flat_tokens.gather(1, picked), flat_scores.gather(1, picked)
+            columns, scores = flat_columns.gather(1, picked), flat_scores.gather(1, picked)
             features = hidden[every, parent]
             ancestry = torch.cat((ancestry[every, parent], own), dim=2)
 
         pool = Candidates(
-            tokens=torch.cat([level.tokens for level in levels], dim=1),
+            columns=torch.cat([level.columns for level in levels], dim=1),
             parents=torch.cat([level.parents for level in levels], dim=1),
             scores=torch.cat([level.scores for level in levels], dim=1),
             depths=torch.cat([level.depths for level in levels]),
         )
         log_q, owner = torch.cat(log_qs, dim=1), torch.cat(owners, dim=1)
-        tree = build_tree(roots, pool, config.total_tokens, depth, log_q, owner)
-        if self.head.draft_tokens is None:
-            return tree
-        # Only now, when the rows that lost their children are gone.
-        whole = spread(tree.log_q, self.head.draft_tokens, self.head.config.vocab_size)
-        return replace(tree, log_q=whole)
+        return build_tree(roots, pool, config.total_tokens, depth, log_q, owner, self.head.draft_tokens)
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)
@@ -179,9 +171,9 @@ class EagleDrafter:
         assert logits.shape[-1] == drafted, "the vocabulary is not the head's: see DraftVocabulary"
         return F.log_softmax(logits, dim=-1)
 
-    def _tokens(self, places: Tensor) -> Tensor:
+    def _tokens(self, columns: Tensor) -> Tensor:
         """The target's ids of drafted tokens by their places among the W."""
-        return places if self.head.draft_tokens is None else self.head.draft_tokens[places]
+        return columns if self.head.draft_tokens is None else self.head.draft_tokens[columns]
 
 
 def best_children(log_q: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

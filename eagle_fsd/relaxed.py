@@ -176,17 +176,17 @@ class Ensemble:
         tree = verified.tree
         if self.weight == 1 or not tree.owners.shape[1]:
             return None
-        temperature = 1.0 if verified.sampling.greedy else verified.sampling.temperature
-        log_q = (tree.log_q / temperature).log_softmax(-1)  # [B, M, V]
         allowed = verified.allowed(self.exact_eos)
         if verified.probs is None:
-            rows = torch.arange(len(log_q), device=log_q.device)[:, None]
+            rows = torch.arange(len(tree.owners), device=tree.owners.device)[:, None]
             p = verified.logits[rows, tree.owners.clamp(min=0)].softmax(-1)
-            best = (self.weight * p + (1 - self.weight) * log_q.exp()).argmax(-1, keepdim=True)  # [B, M, 1]
-            log_q = torch.full_like(log_q, -torch.inf).scatter_(-1, best, 0.0)
+            q = tree.whole_log_q(p.shape[-1]).exp()
+            best = (self.weight * p + (1 - self.weight) * q).argmax(-1)  # [B, M]
+            owned = tree.owners[:, :, None] == tree.parents[:, None, :]  # [B, M, N]
+            return (allowed & (owned & (best[:, :, None] == tree.tokens[:, None, :])).any(1)).float()
+        log_q = (tree.log_q / verified.sampling.temperature).log_softmax(-1)  # [B, M, W]
         drafted = replace(tree, log_q=log_q).node_log_q().exp()  # [B, N]
-        share = 1.0 if verified.probs is None else 1 - self.weight
-        return torch.where(allowed, share * drafted, 0.0)
+        return torch.where(allowed, (1 - self.weight) * drafted, 0.0)
 
 
 def tempered(verified: Verified) -> Tensor:

@@ -2,7 +2,7 @@
 
 Node 0 is the root, parents come before their children, and every tensor has a leading batch dimension.
 Shapes: B rows, N nodes (TreeConfig.total_tokens), C candidates, M rows of draft distributions, V vocabulary,
-S cache slots in view.
+W the tokens that are drafted (all V, or a list of frequent ones), S cache slots in view.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ class DraftTree:
     """The tree of one step.
 
     tokens, parents, depths: [B, N] int64; the root has parent -1 and depth 0.
-    log_q: [B, M, V] float32, the draft's log-probabilities at the nodes that have children.
+    log_q: [B, M, W] float32, the draft's log-probabilities at the nodes that have children.
     owners: [B, M] int64, the node that each row of log_q belongs to; -1 marks an unused row.
     depth: the most drafted tokens on a path, so that a walk has static length.
+    drafted: [W] int64, the tokens that log_q covers, all others having q = 0; None: all V, in order.
+    columns: [B, N] int64, where each node's token stands in log_q; None where that is at its id.
     """
 
     tokens: Tensor
@@ -29,6 +31,8 @@ class DraftTree:
     log_q: Tensor
     owners: Tensor
     depth: int
+    drafted: Tensor | None = None
+    columns: Tensor | None = None
 
     @property
     def children(self) -> Tensor:
@@ -37,22 +41,31 @@ class DraftTree:
 
     def node_log_q(self) -> Tensor:
         """log q of every node's token at its parent: [B, N]; -inf at the root."""
-        parents, tokens, owners = self.parents, self.tokens, self.owners
+        parents, owners = self.parents, self.owners
+        columns = self.tokens if self.columns is None else self.columns
         owned = (owners[:, None, :] == parents[:, :, None]) & (owners >= 0)[:, None, :]  # [B, N, M]
         row = owned.to(torch.uint8).argmax(-1) if owners.shape[1] else torch.zeros_like(parents)
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        return torch.where(owned.any(-1), self.log_q[rows, row, tokens], -torch.inf)
+        rows = torch.arange(len(columns), device=columns.device)[:, None]
+        return torch.where(owned.any(-1), self.log_q[rows, row, columns], -torch.inf)
+
+    def whole_log_q(self, vocab_size: int) -> Tensor:
+        """log_q over the whole vocabulary: [B, M, V], -inf at tokens that are not drafted."""
+        if self.drafted is None:
+            return self.log_q
+        whole = self.log_q.new_full((*self.log_q.shape[:-1], vocab_size), -torch.inf)
+        return whole.index_copy_(-1, self.drafted, self.log_q)
 
 
 @dataclass(frozen=True)
 class Candidates:
     """Every drafted token that competes for a place, level by level, so that a parent precedes its children.
 
-    tokens, parents: [B, C] int64; parents index candidates, -1 is the root. scores: [B, C] float32, the
-    cumulative log-probability of the path. depths: [C] int64, at least 1.
+    columns, parents: [B, C] int64; columns say where a token stands in log_q, parents index candidates, -1
+    is the root. scores: [B, C] float32, the cumulative log-probability of the path. depths: [C] int64, at
+    least 1.
     """
 
-    tokens: Tensor
+    columns: Tensor
     parents: Tensor
     scores: Tensor
     depths: Tensor
@@ -84,16 +97,23 @@ def rerank(scores: Tensor, count: int) -> Tensor:
 
 
 def build_tree(
-    roots: Tensor, pool: Candidates, total_tokens: int, depth: int, log_q: Tensor, owners: Tensor
+    roots: Tensor,
+    pool: Candidates,
+    total_tokens: int,
+    depth: int,
+    log_q: Tensor,
+    owners: Tensor,
+    drafted: Tensor | None = None,
 ) -> DraftTree:
     """Keep the best total_tokens - 1 candidates below roots [B].
 
-    log_q: [B, E, V] for the E expanded nodes; owners: [B, E], each one's candidate index, -1 for the root.
+    log_q: [B, E, W] for the E expanded nodes; owners: [B, E], each one's candidate index, -1 for the root;
+    drafted: see DraftTree.
     Expanded nodes that lost their children in the rerank give up their rows: M = min(E, total_tokens - 1)
     rows suffice.
     """
     kept = rerank(pool.scores, total_tokens - 1)  # [B, N-1] candidate indices
-    node_of = torch.full_like(pool.tokens, -1)  # [B, C] node index of a candidate
+    node_of = torch.full_like(pool.columns, -1)  # [B, C] node index of a candidate
     node_of.scatter_(1, kept, torch.arange(1, total_tokens, device=kept.device).expand_as(kept))
 
     def with_root(root: Tensor, rest: Tensor) -> Tensor:
@@ -106,13 +126,16 @@ def build_tree(
     has_children = children(parents).any(-1)  # [B, N]
     used = (expanded >= 0) & has_children.gather(1, expanded.clamp(min=0))
     rows = used.sort(dim=1, descending=True, stable=True).indices[:, : min(owners.shape[1], total_tokens - 1)]
+    columns = pool.columns.gather(1, kept)
     return DraftTree(
-        tokens=with_root(roots, pool.tokens.gather(1, kept)),
+        tokens=with_root(roots, columns if drafted is None else drafted[columns]),
         parents=parents,
-        depths=with_root(torch.zeros_like(roots), pool.depths.expand_as(pool.tokens).gather(1, kept)),
+        depths=with_root(torch.zeros_like(roots), pool.depths.expand_as(pool.columns).gather(1, kept)),
         log_q=log_q.gather(1, rows[:, :, None].expand(-1, -1, log_q.shape[-1])),
         owners=torch.where(used, expanded, -1).gather(1, rows),
         depth=depth,
+        drafted=drafted,
+        columns=None if drafted is None else with_root(torch.zeros_like(roots), columns),
     )
 
 

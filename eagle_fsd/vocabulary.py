@@ -56,12 +56,6 @@ class DraftVocabulary:
         return self.target.transformed(self.lm_head(features).float())
 
 
-def spread(log_q: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
-    """Log-probabilities [..., K] of token_ids [K] laid out over the vocabulary: [..., V], -inf elsewhere."""
-    whole = log_q.new_full((*log_q.shape[:-1], vocab_size), -torch.inf)
-    return whole.index_copy_(-1, token_ids, log_q)
-
-
 def ranked_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
     """The `size` most frequent tokens, most frequent first, ties by the lower id: [size] int64.
 

@@ -27,7 +27,7 @@ from eagle_fsd.sampling import RowRandom, warp
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel
 from eagle_fsd.tree import DraftTree
-from eagle_fsd.vocabulary import ranked_tokens, spread
+from eagle_fsd.vocabulary import ranked_tokens
 
 INF, NAN = math.inf, math.nan
 ALPHA = 1e-6
@@ -598,9 +598,10 @@ def test_next_token_law_at_a_node(sampling: SamplingConfig, mode: str, child: st
     if guard == "draft vocabulary":
         drafted = torch.tensor([*tokens, next(x for x in range(12) if x not in tokens)])
         few = tree.log_q[0, 0, drafted].log_softmax(-1)
-        tree = replace(tree, log_q=spread(few, drafted, 12).expand(ROWS, 1, -1))
+        columns = torch.tensor([0, 0, 1, 2, 3]).expand(ROWS, -1)
+        tree = replace(tree, log_q=few.expand(ROWS, 1, -1), drafted=drafted, columns=columns)
         threshold = 0.69
-    q = tree.log_q[0, 0].double().exp()
+    q = tree.whole_log_q(12)[0, 0].double().exp()
     raw, p = logits[0, 0].double().softmax(-1), plain_law(logits[0, 0], sampling)
     rule, eos = Fuzzy(threshold=threshold, mode=mode, child=child), torch.tensor([], dtype=torch.int64)
     eligible = [x for x in tokens if p[x] > 0]

@@ -16,6 +16,7 @@ from eagle_fsd.divergence import (
     divergence_named,
     over_top_k,
     require_sparse,
+    sparse_divergence,
 )
 
 FULL = ("reverse_kl", "forward_kl", "js", "tv", "ag")
@@ -171,6 +172,23 @@ def test_a_draft_of_few_tokens(name: str) -> None:
             found = DIVERGENCES[name](p, few)
             assert found.tolist() == pytest.approx(expected, rel=2e-5, abs=2e-6)
             assert bool(found.isfinite().all()) == (name in SPARSE_DIVERGENCES)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_draft_of_few_tokens_by_its_list(name: str) -> None:
+    """The list's log q alone, in any order, gives what log q over the whole vocabulary gives; so does a list
+    of all tokens, and no list at all."""
+    for _, p, q in PAIRS:
+        vocab = q.shape[-1]
+        drafted = torch.randperm(vocab, generator=torch.Generator().manual_seed(2))[: vocab // 2 + 1]
+        whole = sparse(q, torch.tensor([x for x in range(vocab) if x not in drafted]).long())
+        expected = DIVERGENCES[name](p, whole)
+        found = sparse_divergence(name, p, whole[..., drafted], drafted)
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+        every = torch.randperm(vocab, generator=torch.Generator().manual_seed(3))
+        found = sparse_divergence(name, p, q.log_softmax(-1)[..., every], every)
+        torch.testing.assert_close(found, DIVERGENCES[name](p, q), rtol=2e-5, atol=2e-6)
+        assert torch.equal(sparse_divergence(name, p, q, None), DIVERGENCES[name](p, q))
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)

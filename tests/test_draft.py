@@ -105,12 +105,12 @@ def check_row(tree: DraftTree, row: int, root: int, twin: dict[tuple[int, ...], 
     assert paths == list(twin)
     assert tree.tokens[row, 0] == root
     assert tree.depths[row].tolist() == [len(path) for path in paths]
+    expected = {path: law for path, law in twin.items() if law is not None}
+    log_q = tree.whole_log_q(len(next(iter(expected.values()))) if expected else 0)[row]
     laws = {
-        paths[owner]: law
-        for owner, law in zip(tree.owners[row].tolist(), tree.log_q[row], strict=True)
-        if owner >= 0
+        paths[owner]: law for owner, law in zip(tree.owners[row].tolist(), log_q, strict=True) if owner >= 0
     }
-    assert laws.keys() == {path for path, law in twin.items() if law is not None}
+    assert laws.keys() == expected.keys()
     for path, law in laws.items():
         torch.testing.assert_close(law, twin[path], atol=1e-4, rtol=1e-4)
 

@@ -49,7 +49,7 @@ def plain_rerank(scores: list[float], count: int) -> list[int]:
 
 def plain_tree(root: int, pool: Candidates, row: int, count: int, log_q: Tensor, owners: list[int]) -> dict:
     """One row of build_tree as plain data: nodes are (token, parent node, depth); laws: q by node."""
-    tokens, parents = pool.tokens[row].tolist(), pool.parents[row].tolist()
+    tokens, parents = pool.columns[row].tolist(), pool.parents[row].tolist()
     kept = plain_rerank(pool.scores[row].tolist(), count - 1)
     node_of = {-1: 0} | {candidate: 1 + place for place, candidate in enumerate(kept)}
     nodes = [(root, -1, 0)]
@@ -99,7 +99,7 @@ def random_pool(
         scores.append(above + log_probs(batch, width * width))
         depths.append(torch.full((width * width,), level))
     pool = Candidates(
-        tokens=torch.randint(vocab, (batch, sum(s.shape[1] for s in scores)), generator=draw),
+        columns=torch.randint(vocab, (batch, sum(s.shape[1] for s in scores)), generator=draw),
         parents=torch.cat(parents, dim=1),
         scores=torch.cat(scores, dim=1),
         depths=torch.cat(depths),
@@ -175,7 +175,7 @@ def test_a_dead_pool_still_builds() -> None:
     """Every score -inf or NaN: the tree is the shallowest one, and still a tree."""
     pool, log_q, owners = random_pool(2, 2, 3, 9, 0, "smooth")
     scores = torch.stack((torch.full_like(pool.scores[0], -INF), torch.full_like(pool.scores[0], NAN)))
-    pool = Candidates(pool.tokens, pool.parents, scores, pool.depths)
+    pool = Candidates(pool.columns, pool.parents, scores, pool.depths)
     tree = build_tree(torch.tensor([1, 2]), pool, 3, 3, log_q, owners)
     assert tree.depths.tolist() == [[0, 1, 1], [0, 1, 1]]
     assert tree.parents.tolist() == [[-1, 0, 0], [-1, 0, 0]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +17,16 @@ from eagle_fsd import EagleFSD, Fuzzy, HeadConfig, Lossless, TreeConfig, Typical
 from eagle_fsd.divergence import DIVERGENCES, SPARSE_DIVERGENCES
 from eagle_fsd.engine import GenerationOutput
 from eagle_fsd.head import DraftHead
+from eagle_fsd.relaxed import Cactus, Ensemble
 from eagle_fsd.target import TargetModel
-from eagle_fsd.vocabulary import DraftVocabulary, ranked_tokens, spread
+from eagle_fsd.tree import root_only
+from eagle_fsd.vocabulary import DraftVocabulary, ranked_tokens
 
 TREE = TreeConfig(12, 4, 3)
+RULES = [
+    *(Lossless(), Fuzzy(0.3), Fuzzy(0.9, "reverse_kl", mode="paper"), Fuzzy(0.3, "js_top10")),
+    *(Typical(), Cactus(0.5), Ensemble(0.3)),
+]
 
 
 def some_tokens(count: int, vocab_size: int = VOCAB, seed: int = 0) -> Tensor:
@@ -156,9 +163,10 @@ def test_an_lm_head_that_is_more_than_its_rows_is_asked_whole() -> None:
         assert torch.equal(found, target.logits(features)[..., tokens])
 
 
-def test_spread() -> None:
+def test_a_draft_over_the_whole_vocabulary() -> None:
     log_q = torch.randn(2, 3, 4, generator=generator(0)).log_softmax(-1)
-    whole = spread(log_q, torch.tensor([6, 0, 9, 3]), 10)
+    whole = replace(root_only(torch.tensor([1, 2]), 10), log_q=log_q, drafted=torch.tensor([6, 0, 9, 3]))
+    whole = whole.whole_log_q(10)
     assert torch.equal(whole[..., [6, 0, 9, 3]], log_q)
     assert (whole[..., [1, 2, 4, 5, 7, 8]] == -torch.inf).all()
     torch.testing.assert_close(whole.exp().sum(-1), torch.ones(2, 3))
@@ -201,7 +209,7 @@ def test_greedy_text_is_the_targets_and_tau_says_what_the_vocabulary_holds() -> 
     assert taus["the others"] == [1.0] * 3
 
 
-@pytest.mark.parametrize("rule", [Lossless(), Fuzzy(0.3), Fuzzy(0.9, "reverse_kl", mode="paper"), Typical()])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_all_tokens_in_any_order_are_no_restriction(rule: object, temperature: float) -> None:
     """The same texts and the same accepts as with the full vocabulary, under every rule."""
@@ -233,9 +241,13 @@ def test_only_tokens_of_the_vocabulary_are_drafted() -> None:
         drafter.extend(torch.randn(1, 3, HIDDEN, generator=generator(0)), torch.tensor([[5, 6, 7]]), [3])
         tree = drafter.draft(torch.tensor([7]), TREE)
     assert set(tree.tokens[0, 1:].tolist()) <= set(tokens.tolist())
-    assert tree.log_q.shape[-1] == VOCAB
-    assert ((tree.log_q > -torch.inf).sum(-1) == 7).all()
-    torch.testing.assert_close(tree.log_q.exp().sum(-1), torch.ones(tree.log_q.shape[:2]))
+    assert torch.equal(tree.drafted[tree.columns[:, 1:]], tree.tokens[:, 1:])
+    whole = tree.whole_log_q(VOCAB)
+    assert tree.log_q.shape[-1] == 7 and whole.shape[-1] == VOCAB
+    assert ((whole > -torch.inf).sum(-1) == 7).all()
+    torch.testing.assert_close(whole.exp().sum(-1), torch.ones(whole.shape[:2]))
+    plain = replace(tree, log_q=whole, drafted=None, columns=None)
+    assert torch.equal(tree.node_log_q(), plain.node_log_q())
 
 
 def test_rows_are_copied_once() -> None:

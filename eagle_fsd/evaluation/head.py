@@ -59,6 +59,7 @@ class Witness:
         depths = tree.depths.gather(1, owners)[live].cpu()
         self.reached += torch.bincount(depths, minlength=self.depth)
         best = tree.log_q[live].topk(min(max(TOP), tree.log_q.shape[-1]), dim=-1).indices  # [L, 3]
+        best = best if tree.drafted is None else tree.drafted[best]
         hits = (best == wanted.gather(1, owners)[live][:, None]).cpu()
         for row, count in enumerate(TOP):
             self.right[row] += torch.bincount(depths[hits[:, :count].any(-1)], minlength=self.depth)
