@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from eagle_fsd import __version__
-from eagle_fsd.acceptance import AcceptanceRule
+from eagle_fsd.acceptance import AcceptanceRule, Lossless
 from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.files import write_atomically
 from eagle_fsd.head import DraftHead
@@ -118,12 +118,17 @@ class TreeChooser:
         """The choice by measurements made now."""
         beams = [beam for beam in BEAMS if beam <= self.drafted] if wanted.top_k is None else [wanted.top_k]
         costs = measure_costs(self.target, self.make_drafter, beams, batch, context, rule, sampling)
-        about = (repr(rule), sampling)
-        if about not in self.observed:
-            nodes, depth, beam = WIDE
-            wide = TreeConfig.within(nodes, depth, min(beam, self.drafted))
-            self.observed[about] = observe(self.target, self.make_drafter, texts, rule, sampling, wide)
-        return choose(costs, self.observed[about], wanted)
+        nodes, depth, widest = WIDE
+        observed = {}
+        for beam in beams:
+            wide = TreeConfig.within(
+                nodes, depth, min(widest, self.drafted) if isinstance(rule, Lossless) else beam
+            )
+            about = (repr(rule), sampling, wide)
+            if about not in self.observed:
+                self.observed[about] = observe(self.target, self.make_drafter, texts, rule, sampling, wide)
+            observed[beam] = self.observed[about]
+        return choose(costs, observed, wanted)
 
 
 def cache_file() -> Path:

@@ -20,29 +20,43 @@ class KVCache:
     """Keys and values of every layer, [B, H, S, D] each, allocated when a layer first writes.
 
     lengths: the committed tokens of each row, on the host (`row_lengths`) and on the device (`lengths` [B]
-    int64).
+    int64, one tensor for as long as the rows are the same). step: views are multiples of it and writes go by
+    index, whatever the lengths, so that a recorded forward is good for other lengths; 0: views end where the
+    tokens end.
     """
 
-    def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
-        self.capacity = capacity
+    def __init__(self, batch: int, capacity: int, device: torch.device, step: int = 0) -> None:
+        self.step = step
+        self.capacity = self._rounded(capacity)
         self.device = device
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.buffers = object()  # another one when the buffers are others
         self.view = 0
         self.slots = torch.empty(batch, 0, dtype=torch.int64, device=device)
         self.span: slice | None = None  # the slots as one slice, where all rows have the same
-        self._set_lengths([0] * batch)
+        self.row_lengths = [0] * batch
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
 
-    def place(self, width: int, offset: int = 0) -> Tensor:
-        """Where the next forward writes: `width` slots per row, `offset` past its length; [B, width].
+    def reset(self) -> None:
+        """Forget the texts of all rows."""
+        self._set_lengths([0] * len(self.row_lengths))
 
-        The cache grows if they do not fit; `view` is then the number of slots that attention sees.
+    def reserve(self, width: int, offset: int = 0) -> None:
+        """Make room for `width` tokens per row, `offset` past its length: the cache grows if they do not fit.
+
+        `view` is then the number of slots that attention sees.
         """
-        self.view = max(self.row_lengths) + offset + width
+        self.view = self._rounded(max(self.row_lengths) + offset + width)
         if self.view > self.capacity:
             self.grow(max(self.view, 2 * self.capacity))
+
+    def place(self, width: int, offset: int = 0) -> Tensor:
+        """Where the next forward writes, in what was reserved: `width` slots per row, `offset` past its
+        length; [B, width]."""
         self.slots = self.lengths[:, None] + torch.arange(offset, offset + width, device=self.device)
-        alike = min(self.row_lengths) == max(self.row_lengths)
-        self.span = slice(self.view - width, self.view) if alike else None
+        start = max(self.row_lengths) + offset
+        alike = min(self.row_lengths) == max(self.row_lengths) and not self.step
+        self.span = slice(start, start + width) if alike else None
         return self.slots
 
     def update(
@@ -65,14 +79,14 @@ class KVCache:
             stored_values[rows, :, slots] = values.transpose(1, 2)
         return stored_keys[:, :, : self.view], stored_values[:, :, : self.view]
 
-    def keep(self, path: Tensor, counts: Sequence[int]) -> None:
-        """Commit of the tokens last placed those on the path, in its order, and drop the rest.
+    def compact(self, path: Tensor, slots: Tensor) -> None:
+        """Move what lies on a path behind the committed tokens, in its order, for `advance` to commit.
 
-        path: [B, P] indices among the placed tokens, the first one's first, -1 padded; counts: how many each
-        row commits, at most P.
+        slots: [B, n] of the tokens last placed; path: [B, P] indices among them, the first one's first, -1
+        padded.
         """
-        path = path[:, 1 : self.slots.shape[1]]  # the first is in place; no path is longer than the tree
-        source = self.slots.gather(1, path.clamp(min=0))
+        path = path[:, 1 : slots.shape[1]]  # the first is in place; no path is longer than the tree
+        source = slots.gather(1, path.clamp(min=0))
         target = self.lengths[:, None] + torch.arange(1, 1 + path.shape[1], device=self.device)
         rows = torch.arange(len(path), device=self.device)[:, None]
         for buffers in self.layers.values() if path.shape[1] else ():
@@ -81,16 +95,16 @@ class KVCache:
             for buffer in buffers:
                 # Advanced indexing copies before it writes, so source and target slots may overlap.
                 buffer[rows, :, target] = buffer[rows, :, source]
-        self.advance(counts)
 
     def advance(self, counts: Sequence[int]) -> None:
-        """Commit the first counts[row] of the tokens last placed at offset 0."""
+        """Commit counts[row] tokens more: the first of those last placed at offset 0, or of a path."""
         self._set_lengths([length + count for length, count in zip(self.row_lengths, counts, strict=True)])
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch."""
         for layer, buffers in self.layers.items():
             self.layers[layer] = tuple(buffer[list(rows)] for buffer in buffers)
+        self.buffers = object()
         self.slots = self.slots[list(rows)]
         self._set_lengths([self.row_lengths[row] for row in rows])
 
@@ -108,11 +122,13 @@ class KVCache:
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` slots; what is stored stays."""
+        capacity = self._rounded(capacity)
         for layer, buffers in self.layers.items():
             self.layers[layer] = tuple(
                 torch.cat((b, b.new_zeros(*b.shape[:2], capacity - self.capacity, b.shape[3])), dim=2)
                 for b in buffers
             )
+        self.buffers = object()
         self.capacity = capacity
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -120,5 +136,10 @@ class KVCache:
         return max(self.row_lengths)
 
     def _set_lengths(self, lengths: list[int]) -> None:
+        fresh = on_device(lengths, self.device)
+        # In place: a recorded forward reads the tensor that it knows.
+        self.lengths = self.lengths.copy_(fresh) if len(lengths) == len(self.row_lengths) else fresh
         self.row_lengths = lengths
-        self.lengths = on_device(lengths, self.device)
+
+    def _rounded(self, slots: int) -> int:
+        return slots if not self.step else -(-slots // self.step) * self.step

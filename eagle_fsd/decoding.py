@@ -14,9 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eagle_fsd.acceptance import AcceptanceRule, Verdict, Verified, accept
+from eagle_fsd.acceptance import AcceptanceRule, Verdict, Verified
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.draft import Drafter
+from eagle_fsd.judge import Judge
 from eagle_fsd.padding import on_device
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.stats import GenerationStats, Stopwatch
@@ -58,8 +59,10 @@ def decode(
     random: RowRandom,
     stats: Sequence[GenerationStats],
     watch: Stopwatch,
+    judge: Judge | None = None,
 ) -> Iterator[list[list[int]]]:
     """Yield, after every step, the tokens that each of the B rows emitted in it (none once a row is done)."""
+    judge = judge or Judge()
     with watch("prefill"):
         roots = prefill(request, target, drafter)
     rows = list(range(len(request.lengths)))  # the rows still decoding, by their place in the request
@@ -71,8 +74,7 @@ def decode(
             logits, features = target.verify(tree)
         with watch("accept"):
             emitted = on_device([stats[row].new_tokens for row in rows], roots.device)
-            verified = Verified.of(tree, logits, request.sampling, eos)
-            verdict = accept(request.rule, verified, random, emitted)
+            verified, verdict = judge(request.rule, request.sampling, eos, tree, logits, random, emitted)
             steps = to_host(verdict)  # the one place where a step waits for the device
             news = {row: emit(request, row, stats[row], *step) for row, step in zip(rows, steps, strict=True)}
         if request.observer is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from eagle_fsd.attention import grouped_attention
 from eagle_fsd.cache import KVCache
 from eagle_fsd.config import TreeConfig
+from eagle_fsd.graphs import EAGER, Stepper
 from eagle_fsd.head import DraftHead
 from eagle_fsd.padding import on_device
 from eagle_fsd.tree import Candidates, DraftTree, build_tree, root_only, visible_slots
@@ -69,11 +70,19 @@ class EagleDrafter:
     """Grows EAGLE-2 trees for one batch of texts with an EAGLE-1/2 head."""
 
     def __init__(
-        self, head: DraftHead, vocabulary: Vocabulary, batch: int, capacity: int, device: torch.device
+        self,
+        head: DraftHead,
+        vocabulary: Vocabulary,
+        batch: int,
+        capacity: int,
+        device: torch.device,
+        stepper: Stepper = EAGER,
     ) -> None:
         self.head = head
         self.vocabulary = vocabulary
-        self.cache = KVCache(batch, capacity, device)
+        self.cache = KVCache(batch, capacity, device, stepper.view)
+        self._extend_step = stepper.of(self._extend)
+        self._draft_step = stepper.of(self._draft)
         # What the head predicts at each root
         self.root_features = torch.zeros(batch, head.config.hidden_size, device=device)
 
@@ -83,40 +92,53 @@ class EagleDrafter:
         Rows are right-padded: what lies past counts[row] >= 1 is read, hidden by the masks and overwritten
         later.
         """
-        outputs = []
+        cache, outputs = self.cache, []
         for start in range(0, tokens.shape[1], EXTEND_CHUNK):
             chunk = slice(start, start + EXTEND_CHUNK)
-            slots = self.cache.place(tokens[:, chunk].shape[1], offset=start)  # [B, q]
-            visible = torch.arange(self.cache.view, device=slots.device) <= slots[:, :, None]
-            outputs.append(self._forward(features[:, chunk], tokens[:, chunk], slots, visible))
+            cache.reserve(tokens[:, chunk].shape[1], offset=start)
+            static = (start, cache.view)
+            outputs.append(self._extend_step(cache.buffers, static, features[:, chunk], tokens[:, chunk]))
         last = on_device(counts, tokens.device)[:, None, None] - 1
         output = torch.cat(outputs, dim=1)
         self.root_features = output.gather(1, last.expand(-1, -1, output.shape[-1]))[:, 0]
-        self.cache.advance(counts)
+        cache.advance(counts)
+
+    def _extend(self, static: tuple[int, int], features: Tensor, tokens: Tensor) -> Tensor:
+        """What the head predicts behind pairs [B, q]; where they start and the cache's view are static."""
+        start, view = static
+        slots = self.cache.place(tokens.shape[1], offset=start)  # [B, q]
+        visible = torch.arange(view, device=slots.device) <= slots[:, :, None]
+        return self._forward(features, tokens, slots, visible)
 
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
         """Grow levels of `top_k` beam nodes by cumulative log-probability, then keep the best nodes of all.
 
         A kept node's ancestors are kept, so no level beyond `config.reach` could have a part in the tree.
         """
+        self.cache.reserve(config.top_k * (config.reach - 1))
+        return self._draft_step(self.cache.buffers, (config, self.cache.view), roots, self.root_features)
+
+    def _draft(self, static: tuple[TreeConfig, int], roots: Tensor, root_features: Tensor) -> DraftTree:
+        """`draft`; the tree's size and the cache's view are static."""
+        config, view = static
         top_k, depth, batch = config.top_k, config.reach, len(roots)
         lengths = self.cache.lengths
         every = torch.arange(batch, device=roots.device)[:, None]  # [B, 1]
 
-        log_q = self._log_q(self.root_features[:, None])  # [B, 1, W]
+        log_q = self._log_q(root_features[:, None])  # [B, 1, W]
         scores, columns = (best[:, 0] for best in best_children(log_q, top_k))  # [B, K] of the beam
         below_root = torch.full_like(columns, -1)
         levels = [Candidates(columns, below_root, scores, torch.ones_like(columns[0]))]
         log_qs, owners = [log_q], [below_root[:, :1]]
 
         beam = torch.arange(top_k, device=roots.device).expand(batch, -1)  # [B, K] indices of candidates
-        features = self.root_features[:, None].expand(-1, top_k, -1)  # each beam node's parent's prediction
+        features = root_features[:, None].expand(-1, top_k, -1)  # each beam node's parent's prediction
         own = torch.eye(top_k, dtype=torch.bool, device=roots.device).expand(batch, -1, -1)
         ancestry = own  # [B, K, K * level]: of all levels so far
         for level in range(1, depth):
             self.cache.place(top_k, offset=(level - 1) * top_k)
             slots = lengths[:, None] + torch.arange(level * top_k, device=roots.device)
-            visible = visible_slots(lengths, slots, ancestry, self.cache.view)
+            visible = visible_slots(lengths, slots, ancestry, view)
             positions = (lengths[:, None] + level - 1).expand(-1, top_k)
             hidden = self._forward(features, self._tokens(columns), positions, visible)  # [B, K, d]
 

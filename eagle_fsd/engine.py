@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from numbers import Integral
 from pathlib import Path
@@ -27,9 +27,11 @@ from eagle_fsd.calibration import Calibration, read_calibration
 from eagle_fsd.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig, require_integer
 from eagle_fsd.decoding import Observer, Request, decode
 from eagle_fsd.divergence import require_sparse
-from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter, Vocabulary
+from eagle_fsd.draft import EagleDrafter, NoDrafter, Vocabulary
+from eagle_fsd.graphs import EAGER, Graphs, cuda_recorder
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import models_identity
+from eagle_fsd.judge import Judge
 from eagle_fsd.outputs import BatchStream, GenerationOutput, TokenStream
 from eagle_fsd.packing import pack_linears
 from eagle_fsd.padding import as_ids, right_padded, unpad
@@ -39,6 +41,7 @@ from eagle_fsd.target import TargetModel, TargetSession
 from eagle_fsd.text import encode
 from eagle_fsd.tuning import Choice
 from eagle_fsd.vocabulary import DraftVocabulary
+from eagle_fsd.workspace import LEAST, Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +89,7 @@ class EagleFSD:
         self.ea_model = ea_model
         self.head_folder: Path | None = None  # where its calibration is looked for
         self._chooser: TreeChooser | None = None
+        self._spare: list[Workspace] = []  # at most one, of a batch that is done
 
     @classmethod
     def from_pretrained(
@@ -99,6 +103,7 @@ class EagleFSD:
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
         pack: bool = True,
+        graphs: bool = True,
         full_vocabulary: bool = False,
     ) -> EagleFSD:
         """Load a target and its head.
@@ -106,9 +111,10 @@ class EagleFSD:
         base_model: a Hub id (optionally `@revision`), a folder, a .gguf file, or "smollm2-135m". ea_model: a
         Hub id, a folder, or None for the head that ships with the package. dtype: None is float32 on a CPU
         and bfloat16 on CUDA. pack: on a CPU keep a second, blocked copy of the weights, which makes a step
-        about twice as fast; not with a device_map. full_vocabulary: draft over all of the target's tokens,
-        also with a head that has a list of frequent ones. Raises ValueError for anything that cannot be had,
-        does not fit or is not supported.
+        about twice as fast; not with a device_map. graphs: on CUDA record the parts of a step as CUDA graphs
+        when they come a second time; not with a device_map. full_vocabulary: draft over all of the target's
+        tokens, also with a head that has a list of frequent ones. Raises ValueError for anything that cannot
+        be had, does not fit or is not supported.
         """
         base_model = os.fspath(base_model)
         ea_model = None if ea_model is None else os.fspath(ea_model)
@@ -124,7 +130,8 @@ class EagleFSD:
         )
         if pack := pack and device_map is None:  # its layers may be moved at any time
             pack_linears(model)
-        target = TargetModel(model)
+        graphs = graphs and device_map is None and model.device.type == "cuda"
+        target = TargetModel(model, Graphs(cuda_recorder(model.device)) if graphs else EAGER)
         head = hub.load_head(head_source, target.hidden_size, target.vocab_size, target.dtype, target.device)
         if full_vocabulary:
             head.restrict(None)
@@ -364,12 +371,41 @@ class EagleFSD:
         capacity = (
             max(length + limit for length, limit in zip(lengths, limits, strict=True)) + tree.total_tokens
         )
-        session = TargetSession(self.target, len(lengths), capacity)
+        self._check_tree(tree, lengths)
+        workspace = self._workspace(tree, len(lengths), capacity)
         random = RowRandom(seed, len(lengths), self.device)
         stats = [GenerationStats() for _ in lengths]
         watch = Stopwatch()
-        steps = decode(request, session, self._drafter(tree, lengths, capacity), random, stats, watch)
+        steps = self._decode(request, workspace, random, stats, watch)
         return BatchStream(steps, stats, watch, tree, rule)
+
+    def _decode(
+        self,
+        request: Request,
+        workspace: Workspace,
+        random: RowRandom,
+        stats: Sequence[GenerationStats],
+        watch: Stopwatch,
+    ) -> Iterator[list[list[int]]]:
+        """The loop's steps; the workspace is spare afterwards, where another batch has any good of it."""
+        try:
+            parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.judge)
+            yield from decode(request, *parts)
+        finally:
+            if self.target.stepper.view and workspace.whole:
+                self._spare[:] = [workspace]
+
+    def _workspace(self, tree: TreeConfig, batch: int, capacity: int) -> Workspace:
+        """A spare workspace that fits, or a new one."""
+        drafted = 0 if tree.total_tokens == 1 else capacity + tree.top_k * (tree.reach - 1)
+        if self._spare and (spare := self._spare.pop()).fits(batch, capacity, drafted):
+            spare.reset()
+            return spare
+        if self.target.stepper.view:
+            capacity, drafted = max(capacity, LEAST), max(drafted, LEAST) if drafted else 0
+        session = TargetSession(self.target, batch, capacity)
+        drafter = self.make_drafter(batch, drafted) if drafted else NoDrafter(self.target.vocab_size)
+        return Workspace(session, drafter, Judge(self.target.stepper), batch)
 
     def _end_tokens(self, eos_token_id: int | Sequence[int] | None) -> tuple[int, ...]:
         """The tokens that end a text: the caller's, or else the model's own."""
@@ -394,9 +430,10 @@ class EagleFSD:
             )
         return positions - length
 
-    def _drafter(self, tree: TreeConfig, lengths: Sequence[int], capacity: int) -> Drafter:
+    def _check_tree(self, tree: TreeConfig, lengths: Sequence[int]) -> None:
+        """ValueError for a tree that cannot be drafted; a warning where the head was not trained so far."""
         if tree.total_tokens == 1:
-            return NoDrafter(self.target.vocab_size)
+            return
         if self.head is None:
             raise ValueError(
                 "there is no draft head: pass one to EagleFSD, or a tree of one node, TreeConfig(1)"
@@ -410,7 +447,6 @@ class EagleFSD:
                 max(lengths),
                 trained,
             )
-        return self.make_drafter(len(lengths), capacity + tree.top_k * (tree.reach - 1))
 
     def _check_beam(self, top_k: int) -> None:
         if top_k > self._drafted:
@@ -426,7 +462,7 @@ class EagleFSD:
 
     def make_drafter(self, batch: int, capacity: int) -> EagleDrafter:
         """A drafter for so many texts, of at most so many pairs and beam nodes each."""
-        return EagleDrafter(self.head, self.vocabulary, batch, capacity, self.device)
+        return EagleDrafter(self.head, self.vocabulary, batch, capacity, self.device, self.target.stepper)
 
     def _output(
         self,

@@ -109,6 +109,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="on a CPU, do not keep the second, blocked copy of the weights: slower, half the memory "
         "(--device-map keeps none)",
     )
+    group.add_argument(
+        "--no-graphs",
+        dest="graphs",
+        action="store_false",
+        help="on CUDA, launch every operation instead of replaying CUDA graphs: slower, for finding faults",
+    )
 
     group = parser.add_argument_group("acceptance")
     group.add_argument(

@@ -193,6 +193,7 @@ def load_model(args: Namespace) -> EagleFSD:
         attn_implementation=args.attn_implementation,
         trust_remote_code=args.trust_remote_code,
         pack=args.pack,
+        graphs=args.graphs,
         full_vocabulary=args.full_vocabulary,
     )
 

@@ -34,7 +34,7 @@ def warp(logits: Tensor, config: SamplingConfig) -> Tensor:
         return torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter_(-1, best, 1.0)
     logits = logits.float()
     # A few tokens stay: on a CPU, where asking about ties is free, the others are never touched.
-    if 0 < config.top_k < logits.shape[-1] and logits.device.type == "cpu":
+    if 0 < config.top_k < logits.shape[-1] and _may_ask(logits):
         top = logits.topk(config.top_k + 1, dim=-1)
         if bool((top.values[..., -2] > top.values[..., -1]).all()):
             return _warp_top(logits, top.values[..., :-1], top.indices[..., :-1], config)
@@ -108,6 +108,11 @@ def _first_beyond(weights: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
     return index.squeeze(-1), (point - before).clamp_min(0.0)
 
 
+def _may_ask(tensor: Tensor) -> bool:
+    """Whether to choose a way by what a tensor holds: free on a CPU, elsewhere the host would wait."""
+    return tensor.device.type == "cpu"
+
+
 def _temper(scores: Tensor, temperature: float) -> Tensor:
     if temperature == 1.0:
         return scores
@@ -122,7 +127,7 @@ def _warp_top(logits: Tensor, top: Tensor, ids: Tensor, config: SamplingConfig) 
     if config.top_p < 1.0:
         ascending = scores.softmax(-1).flip(-1).cumsum(-1)
         kept = ascending > 1.0 - config.top_p
-        kept[..., -1] = True
+        kept[..., -1].fill_(True)
         # Of equal scores at the cut the highest ids stay, which topk's order does not tell.
         kept = kept.flip(-1)
         lowest = scores.gather(-1, kept.sum(-1, keepdim=True) - 1)
@@ -140,7 +145,7 @@ def _top_p(scores: Tensor, top_p: float) -> Tensor:
     """
     budget = 1.0 - top_p
     # Sorting a large vocabulary costs a CPU as much as a small model: mostly the head of it is enough.
-    if scores.device.type == "cpu" and scores.shape[-1] > 4 * _HEAD:
+    if _may_ask(scores) and scores.shape[-1] > 4 * _HEAD:
         top = scores.topk(_HEAD, dim=-1).values
         probs = (top - scores.logsumexp(-1, keepdim=True)).exp().flip(-1)  # [..., 1024], ascending
         below = (1.0 - probs.sum(-1, keepdim=True)).clamp_min(0.0)
@@ -148,7 +153,7 @@ def _top_p(scores: Tensor, top_p: float) -> Tensor:
             return _survivors(scores, top, probs.cumsum(-1).add_(below) > budget)
     ordered, ids = scores.sort(dim=-1, stable=True)
     kept = ordered.softmax(-1).cumsum(-1) > budget
-    kept[..., -1] = True
+    kept[..., -1].fill_(True)
     return torch.empty_like(kept).scatter_(-1, ids, kept)
 
 
@@ -176,12 +181,12 @@ def _survivors(scores: Tensor, top: Tensor, kept: Tensor, ties: Tensor | int = 0
     `ties` more survive at the least of those scores. Where the cut goes through equal scores the highest ids
     stay, as in an ascending stable sort.
     """
-    kept[..., -1] = True
+    kept[..., -1].fill_(True)
     kept = kept.flip(-1)
     lowest = top.gather(-1, kept.sum(-1, keepdim=True) - 1)  # [..., 1]
     equal = scores == lowest
     places = ((top == lowest) & kept).sum(-1, keepdim=True) + ties
     surplus = equal.sum(-1, keepdim=True) - places  # [..., 1], 0 unless the cut goes through a tie
-    if surplus.device.type == "cpu" and not surplus.any():  # free on a CPU, a sync elsewhere
+    if _may_ask(surplus) and not surplus.any():
         return scores >= lowest
     return (scores > lowest) | (equal & (equal.cumsum(-1, dtype=torch.int32) > surplus))

@@ -32,6 +32,7 @@ from eagle_fsd.architecture import (
 )
 from eagle_fsd.attention import grouped_attention
 from eagle_fsd.cache import KVCache
+from eagle_fsd.graphs import EAGER, Stepper
 from eagle_fsd.tree import DraftTree, additive, ancestors, visible_slots, within_window
 
 GROUPED = "eagle_fsd_grouped"  # our attention's name among Hugging Face's
@@ -70,9 +71,10 @@ class TargetModel:
     """A causal LM and what decoding needs of it; ValueError if trees cannot be verified on it.
 
     hidden_size, vocab_size: of features and logits. max_positions: the longest text, prompt included.
+    stepper: how the parts of a step are run on it.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, stepper: Stepper = EAGER) -> None:
         check_supported(model.config)
         if getattr(model, "_is_stateful", False):
             raise ValueError(
@@ -86,6 +88,7 @@ class TargetModel:
                 "with one of these"
             )
         self.model = model.eval()
+        self.stepper = stepper
         self.config = model.config.get_text_config(decoder=True)
         self.decoder = model.get_decoder()
         self.lm_head = model.get_output_embeddings()
@@ -268,7 +271,9 @@ class TargetSession:
 
     def __init__(self, target: TargetModel, batch: int, capacity: int) -> None:
         self.target = target
-        self.cache = KVCache(batch, capacity, target.device)
+        self.cache = KVCache(batch, capacity, target.device, target.stepper.view)
+        self._verify_step = target.stepper.of(self._verify)
+        self._compact_step = target.stepper.of(self._compact, repeatable=False)
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         """Run and commit the first lengths[row] of right-padded tokens [B, L]; their features [B, L, d].
@@ -281,6 +286,7 @@ class TargetSession:
         ]
         for start in range(0, width, PREFILL_CHUNK):
             chunk = tokens[:, start : start + PREFILL_CHUNK]
+            self.cache.reserve(chunk.shape[1], offset=start)
             slots = self.cache.place(chunk.shape[1], offset=start)  # [B, q]
             slot_positions = torch.arange(self.cache.view, device=slots.device).expand(batch, -1)
             visible = slot_positions[:, None, :] <= slots[:, :, None]
@@ -290,20 +296,35 @@ class TargetSession:
 
     def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
         """One forward over all nodes under the tree mask: logits [B, N, V] float32 and features [B, N, d]."""
-        cache = self.cache
-        slots = cache.place(tree.tokens.shape[1])  # [B, N]
+        self.cache.reserve(tree.tokens.shape[1])
+        static = (tree.depth, self.cache.view)
+        logits, features, self.cache.slots = self._verify_step(
+            self.cache.buffers, static, tree.tokens, tree.parents, tree.depths
+        )
+        return logits, features
+
+    def _verify(
+        self, static: tuple[int, int], tokens: Tensor, parents: Tensor, depths: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, features and the nodes' slots [B, N]; the tree's depth and the cache's view are static."""
+        cache, (depth, view) = self.cache, static
+        slots = cache.place(tokens.shape[1])  # [B, N]
         # A node past the last position is never emitted, but a learned embedding must not be read out of
         # range.
-        positions = (cache.lengths[:, None] + tree.depths).clamp(max=self.target.max_positions - 1)
-        visible = visible_slots(cache.lengths, slots, ancestors(tree.parents, tree.depth), cache.view)
-        slot_positions = torch.arange(cache.view, device=slots.device).expand(len(slots), -1)
+        positions = (cache.lengths[:, None] + depths).clamp(max=self.target.max_positions - 1)
+        visible = visible_slots(cache.lengths, slots, ancestors(parents, depth), view)
+        slot_positions = torch.arange(view, device=slots.device).expand(len(slots), -1)
         slot_positions = slot_positions.scatter(1, slots, positions)
-        features = self.target.features(tree.tokens, positions, visible, slot_positions, cache)
-        return self.target.logits(features), features
+        features = self.target.features(tokens, positions, visible, slot_positions, cache)
+        return self.target.logits(features), features, slots
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
         """Commit counts[row] nodes of the path [B, P] (node indices, -1 padded), root included."""
-        self.cache.keep(path, counts)
+        self._compact_step(self.cache.buffers, None, path, self.cache.slots)
+        self.cache.advance(counts)
+
+    def _compact(self, _: None, path: Tensor, slots: Tensor) -> None:
+        self.cache.compact(path, slots)
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""

@@ -3,13 +3,14 @@
 Observations are the steps of a few texts decoded with one wide tree. What a smaller tree would have got
 accepted follows from the same steps, since the better-scored nodes of the wide tree are its own (some of a
 tree that is nearly as wide and much shallower are not in the wide one; it is thought a little worse than it
-is). The size with the most tokens per second is taken, or plain decoding where drafting does not pay.
-measuring.py takes both measurements.
+is). That holds for the target's own draws; a relaxed rule that misses a child may take another and do nearly
+as well with a narrow tree, so it is watched with every beam. The size with the most tokens per second is
+taken, or plain decoding where drafting does not pay. measuring.py takes both measurements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -69,14 +70,14 @@ class Choice:
         return f"tree {self.tree}: tau {self.tau:.2f} and {gain:.2f} times plain decoding expected"
 
 
-def choose(costs: Costs, observations: Sequence[Observation], wanted: AutoTree) -> Choice:
-    """The tree of the most tokens per second; ties go to the smaller one."""
+def choose(costs: Costs, observed: Mapping[int, Sequence[Observation]], wanted: AutoTree) -> Choice:
+    """The tree of the most tokens per second; ties go to the smaller one. observed: by beam."""
     best = Choice(TreeConfig(1), 1.0, 1 / costs.plain, 1 / costs.plain)
     depths = DEPTHS if wanted.depth is None else (wanted.depth,)
     beams = [beam for beam in costs.draft if wanted.top_k in (None, beam)]
     for depth in depths:
         for beam in beams:
-            taus = expected_tau(observations, depth, beam, list(costs.verify))
+            taus = expected_tau(observed[beam], depth, beam, list(costs.verify))
             for width, tau in taus.items():
                 if not depth < width <= 1 + beam + (depth - 1) * beam**2:
                     continue  # a deeper tree than nodes, or more nodes than candidates

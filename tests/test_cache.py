@@ -42,6 +42,7 @@ class Twin:
 
 def write(cache: KVCache, ids: Tensor, layers: int, offset: int = 0) -> None:
     """Place and write ids [B, n] in every layer; checks what attention gets to see of them."""
+    cache.reserve(ids.shape[1], offset)
     slots = cache.place(ids.shape[1], offset)
     expected = torch.tensor(cache.row_lengths)[:, None] + offset + torch.arange(ids.shape[1])
     assert torch.equal(slots, expected)
@@ -98,7 +99,8 @@ def test_random_lives_equal_the_twin(seed: int) -> None:
         for row, count in enumerate(counts):
             rest = torch.randperm(width - 1, generator=draw)[: count - 1].sort().values + 1
             path[row, :count] = torch.cat((torch.zeros(1, dtype=torch.int64), rest))
-        cache.keep(path, counts)
+        cache.compact(path, cache.slots)
+        cache.advance(counts)
         twin.keep(path.tolist(), counts)
         check(cache, twin, layers)
         if number(0, 5) == 0:
@@ -137,7 +139,8 @@ def test_keep_where_source_and_target_slots_overlap(path: list[int]) -> None:
     write(cache, ids, layers=2)
     twin.placed = ids.tolist()
     counts = [sum(node >= 0 for node in path), 2]
-    cache.keep(torch.tensor([path, path]), counts)
+    cache.compact(torch.tensor([path, path]), cache.slots)
+    cache.advance(counts)
     twin.keep([path, path], counts)
     check(cache, twin, layers=2)
 

@@ -327,12 +327,15 @@ def test_the_models_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch) 
         return "engine"
 
     monkeypatch.setattr(EagleFSD, "from_pretrained", load)
-    flags = "--base-model m --ea-model h --dtype bfloat16 --device cpu --no-pack --full-vocabulary"
+    flags = (
+        "--base-model m --ea-model h --dtype bfloat16 --device cpu --no-pack --no-graphs --full-vocabulary"
+    )
     assert load_engine(model_parser("x").parse_args(flags.split())) == "engine"
     assert seen == {
         "names": ("m", "h"),
         "dtype": "bfloat16",
         "device": "cpu",
         "pack": False,
+        "graphs": False,
         "full_vocabulary": True,
     }

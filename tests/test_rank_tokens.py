@@ -151,7 +151,7 @@ def test_rare_tokens_are_never_drafted_and_the_text_stays(rank: Ranking) -> None
     made = engine.generate(prompts, max_new_tokens=40, tree=TREE)
     assert made.new_tokens == whole.new_tokens == target_texts()
     assert all(1 < few.tau < all_.tau for few, all_ in zip(made.stats, whole.stats, strict=True))
-    drafter = engine._drafter(TREE, [12], 64)
+    drafter = engine.make_drafter(1, 64)
     with torch.inference_mode():
         features = target.decoder(input_ids=prompts[:1]).last_hidden_state
         drafter.extend(features[:, :-1], prompts[:1, 1:], [11])

@@ -192,7 +192,7 @@ def test_logits_of_features_are_the_models_logits(family: str) -> None:
 def test_the_drafts_law_goes_through_the_same_logits(family: str) -> None:
     target = target_of(family, "eager")
     engine = EagleFSD(target, tiny_head())
-    drafter = engine._drafter(TreeConfig(16, 3, 8), [4], 64)
+    drafter = engine.make_drafter(1, 64)
     with torch.inference_mode():
         features = torch.randn(1, 3, HIDDEN, generator=torch.Generator().manual_seed(0))
         drafter.extend(features, torch.tensor([[5, 6, 7]]), [3])

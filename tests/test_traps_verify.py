@@ -29,11 +29,13 @@ ALWAYS = Fuzzy(threshold=float("inf"), mode="paper", exact_eos=False)  # the lon
 def filled_cache() -> KVCache:
     """Two layers, rows of 3 and 5 committed tokens, a tree of 8 nodes behind them; no number twice."""
     cache = KVCache(2, 24, torch.device("cpu"))
+    cache.reserve(5)
     cache.place(5)
     numbers = torch.arange(2 * 1 * 5 * 2, dtype=torch.float32).reshape(2, 1, 5, 2)
     for layer in range(2):
         cache.update(numbers + 1000 * layer, numbers + 1000 * layer + 0.5, layer)
     cache.advance([3, 5])
+    cache.reserve(8)
     cache.place(8)
     numbers = torch.arange(2 * 1 * 8 * 2, dtype=torch.float32).reshape(2, 1, 8, 2) + 100
     for layer in range(2):
@@ -46,7 +48,7 @@ COUNTS = [6, 3]
 
 
 def compacted(cache: KVCache) -> list[list[Tensor]]:
-    """What keep(PATH) must leave in each row of each buffer: plain gathers from copies."""
+    """What compact(PATH) must leave in each row of each buffer: plain gathers from copies."""
     rows = []
     for row, count in enumerate(COUNTS):
         start = cache.row_lengths[row]
@@ -70,25 +72,26 @@ def same(left: list[list[Tensor]], right: list[list[Tensor]]) -> bool:
     )
 
 
-def keep_through_views(cache: KVCache, path: Tensor, counts: list[int]) -> None:
-    """KVCache.keep, slot by slot in place: a slot is read after it was written over."""
+def compact_through_views(cache: KVCache, path: Tensor, slots: Tensor) -> None:
+    """KVCache.compact, slot by slot in place: a slot is read after it was written over."""
     for buffers in cache.layers.values():
         for buffer in buffers:
-            for row, count in enumerate(counts):
+            for row, nodes in enumerate(path.tolist()):
                 view = buffer[row, :, cache.row_lengths[row] :]
-                for place in reversed(range(count)):
-                    view[:, place] = view[:, path[row, place]]
-    cache.advance(counts)
+                for place in reversed(range(sum(node >= 0 for node in nodes))):
+                    view[:, place] = view[:, nodes[place]]
 
 
 def test_trap_04_compaction_does_not_alias() -> None:
     """Trap 4: an accepted path is compacted through views that alias: its source and target slots overlap."""
     cache = filled_cache()
     expected = compacted(cache)
-    cache.keep(PATH, COUNTS)
+    cache.compact(PATH, cache.slots)
+    cache.advance(COUNTS)
     assert cache.row_lengths == [9, 8] and same(stored(cache), expected)
     cache = filled_cache()
-    keep_through_views(cache, PATH, COUNTS)
+    compact_through_views(cache, PATH, cache.slots)
+    cache.advance(COUNTS)
     assert not same(stored(cache), expected)
 
 
@@ -133,7 +136,7 @@ def test_trap_04_context_stays_true(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = uncertain_engine()
     rule = dataclasses.replace(ALWAYS, threshold=0.35)
     assert context_error(engine, monkeypatch, rule) < 1e-3
-    monkeypatch.setattr(KVCache, "keep", keep_through_views)
+    monkeypatch.setattr(KVCache, "compact", compact_through_views)
     assert context_error(engine, monkeypatch, rule) > 0.01
 
 
@@ -289,8 +292,8 @@ def test_trap_13_cache_not_frozen_at_first_call(monkeypatch: pytest.MonkeyPatch)
 
     right = KVCache.__init__
 
-    def cramped(cache: KVCache, batch: int, capacity: int, device: torch.device) -> None:
-        right(cache, batch, 1, device)
+    def cramped(cache: KVCache, batch: int, capacity: int, device: torch.device, step: int) -> None:
+        right(cache, batch, 1, device, step)
 
     monkeypatch.setattr(KVCache, "__init__", cramped)  # every call must now grow its caches, several times
     assert engine.generate(long, max_new_tokens=90, rule=Lossless(), tree=TREE).stats[0].tau == 6.0

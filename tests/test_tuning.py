@@ -137,7 +137,7 @@ def test_expected_tau_counts_the_paths_nodes_among_the_best() -> None:
 def test_the_tree_of_the_most_tokens_per_second_is_taken(
     observed: list[Observation], price: Costs, tree: str
 ) -> None:
-    found = choose(price, observed, AutoTree())
+    found = choose(price, dict.fromkeys(price.draft, observed), AutoTree())
     assert str(found.tree) == tree
     speeds = {
         TreeConfig(width, depth, beam): tau / price.step(TreeConfig(width, depth, beam))
@@ -154,10 +154,24 @@ def test_the_tree_of_the_most_tokens_per_second_is_taken(
 
 
 def test_what_is_asked_for_is_kept() -> None:
-    found = choose(costs(), [CHAIN], AutoTree(depth=2, top_k=2))
+    found = choose(costs(), {2: [CHAIN]}, AutoTree(depth=2, top_k=2))
     assert (found.tree.depth, found.tree.top_k) == (2, 2)
     assert "tree 3/2/2: tau 3.00 and 2.50 times plain" in str(found)
-    assert "no draft tree" in str(choose(costs(level=9.0), [CHAIN], AutoTree()))
+    assert "no draft tree" in str(choose(costs(level=9.0), {1: [CHAIN], 2: [CHAIN]}, AutoTree()))
+
+
+def test_each_beam_is_judged_by_its_own_observations() -> None:
+    wide = [replace(CHAIN, path=[])]
+    assert str(choose(costs(), {1: [CHAIN], 2: wide}, AutoTree()).tree) == "4/3/1"
+    assert choose(costs(), {1: wide, 2: [CHAIN]}, AutoTree()).tree.top_k == 2
+
+
+def test_a_relaxed_rule_is_watched_with_every_beam() -> None:
+    """Lossless decoding is watched once: its path in a narrower tree is the same draws'."""
+    for rule, beams in ((Lossless(), {10}), (Fuzzy(0.5), {1, 2, 4, 8, 10})):
+        model = engine()
+        model.choose_tree(AutoTree(), rule, GREEDY, 1, 50, prompts_of([5]))
+        assert {wide.top_k for _, _, wide in model._chooser.observed} == beams
 
 
 def test_costs_are_of_every_width_and_beam() -> None:

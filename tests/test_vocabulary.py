@@ -236,7 +236,7 @@ def test_only_tokens_of_the_vocabulary_are_drafted() -> None:
     """A tree holds them alone, and its log q is -inf elsewhere and a distribution there."""
     tokens = some_tokens(7)
     engine = EagleFSD(TargetModel(tiny_model()), tiny_head().restrict(tokens))
-    drafter = engine._drafter(TREE, [4], 64)
+    drafter = engine.make_drafter(1, 64)
     with torch.inference_mode():
         drafter.extend(torch.randn(1, 3, HIDDEN, generator=generator(0)), torch.tensor([[5, 6, 7]]), [3])
         tree = drafter.draft(torch.tensor([7]), TREE)

@@ -263,7 +263,10 @@ class KnowingEngine(EagleFSD):
         super().__init__(target, head=None)
         self.texts, self.options = texts, options
 
-    def _drafter(self, tree: TreeConfig, lengths: Sequence[int], capacity: int) -> Drafter:
+    def _check_tree(self, tree: TreeConfig, lengths: Sequence[int]) -> None:
+        pass
+
+    def make_drafter(self, batch: int, capacity: int) -> Drafter:
         return KnowingDrafter(self.texts, **self.options)
 
 

@@ -21,6 +21,7 @@ def model_parser(description: str) -> argparse.ArgumentParser:
     add("--dtype", help="default: float32 on a CPU, bfloat16 on CUDA")
     add("--device", help="default: CUDA where there is one, else the CPU")
     add("--no-pack", dest="pack", action="store_false", help="leave the linear layers as they are")
+    add("--no-graphs", dest="graphs", action="store_false", help="on CUDA, record no CUDA graphs")
     add("--full-vocabulary", action="store_true", help="draft over all tokens, whatever the head's list")
     return parser
 
@@ -33,6 +34,7 @@ def load_engine(arguments: argparse.Namespace) -> EagleFSD:
         dtype=arguments.dtype,
         device=arguments.device,
         pack=arguments.pack,
+        graphs=arguments.graphs,
         full_vocabulary=arguments.full_vocabulary,
     )
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 MODELS = ("base_model", "ea_model", "dtype", "device", "device_map", "attn_implementation")
-SWITCHES = ("trust_remote_code", "pack", "full_vocabulary")
+SWITCHES = ("trust_remote_code", "pack", "graphs", "full_vocabulary")
 RULE = tuple(field.name for field in dataclasses.fields(Fuzzy))
 TREE = tuple(field.name for field in dataclasses.fields(TreeConfig))
 COUNTS = {"batch_size": 1, "max_gen_toks": 1, "seed": 0}  # and the least that each may be
