@@ -1,4 +1,4 @@
-"""What a target's config says of its layers, positions and logits, and which architectures are supported."""
+"""What a target's config says of its layers, positions and logits, and which models are supported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 ATTENTION = ("sdpa", "eager")  # implementations that take our masks
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -66,6 +66,39 @@ def check_supported(config: PretrainedConfig) -> None:
             f"target is a {name!r} model with layers of kind {sorted(kinds - {FULL, SLIDING})}: only full "
             "and sliding attention can be rolled back to an accepted path, recurrent, hybrid and chunked "
             "layers cannot; use a model with full or sliding attention alone"
+        )
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raise ValueError, naming what is wrong, unless a model has the parts that decoding needs of it."""
+    check_supported(model.config)
+    kind = model.config.model_type
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"target is a {kind!r} model: its state is recurrent and cannot be rolled back to an accepted "
+            "path; use a model with attention layers only"
+        )
+    attention = model.config._attn_implementation
+    if attention not in ATTENTION:
+        raise ValueError(
+            f"attn_implementation is {attention!r}: tree masks need 'sdpa' or 'eager'; load the target "
+            "with one of these"
+        )
+    lm_head = model.get_output_embeddings()
+    config = model.config.get_text_config(decoder=True)
+    if lm_head is None:
+        raise ValueError(
+            f"target is a {config.model_type!r} model without an lm_head: load it as a causal LM"
+        )
+    if not isinstance(getattr(config, "hidden_size", None), int):
+        raise ValueError(
+            f"target is a {config.model_type!r} model whose config names no hidden_size: drafting reads "
+            "features of that size; use another target"
+        )
+    if any(part.weight.is_meta for part in (lm_head, model.get_input_embeddings())):
+        raise ValueError(
+            "device_map offloads the embeddings or the lm_head: drafting reads both all the time; place "
+            "them on a device and offload decoder layers only"
         )
 
 

@@ -20,10 +20,9 @@ from transformers import AttentionInterface, GenerationConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from eagle_fsd.architecture import (
-    ATTENTION,
     FULL,
     SLIDING,
-    check_supported,
+    check_model,
     end_tokens,
     layer_kinds,
     logits_transform,
@@ -75,39 +74,14 @@ class TargetModel:
     """
 
     def __init__(self, model: PreTrainedModel, stepper: Stepper = EAGER) -> None:
-        check_supported(model.config)
-        if getattr(model, "_is_stateful", False):
-            raise ValueError(
-                f"target is a {model.config.model_type!r} model: its state is recurrent and cannot be rolled "
-                "back to an accepted path; use a model with attention layers only"
-            )
-        attention = model.config._attn_implementation
-        if attention not in ATTENTION:
-            raise ValueError(
-                f"attn_implementation is {attention!r}: tree masks need 'sdpa' or 'eager'; load the target "
-                "with one of these"
-            )
+        check_model(model)
         self.model = model.eval()
         self.stepper = stepper
         self.config = model.config.get_text_config(decoder=True)
         self.decoder = model.get_decoder()
         self.lm_head = model.get_output_embeddings()
-        if self.lm_head is None:
-            raise ValueError(
-                f"target is a {self.config.model_type!r} model without an lm_head: load it as a causal LM"
-            )
-        if not isinstance(getattr(self.config, "hidden_size", None), int):
-            raise ValueError(
-                f"target is a {self.config.model_type!r} model whose config names no hidden_size: drafting "
-                "reads features of that size; use another target"
-            )
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
-        if any(part.weight.is_meta for part in (self.lm_head, model.get_input_embeddings())):
-            raise ValueError(
-                "device_map offloads the embeddings or the lm_head: drafting reads both all the time; place "
-                "them on a device and offload decoder layers only"
-            )
         self.max_positions = longest_text(self.config)
         self.kinds = set(layer_kinds(self.config))
         self.window: int = getattr(self.config, "sliding_window", None) or 0
