@@ -1,5 +1,5 @@
 """Any Hugging Face decoder as a target: prefill, verify a tree in one masked forward, keep a path. Nothing
-else touches HF internals.
+but this and `layer_attention` touches HF internals.
 
 `TargetModel` is the model seen from outside: features, logits, embeddings, limits. `TargetSession` is one
 batch of texts on it, with a cache of our own. A model is admitted by evidence: on construction one small tree
@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AttentionInterface, GenerationConfig, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
 
 from eagle_fsd.architecture import (
     FULL,
@@ -29,41 +28,17 @@ from eagle_fsd.architecture import (
     longest_text,
     named_layer_kinds,
 )
-from eagle_fsd.attention import grouped_attention
 from eagle_fsd.cache import KVCache
 from eagle_fsd.graphs import EAGER, Stepper
+from eagle_fsd.layer_attention import GROUPED
 from eagle_fsd.tree import DraftTree, additive, ancestors, visible_slots, within_window
 
-GROUPED = "eagle_fsd_grouped"  # our attention's name among Hugging Face's
-UNKNOWN = ("softcap", "position_bias", "s_aux", "cache")  # of an attention that is more than a mask
 PREFILL_CHUNK = 512  # tokens per prefill forward: bounds the mask to chunk x context
 # What a forward raises that cannot take our cache, masks or positions.
 FORWARD_ERRORS = (
     *(TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError),
     *(IndexError, KeyError, AssertionError),
 )
-
-
-def grouped_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: object,
-) -> tuple[Tensor, None]:
-    """transformers' sdpa attention, but for the keys that it repeats for each group of heads."""
-    if attention_mask is None or any(value is not None for value in map(kwargs.get, UNKNOWN)):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    mixed = grouped_attention(query, key, value, attention_mask, scaling)
-    return mixed.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(GROUPED, grouped_attention_forward)
 
 
 class TargetModel:

@@ -26,7 +26,7 @@ LAYERS = [
         "provenance",
         "stats",
     },
-    {"tensors", "vocabulary"},
+    {"layer_attention", "tensors", "vocabulary"},
     {"files", "sampling", "tree", "head"},
     {"cache", "checkpoint"},
     {"acceptance", "target", "draft", "placement", "download"},
@@ -45,6 +45,7 @@ RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 HUGGING_FACE = {"transformers", "huggingface_hub", "tokenizers"}
 KNOWS_HUGGING_FACE = {
     "target",
+    "layer_attention",
     "hub",
     "download",
     "loading",
