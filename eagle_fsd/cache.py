@@ -31,7 +31,7 @@ class KVCache:
         self.device = device
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.buffers = object()  # another one when the buffers are others
-        self.view = 0
+        self.view, self.exact = 0, True
         self.slots = torch.empty(batch, 0, dtype=torch.int64, device=device)
         self.span: slice | None = None  # the slots as one slice, where all rows have the same
         self.row_lengths = [0] * batch
@@ -41,12 +41,15 @@ class KVCache:
         """Forget the texts of all rows."""
         self._set_lengths([0] * len(self.row_lengths))
 
-    def reserve(self, width: int, offset: int = 0) -> None:
+    def reserve(self, width: int, offset: int = 0, exact: bool = False) -> None:
         """Make room for `width` tokens per row, `offset` past its length: the cache grows if they do not fit.
 
-        `view` is then the number of slots that attention sees.
+        `view` is then the number of slots that attention sees. exact: it ends where the tokens end, for a
+        forward that is never recorded.
         """
-        self.view = self._rounded(max(self.row_lengths) + offset + width)
+        self.exact = exact or not self.step
+        end = max(self.row_lengths) + offset + width
+        self.view = end if self.exact else self._rounded(end)
         if self.view > self.capacity:
             self.grow(max(self.view, 2 * self.capacity))
 
@@ -55,7 +58,7 @@ class KVCache:
         length; [B, width]."""
         self.slots = self.lengths[:, None] + torch.arange(offset, offset + width, device=self.device)
         start = max(self.row_lengths) + offset
-        alike = min(self.row_lengths) == max(self.row_lengths) and not self.step
+        alike = self.exact and min(self.row_lengths) == max(self.row_lengths)
         self.span = slice(start, start + width) if alike else None
         return self.slots
 

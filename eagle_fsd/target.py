@@ -10,6 +10,7 @@ attention that ignores masks, recurrence and unknown logits transforms alike.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator, Sequence
 
@@ -29,9 +30,12 @@ from eagle_fsd.architecture import (
     named_layer_kinds,
 )
 from eagle_fsd.cache import KVCache
+from eagle_fsd.flash import FlashPlan, flash_available
 from eagle_fsd.graphs import EAGER, Stepper
 from eagle_fsd.layer_attention import GROUPED
 from eagle_fsd.tree import DraftTree, additive, ancestors, visible_slots, within_window
+
+logger = logging.getLogger(__name__)
 
 PREFILL_CHUNK = 512  # tokens per prefill forward: bounds the mask to chunk x context
 # What a forward raises that cannot take our cache, masks or positions.
@@ -62,7 +66,9 @@ class TargetModel:
         self.window: int = getattr(self.config, "sliding_window", None) or 0
         self.logits_transform = logits_transform(self.config)
         self.device = self._feature_device()
+        self.flash = False  # until the model is admitted without it
         self._check_tree_verification()
+        self._try_flash()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,18 +114,29 @@ class TargetModel:
         return self.logits_transform(logits)
 
     def features(
-        self, tokens: Tensor, positions: Tensor, visible: Tensor, slot_positions: Tensor, cache: KVCache
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        slot_positions: Tensor,
+        cache: KVCache,
+        relation: Tensor | None = None,
     ) -> Tensor:
         """One masked forward: post-norm hidden states [B, q, d] of tokens [B, q].
 
         positions: [B, q]. visible: [B, q, S] bool over cache slots, before any sliding window.
-        slot_positions: [B, S].
+        slot_positions: [B, S]. relation: [B, q, q] bool, which of the new tokens each one sees behind the
+        committed slots; None: all slots up to its own.
         """
         masks = {FULL: visible}
         if SLIDING in self.kinds:
             masks[SLIDING] = within_window(visible, positions, slot_positions, self.window)
         masks = {kind: additive(masks[kind], self.dtype) for kind in self.kinds}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        plan = {}
+        if self.flash and (relation is not None or cache.span is not None):
+            lengths = cache.lengths.to(torch.int32)
+            plan["flash_plan"] = FlashPlan(masks[FULL], lengths, relation)
         with self._grouped_attention():
             output = self.decoder(
                 input_ids=tokens.to(self.input_device),
@@ -127,6 +144,7 @@ class TargetModel:
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
+                **plan,
             )
         return output.last_hidden_state.to(self.device)
 
@@ -174,6 +192,23 @@ class TargetModel:
                 f"{difference:.2g} (relative): its positions (ALiBi, say), masks or logits follow rules "
                 "that are not supported; use another target"
             )
+
+    @torch.inference_mode()
+    def _try_flash(self) -> None:
+        """Use flash-attn in layers with full attention, if it is there and a small tree comes out right."""
+        if self.config._attn_implementation != "sdpa" or FULL not in self.kinds:
+            return
+        if not flash_available(self.device, self.dtype):
+            return
+        self.flash = True
+        try:
+            difference = self._tree_difference()
+            reason = f"a tree differs from plain forwards by {difference:.2g} (relative)"
+        except FORWARD_ERRORS as error:
+            difference, reason = math.nan, " ".join(str(error).split()) or type(error).__name__
+        if not difference < self._tolerance:
+            self.flash = False
+            logger.warning("flash-attn is not used on this %r model: %s", self.config.model_type, reason)
 
     @property
     def _tolerance(self) -> float:
@@ -235,7 +270,7 @@ class TargetSession:
         ]
         for start in range(0, width, PREFILL_CHUNK):
             chunk = tokens[:, start : start + PREFILL_CHUNK]
-            self.cache.reserve(chunk.shape[1], offset=start)
+            self.cache.reserve(chunk.shape[1], offset=start, exact=True)
             slots = self.cache.place(chunk.shape[1], offset=start)  # [B, q]
             slot_positions = torch.arange(self.cache.view, device=slots.device).expand(batch, -1)
             visible = slot_positions[:, None, :] <= slots[:, :, None]
@@ -261,10 +296,11 @@ class TargetSession:
         # A node past the last position is never emitted, but a learned embedding must not be read out of
         # range.
         positions = (cache.lengths[:, None] + depths).clamp(max=self.target.max_positions - 1)
-        visible = visible_slots(cache.lengths, slots, ancestors(parents, depth), view)
+        relation = ancestors(parents, depth)
+        visible = visible_slots(cache.lengths, slots, relation, view)
         slot_positions = torch.arange(view, device=slots.device).expand(len(slots), -1)
         slot_positions = slot_positions.scatter(1, slots, positions)
-        features = self.target.features(tokens, positions, visible, slot_positions, cache)
+        features = self.target.features(tokens, positions, visible, slot_positions, cache, relation)
         return self.target.logits(features), features, slots
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:

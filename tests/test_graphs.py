@@ -10,12 +10,15 @@ import logging
 
 import pytest
 import torch
+from fake_flash import plain_prefix
 from op_recorder import OpRecorder
 from tiny_models import prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
-from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, graphs, sampling
+from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, flash, graphs, sampling
+from eagle_fsd import target as target_module
 from eagle_fsd.acceptance import AcceptanceRule
+from eagle_fsd.attention import grouped_attention
 from eagle_fsd.engine import GenerationOutput
 from eagle_fsd.graphs import EAGER, Graphs
 from eagle_fsd.judge import Judge
@@ -73,6 +76,27 @@ def test_every_family_gives_the_same_text(family: str) -> None:
         # Lossless, whose text no tie in the draft can change: views of other widths round otherwise.
         assert text(recorded, lengths, Lossless()).new_tokens == text(plain, lengths, Lossless()).new_tokens
     assert recorder.recordings >= 8 and recorder.replays > recorder.recordings
+
+
+def test_flash_attention_is_recorded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan is made of tensors within the forward; prompts, which are not recorded, have exact views."""
+    ends = set()
+
+    def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        ends.add((q.shape[2], k.shape[2]))
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        return grouped_attention(q, k, v, seen[None, None], scale)
+
+    plain = [text(engine(None), lengths, Lossless()).new_tokens for lengths in ([6], [6], [4, 11])]
+    monkeypatch.setattr(target_module, "flash_available", lambda device, dtype: True)
+    monkeypatch.setattr(flash, "flash_prefix", plain_prefix)
+    monkeypatch.setattr(flash, "flash_causal", causal)
+    recorder = OpRecorder()
+    model = engine(recorder)
+    assert model.target.flash
+    ends.clear()
+    assert [text(model, lengths, Lossless()).new_tokens for lengths in ([6], [6], [4, 11])] == plain
+    assert recorder.replays > recorder.recordings >= 8 and ends == {(5, 5), (10, 10)}
 
 
 def test_a_replay_runs_no_model_code(monkeypatch: pytest.MonkeyPatch) -> None:
