@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eagle_fsd.graphs import may_ask
 from eagle_fsd.padding import on_device
 
 
@@ -91,8 +92,10 @@ class KVCache:
         path = path[:, 1 : slots.shape[1]]  # the first is in place; no path is longer than the tree
         source = slots.gather(1, path.clamp(min=0))
         target = self.lengths[:, None] + torch.arange(1, 1 + path.shape[1], device=self.device)
+        if not path.shape[1] or (may_ask(path) and torch.equal(source, target)):
+            return
         rows = torch.arange(len(path), device=self.device)[:, None]
-        for buffers in self.layers.values() if path.shape[1] else ():
+        for buffers in self.layers.values():
             if (device := buffers[0].device) != rows.device:  # layers may be spread over devices
                 rows, source, target = rows.to(device), source.to(device), target.to(device)
             for buffer in buffers:

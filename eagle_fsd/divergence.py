@@ -128,8 +128,12 @@ def sparse_divergence(name: str, p_logits: Tensor, log_q: Tensor, drafted: Tenso
     if divergence not in _FULL:
         whole = log_q.new_full((*log_q.shape[:-1], p_logits.shape[-1]), -math.inf)
         return divergence(p_logits, whole.index_copy_(-1, drafted, log_q))
-    p_logits = _merge_rest(p_logits.float(), drafted.expand(*p_logits.shape[:-1], -1))
-    return divergence(p_logits, torch.cat((log_q, torch.full_like(log_q[..., :1], -math.inf)), dim=-1))
+    drafted = drafted.expand(*p_logits.shape[:-1], -1)
+    listed = p_logits.log_softmax(-1, dtype=torch.float32).gather(-1, drafted)
+    # Summed, not 1 - the others, of which rounding could leave nothing.
+    rest = p_logits.softmax(-1, dtype=torch.float32).scatter_(-1, drafted, 0.0).sum(-1, keepdim=True)
+    nothing = torch.full_like(log_q[..., :1], -math.inf)
+    return divergence(torch.cat((listed, rest.log()), dim=-1), torch.cat((log_q, nothing), dim=-1))
 
 
 def require_sparse(name: str, tokens: int) -> None:

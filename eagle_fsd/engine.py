@@ -35,6 +35,7 @@ from eagle_fsd.judge import Judge
 from eagle_fsd.outputs import BatchStream, GenerationOutput, TokenStream
 from eagle_fsd.packing import pack_linears
 from eagle_fsd.padding import as_ids, right_padded, unpad
+from eagle_fsd.placement import resolve_dtype
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel, TargetSession
@@ -58,7 +59,8 @@ class EagleFSD:
     """Fuzzy speculative decoding on EAGLE-2 trees for one target and one head.
 
     target: a TargetModel. head: a DraftHead that fits it, or None for plain decoding only. tokenizer: for the
-    callers. base_model, ea_model: what they were loaded from, for reports.
+    callers. base_model, ea_model: what they were loaded from, for reports. head_dtype: what drafts are
+    computed in; None is the target's dtype.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class EagleFSD:
         tokenizer: PreTrainedTokenizerBase | None = None,
         base_model: str = "",
         ea_model: str = "",
+        head_dtype: torch.dtype | None = None,
     ) -> None:
         if head is not None:
             for name, mine, its in (
@@ -80,10 +83,10 @@ class EagleFSD:
                         "target it was trained on; choose the head of this target"
                     )
         self.target = target
-        self.head = None if head is None else head.to(target.device, target.dtype).eval()
+        self.head = None if head is None else head.to(target.device, head_dtype or target.dtype).eval()
         self.vocabulary: Vocabulary = target
         if self.head is not None and self.head.draft_tokens is not None:
-            self.vocabulary = DraftVocabulary(target, self.head.draft_tokens)
+            self.vocabulary = DraftVocabulary(target, self.head.draft_tokens, self.head.fc.weight.dtype)
         self.tokenizer = tokenizer
         self.base_model = base_model
         self.ea_model = ea_model
@@ -98,6 +101,7 @@ class EagleFSD:
         ea_model: str | os.PathLike[str] | None = None,
         *,
         dtype: torch.dtype | str | None = None,
+        head_dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         device_map: str | dict[str, object] | None = None,
         attn_implementation: str | None = None,
@@ -110,11 +114,12 @@ class EagleFSD:
 
         base_model: a Hub id (optionally `@revision`), a folder, a .gguf file, or "smollm2-135m". ea_model: a
         Hub id, a folder, or None for the head that ships with the package. dtype: None is float32 on a CPU
-        and bfloat16 on CUDA. pack: on a CPU keep a second, blocked copy of the weights, which makes a step
-        about twice as fast; not with a device_map. graphs: on CUDA record the parts of a step as CUDA graphs
-        when they come a second time; not with a device_map. full_vocabulary: draft over all of the target's
-        tokens, also with a head that has a list of frequent ones. Raises ValueError for anything that cannot
-        be had, does not fit or is not supported.
+        and bfloat16 on CUDA. head_dtype: None is the target's; a head in bfloat16 drafts faster beside a
+        target in float32, q is rounded, and lossless decoding stays lossless. pack: on a CPU keep a second,
+        blocked copy of the weights, which makes a step about twice as fast; not with a device_map. graphs: on
+        CUDA record the parts of a step as CUDA graphs when they come a second time; not with a device_map.
+        full_vocabulary: draft over all of the target's tokens, also with a head that has a list of frequent
+        ones. Raises ValueError for anything that cannot be had, does not fit or is not supported.
         """
         base_model = os.fspath(base_model)
         ea_model = None if ea_model is None else os.fspath(ea_model)
@@ -132,12 +137,13 @@ class EagleFSD:
             pack_linears(model)
         graphs = graphs and device_map is None and model.device.type == "cuda"
         target = TargetModel(model, Graphs(cuda_recorder(model.device)) if graphs else EAGER)
-        head = hub.load_head(head_source, target.hidden_size, target.vocab_size, target.dtype, target.device)
+        drafts_in = target.dtype if head_dtype is None else resolve_dtype(head_dtype, target.device)
+        head = hub.load_head(head_source, target.hidden_size, target.vocab_size, drafts_in, target.device)
         if full_vocabulary:
             head.restrict(None)
         if pack:
             pack_linears(head)
-        engine = cls(target, head, tokenizer, base_model=source.name, ea_model=head_source.name)
+        engine = cls(target, head, tokenizer, source.name, head_source.name, drafts_in)
         engine.head_folder = head_source.folder
         return engine
 

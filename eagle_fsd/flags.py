@@ -96,6 +96,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="EAGLE-1/2 head: Hub id[@revision] or folder (default: the shipped head of a known target)",
     )
     group.add_argument("--dtype", help="float32, float16 or bfloat16 (default: chosen by the device)")
+    group.add_argument(
+        "--head-dtype", metavar="DTYPE", help="what drafts are computed in (default: the target's dtype)"
+    )
     group.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one, else cpu)")
     group.add_argument("--device-map", metavar="MAP", help="spread the target over devices, e.g. auto")
     group.add_argument(

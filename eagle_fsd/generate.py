@@ -188,6 +188,7 @@ def load_model(args: Namespace) -> EagleFSD:
         args.base_model if args.base_model is not None else DEFAULT_TARGET,
         ea_model=args.ea_model,
         dtype=args.dtype,
+        head_dtype=args.head_dtype,
         device=args.device,
         device_map=args.device_map,
         attn_implementation=args.attn_implementation,

@@ -19,6 +19,12 @@ logger = logging.getLogger(__name__)
 
 VIEW = 256  # slots of a cache come into view by so many at a time, so that few shapes occur
 
+
+def may_ask(tensor: Tensor) -> bool:
+    """Whether to choose a way by what a tensor holds: free on a CPU, elsewhere the host would wait."""
+    return tensor.device.type == "cpu"
+
+
 Work = Callable[..., Any]
 # Records work, which it may try before if that is repeatable, and runs nothing for good: what replays it, and
 # the results that every replay fills anew.

@@ -84,13 +84,15 @@ def pack_linears(module: nn.Module) -> nn.Module:
     return module
 
 
-def linear_of_rows(linear: nn.Linear, rows: Tensor, device: torch.device) -> nn.Linear:
-    """A layer of these outputs [K] of another alone, on a device, packed if the other is."""
+def linear_of_rows(
+    linear: nn.Linear, rows: Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> nn.Linear:
+    """A layer of these outputs [K] of another alone, on a device and in a dtype, packed if the other is."""
     rows = rows.to(linear.weight.device)
     made = nn.Linear(linear.in_features, len(rows), bias=linear.bias is not None, device="meta")
-    made.weight = nn.Parameter(linear.weight.detach()[rows].to(device), requires_grad=False)
+    made.weight = nn.Parameter(linear.weight.detach()[rows].to(device, dtype), requires_grad=False)
     if linear.bias is not None:
-        made.bias = nn.Parameter(linear.bias.detach()[rows].to(device), requires_grad=False)
+        made.bias = nn.Parameter(linear.bias.detach()[rows].to(device, dtype), requires_grad=False)
     return PackedLinear(made) if isinstance(linear, PackedLinear) else made
 
 

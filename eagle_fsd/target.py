@@ -107,7 +107,8 @@ class TargetModel:
 
         The draft's features go through the same function; lm_head alone would give it another law.
         """
-        return self.transformed(self.lm_head(features.to(self.lm_head.weight.device)).to(self.device).float())
+        features = features.to(self.lm_head.weight.device, self.dtype)  # a head may draft in another dtype
+        return self.transformed(self.lm_head(features).to(self.device).float())
 
     def transformed(self, logits: Tensor) -> Tensor:
         """Logits of any tokens as the model gives them, from what its lm_head gives."""

@@ -31,19 +31,19 @@ class Ends(Protocol):
 
 
 class DraftVocabulary:
-    """A target's two ends for a head that drafts token_ids [K] alone.
+    """A target's two ends for a head that drafts token_ids [K] alone, in its dtype (None: the target's).
 
     The K rows of lm_head are copied once, so that each draft forward reads one block of memory. They lie
     where features come out.
     """
 
-    def __init__(self, target: Ends, token_ids: Tensor) -> None:
+    def __init__(self, target: Ends, token_ids: Tensor, dtype: torch.dtype | None = None) -> None:
         self.target = target
         self.token_ids = token_ids
         self.lm_head: nn.Linear | None = None
         # Any other kind of lm_head (quantised, adapted) may compute more than a product with its rows.
         if type(target.lm_head) in (nn.Linear, PackedLinear):
-            self.lm_head = linear_of_rows(target.lm_head, token_ids, target.device)
+            self.lm_head = linear_of_rows(target.lm_head, token_ids, target.device, dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., d] of any of the target's tokens [...]: not only drafted ones are read."""

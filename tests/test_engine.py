@@ -538,6 +538,36 @@ def test_weights_are_packed_and_a_list_of_tokens_is_kept_unless_told_otherwise(t
     other.generate([[1, 2]], max_new_tokens=2, rule=Fuzzy(0.3, "forward_kl"))
 
 
+@pytest.mark.parametrize("drafted", [None, 40])
+def test_a_head_in_bfloat16_drafts_for_a_target_in_float32(tmp_path: Path, drafted: int | None) -> None:
+    """Its forwards and its copy of lm_head are bfloat16's; lossless text is the target's, drafts are good."""
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "target")
+    save_head(tiny_head().restrict(None if drafted is None else torch.arange(drafted)), tmp_path / "head")
+    names = (tmp_path / "target", tmp_path / "head")
+    engine = EagleFSD.from_pretrained(*names, head_dtype="bfloat16")
+    same = EagleFSD.from_pretrained(*names)
+    assert (engine.dtype, engine.head.fc.weight.dtype) == (torch.float32, torch.bfloat16)
+    assert same.head.fc.weight.dtype == torch.float32
+    if drafted:
+        assert engine.vocabulary.lm_head.weight.dtype == torch.bfloat16
+    prompts = prompts_of([4, 9])
+    for prompt in prompts:
+        (text,) = greedy_alone(model, [prompt], 16)
+        assert engine.generate([prompt], max_new_tokens=16, tree=TreeConfig(8, 3, 3)).new_tokens == [text]
+    trees = []
+    for one in (engine, same):
+        drafter = one.make_drafter(1, 64)
+        with torch.inference_mode():
+            features = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
+            drafter.extend(features, torch.tensor([[5, 6, 7]]), [3])
+            trees.append(drafter.draft(torch.tensor([7]), TreeConfig(8, 3, 3)))
+    rounded, exact = (tree.log_q[0, 0] for tree in trees)
+    assert 0 < (rounded - exact).abs().max() < 0.05 * (exact.max() - exact.min())
+    with pytest.raises(ValueError, match="dtype 'float8' is not there"):
+        EagleFSD.from_pretrained(*names, head_dtype="float8")
+
+
 @pytest.mark.parametrize("name", ["~nosuchuser/x", "x" * 300])
 def test_names_that_are_no_paths(name: str) -> None:
     for resolve, kind in ((hub.resolve_target, "target"), (lambda n: hub.resolve_head(n, ""), "draft head")):

@@ -327,13 +327,13 @@ def test_the_models_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch) 
         return "engine"
 
     monkeypatch.setattr(EagleFSD, "from_pretrained", load)
-    flags = (
-        "--base-model m --ea-model h --dtype bfloat16 --device cpu --no-pack --no-graphs --full-vocabulary"
-    )
+    flags = "--base-model m --ea-model h --dtype bfloat16 --head-dtype float16 --device cpu --no-pack"
+    flags += " --no-graphs --full-vocabulary"
     assert load_engine(model_parser("x").parse_args(flags.split())) == "engine"
     assert seen == {
         "names": ("m", "h"),
         "dtype": "bfloat16",
+        "head_dtype": "float16",
         "device": "cpu",
         "pack": False,
         "graphs": False,

@@ -19,6 +19,7 @@ def model_parser(description: str) -> argparse.ArgumentParser:
     add("--base-model", default=DEFAULT_TARGET, help="target: Hub id, folder or .gguf file")
     add("--ea-model", help="draft head: Hub id or folder (default: the shipped one)")
     add("--dtype", help="default: float32 on a CPU, bfloat16 on CUDA")
+    add("--head-dtype", help="what drafts are computed in; default: the target's dtype")
     add("--device", help="default: CUDA where there is one, else the CPU")
     add("--no-pack", dest="pack", action="store_false", help="leave the linear layers as they are")
     add("--no-graphs", dest="graphs", action="store_false", help="on CUDA, record no CUDA graphs")
@@ -32,6 +33,7 @@ def load_engine(arguments: argparse.Namespace) -> EagleFSD:
         arguments.base_model,
         arguments.ea_model,
         dtype=arguments.dtype,
+        head_dtype=arguments.head_dtype,
         device=arguments.device,
         pack=arguments.pack,
         graphs=arguments.graphs,

@@ -19,7 +19,7 @@ from eagle_fsd.rules import parse_rule
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-MODELS = ("base_model", "ea_model", "dtype", "device", "device_map", "attn_implementation")
+MODELS = ("base_model", "ea_model", "dtype", "head_dtype", "device", "device_map", "attn_implementation")
 SWITCHES = ("trust_remote_code", "pack", "graphs", "full_vocabulary")
 RULE = tuple(field.name for field in dataclasses.fields(Fuzzy))
 TREE = tuple(field.name for field in dataclasses.fields(TreeConfig))
