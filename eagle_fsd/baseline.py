@@ -23,10 +23,11 @@ def generate_alone(
     seed: int,
     pad_token_id: int,
     options: Mapping[str, Any] | None = None,
+    endless: bool = False,
 ) -> tuple[list[list[int]], list[GenerationStats]]:
     """New tokens of every prompt, an end token included, and stats that count one step a token.
 
-    options: more arguments of `generate`, such as a cache's or an assistant's.
+    options: more arguments of `generate`, such as a cache's or an assistant's. endless: no token ends a text.
     """
     warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     ids, mask = left_padded(prompts, pad_token_id)  # as `generate` needs them
@@ -43,12 +44,13 @@ def generate_alone(
             max_new_tokens=max_new_tokens,
             do_sample=not sampling.greedy,
             **({} if sampling.greedy else warpers),
+            **({"eos_token_id": target.vocab_size} if endless else {}),  # a token that there is not
             **(options or {}),
         )
     seconds = time.perf_counter() - start
     new_tokens, stats = [], []
     for row in sequences[:, ids.shape[1] :].tolist():
-        ends = [i for i, token in enumerate(row) if token in target.eos_token_ids]
+        ends = [i for i, token in enumerate(row) if token in target.eos_token_ids and not endless]
         new_tokens.append(row[: ends[0] + 1] if ends else row)
         count = len(new_tokens[-1])
         stats.append(

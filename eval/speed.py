@@ -40,7 +40,12 @@ def main() -> None:
     add("--output", type=Path, required=True, help="folder of rows.jsonl, table.md and speed.png")
     add("--methods", nargs="+", default=list(METHODS), help=f"default: {' '.join(METHODS)}")
     add("--batch-size", type=int, nargs="+", default=[1], help="default: 1")
-    add("--context", type=int, nargs="+", help="bring the prompts to so many tokens (default: as they are)")
+    add(
+        "--context",
+        type=int,
+        nargs="+",
+        help="bring the prompts to so many tokens; no answer ends early then",
+    )
     add("--tree", default="16/5/8", help="total_tokens/depth/top_k, or auto; default: %(default)s")
     add("--temperature", type=float, default=0.0, help="default: 0")
     add("--top-p", type=float, default=1.0, help="default: 1")
@@ -58,6 +63,7 @@ def main() -> None:
             sampling=SamplingConfig(arguments.temperature, arguments.top_k, arguments.top_p),
             tree=AutoTree() if arguments.tree == "auto" else TreeConfig.parse(arguments.tree),
             seed=arguments.seed,
+            endless=arguments.context is not None,
         )
         engine = load_engine(arguments)
         methods = [

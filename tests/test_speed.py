@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,6 +56,21 @@ def raced(calls: list[tuple[str, int, int]], count: int = 5, size: int = 2) -> l
     return list(
         race(methods, prompts, size, SETTING, torch.device("cpu"), lambda part, _: {"said": len(part)})
     )
+
+
+@pytest.mark.parametrize("name", ["hf", "plain", "lossless"])
+def test_where_nothing_ends_a_text_all_answers_are_as_long(name: str) -> None:
+    model, prompts = engine(), prompts_of([4, 6])
+    stock = TargetModel(tiny_model())
+    texts = method(name, model, lambda: stock, SETTING).answer(prompts, 8).tokens
+    for target in (model.target, stock):
+        target.model.generation_config.eos_token_id = [texts[0][2], texts[1][3]]
+    ended = method(name, model, lambda: stock, SETTING).answer(prompts, 8).tokens
+    assert [len(row) for row in ended] == [
+        len(row[: row.index(end) + 1]) for row, end in ((texts[0], texts[0][2]), (texts[1], texts[1][3]))
+    ]
+    endless = method(name, model, lambda: stock, replace(SETTING, endless=True)).answer(prompts, 8)
+    assert endless.tokens == texts and all(len(row) == 8 for row in texts)
 
 
 def test_every_method_answers_every_batch_in_rotating_order() -> None:

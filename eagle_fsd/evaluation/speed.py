@@ -51,12 +51,13 @@ class Answers:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all methods share."""
+    """What all methods share. endless: no token ends an answer, so that all have as many."""
 
     max_new_tokens: int
     sampling: SamplingConfig
     tree: TreeConfig | AutoTree
     seed: int = 0
+    endless: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def ours(
             rule=rule,
             tree=tree,
             seed=setting.seed,
+            eos_token_id=() if setting.endless else None,
             **asdict(setting.sampling),
         )
         return Answers.of(output.new_tokens, output.stats, output.tree)
@@ -110,7 +112,7 @@ def hugging_face(
 ) -> Callable[..., Answers]:
     def answer(prompts: Sequence[Sequence[int]], most: int) -> Answers:
         tokens, stats = generate_alone(
-            target, prompts, most, setting.sampling, setting.seed, pad, options=options
+            target, prompts, most, setting.sampling, setting.seed, pad, options, setting.endless
         )
         return Answers.of(tokens, stats)
 
