@@ -31,6 +31,7 @@ from eagle_fsd.tuning import Choice, Observation, choose
 logger = logging.getLogger(__name__)
 
 FILE = "trees.json"
+NARROW = 4  # beams up to here a relaxed rule is watched with one by one
 
 
 class TreeChooser:
@@ -121,9 +122,10 @@ class TreeChooser:
         nodes, depth, widest = WIDE
         observed = {}
         for beam in beams:
-            wide = TreeConfig.within(
-                nodes, depth, min(widest, self.drafted) if isinstance(rule, Lossless) else beam
-            )
+            if isinstance(rule, Lossless) or beam > NARROW:
+                wide = TreeConfig.within(nodes, depth, min(widest, self.drafted))
+            else:
+                wide = TreeConfig.within(nodes // 2, depth, beam)
             about = (repr(rule), sampling, wide)
             if about not in self.observed:
                 self.observed[about] = observe(self.target, self.make_drafter, texts, rule, sampling, wide)

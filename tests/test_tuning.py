@@ -166,9 +166,9 @@ def test_each_beam_is_judged_by_its_own_observations() -> None:
     assert choose(costs(), {1: wide, 2: [CHAIN]}, AutoTree()).tree.top_k == 2
 
 
-def test_a_relaxed_rule_is_watched_with_every_beam() -> None:
+def test_a_relaxed_rule_is_watched_with_each_narrow_beam() -> None:
     """Lossless decoding is watched once: its path in a narrower tree is the same draws'."""
-    for rule, beams in ((Lossless(), {10}), (Fuzzy(0.5), {1, 2, 4, 8, 10})):
+    for rule, beams in ((Lossless(), {10}), (Fuzzy(0.5), {1, 2, 4, 10})):
         model = engine()
         model.choose_tree(AutoTree(), rule, GREEDY, 1, 50, prompts_of([5]))
         assert {wide.top_k for _, _, wide in model._chooser.observed} == beams
