@@ -26,7 +26,7 @@ from eagle_fsd.config import (
     require_number,
 )
 from eagle_fsd.divergence import divergence_named, sparse_divergence
-from eagle_fsd.sampling import RowRandom, draw, warp
+from eagle_fsd.sampling import Uniforms, draw, warp
 from eagle_fsd.tree import DraftTree
 
 
@@ -252,7 +252,7 @@ def choose(tree: DraftTree, chances: Tensor, uniforms: Tensor) -> Tensor:
     return torch.where(hit.any(-1), hit.to(torch.uint8).argmax(-1), -1)
 
 
-def accept(rule: AcceptanceRule, verified: Verified, random: RowRandom, emitted: Tensor) -> Verdict:
+def accept(rule: AcceptanceRule, verified: Verified, random: Uniforms, emitted: Tensor) -> Verdict:
     """Draw the target's token at every node and walk the tree under the rule.
 
     emitted: [B] tokens emitted so far, for exact_prefix. Every row uses the same count of its own random

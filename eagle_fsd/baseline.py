@@ -29,6 +29,7 @@ def generate_alone(
 
     options: more arguments of `generate`, such as a cache's or an assistant's. endless: no token ends a text.
     """
+    end_tokens = () if endless else target.eos_token_ids
     warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     ids, mask = left_padded(prompts, pad_token_id)  # as `generate` needs them
     start = time.perf_counter()
@@ -50,7 +51,7 @@ def generate_alone(
     seconds = time.perf_counter() - start
     new_tokens, stats = [], []
     for row in sequences[:, ids.shape[1] :].tolist():
-        ends = [i for i, token in enumerate(row) if token in target.eos_token_ids and not endless]
+        ends = [i for i, token in enumerate(row) if token in end_tokens]
         new_tokens.append(row[: ends[0] + 1] if ends else row)
         count = len(new_tokens[-1])
         stats.append(

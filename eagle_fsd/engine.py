@@ -35,7 +35,7 @@ from eagle_fsd.judge import Judge
 from eagle_fsd.outputs import BatchStream, GenerationOutput, TokenStream
 from eagle_fsd.packing import pack_linears
 from eagle_fsd.padding import as_ids, right_padded, unpad
-from eagle_fsd.placement import resolve_dtype
+from eagle_fsd.placement import resolve_device, resolve_dtype
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel, TargetSession
@@ -123,7 +123,9 @@ class EagleFSD:
         """
         base_model = os.fspath(base_model)
         ea_model = None if ea_model is None else os.fspath(ea_model)
-        head_source = hub.resolve_head(ea_model, base_model)  # first: it fails faster
+        # First what fails faster than a download.
+        head_dtype = None if head_dtype is None else resolve_dtype(head_dtype, resolve_device(device))
+        head_source = hub.resolve_head(ea_model, base_model)
         source = hub.resolve_target(base_model, trust_remote_code=trust_remote_code)
         model, tokenizer = hub.load_target(
             source,
@@ -137,13 +139,13 @@ class EagleFSD:
             pack_linears(model)
         graphs = graphs and device_map is None and model.device.type == "cuda"
         target = TargetModel(model, Graphs(cuda_recorder(model.device)) if graphs else EAGER)
-        drafts_in = target.dtype if head_dtype is None else resolve_dtype(head_dtype, target.device)
+        drafts_in = head_dtype or target.dtype
         head = hub.load_head(head_source, target.hidden_size, target.vocab_size, drafts_in, target.device)
         if full_vocabulary:
             head.restrict(None)
-        if pack:
-            pack_linears(head)
         engine = cls(target, head, tokenizer, source.name, head_source.name, drafts_in)
+        if pack:
+            pack_linears(head)  # after its last move, which would pack it again
         engine.head_folder = head_source.folder
         return engine
 

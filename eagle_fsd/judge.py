@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
 from eagle_fsd.acceptance import AcceptanceRule, Verdict, Verified, accept
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.graphs import EAGER, Stepper, Work
+from eagle_fsd.sampling import Uniforms
 from eagle_fsd.tree import DraftTree
-
-
-class Uniforms(Protocol):
-    def uniform(self, n: int) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ that a row's text does not depend on its batch.
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,12 @@ def warp(logits: Tensor, config: SamplingConfig) -> Tensor:
     if keep is not None:
         scores = scores.masked_fill(~keep, -math.inf)
     return scores.softmax(-1)
+
+
+class Uniforms(Protocol):
+    """Where random numbers come from: [B, n] float32 in [0, 1), the next n of every row."""
+
+    def uniform(self, n: int) -> Tensor: ...
 
 
 class RowRandom:

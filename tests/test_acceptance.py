@@ -580,7 +580,7 @@ def accept_many(
     rule: AcceptanceRule, tree: DraftTree, logits: Tensor, sampling: SamplingConfig, eos: Tensor = EOS
 ) -> Verdict:
     random, emitted = OneStream(ROWS, generator(11)), torch.zeros(ROWS, dtype=torch.int64)
-    return accept(rule, Verified.of(tree, logits, sampling, eos), random, emitted)  # type: ignore[arg-type]
+    return accept(rule, Verified.of(tree, logits, sampling, eos), random, emitted)
 
 
 @pytest.mark.parametrize("sampling", [WARM, SamplingConfig(0.8, top_k=6, top_p=0.95)], ids=["warm", "narrow"])

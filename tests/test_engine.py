@@ -584,6 +584,7 @@ def test_arguments_of_loading_are_checked_first(tmp_path: Any) -> None:
             "attn_implementation is .* of sdpa, eager; choose",
         ),
         ({"device_map": "nonsense"}, "device_map is 'nonsense': it must be one of auto, .*; choose one"),
+        ({"head_dtype": "float8", "device_map": "nonsense"}, "dtype 'float8' is not there"),
     ):
         with pytest.raises(ValueError, match=message):
             EagleFSD.from_pretrained(str(tmp_path), str(tmp_path / "head"), **options)
