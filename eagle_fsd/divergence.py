@@ -129,9 +129,12 @@ def sparse_divergence(name: str, p_logits: Tensor, log_q: Tensor, drafted: Tenso
         whole = log_q.new_full((*log_q.shape[:-1], p_logits.shape[-1]), -math.inf)
         return divergence(p_logits, whole.index_copy_(-1, drafted, log_q))
     drafted = drafted.expand(*p_logits.shape[:-1], -1)
-    listed = p_logits.log_softmax(-1, dtype=torch.float32).gather(-1, drafted)
+    p = p_logits.softmax(-1, dtype=torch.float32)
+    # The one pass over V also gives the norm: p of the likeliest token is exp(its logit - norm).
+    norm = p_logits.amax(-1, keepdim=True).float() - p.amax(-1, keepdim=True).log()
+    listed = p_logits.gather(-1, drafted).float() - norm
     # Summed, not 1 - the others, of which rounding could leave nothing.
-    rest = p_logits.softmax(-1, dtype=torch.float32).scatter_(-1, drafted, 0.0).sum(-1, keepdim=True)
+    rest = p.scatter_(-1, drafted, 0.0).sum(-1, keepdim=True)
     nothing = torch.full_like(log_q[..., :1], -math.inf)
     return divergence(torch.cat((listed, rest.log()), dim=-1), torch.cat((log_q, nothing), dim=-1))
 

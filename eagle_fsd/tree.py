@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle_fsd.graphs import may_ask
+
 
 @dataclass(frozen=True)
 class DraftTree:
@@ -110,7 +112,7 @@ def build_tree(
     log_q: [B, E, W] for the E expanded nodes; owners: [B, E], each one's candidate index, -1 for the root;
     drafted: see DraftTree.
     Expanded nodes that lost their children in the rerank give up their rows: M = min(E, total_tokens - 1)
-    rows suffice.
+    rows suffice, and where it costs nothing to ask, M is what the tree needs.
     """
     kept = rerank(pool.scores, total_tokens - 1)  # [B, N-1] candidate indices
     node_of = torch.full_like(pool.columns, -1)  # [B, C] node index of a candidate
@@ -125,7 +127,8 @@ def build_tree(
     expanded = nodes_of_candidates(owners, node_of)  # [B, E]
     has_children = children(parents).any(-1)  # [B, N]
     used = (expanded >= 0) & has_children.gather(1, expanded.clamp(min=0))
-    rows = used.sort(dim=1, descending=True, stable=True).indices[:, : min(owners.shape[1], total_tokens - 1)]
+    most = int(used.sum(1).amax()) if may_ask(used) else min(owners.shape[1], total_tokens - 1)
+    rows = used.sort(dim=1, descending=True, stable=True).indices[:, :most]
     columns = pool.columns.gather(1, kept)
     return DraftTree(
         tokens=with_root(roots, columns if drafted is None else drafted[columns]),

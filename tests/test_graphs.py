@@ -15,7 +15,7 @@ from op_recorder import OpRecorder
 from tiny_models import prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
-from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, cache, flash, sampling
+from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, cache, flash, sampling, tree
 from eagle_fsd import target as target_module
 from eagle_fsd.acceptance import AcceptanceRule
 from eagle_fsd.attention import grouped_attention
@@ -36,7 +36,7 @@ RULES = [
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """No way is chosen by what a tensor holds, and views are narrow enough to change within a text."""
-    for module in (cache, sampling):
+    for module in (cache, sampling, tree):
         monkeypatch.setattr(module, "may_ask", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
 

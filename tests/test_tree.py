@@ -9,6 +9,7 @@ import torch
 from stubs import depths_of, generator, random_tree
 from torch import Tensor
 
+from eagle_fsd import tree as tree_module
 from eagle_fsd.tree import (
     Candidates,
     DraftTree,
@@ -132,9 +133,13 @@ def test_rerank_gives_ties_to_the_shallower() -> None:
     assert rerank(scores, 2).tolist() == [[1, 2], [0, 1]]
 
 
+@pytest.mark.parametrize("asks", [True, False], ids=["fitted", "static"])
 @pytest.mark.parametrize("kind", ["smooth", "tied", "dead"])
 @pytest.mark.parametrize(("width", "depth"), [(1, 1), (1, 5), (3, 1), (2, 3), (3, 4), (4, 2)])
-def test_build_tree_equals_plain_tree(kind: str, width: int, depth: int) -> None:
+def test_build_tree_equals_plain_tree(
+    kind: str, width: int, depth: int, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_module, "may_ask", lambda tensor: asks)
     candidates = width + (depth - 1) * width**2
     for total in {1, 2, 1 + candidates // 2, 1 + candidates}:
         for seed in range(8):
@@ -142,6 +147,8 @@ def test_build_tree_equals_plain_tree(kind: str, width: int, depth: int) -> None
             roots = torch.tensor([5, 6, 7])
             tree = build_tree(roots, pool, total, depth, log_q, owners)
             assert tree.depth == depth
+            most = int((tree.owners >= 0).sum(1).amax()) if asks else min(owners.shape[1], total - 1)
+            assert tree.log_q.shape[1] == tree.owners.shape[1] == most
             for row in range(3):
                 twin = plain_tree(int(roots[row]), pool, row, total, log_q[row], owners[row].tolist())
                 nodes = zip(*(x[row].tolist() for x in (tree.tokens, tree.parents, tree.depths)), strict=True)
@@ -151,7 +158,6 @@ def test_build_tree_equals_plain_tree(kind: str, width: int, depth: int) -> None
                     for owner, law in zip(tree.owners[row].tolist(), tree.log_q[row], strict=True)
                     if owner >= 0
                 }
-                assert tree.log_q.shape[1] == min(owners.shape[1], total - 1)
                 assert found.keys() == twin["laws"].keys()
                 assert all(torch.equal(found[node], twin["laws"][node]) for node in found)
 
