@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +26,26 @@ from eagle_fsd.calibration import Calibration, read_calibration
 from eagle_fsd.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig, require_integer
 from eagle_fsd.decoding import Observer, Request, decode
 from eagle_fsd.divergence import require_sparse
-from eagle_fsd.draft import EagleDrafter, NoDrafter, Vocabulary
+from eagle_fsd.draft import EagleDrafter, Vocabulary
 from eagle_fsd.graphs import EAGER, Graphs, cuda_recorder
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import models_identity
-from eagle_fsd.judge import Judge
 from eagle_fsd.outputs import BatchStream, GenerationOutput, TokenStream
 from eagle_fsd.packing import pack_linears
-from eagle_fsd.padding import as_ids, right_padded, unpad
+from eagle_fsd.padding import as_ids, right_padded
 from eagle_fsd.placement import resolve_device, resolve_dtype
+from eagle_fsd.requests import Prompts, end_token_ids
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.stats import GenerationStats, Stopwatch
-from eagle_fsd.target import TargetModel, TargetSession
-from eagle_fsd.text import encode
+from eagle_fsd.target import TargetModel
+from eagle_fsd.text import watched_prompts
 from eagle_fsd.tuning import Choice
 from eagle_fsd.vocabulary import DraftVocabulary
-from eagle_fsd.workspace import LEAST, Workspace
+from eagle_fsd.workspace import Workspace, Workspaces
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 256
-WATCHED = (  # what the head is watched on while a tree is chosen for it
-    "Why is the sky blue?",
-    "Write a Python function that reverses the words of a sentence.",
-    "Tom has 3 boxes with 12 pencils each. He gives 7 pencils away. How many are left?",
-    "Write a short story about a lighthouse keeper and a storm.",
-)
 
 
 class EagleFSD:
@@ -92,7 +85,7 @@ class EagleFSD:
         self.ea_model = ea_model
         self.head_folder: Path | None = None  # where its calibration is looked for
         self._chooser: TreeChooser | None = None
-        self._spare: list[Workspace] = []  # at most one, of a batch that is done
+        self._workspaces = Workspaces(target)
 
     @classmethod
     def from_pretrained(
@@ -256,13 +249,13 @@ class EagleFSD:
         count one step a token. All rows end where the longest prompt leaves no position.
         """
         input_ids = as_ids(input_ids)
-        require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
         require_integer("seed", seed, 0, "any will do")
         sampling = SamplingConfig(temperature, top_k, top_p)
-        tokens, lengths = unpad(input_ids, attention_mask, self.target.vocab_size)
-        limit = min(max_new_tokens, *(self._room(row, length) for row, length in enumerate(lengths)))
-        prompts = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
-        new_tokens, stats = generate_alone(self.target, prompts, limit, sampling, seed, self.pad_token_id)
+        prompts = Prompts.of(self.target, input_ids, attention_mask, max_new_tokens)
+        limit = min(prompts.limits)
+        new_tokens, stats = generate_alone(
+            self.target, prompts.rows, limit, sampling, seed, self.pad_token_id
+        )
         return self._output(input_ids, new_tokens, stats)
 
     def choose_tree(
@@ -287,7 +280,9 @@ class EagleFSD:
             self._chooser = TreeChooser(
                 self.target, self.head, self.make_drafter, self._drafted, self.base_model
             )
-        choice = self._chooser(wanted, lambda: self._watched() or prompts, rule, sampling, batch, context)
+        choice = self._chooser(
+            wanted, lambda: watched_prompts(self.tokenizer) or prompts, rule, sampling, batch, context
+        )
         logger.info("%s", choice)
         return choice
 
@@ -313,16 +308,6 @@ class EagleFSD:
         if isinstance(rule, Fuzzy) and rule.threshold > 0 and self.draft_vocab_size is not None:
             require_sparse(rule.divergence, self.draft_vocab_size)
 
-    def _watched(self) -> list[list[int]]:
-        """Our own texts as prompts for this target; none where it has no way to read them."""
-        if self.tokenizer is None:
-            return []
-        raw = not getattr(self.tokenizer, "chat_template", None)
-        try:
-            return [encode(self.tokenizer, prompt, raw=raw)[0].tolist() for prompt in WATCHED]
-        except ValueError:
-            return []
-
     @property
     def pad_token_id(self) -> int:
         """What fills short rows: the tokenizer's pad token, else the first end token, else 0."""
@@ -346,7 +331,7 @@ class EagleFSD:
     ) -> BatchStream:
         """Check the arguments, settle rule and tree and set one batch up; nothing of the texts runs before
         the first step is asked for."""
-        require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
+        prompts = Prompts.of(self.target, input_ids, attention_mask, max_new_tokens)
         tree = TreeConfig() if tree is None else tree
         if not isinstance(tree, (TreeConfig, AutoTree)):
             raise ValueError(
@@ -359,30 +344,25 @@ class EagleFSD:
             tree = found.tree if isinstance(tree, AutoTree) else tree
         if rule is not None:
             self.require_rule(rule)
-        tokens, lengths = unpad(input_ids, attention_mask, self.target.vocab_size)
-        limits = [min(max_new_tokens, self._room(row, length)) for row, length in enumerate(lengths)]
         rule = Lossless() if rule is None else rule
         if isinstance(tree, AutoTree):
-            prompts = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
-            context = max(lengths) + max(limits) // 2
-            tree = self.choose_tree(tree, rule, sampling, len(lengths), context, prompts[:4]).tree
+            tree = self.choose_tree(
+                tree, rule, sampling, len(prompts), prompts.context, prompts.rows[:4]
+            ).tree
+        self._check_tree(tree, prompts.lengths)
         request = Request(
-            tokens=tokens.to(self.device),
-            lengths=lengths,
-            limits=limits,
-            eos_token_ids=self._end_tokens(eos_token_id),
+            tokens=prompts.tokens.to(self.device),
+            lengths=prompts.lengths,
+            limits=prompts.limits,
+            eos_token_ids=end_token_ids(self.target, eos_token_id),
             rule=rule,
             tree=tree,
             sampling=sampling,
             observer=observer,
         )
-        capacity = (
-            max(length + limit for length, limit in zip(lengths, limits, strict=True)) + tree.total_tokens
-        )
-        self._check_tree(tree, lengths)
-        workspace = self._workspace(tree, len(lengths), capacity)
-        random = RowRandom(seed, len(lengths), self.device)
-        stats = [GenerationStats() for _ in lengths]
+        workspace = self._workspaces.take(len(prompts), prompts.longest_text, tree, self.make_drafter)
+        random = RowRandom(seed, len(prompts), self.device)
+        stats = [GenerationStats() for _ in prompts.lengths]
         watch = Stopwatch()
         steps = self._decode(request, workspace, random, stats, watch)
         return BatchStream(steps, stats, watch, tree, rule)
@@ -395,48 +375,12 @@ class EagleFSD:
         stats: Sequence[GenerationStats],
         watch: Stopwatch,
     ) -> Iterator[list[list[int]]]:
-        """The loop's steps; the workspace is spare afterwards, where another batch has any good of it."""
+        """The loop's steps; the workspace is spare afterwards."""
         try:
             parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.judge)
             yield from decode(request, *parts)
         finally:
-            if self.target.stepper.view and workspace.whole:
-                self._spare[:] = [workspace]
-
-    def _workspace(self, tree: TreeConfig, batch: int, capacity: int) -> Workspace:
-        """A spare workspace that fits, or a new one."""
-        drafted = 0 if tree.total_tokens == 1 else capacity + tree.top_k * (tree.reach - 1)
-        if self._spare and (spare := self._spare.pop()).fits(batch, capacity, drafted):
-            spare.reset()
-            return spare
-        if self.target.stepper.view:
-            capacity, drafted = max(capacity, LEAST), max(drafted, LEAST) if drafted else 0
-        session = TargetSession(self.target, batch, capacity)
-        drafter = self.make_drafter(batch, drafted) if drafted else NoDrafter(self.target.vocab_size)
-        return Workspace(session, drafter, Judge(self.target.stepper), batch)
-
-    def _end_tokens(self, eos_token_id: int | Sequence[int] | None) -> tuple[int, ...]:
-        """The tokens that end a text: the caller's, or else the model's own."""
-        if eos_token_id is None:
-            return self.target.eos_token_ids
-        ids = tuple(eos_token_id) if isinstance(eos_token_id, (list, tuple, set)) else (eos_token_id,)
-        for token in ids:
-            if not isinstance(token, Integral) or not 0 <= token < self.target.vocab_size:
-                raise ValueError(
-                    f"eos_token_id is {eos_token_id!r}: it must be one token id or a list of them, in "
-                    f"0..{self.target.vocab_size - 1}; None takes the model's own"
-                )
-        return tuple(int(token) for token in ids)
-
-    def _room(self, row: int, length: int) -> int:
-        """How many tokens a prompt of this length leaves room for."""
-        positions = self.target.max_positions
-        if length >= positions:
-            raise ValueError(
-                f"row {row} of the batch has {length} tokens: the target has {positions} positions, and one "
-                "must be left for the answer; shorten the prompt"
-            )
-        return positions - length
+            self._workspaces.give_back(workspace)
 
     def _check_tree(self, tree: TreeConfig, lengths: Sequence[int]) -> None:
         """ValueError for a tree that cannot be drafted; a warning where the head was not trained so far."""

@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLAIN = "or continue the prompt as it stands (--raw)"
+WATCHED = (  # what a head is watched on while a tree is chosen for it
+    "Why is the sky blue?",
+    "Write a Python function that reverses the words of a sentence.",
+    "Tom has 3 boxes with 12 pencils each. He gives 7 pencils away. How many are left?",
+    "Write a short story about a lighthouse keeper and a storm.",
+)
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no whole character
 
 
@@ -49,6 +55,17 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
         raise ValueError(
             f"the target's chat template refuses this chat ({error}): leave the system message out, {PLAIN}"
         ) from error
+
+
+def watched_prompts(tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
+    """Our own texts as prompts for a target; none where it has no way to read them."""
+    if tokenizer is None:
+        return []
+    raw = not getattr(tokenizer, "chat_template", None)
+    try:
+        return [encode(tokenizer, prompt, raw=raw)[0].tolist() for prompt in WATCHED]
+    except ValueError:
+        return []
 
 
 class Detokenizer:

@@ -122,22 +122,23 @@ def test_a_workspace_is_used_again_only_where_it_fits() -> None:
     """Not by another batch, nor while it is in use; a longer text grows it."""
     model = engine(OpRecorder())
     text(model, [5], Lossless())
-    (spare,) = model._spare
+    spare = model._workspaces.spare
     text(model, [9], Lossless())
-    assert model._spare == [spare]
+    assert spare is not None and model._workspaces.spare is spare
     stream = model.stream(prompts_of([5]), max_new_tokens=8, tree=TREE)
-    assert model._spare == []
+    assert model._workspaces.spare is None
     chunks = iter(stream)
     first = next(chunks)
     text(model, [5], Lossless())
-    (other,) = model._spare
-    assert other is not spare
+    other = model._workspaces.spare
+    assert other is not None and other is not spare
     rest = [token for chunk in chunks for token in chunk]
     assert [*first, *rest] == engine(None).generate(prompts_of([5]), max_new_tokens=8, tree=TREE).new_tokens[
         0
     ]
     text(model, [5, 6], Lossless())
-    assert all(space.batch == 2 for space in model._spare)
+    left = model._workspaces.spare
+    assert left is None or left.batch == 2
     plain = model.generate(prompts_of([5]), max_new_tokens=8, tree=TreeConfig(1))
     assert plain.new_tokens[0] == [*first, *rest]
 

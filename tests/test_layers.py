@@ -31,7 +31,7 @@ LAYERS = [
     {"files", "sampling", "tree", "head"},
     {"cache", "checkpoint"},
     {"acceptance", "target", "draft", "placement", "download"},
-    {"baseline", "judge", "law", "loading", "outputs", "relaxed", "tuning"},
+    {"baseline", "judge", "law", "loading", "outputs", "relaxed", "requests", "tuning"},
     {"decoding", "hub", "rules", "text", "workspace"},
     {"measuring"},
     {"autotree", "calibration"},

@@ -20,6 +20,7 @@ from eagle_fsd.autotree import cache_file, read_choices
 from eagle_fsd.draft import Drafter
 from eagle_fsd.measuring import WIDTHS, bucket, measure_costs, observe, run_texts
 from eagle_fsd.target import TargetModel
+from eagle_fsd.text import watched_prompts
 from eagle_fsd.tree import DraftTree
 from eagle_fsd.tuning import Choice, Costs, Observation, Witness, choose, expected_tau, path_ranks
 
@@ -296,10 +297,10 @@ class NoTemplate:
 
 def test_targets_without_a_chat_template() -> None:
     model = EagleFSD(TargetModel(tiny_model()), tiny_head(), NoTemplate(), base_model="base")
-    assert [min(map(len, model._watched()))] == [5]
+    assert [min(map(len, watched_prompts(model.tokenizer)))] == [5]
     assert isinstance(model.generate([[1, 2]], max_new_tokens=2, tree=AutoTree()).tree, TreeConfig)
     model.tokenizer.chat_template = "broken"  # apply_chat_template is missing, as if it raised
-    assert model._watched() == []
+    assert watched_prompts(model.tokenizer) == []
 
 
 def test_measuring_is_no_part_of_a_generations_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
