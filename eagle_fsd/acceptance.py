@@ -82,6 +82,22 @@ class Verified:
         """Raw log p [B, N] of every node's token at its parent."""
         return self.of_token(self.logits) - self.of_parent(self.logits.logsumexp(-1))
 
+    def gains(self) -> Tensor:
+        """How many drafted tokens the target's own draws are expected to accept below every node: [B, N].
+
+        In closed form, for p is known at every node: the sum over a node's children of p(child) (1 + its
+        gain), p after the user's warpers.
+        """
+        if self.probs is None:
+            p = (self.of_parent(self.logits.argmax(-1)) == self.tree.tokens).float()
+        else:
+            p = self.of_token(self.probs)
+        below = self.tree.children.to(p.dtype)  # [B, N, N]
+        gains = torch.zeros_like(p)
+        for _ in range(self.tree.depth):
+            gains = (below * (p * (1 + gains))[:, None, :]).sum(-1)
+        return gains
+
     def allowed(self, exact_eos: bool) -> Tensor:
         """[B, N] bool: the nodes that a relaxed rule may follow.
 
@@ -154,9 +170,11 @@ class Fuzzy:
       authors' code drafts greedily). "target": the largest p.
 
     Guards narrow the children that may be chosen. Always on: p > 0 after the user's warpers. min_p: p >=
-    min_p * max p. max_overshoot: q <= max_overshoot * p. exact_eos: an end token is only ever emitted by the
-    target. max_consecutive, exact_prefix: see AcceptanceRule. p and q of these guards are raw, at temperature
-    1, like the divergence.
+    min_p * max p. max_overshoot: q <= max_overshoot * p. min_gain: below the child the target's own draws are
+    expected to accept so many more tokens of this tree (`Verified.gains`): a child that leads nowhere costs
+    as much faith as one that does, and saves less. exact_eos: an end token is only ever emitted by the
+    target. max_consecutive, exact_prefix: see AcceptanceRule. p and q of min_p and max_overshoot are raw, at
+    temperature 1, like the divergence.
     """
 
     threshold: float = 0.3
@@ -168,6 +186,7 @@ class Fuzzy:
     max_consecutive: int | None = None
     exact_eos: bool = True
     exact_prefix: int = 0
+    min_gain: float = 0.0
 
     def __post_init__(self) -> None:
         require_number(
@@ -177,6 +196,7 @@ class Fuzzy:
         require_choice("child", self.child, CHILDREN)
         require_number("min_p", self.min_p, 0.0, 1.0, "0 turns the guard off")
         require_number("max_overshoot", self.max_overshoot, 0.0, math.inf, "inf turns the guard off")
+        require_number("min_gain", self.min_gain, 0.0, math.inf, "0 turns the guard off")
         require_guards(self.mode, self.max_consecutive, self.exact_prefix)
 
     @classmethod
@@ -205,6 +225,8 @@ class Fuzzy:
             eligible &= gap >= math.log(self.min_p)
         if self.max_overshoot < math.inf:
             eligible &= log_q.exp() <= self.max_overshoot * verified.log_p().exp()
+        if self.min_gain > 0:
+            eligible &= verified.gains() >= self.min_gain
         if self.child == "target":  # among siblings, the order of p is that of the logits
             return likeliest(verified.tree, eligible, verified.of_token(verified.logits))
         if self.child == "likeliest" or verified.sampling.greedy:

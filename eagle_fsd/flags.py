@@ -20,8 +20,8 @@ USAGE = 2  # the exit code of a user's mistake
 
 # Flags of the rules' own fields; None where not given, so that the rules' defaults hold.
 RULE_FLAGS = (
-    "threshold", "quality_budget", "divergence", "mode", "child", "min_p", "max_overshoot", "max_consecutive",
-    "exact_prefix", "epsilon", "delta", "candidates", "margin", "single", "acc", "weight",
+    "threshold", "quality_budget", "divergence", "mode", "child", "min_p", "max_overshoot", "min_gain",
+    "max_consecutive", "exact_prefix", "epsilon", "delta", "candidates", "margin", "single", "acc", "weight",
 )  # fmt: skip
 
 RULE_NAMES = (
@@ -161,6 +161,13 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         metavar="C",
         help="never follow a token whose q exceeds C times its p (default: inf, off)",
+    )
+    group.add_argument(
+        "--min-gain",
+        type=float,
+        metavar="G",
+        help="never follow a token below which the target is not expected to accept G more of the tree "
+        "(default: 0, off)",
     )
     group.add_argument(
         "--max-consecutive",

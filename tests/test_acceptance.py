@@ -91,6 +91,14 @@ class Row:
     def p(self, node: int, temperature: float = 1.0) -> list[float]:
         return softmax([x / temperature for x in self.logits[node]])
 
+    def gain(self, node: int, sampling: SamplingConfig) -> float:
+        if sampling.greedy:
+            best = self.logits[node].index(max(self.logits[node]))
+            weights = [float(x == best) for x in range(len(self.logits[node]))]
+        else:
+            weights = self.warped[node]
+        return sum(weights[self.tokens[c]] * (1 + self.gain(c, sampling)) for c in self.children(node))
+
     def children(self, node: int) -> list[int]:
         return [n for n, parent in enumerate(self.parents) if parent == node]
 
@@ -167,6 +175,7 @@ def plain_choice(rule: AcceptanceRule, row: Row, node: int, sampling: SamplingCo
         for c in allowed
         if p[row.tokens[c]] >= rule.min_p * max(p)
         and (rule.max_overshoot == INF or q[row.tokens[c]] <= rule.max_overshoot * p[row.tokens[c]])
+        and (rule.min_gain == 0 or row.gain(c, sampling) >= rule.min_gain)
     ]
     if rule.child == "target":
         return max(eligible, key=lambda c: p[row.tokens[c]], default=-1)
@@ -217,9 +226,10 @@ GUARDS = {
     "exact_eos": FUZZY,
     "min_p": replace(FUZZY, min_p=0.3),
     "max_overshoot": replace(FUZZY, max_overshoot=1.3),
+    "min_gain": replace(FUZZY, min_gain=0.3),
     "max_consecutive": replace(FUZZY, max_consecutive=1),
     "exact_prefix": replace(FUZZY, exact_prefix=4),
-    "all": replace(FUZZY, min_p=0.1, max_overshoot=2.0, max_consecutive=1, exact_prefix=2),
+    "all": replace(FUZZY, min_p=0.1, max_overshoot=2.0, min_gain=0.2, max_consecutive=1, exact_prefix=2),
 }
 RULES: dict[str, AcceptanceRule] = {
     "lossless": Lossless(),
@@ -367,7 +377,7 @@ def test_every_guard_acts_alone(name: str, sampling: SamplingConfig) -> None:
                 together = [a == b for a, b in zip(path, guarded_path, strict=False)]
                 first = together.index(False) if False in together else len(together)
                 assert first < len(fuzzy) and fuzzy[first], "the free rule took a fuzzy accept there"
-                assert name in ("exact_eos", "min_p", "max_overshoot") or not any(
+                assert name in ("exact_eos", "min_p", "max_overshoot", "min_gain") or not any(
                     guarded_fuzzy[first : first + 1]
                 )
     assert differences >= 3
@@ -581,6 +591,24 @@ def accept_many(
 ) -> Verdict:
     random, emitted = OneStream(ROWS, generator(11)), torch.zeros(ROWS, dtype=torch.int64)
     return accept(rule, Verified.of(tree, logits, sampling, eos), random, emitted)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "narrow"])
+def test_gains_are_what_the_target_goes_on_to_accept(sampling: SamplingConfig) -> None:
+    """The gain at the root is the mean number of drafted tokens that lossless decoding accepts."""
+    found = set()
+    for seed in range(12):
+        tree, logits = case("near", seed, batch=1)
+        gain = float(Verified.of(tree, logits, sampling, EOS).gains()[0, 0])
+        same = {
+            name: getattr(tree, name).expand(ROWS, *[-1] * (getattr(tree, name).ndim - 1))
+            for name in ("tokens", "parents", "depths", "log_q", "owners")
+        }
+        verdict = accept_many(Lossless(), replace(tree, **same), logits.expand(ROWS, -1, -1), sampling)
+        accepted = (verdict.length - 1).double()
+        assert abs(float(accepted.mean()) - gain) <= 5 * float(accepted.std()) / ROWS**0.5 + 1e-5
+        found.add(round(gain, 2))
+    assert len(found) > 1 and max(found) > 0.5
 
 
 @pytest.mark.parametrize("sampling", [WARM, SamplingConfig(0.8, top_k=6, top_p=0.95)], ids=["warm", "narrow"])

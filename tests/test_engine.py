@@ -357,6 +357,7 @@ BAD = {
     "unknown child": (lambda: Fuzzy(child="q"), "child is 'q': it must be one of draft, likeliest, target"),
     "min_p above 1": (lambda: Fuzzy(min_p=1.5), "min_p is 1.5: .* between 0 and 1; 0 turns"),
     "negative overshoot": (lambda: Fuzzy(max_overshoot=-1.0), "max_overshoot is -1.0: .* inf turns"),
+    "negative gain": (lambda: Fuzzy(min_gain=-0.5), "min_gain is -0.5: .* 0 turns"),
     "negative in a row": (lambda: Fuzzy(max_consecutive=-1), "max_consecutive is -1: .* None turns"),
     "half a prefix": (lambda: Fuzzy(exact_prefix=1.5), "exact_prefix is 1.5: it must be an integer"),
     "tree of nothing": (lambda: TreeConfig(0), "total_tokens is 0: .* at least 1; 1 turns drafting off"),

@@ -49,6 +49,7 @@ def point(panel: Panel, label: str) -> Point:
         (fuzzy(0.3, mode="paper", child="likeliest"), "js 0.3 paper likeliest", "js paper likeliest"),
         (fuzzy(0.3, min_p=0.1, exact_prefix=8), "js 0.3 hybrid min-p 0.1 prefix 8", "js hybrid"),
         (fuzzy(0.3, max_overshoot=2.0, max_consecutive=1), "js 0.3 hybrid overshoot 2 run 1", "js hybrid"),
+        (fuzzy(0.3, min_gain=0.7), "js 0.3 hybrid gain 0.7", "js hybrid gain 0.7"),
         (typical(0.3, 0.09), "typical 0.3/0.09", "typical"),
         ({**typical(0.3, 0.09), "mode": "paper"}, "typical 0.3/0.09 paper", "typical paper"),
         (

@@ -332,7 +332,7 @@ def test_flags_reach_the_engine(model: ScriptedModel, capsys: pytest.CaptureFixt
     sampling = "--temperature 0.7 --top-k 9 --top-p 0.8 --seed 3 --max-new-tokens 5"
     tree = "--total-tokens 20 --depth 4 --tree-top-k 6"
     rule = "--threshold 0.4 --divergence tv --mode paper --child target"
-    guards = "--min-p 0.1 --max-overshoot 4 --max-consecutive 2 --exact-prefix 7"
+    guards = "--min-p 0.1 --max-overshoot 4 --min-gain 0.5 --max-consecutive 2 --exact-prefix 7"
     run(capsys, *f"{sampling} {tree} {rule} {guards} Hello?".split(" "))
     assert model.calls[0][2] == {
         "max_new_tokens": 5,
@@ -342,7 +342,8 @@ def test_flags_reach_the_engine(model: ScriptedModel, capsys: pytest.CaptureFixt
         "seed": 3,
         "tree": TreeConfig(20, 4, 6),
         "rule": Fuzzy(
-            0.4, "tv", "paper", "target", min_p=0.1, max_overshoot=4, max_consecutive=2, exact_prefix=7
+            *(0.4, "tv", "paper", "target"),
+            **{"min_p": 0.1, "max_overshoot": 4, "min_gain": 0.5, "max_consecutive": 2, "exact_prefix": 7},
         ),
     }
 
@@ -398,6 +399,7 @@ def test_help_states_the_true_defaults() -> None:
         "--divergence": fuzzy.divergence, "--mode": fuzzy.mode, "--child": fuzzy.child,
         "--min-p": f"{fuzzy.min_p:g}",
         "--max-overshoot": fuzzy.max_overshoot, "--exact-prefix": fuzzy.exact_prefix,
+        "--min-gain": f"{fuzzy.min_gain:g}",
         "--epsilon": typical.epsilon, "--delta": typical.delta,
     }.items():  # fmt: skip
         entry = text[text.rindex(f"{flag} ") :]

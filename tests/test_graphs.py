@@ -29,7 +29,12 @@ from eagle_fsd.target import TargetModel
 TREE = TreeConfig(8, 3, 3)
 RULES = [
     *(Lossless(), Fuzzy(0.5), Fuzzy(0.9, "reverse_kl", mode="paper", child="target", max_consecutive=1)),
-    *(Fuzzy(0.4, "js_top10", min_p=0.05, max_overshoot=3.0), Typical(), Cactus(0.5), Ensemble(0.3)),
+    *(
+        Fuzzy(0.4, "js_top10", min_p=0.05, max_overshoot=3.0, min_gain=0.2),
+        Typical(),
+        Cactus(0.5),
+        Ensemble(0.3),
+    ),
 ]
 
 

@@ -22,16 +22,18 @@ DIVERGENT = (
     *("js_top10:0.2", "reverse_kl_top10:0.4", "forward_kl_top10:0.4", "tv_top10:0.3", "ag_top10:0.2"),
 )
 GUARDS = (
-    *("min_p=0.1", "min_p=0.3", "max_overshoot=1.5", "max_overshoot=3", "max_consecutive=1"),
-    "exact_prefix=16",
+    *("min_p=0.1", "min_p=0.3", "max_overshoot=1.5", "max_overshoot=3", "min_gain=0.5", "min_gain=1"),
+    *("max_consecutive=1", "exact_prefix=16"),
 )
+AHEAD = tuple(f"js:{t}:min_gain=0.7" for t in (0.15, 0.2, 0.3, 0.45, 0.6))
 
 GRIDS: dict[str, tuple[str, ...]] = {
-    # FSD's two thresholds in both modes against every other rule.
+    # FSD's two thresholds in both modes, and where it looks ahead, against every other rule.
     "frontier": (
         "lossless",
         *(f"js:{t}:{mode}" for mode, t in product(MODES, JS)),
         *(f"reverse_kl:{t}:{mode}" for mode, t in product(MODES, REVERSE_KL)),
+        *AHEAD,
         *OTHERS,
     ),
     # What else FSD may be asked: every divergence, every child, every guard, around one strictness. Some of
@@ -46,6 +48,7 @@ GRIDS: dict[str, tuple[str, ...]] = {
     "quick": (
         *("lossless", "js:0.1", "js:0.3", "js:0.6", "js:0.6:paper", "reverse_kl:0.4", "reverse_kl:1.5"),
         *(f"js:{t}:{mode}:target" for mode, t in product(MODES, (0.1, 0.3, 0.6))),
+        *("js:0.3:min_gain=0.7", "js:0.6:min_gain=0.7"),
         *("typical:0.3:0.09", "relaxed_topk:3:0.4", "cactus:0.1", "ensemble:0.8"),
     ),
 }

@@ -39,12 +39,20 @@ DEFAULTS: dict[str, Any] = {
     "child": "draft",
     "min_p": 0,
     "max_overshoot": "inf",
+    "min_gain": 0,
     "max_consecutive": None,
     "exact_eos": True,
     "exact_prefix": 0,
 }
 OWN_WORDS = ("mode", "child")  # their values need no name before them
-WORDS = {"min_p": "min-p", "max_overshoot": "overshoot", "max_consecutive": "run", "exact_prefix": "prefix"}
+KINDS = (*OWN_WORDS, "min_gain")  # what sets families apart
+WORDS = {
+    "min_p": "min-p",
+    "max_overshoot": "overshoot",
+    "min_gain": "gain",
+    "max_consecutive": "run",
+    "exact_prefix": "prefix",
+}
 
 
 def rule_label(rule: Mapping[str, Any]) -> str:
@@ -59,10 +67,11 @@ def rule_label(rule: Mapping[str, Any]) -> str:
 
 
 def rule_family(rule: Mapping[str, Any]) -> str:
-    """The rule without its knobs and guards: name, divergence, mode and child, as far as it has them."""
+    """The rule without its knobs and most guards: name, divergence, mode, child, least gain, where it has
+    them."""
     naming = naming_of(rule)
     first = naming.family.format(**rule)
-    return " ".join([first, *further_words({k: rule[k] for k in OWN_WORDS if k in rule}, naming, set())])
+    return " ".join([first, *further_words({k: rule[k] for k in KINDS if k in rule}, naming, set())])
 
 
 def rule_knobs(rule: Mapping[str, Any]) -> tuple[float, ...]:
