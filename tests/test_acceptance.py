@@ -608,7 +608,7 @@ def test_gains_are_what_the_target_goes_on_to_accept(sampling: SamplingConfig) -
         accepted = (verdict.length - 1).double()
         assert abs(float(accepted.mean()) - gain) <= 5 * float(accepted.std()) / ROWS**0.5 + 1e-5
         found.add(round(gain, 2))
-    assert len(found) > 1 and max(found) > 0.5
+    assert len(found) > 1 and max(found) > 0.3
 
 
 @pytest.mark.parametrize("sampling", [WARM, SamplingConfig(0.8, top_k=6, top_p=0.95)], ids=["warm", "narrow"])
