@@ -142,7 +142,9 @@ class Threshold(Protocol):
 class Thresholds(Protocol):
     """Thresholds by quality budget: a `Calibration`."""
 
-    def find(self, quality_budget: float, divergence: str, mode: str, child: str) -> Threshold: ...
+    def find(
+        self, quality_budget: float, divergence: str, mode: str, child: str, min_gain: float
+    ) -> Threshold: ...
 
 
 @dataclass(frozen=True)
@@ -207,10 +209,11 @@ class Fuzzy:
         divergence: str = "js",
         mode: str = HYBRID,
         child: str = "draft",
+        min_gain: float = 0.0,
     ) -> Fuzzy:
         """The rule with the largest threshold that a calibration knows to stay inside the budget."""
-        found = calibration.find(quality_budget, divergence, mode, child)
-        return cls(found.threshold, divergence, mode=mode, child=child)
+        found = calibration.find(quality_budget, divergence, mode, child, min_gain)
+        return cls(found.threshold, divergence, mode=mode, child=child, min_gain=min_gain)
 
     def chances(self, verified: Verified) -> Tensor | None:
         # T = 0 must stay lossless where a perfect head makes the divergence exactly 0, so it is a switch,

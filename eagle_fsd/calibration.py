@@ -3,7 +3,7 @@
 The budget is a bound on the law: TV, the total variation distance between the rule's own law of the next
 token and the target's (after the user's warpers), averaged over the tokens of the text. It is the share of
 tokens that a best coupling would have to change; 0 is lossless. A threshold is calibrated for one target,
-head, divergence, mode, child and sampling, and means nothing for another.
+head, divergence, mode, child, least gain and sampling, and means nothing for another.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from eagle_fsd.identity import differences
 
 FILE = "calibration.json"
 VERSION = 1
+Kind = tuple[str, str, str, float]  # divergence, mode, child, min_gain: what a threshold belongs to
 REMEDY = "calibrate it with eval/calibrate.py, or give a number"
 
 
@@ -39,10 +40,11 @@ class Calibrated:
     bound: float
     tau: float
     lossless_tau: float
+    min_gain: float = 0.0
 
     @property
-    def kind(self) -> tuple[str, str, str]:
-        return self.divergence, self.mode, self.child
+    def kind(self) -> Kind:
+        return self.divergence, self.mode, self.child, self.min_gain
 
 
 @dataclass(frozen=True)
@@ -57,21 +59,24 @@ class Calibration:
     thresholds: Sequence[Calibrated]
     made: Mapping[str, Any] = field(default_factory=dict)
 
-    def find(self, quality_budget: float, divergence: str, mode: str, child: str) -> Calibrated:
+    def find(
+        self, quality_budget: float, divergence: str, mode: str, child: str, min_gain: float = 0.0
+    ) -> Calibrated:
         """The largest threshold whose bound stays inside the budget; ValueError where there is none."""
-        kinds = sorted({", ".join(one.kind) for one in self.thresholds})
-        mine = [one for one in self.thresholds if one.kind == (divergence, mode, child)]
+        wanted = divergence, mode, child, min_gain
+        mine = [one for one in self.thresholds if one.kind == wanted]
         if not mine:
+            kinds = sorted({described(one.kind) for one in self.thresholds})
             raise ValueError(
-                f"threshold is auto for {divergence}, {mode}, {child}: it was calibrated for "
-                f"{'; '.join(kinds)}; {REMEDY}"
+                f"threshold is auto for {described(wanted)}: it was calibrated for {'; '.join(kinds)}; "
+                f"{REMEDY}"
             )
         inside = [one for one in mine if one.bound <= quality_budget]
         if not inside:
             least = min(one.bound for one in mine)
             raise ValueError(
-                f"quality_budget is {quality_budget:g}: the smallest bound that {divergence} {mode} {child} "
-                f"was calibrated to is {least:.3g}; raise the budget, or calibrate for this one with "
+                f"quality_budget is {quality_budget:g}: the smallest bound that {described(wanted)} was "
+                f"calibrated to is {least:.3g}; raise the budget, or calibrate for this one with "
                 "eval/calibrate.py"
             )
         return max(inside, key=lambda one: one.threshold)
@@ -106,6 +111,12 @@ def read_calibration(path: Path) -> Calibration:
         return Calibration(**data)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path}: is no calibration ({error}); {REMEDY}") from error
+
+
+def described(kind: Kind) -> str:
+    """A kind in words; the guard only where it is on."""
+    *words, min_gain = kind
+    return ", ".join([*words, *([f"min_gain {min_gain:g}"] if min_gain else [])])
 
 
 def without_names(models: Mapping[str, Any]) -> dict[str, Any]:

@@ -157,13 +157,15 @@ class SamplingConfig:
 class AutoThreshold:
     """A fuzzy rule whose threshold is read from the head's calibration: the largest inside the budget.
 
-    quality_budget: the most TV per token, see calibration. divergence, mode, child: as in acceptance.Fuzzy.
+    quality_budget: the most TV per token, see calibration. divergence, mode, child, min_gain: as in
+    acceptance.Fuzzy.
     """
 
     quality_budget: float = 0.02
     divergence: str = "js"
     mode: str = HYBRID
     child: str = "draft"
+    min_gain: float = 0.0
 
     def __post_init__(self) -> None:
         require_number(
@@ -171,6 +173,7 @@ class AutoThreshold:
         )
         require_choice("mode", self.mode, (HYBRID, PAPER))
         require_choice("child", self.child, CHILDREN)
+        require_number("min_gain", self.min_gain, 0.0, math.inf, "0 turns the guard off")
 
 
 @dataclass(frozen=True)

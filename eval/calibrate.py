@@ -15,13 +15,13 @@ import argparse
 import json
 from pathlib import Path
 
-from eagle_fsd import Fuzzy, Lossless, SamplingConfig, TreeConfig
+from eagle_fsd import Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.calibration import FILE, Calibration
 from eagle_fsd.config import CHILDREN, require_integer, require_number
 from eagle_fsd.evaluation.arguments import load_engine, model_parser
 from eagle_fsd.evaluation.budgets import calibrate, table, trial_table
 from eagle_fsd.evaluation.sweep import Cell, Questions
-from eagle_fsd.evaluation.thresholds import Work, kinds_of
+from eagle_fsd.evaluation.thresholds import Work, fuzzy, kinds_of
 from eagle_fsd.files import write_atomically
 from eagle_fsd.provenance import provenance
 
@@ -44,6 +44,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     add("--divergence", nargs="+", default=["js", "reverse_kl"], metavar="D", help="default: %(default)s")
     add("--mode", nargs="+", default=["hybrid"], choices=["hybrid", "paper"])
     add("--child", nargs="+", default=["draft"], choices=CHILDREN)
+    add("--min-gain", nargs="+", type=float, default=[0.0], metavar="G", help="guards; default: 0, none")
     add("--sampling", default="0.6/50/0.9", metavar="T[/TOP_K[/TOP_P]]", help="default: %(default)s")
     add("--tree", default="16/5/8", help="total_tokens/depth/top_k; default: %(default)s")
     add("--max-new-tokens", type=int, default=128, help="default: %(default)s")
@@ -70,11 +71,11 @@ def main() -> None:
         require_number("confidence", arguments.confidence, 0.5, 0.999, "0.9 is usual")
         for budget in arguments.quality_budget:
             require_number("quality_budget", budget, 0.0, 1.0, "0.02 changes about one token in fifty")
-        kinds = kinds_of(arguments.divergence, arguments.mode, arguments.child)
+        kinds = kinds_of(arguments.divergence, arguments.mode, arguments.child, arguments.min_gain)
         sampling, tree = SamplingConfig.parse(arguments.sampling), TreeConfig.parse(arguments.tree)
         engine = load_engine(arguments)
-        for name, mode, child in kinds:
-            engine.require_rule(Fuzzy(1.0, name, mode=mode, child=child))
+        for kind in kinds:
+            engine.require_rule(fuzzy(kind, 1.0))
         sets = [
             Questions.of_prompts(path, engine, arguments.limit, arguments.skip, arguments.max_new_tokens)
             for path in dict.fromkeys(arguments.prompts)

@@ -35,7 +35,8 @@ from eagle_fsd.target import TargetModel
 
 WARM = SamplingConfig(0.9, 20, 0.95)
 TREE = TreeConfig(8, 3, 3)
-JS: Kind = ("js", "hybrid", "draft")
+JS: Kind = ("js", "hybrid", "draft", 0.0)
+LEAST = 0.05  # the least gain where one is asked for
 
 
 def engine(head_seed: int = 0) -> EagleFSD:
@@ -52,11 +53,22 @@ def work(folder: Path, count: int = 6, model: EagleFSD | None = None) -> Work:
 # --- the lossless pass ---
 
 
+def towards(p: torch.Tensor, children: list[int], log_q: torch.Tensor, some: list[int]) -> torch.Tensor:
+    """p on the children, and all the rest on the likeliest of some of them; p itself for none."""
+    law = p.clone()
+    if some:
+        law[[t for t in range(len(p)) if t not in children]] = 0.0
+        law[max(some, key=lambda t: float(log_q[t]))] += 1 - float(p[children].sum())
+    return law
+
+
 def test_records_are_the_rules_own_numbers() -> None:
     """Every token's divergences and moves, against the divergence taken plainly and a closed form by hand."""
-    model, moves = engine(), [("hybrid", "likeliest"), ("paper", "draft")]
+    model = engine()
+    moves = [("hybrid", "likeliest", 0.0), ("paper", "draft", 0.0), ("hybrid", "likeliest", LEAST)]
     recorder = Recorder(["js", "reverse_kl"], moves, 1)
     wanted: list[list[float]] = []
+    narrowed: list[bool] = []
 
     def watch(verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
         recorder(verified, verdict, emitted)
@@ -66,7 +78,7 @@ def test_records_are_the_rules_own_numbers() -> None:
             p = verified.probs[0, node]
             owners = tree.owners[0].tolist()
             if node not in owners:
-                wanted.append([math.inf, math.inf, 0.0, 0.0])
+                wanted.append([math.inf, math.inf, 0.0, 0.0, 0.0])
                 continue
             log_q = tree.log_q[0, owners.index(node)]
             raw = verified.logits[0, node]
@@ -74,16 +86,21 @@ def test_records_are_the_rules_own_numbers() -> None:
             children = [int(t) for t, up in zip(tree.tokens[0], tree.parents[0], strict=True) if up == node]
             allowed = [t for t in children if p[t] > 0 and t not in verified.eos.tolist()]
             if not allowed:
-                wanted.append([*divergences, 0.0, 0.0])
+                wanted.append([*divergences, 0.0, 0.0, 0.0])
                 continue
-            best = max(allowed, key=lambda t: float(log_q[t]))
-            hybrid = p.clone()  # p on the children, and all the rest on the likeliest of them
-            rest = 1 - float(p[children].sum())
-            hybrid[[t for t in range(len(p)) if t not in children]] = 0.0
-            hybrid[best] += rest
+            gains = verified.gains()[0]
+            ahead = {
+                int(tree.tokens[0, n]): float(gains[n])
+                for n in range(len(gains))
+                if int(tree.parents[0, n]) == node
+            }
+            promising = [t for t in allowed if ahead[t] >= LEAST]
+            narrowed.append(len(promising) < len(allowed))
+            hybrid, guarded = (towards(p, children, log_q, some) for some in (allowed, promising))
             paper = torch.zeros_like(p)  # q among the allowed children
             paper[allowed] = log_q[allowed].softmax(-1)
-            wanted.append([*divergences, *(float((law - p).abs().sum() / 2) for law in (hybrid, paper))])
+            laws = (hybrid, paper, guarded)
+            wanted.append([*divergences, *(float((law - p).abs().sum() / 2) for law in laws)])
 
     output = model.generate(
         torch.tensor(prompts_of([5])),
@@ -96,11 +113,11 @@ def test_records_are_the_rules_own_numbers() -> None:
     )
     assert len(recorder.found[0]) == len(output.new_tokens[0]) == len(wanted)
     np.testing.assert_allclose(np.array(recorder.found[0]), np.array(wanted), atol=1e-4)
-    assert sum(row[2] > 0.01 for row in wanted) > 2
+    assert sum(row[2] > 0.01 for row in wanted) > 2 and True in narrowed
 
 
 def test_what_is_foretold_is_the_sum_of_moves_within_the_threshold(tmp_path: Path) -> None:
-    records = work(tmp_path).record(["js", "tv"], [("hybrid", "draft"), ("paper", "target")])
+    records = work(tmp_path).record(["js", "tv"], [("hybrid", "draft", 0.0), ("paper", "target", 0.0)])
     for kind in kinds_of(["js", "tv"], ["hybrid"], ["draft"]):
         for threshold in (0.0, 0.05, 0.3, math.inf):
             sums = records.foretold(kind, threshold, [1, 4])
@@ -113,11 +130,11 @@ def test_what_is_foretold_is_the_sum_of_moves_within_the_threshold(tmp_path: Pat
 
 
 def test_the_lossless_pass_goes_on_where_it_was(tmp_path: Path) -> None:
-    first = work(tmp_path / "a").record(["js"], [("hybrid", "draft")])
+    first = work(tmp_path / "a").record(["js"], [("hybrid", "draft", 0.0)])
     lines = (tmp_path / "a" / "records.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "records.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
-    again = work(tmp_path / "b").record(["js"], [("hybrid", "draft")])
+    again = work(tmp_path / "b").record(["js"], [("hybrid", "draft", 0.0)])
     assert len(read_rows(tmp_path / "b" / "records.jsonl")) == 6
     for one, other in zip(first.tables, again.tables, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
@@ -131,7 +148,7 @@ def made_records(count: int = 40, seed: int = 0) -> Records:
     """Prompts of fifty tokens whose divergences and moves are drawn."""
     random = np.random.default_rng(seed)
     tables = [np.stack([random.random(50) * 0.6, random.random(50) * 0.3], axis=1) for _ in range(count)]
-    return Records(["js"], [("hybrid", "draft")], tables, [(50, 25)] * count)
+    return Records(["js"], [("hybrid", "draft", 0.0)], tables, [(50, 25)] * count)
 
 
 def runs_like(records: Records, factor: float, asked: list[float]) -> Any:
@@ -162,12 +179,12 @@ def test_the_largest_threshold_inside_the_budget(factor: float, budget: float) -
 
 
 def test_a_budget_that_nothing_meets_has_no_threshold() -> None:
-    records = Records(["js"], [("hybrid", "draft")], [np.tile([0.0, 0.5], (50, 1))] * 8, [(50, 25)] * 8)
+    records = Records(["js"], [("hybrid", "draft", 0.0)], [np.tile([0.0, 0.5], (50, 1))] * 8, [(50, 25)] * 8)
     assert largest(JS, 0.01, range(8), records, runs_like(records, 1.0, []), 0.9) is None
 
 
 def test_a_budget_that_everything_meets_takes_the_last_step() -> None:
-    records = Records(["js"], [("hybrid", "draft")], [np.tile([0.1, 0.0], (50, 1))] * 8, [(50, 25)] * 8)
+    records = Records(["js"], [("hybrid", "draft", 0.0)], [np.tile([0.1, 0.0], (50, 1))] * 8, [(50, 25)] * 8)
     found = largest(JS, 0.01, range(8), records, runs_like(records, 1.0, []), 0.9)
     assert found is not None and found.threshold == LADDER[-1] and found.bound == 0
 
@@ -193,7 +210,7 @@ def test_splits_try_what_they_have_not_seen() -> None:
 def test_calibrate_end_to_end(tmp_path: Path) -> None:
     """On a tiny model: what is written is what was run, and the same from rows alone when run again."""
     job = work(tmp_path, 8)
-    kinds = kinds_of(["js", "tv"], ["hybrid", "paper"], ["draft"])
+    kinds = kinds_of(["js", "tv"], ["hybrid", "paper"], ["draft"], [0.0, LEAST])
     calibration, trials = calibrate(job, kinds, [0.05, 0.2], 2)
     assert {one.kind for one in calibration.thresholds} <= set(kinds) and calibration.thresholds
     for one in calibration.thresholds:
@@ -203,7 +220,7 @@ def test_calibrate_end_to_end(tmp_path: Path) -> None:
     before = (tmp_path / "rows.jsonl").read_bytes()
     again, _ = calibrate(work(tmp_path, 8), kinds, [0.05, 0.2], 2)
     assert again == calibration and (tmp_path / "rows.jsonl").read_bytes() == before
-    assert table(calibration).count("\n") == len(calibration.thresholds) + 1 and len(trials) == 16
+    assert table(calibration).count("\n") == len(calibration.thresholds) + 1 and len(trials) == 32
 
 
 # --- the file ---
@@ -233,6 +250,12 @@ def test_the_largest_threshold_of_a_budget(tmp_path: Path) -> None:
         Fuzzy.calibrated(calibration, 0.05, "tv")
     with pytest.raises(ValueError, match="for js, paper, draft"):
         Fuzzy.calibrated(calibration, 0.05, mode="paper")
+    with pytest.raises(ValueError, match=r"for js, hybrid, draft, min_gain 0\.5: it was calibrated for js"):
+        Fuzzy.calibrated(calibration, 0.05, min_gain=0.5)
+    guarded = replace(calibration.thresholds[0], threshold=0.7, min_gain=0.5)
+    both = replace(calibration, thresholds=[*calibration.thresholds, guarded])
+    assert Fuzzy.calibrated(both, 0.03, min_gain=0.5) == Fuzzy(0.7, min_gain=0.5)
+    assert Fuzzy.calibrated(both, 0.03) == Fuzzy(0.1)
 
 
 def test_generate_reads_it_and_says_what_it_chose(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from eagle_fsd.calibration import Calibrated, Calibration
+from eagle_fsd.calibration import Calibrated, Calibration, Kind
 from eagle_fsd.evaluation.bootstrap import Bootstrap, Sums, estimates
 from eagle_fsd.evaluation.table_lines import table_lines
-from eagle_fsd.evaluation.thresholds import LADDER, Kind, Records, Work
+from eagle_fsd.evaluation.thresholds import LADDER, Records, Work
 
 ROUNDS = 4  # thresholds that are run for one budget
 
@@ -74,7 +74,8 @@ def measured(
     tv, upper = bound(tv_of(mine), confidence)
     tokens, steps = (sum(records.taus[place][i] for place in places) for i in (0, 1))
     tau = sum(row["new_tokens"] for row in mine) / sum(row["steps"] for row in mine)
-    return Calibrated(*kind, threshold, tv, upper, tau, tokens / steps)
+    divergence, mode, child, min_gain = kind
+    return Calibrated(divergence, mode, child, threshold, tv, upper, tau, tokens / steps, min_gain)
 
 
 def tv_of(rows: Sequence[Mapping[str, Any]]) -> Sums:
@@ -165,6 +166,7 @@ def table(calibration: Calibration) -> str:
         "divergence",
         "mode",
         "child",
+        "min gain",
         "threshold",
         "TV per token",
         f"bound at {calibration.confidence:.0%}",
@@ -174,7 +176,7 @@ def table(calibration: Calibration) -> str:
             (*titles, "tau", "lossless"),
             (
                 [
-                    *one.kind,
+                    *cells_of(one.kind),
                     f"{one.threshold:g}",
                     f"{one.tv:.4f}",
                     f"{one.bound:.4f}",
@@ -187,6 +189,10 @@ def table(calibration: Calibration) -> str:
     )
 
 
+def cells_of(kind: Kind) -> tuple[str, ...]:
+    return (*kind[:3], f"{kind[3]:g}")
+
+
 def trial_table(trials: Sequence[Trial]) -> str:
     """A Markdown table of the splits: how often the other half stayed inside the budget."""
     lines = []
@@ -197,12 +203,12 @@ def trial_table(trials: Sequence[Trial]) -> str:
         run = [trial for trial in mine if trial.chosen is not None]
         inside = f"{sum(bool(trial.inside) for trial in run)} of {len(run)}"
         cells = [
-            *kind,
+            *cells_of(kind),
             f"{budget:g}",
             inside if len(run) == len(mine) else f"{inside} (of {len(mine)} splits)",
         ]
         cells.append(", ".join(f"{trial.chosen.threshold:g}" for trial in run if trial.chosen))
         cells.append(", ".join(f"{trial.tv:.4f}" for trial in run))
         lines.append(cells)
-    titles = ("divergence", "mode", "child", "budget", "inside", "thresholds", "TV per token, unseen")
-    return "\n".join(table_lines(titles, lines))
+    titles = ("divergence", "mode", "child", "min gain", "budget", "inside", "thresholds")
+    return "\n".join(table_lines((*titles, "TV per token, unseen"), lines))

@@ -1,9 +1,10 @@
 """Calibration: for each divergence the largest threshold whose law stays within a budget of TV per token.
 
 One lossless pass records, in every context that got a token, how far p and q are by each divergence and how
-far the law would move if the rule followed the draft there. From these any threshold's TV can be foretold.
-The foretold threshold is then run, since a text that follows the draft visits other contexts, and corrected
-by what the run says. Thresholds are of the E12 series, so that splits and budgets share their runs.
+far the law would move if the rule followed the draft there (a move is a mode, a child and a least gain). From
+these any threshold's TV can be foretold. The foretold threshold is then run, since a text that follows the
+draft visits other contexts, and corrected by what the run says. Thresholds are of the E12 series, so that
+splits and budgets share their runs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from eagle_fsd.acceptance import Fuzzy, Verdict, Verified
+from eagle_fsd.calibration import Kind
 from eagle_fsd.divergence import DIVERGENCES
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.bootstrap import Sums
@@ -34,16 +36,16 @@ from eagle_fsd.law import distances, path_laws
 
 E12 = (1.0, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 3.9, 4.7, 5.6, 6.8, 8.2)
 LADDER = tuple(round(step * 10.0**power, 6) for power in range(-4, 2) for step in E12)
-Kind = tuple[str, str, str]  # divergence, mode, child
+Move = tuple[str, str, float]  # mode, child, min_gain
 
 
 class Recorder:
-    """An observer of a lossless batch: of every token's context each divergence, and each (mode, child)'s TV.
+    """An observer of a lossless batch: of every token's context each divergence, and each move's TV.
 
     found: by row, a list of [divergences] + [moves] for each token; infinite where the context has no draft.
     """
 
-    def __init__(self, divergences: Sequence[str], moves: Sequence[tuple[str, str]], rows: int) -> None:
+    def __init__(self, divergences: Sequence[str], moves: Sequence[Move], rows: int) -> None:
         self.divergences, self.moves = divergences, moves
         self.found: list[list[list[float]]] = [[] for _ in range(rows)]
         self.seconds = 0.0
@@ -53,8 +55,9 @@ class Recorder:
         nodes = verdict.path.clamp(min=0)
         everywhere = replace(verdict, asked=torch.ones_like(verdict.asked))
         columns = [Fuzzy(1.0, name).node_divergences(verified).gather(1, nodes) for name in self.divergences]
-        for mode, child in self.moves:
-            chances = Fuzzy(math.inf, "tv", mode=mode, child=child).chances(verified)
+        for mode, child, min_gain in self.moves:
+            rule = Fuzzy(math.inf, "tv", mode=mode, child=child, min_gain=min_gain)
+            chances = rule.chances(verified)
             columns.append(distances(*path_laws(verified, replace(everywhere, chances=chances), mode))[1])
         table = torch.stack(columns, dim=-1).cpu()  # [B, D, columns]
         for place, (row, count) in enumerate(emitted.items()):
@@ -71,15 +74,14 @@ class Records:
     """What the lossless pass says of every prompt: [tokens, divergences + moves] each, and its steps."""
 
     divergences: Sequence[str]
-    moves: Sequence[tuple[str, str]]
+    moves: Sequence[Move]
     tables: Sequence[NDArray[np.float64]]
     taus: Sequence[tuple[int, int]]  # new tokens, steps
 
     def foretold(self, kind: Kind, threshold: float, places: Sequence[int]) -> Sums:
         """TV of these prompts if the rule had been asked in the lossless texts' contexts."""
-        divergence, mode, child = kind
-        column = self.divergences.index(divergence)
-        move = len(self.divergences) + self.moves.index((mode, child))
+        column = self.divergences.index(kind[0])
+        move = len(self.divergences) + self.moves.index(kind[1:])
         tables = [self.tables[place] for place in places]
         moved = [float(table[table[:, column] <= threshold, move].sum()) for table in tables]
         return Sums(np.array(moved), np.array([float(len(table)) for table in tables]))
@@ -100,7 +102,7 @@ class Work:
     def questions(self) -> Questions:
         return self.cell.questions
 
-    def record(self, divergences: Sequence[str], moves: Sequence[tuple[str, str]]) -> Records:
+    def record(self, divergences: Sequence[str], moves: Sequence[Move]) -> Records:
         """The lossless pass, resumed at the first prompt that is missing."""
         path = self.folder / "records.jsonl"
         drop_torn_line(path)
@@ -120,8 +122,7 @@ class Work:
 
     def really(self, kind: Kind, threshold: float) -> list[dict[str, Any]]:
         """The rows of all prompts under a threshold, run where they have not been."""
-        divergence, mode, child = kind
-        cell = replace(self.cell, rule=Fuzzy(threshold, divergence, mode=mode, child=child))
+        cell = replace(self.cell, rule=fuzzy(kind, threshold))
         path = self.folder / "rows.jsonl"
         run(self.engine, [cell], path, self.batch_size, self.provenance)
         key = cell.key(self.engine)
@@ -129,11 +130,22 @@ class Work:
         return [rows[sample.id] for sample in self.questions.samples]
 
 
-def kinds_of(divergences: Sequence[str], modes: Sequence[str], children: Sequence[str]) -> list[Kind]:
+def fuzzy(kind: Kind, threshold: float) -> Fuzzy:
+    """The rule of a kind with this threshold."""
+    divergence, mode, child, min_gain = kind
+    return Fuzzy(threshold, divergence, mode=mode, child=child, min_gain=min_gain)
+
+
+def kinds_of(
+    divergences: Sequence[str],
+    modes: Sequence[str],
+    children: Sequence[str],
+    min_gains: Sequence[float] = (0.0,),
+) -> list[Kind]:
     """All combinations; ValueError for an unknown divergence."""
     for name in divergences:
         if name not in DIVERGENCES:
             raise ValueError(
                 f"divergence is {name!r}: it must be one of {', '.join(DIVERGENCES)}; choose one"
             )
-    return list(product(divergences, modes, children))
+    return list(product(divergences, modes, children, min_gains))
