@@ -36,8 +36,7 @@ SHIPPED_HEADS_OF_FILES = {r"smollm2-135m-instruct([.-][^.]+)?\.gguf": "smollm2-1
 
 @dataclass(frozen=True)
 class HeadSource:
-    """A draft head on disk: `name` as the user gave it (a shipped one is weights/...), its folder with
-    config.json, and its weights file."""
+    """A draft head on disk: `name` as the user gave it, its folder with config.json, and its weights file."""
 
     name: str
     folder: Path
@@ -104,8 +103,7 @@ def resolve_head(ea_model: str | None, base_model: str) -> HeadSource:
     """Find a head: a weights file, a folder, a Hub id with an optional @revision; None: the shipped one."""
     if ea_model is None:
         folder = shipped_head(base_model)
-        name = f"{folder.parent.name}/{folder.name}"  # wherever it is installed, reports call it the same
-        return HeadSource(name, folder, find_head_file(folder, name))
+        return HeadSource(str(folder), folder, find_head_file(folder, str(folder)))
     path = local_path(ea_model, "draft head")
     if ea_model and path.is_dir():
         return HeadSource(ea_model, path, find_head_file(path, ea_model))
