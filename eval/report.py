@@ -24,7 +24,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--rows", type=Path, nargs="+", required=True, help="JSONL files of raw rows")
+    add("--rows", type=Path, nargs="+", required=True, help="JSONL files of raw rows, or .jsonl.gz")
     add("--output", type=Path, required=True, help="folder of the report")
     add(
         "--quality",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import random
@@ -355,6 +356,18 @@ def test_rows_are_read_back_and_a_torn_one_is_passed_over(tmp_path: Path) -> Non
     drop_torn_line(path)
     drop_torn_line(tmp_path / "none")
     assert path.read_bytes() == whole and not (tmp_path / "none").exists()
+
+
+def test_compressed_rows_are_read_and_damaged_ones_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    whole = gzip.compress(b"".join(b'{"a": %d}\n' % number for number in range(1000)), mtime=0)
+    path.write_bytes(whole)
+    assert [row["a"] for row in read_rows(path)] == list(range(1000))
+    block = whole[:10] + b"\xff" * 20 + whole[30:]  # no deflate block begins so
+    for broken in (whole[:-20], whole[:-8] + bytes(8), block, b"{}\n"):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"rows\.jsonl\.gz: is not a whole gzip file \(.+\); compress"):
+            read_rows(path)
 
 
 @pytest.mark.parametrize(

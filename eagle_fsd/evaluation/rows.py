@@ -7,7 +7,9 @@ on with the file drops it first.
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,12 +168,11 @@ def drop_torn_line(path: Path) -> None:
 def numbered_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, row) of every whole line; a last line without its end is passed over.
 
-    ValueError names a line that is not a JSON object, OSError a file that cannot be read.
+    A name that ends in .gz is read through gzip. ValueError names a line that is not a JSON object, OSError
+    a file that cannot be read.
     """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        for number, line in enumerate(whole_lines(path, file), 1):
             try:
                 row = json.loads(line)
             except ValueError as error:  # of JSON, or of UTF-8
@@ -182,6 +183,16 @@ def numbered_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not isinstance(row, dict):
                 raise ValueError(f"{path}:{number}: is not a JSON object; delete the line")
             yield number, row
+
+
+def whole_lines(path: Path, file: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines that have their end. ValueError for compressed ones that are cut off or damaged."""
+    try:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}: is not a whole gzip file ({error}); compress the rows again") from error
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

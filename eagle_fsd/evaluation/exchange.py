@@ -1,0 +1,90 @@
+"""What a rule gets for what it gives up: tokens gained for a token's worth of the target's law.
+
+In S steps a rule emits N tokens, and its own law lies V tokens from the target's (the sum of its TV); as many
+steps of lossless decoding emit S tau_0. So (N - S tau_0) / V tokens are gained for a TV of 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from eagle_fsd.evaluation.bootstrap import Array, Bootstrap, Estimate, Sums, interval, resampled
+from eagle_fsd.evaluation.measures import MEASURES, TAU, paired, sums_of_pairs
+from eagle_fsd.evaluation.points import Panel, Point
+from eagle_fsd.evaluation.table_lines import table_lines
+
+LEAST = 0.003  # TV per token: what is gained for less is noise over nothing
+
+
+class Exchange:
+    """The rules of one panel against its lossless rows, on the samples and seeds that all of them have."""
+
+    def __init__(self, panel: Panel, how: Bootstrap) -> None:
+        if panel.lossless is None:
+            raise ValueError(
+                f"{panel.task.title} has no lossless rows: what is gained is counted from them; "
+                "add them with --rules lossless"
+            )
+        self.panel, self.how = panel, how
+        drafting = [point for point in panel.points if not point.is_reference]
+        whole = len(panel.lossless.rows)
+        self.points = {p.label: p for p in drafting if p.pairs == whole and tv_of(p) >= LEAST}
+
+    def of(self, label: str) -> Estimate:
+        """Tokens gained for a TV of 1, with its interval."""
+        point, (value, drawn) = self.points[label], self._drawn(label)
+        return interval(value, drawn, point.pairs, self.how)
+
+    def against(self, label: str, other: str) -> Estimate:
+        """What one rule gains more than another, in pairs."""
+        (value, drawn), (base, of_base) = self._drawn(label), self._drawn(other)
+        return interval(value - base, drawn - of_base, self.points[label].pairs, self.how)
+
+    def _drawn(self, label: str) -> tuple[float, Array]:
+        """The value, and that of every resample [R]: the same samples are drawn for every rule."""
+        assert self.panel.lossless is not None
+        pairs = paired(self.points[label].rows, self.panel.lossless.rows)
+        tau, tau_lossless = sums_of_pairs(MEASURES[TAU], pairs)
+        tv = sums_of_pairs(MEASURES["law_tv"], pairs)[0]
+        tv_per_step = Sums(tv.numerator, tau.denominator)
+        values, drawn = resampled([tau, tau_lossless, tv_per_step], self.how)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return (values[0] - values[1]) / values[2], (drawn[:, 0] - drawn[:, 1]) / drawn[:, 2]
+
+
+def tv_of(point: Point) -> float:
+    """TV per token of a rule's own law; 0 where it is not known."""
+    found = point.values.get("law_tv")
+    return 0.0 if found is None else found.value
+
+
+def exchange_table(panel: Panel, how: Bootstrap, against: Sequence[str] = ()) -> str:
+    """Markdown: a line per rule by its TV, with a column of differences for each rule of `against`.
+
+    ValueError for a rule that the panel has not on all samples, or that hardly leaves the target's law.
+    """
+    exchange = Exchange(panel, how)
+    for label in against:
+        if label not in exchange.points:
+            raise ValueError(
+                f"against is {label!r}: it must be a rule on all samples of lossless, with a TV of at least "
+                f"{LEAST:g}; one of {', '.join(exchange.points)}"
+            )
+    compared = [f"more than {label}" for label in against]
+    titles = ("rule", "TV", "tau, times lossless", "gained for a TV of 1", *compared)
+    lines = []
+    for label, point in sorted(exchange.points.items(), key=lambda item: tv_of(item[1])):
+        ratio = point.changes[TAU].ratio
+        others = ("" if label == a else show(exchange.against(label, a)) for a in against)
+        times = "" if ratio is None else f"{ratio.value:.2f}"
+        lines.append((label, f"{tv_of(point):.3f}", times, show(exchange.of(label)), *others))
+    return "\n".join([f"## {panel.task.title}", "", *table_lines(titles, lines)])
+
+
+def show(estimate: Estimate) -> str:
+    """Such as `2.35 [1.78, 3.19]`."""
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:.2f}"
+    return f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
