@@ -2,8 +2,8 @@
 
     python eval/report.py --rows runs/sweep/*.jsonl --output runs/report --quality log_p law_tv strict
 
-Writes report.md, table.json, table.csv and frontier_*.png and .svg to the folder; the same rows give the same
-files. Rows of several models or trees become sections of one report.
+Writes report.md, table.csv and frontier_*.png and .svg to the folder; the same rows give the same files. Rows
+of several models or trees become sections of one report.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ Everything comes from the rows: the same rows give the same files, byte for byte
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +52,7 @@ class Report:
 
 
 def write_report(rows: Sequence[Row], asked: Report, folder: Path, sources: Mapping[str, int]) -> Path:
-    """Write report.md, table.json, table.csv and the plots to the folder; the path of report.md.
+    """Write report.md, table.csv and the plots to the folder; the path of report.md.
 
     sources: how many rows came from each file. ValueError for rows that cannot stand in one report.
     """
@@ -75,9 +74,7 @@ def write_report(rows: Sequence[Row], asked: Report, folder: Path, sources: Mapp
         "",
         *(f"- {line}" for line in caveats(rows, found, asked.how)),
     ]
-    table = flat_rows(found)
-    write_atomically(folder / "table.json", json.dumps(table, indent=1) + "\n")
-    write_atomically(folder / "table.csv", csv_text(table))
+    write_atomically(folder / "table.csv", csv_text(flat_rows(found)))
     write_atomically(folder / "report.md", "\n".join(text) + "\n")
     return folder / "report.md"
 
