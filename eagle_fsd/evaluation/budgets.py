@@ -190,6 +190,7 @@ def table(calibration: Calibration) -> str:
 
 
 def cells_of(kind: Kind) -> tuple[str, ...]:
+    """A kind as a table's cells."""
     return (*kind[:3], f"{kind[3]:g}")
 
 
