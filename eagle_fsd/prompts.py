@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from eagle_fsd.jsonl import read_jsonl
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -13,15 +14,12 @@ def read_prompts(path: Path) -> list[str]:
 
     Raises ValueError for a file that cannot be read, and with its line for a row without a prompt.
     """
+    if path.suffix == ".jsonl":
+        return [asked(record, f"{path}:{number}") for number, record in read_jsonl(path)]
     try:
-        data = path.read_bytes()
+        return [decode_text(path.read_bytes(), str(path))]
     except OSError as error:
-        raise ValueError(
-            f"prompt file {str(path)!r} cannot be read ({error.strerror}): it must be a text or .jsonl file; "
-            "check the path"
-        ) from error
-    text = decode_text(data, str(path))
-    return jsonl_prompts(text, path) if path.suffix == ".jsonl" else [text]
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); name a text or .jsonl file") from error
 
 
 def decode_text(data: bytes, origin: str) -> str:
@@ -32,25 +30,15 @@ def decode_text(data: bytes, origin: str) -> str:
         raise ValueError(f"{origin} is not UTF-8 at byte {error.start}: convert it to UTF-8") from error
 
 
-def jsonl_prompts(text: str, path: Path) -> list[str]:
-    prompts = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number} is not JSON ({error}): write one object a line"
-            ) from error
-        prompt = prompt_of(record) if isinstance(record, dict) else None
-        if prompt is None:
-            raise ValueError(
-                f"{path}, line {number} has no prompt: it needs a string `prompt` or `question`, a list "
-                "`turns`, or chat `messages` or `conversations` with a user's turn"
-            )
-        prompts.append(prompt)
-    return prompts
+def asked(record: Mapping[str, Any], place: str) -> str:
+    """What a row asks; ValueError, by its place, where that is nothing."""
+    prompt = prompt_of(record)
+    if prompt is None:
+        raise ValueError(
+            f"{place}: has no prompt: it needs a string `prompt` or `question`, a list `turns`, or chat "
+            "`messages` or `conversations` with a user's turn"
+        )
+    return prompt
 
 
 def prompt_of(record: Mapping[str, Any]) -> str | None:

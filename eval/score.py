@@ -14,7 +14,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from eagle_fsd.evaluation.scoring import score_file, table
-from eagle_fsd.evaluation.tasks.source import read_jsonl
+from eagle_fsd.jsonl import read_jsonl
 
 
 def main() -> None:

@@ -117,7 +117,7 @@ def test_a_grid_is_resumed_and_not_measured_twice(
     output.write_bytes(whole + b'{"half')
     assert tau.run(engine, cells, prompts, output, 2, {}) == rows and output.read_bytes() == whole
     output.write_bytes(b'{"half\n' + whole)
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: is not JSON .* delete the line"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: is not JSON .* delete it"):
         tau.run(engine, cells, prompts, output, 2, {})
 
 
@@ -233,11 +233,11 @@ def test_prompt_sets_are_chats_of_first_turns(tmp_path: Path) -> None:
         chat_prompts(path, CharTokenizer(), skip=3)
     assert (set_name(path), set_name(tmp_path / "own.jsonl")) == ("few", "own")
     with pytest.raises(
-        ValueError, match=r"gone.jsonl' cannot be read \(No such file or directory\): .* check the path"
+        ValueError, match=r"gone.jsonl: cannot be read \(No such file or directory\); name a JSONL file"
     ):
         chat_prompts(tmp_path / "gone.jsonl", CharTokenizer())
     path.write_text('{"turns": ["ab"]}\n{"text": "c"}\n')
-    with pytest.raises(ValueError, match=r"prompts_few.jsonl, line 2 has no prompt"):
+    with pytest.raises(ValueError, match=r"prompts_few.jsonl:2: has no prompt"):
         chat_prompts(path, CharTokenizer())
 
 

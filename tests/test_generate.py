@@ -470,11 +470,11 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"prompt": "a"}\n{"prompt": \n', "line 2"),
-        (b'{"text": "a"}\n', "line 1"),
-        (b'{"turns": []}\n', "line 1"),
-        (b'["a"]\n', "line 1"),
-        (b'{"prompt": 5}\n', "line 1"),
+        (b'{"prompt": "a"}\n{"prompt": \n', "p.jsonl:2: "),
+        (b'{"text": "a"}\n', "p.jsonl:1: "),
+        (b'{"turns": []}\n', "p.jsonl:1: "),
+        (b'["a"]\n', "p.jsonl:1: "),
+        (b'{"prompt": 5}\n', "p.jsonl:1: "),
         (b'{"prompt": "a"}\n{"prompt": ""}\n', "prompt 2"),
         (b"\n", "no prompt"),
         (b"\xff\xfe", "UTF-8"),
@@ -589,7 +589,7 @@ def test_prompt_files_that_cannot_be_read(
     model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_path: Path, name: str
 ) -> None:
     code, _, err = run(capsys, "--prompt-file", str(tmp_path / name))
-    assert code == 2 and "cannot be read (" in err and "check the path" in err
+    assert code == 2 and "cannot be read (" in err and "name a text or .jsonl file" in err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")

@@ -201,7 +201,7 @@ MISTAKES = {
     r"draft_vocab_size is 33: it must be in 3\.\.32, .*; change --draft-vocab-size": {"sizes": "9 33"},
     r"draft_vocab_size is 2: it must be in 3\.\.32, from the target's special and end tokens": {"sizes": "2"},
     r"output '.*/head' is there already: it must be new; name another": {"output": "head"},
-    r"data file '.*gone' does not exist; give": {"more": "--data {}/gone"},
+    r".*gone: cannot be read .*; name a JSONL file": {"more": "--data {}/gone"},
     r"no feature shards in '.*gone'": {"more": "--shards {}/gone"},
     r"draft head '.*gone' is not there": {"head": "gone"},
     r"max_length is 9999: the target has 512 positions": {"more": "--data {}/rows.jsonl --max-length 9999"},

@@ -22,7 +22,7 @@ from training_world import (
 )
 
 from eagle_fsd.hub import load_head, resolve_head
-from eagle_fsd.training.data import read_jsonl
+from eagle_fsd.jsonl import read_jsonl
 from eagle_fsd.training.runs import BEST, read_checkpoint, read_log, sole_run
 from eagle_fsd.training.trainer import Trainer
 
@@ -44,7 +44,7 @@ def test_text_rows_that_overlap_an_evaluation_file_are_left_out(
     report = f"2 rows, 1 left out for overlap; functions of Python {platform.python_version()}"
     assert report in caplog.text
     monkeypatch.setattr(sys, "argv", f"x --pairs {tmp_path}/gone --output {tmp_path}/text.jsonl".split())
-    with pytest.raises(SystemExit, match=r"make_text: data file '.*gone' does not exist"):
+    with pytest.raises(SystemExit, match=r"make_text: .*gone: cannot be read"):
         module.main()
 
 
@@ -176,7 +176,7 @@ def test_mistakes_of_a_user_are_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "file").write_text("")
     for message, options in {
         r"no data: give --data, --text or --shards": {"data": ""},
-        r"data file '.*gone\.jsonl' does not exist": {"data": "--data {}/gone.jsonl"},
+        r".*gone\.jsonl: cannot be read": {"data": "--data {}/gone.jsonl"},
         r"\[Errno 20\] Not a directory: .*": {"output": "file/run"},
         r"held_out is 8: it must be in 1\.\.7, .*": {"more": "--held-out 8"},
         r"held_out is 0: .*change --held-out": {"more": "--held-out 0"},

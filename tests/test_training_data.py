@@ -17,6 +17,7 @@ from training_world import (
     sequences,
 )
 
+from eagle_fsd.jsonl import read_jsonl
 from eagle_fsd.training.batching import (
     add_noise,
     batch_plan,
@@ -31,7 +32,6 @@ from eagle_fsd.training.data import (
     batches_by_length,
     encode_turns,
     load_examples,
-    read_jsonl,
     turns_of,
 )
 from eagle_fsd.training.shards import FeatureSequence
@@ -61,19 +61,19 @@ def test_learning_everywhere_starts_at_the_first_turn() -> None:
 
 def test_files_with_mistakes_name_file_line_and_remedy(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match="cannot be read"):
         load_examples(path, LetterTokenizer(), 50)
     path.write_text(json.dumps(conversation("a", "b")) + "\n\n{broken\n")
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 3: not JSON"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:3: is not JSON"):
         list(read_jsonl(path))
     path.write_text("[1]\n")
-    with pytest.raises(ValueError, match="line 1: list instead of a JSON object"):
+    with pytest.raises(ValueError, match=r":1: is no object but"):
         list(read_jsonl(path))
     path.write_text('{"text": "x"}\n')
-    with pytest.raises(ValueError, match="line 1: no 'conversations'"):
+    with pytest.raises(ValueError, match=":1: no 'conversations'"):
         load_examples(path, LetterTokenizer(), 50)
     path.write_text('{"conversations": [{"role": "user"}]}\n')
-    with pytest.raises(ValueError, match="line 1: turns must be"):
+    with pytest.raises(ValueError, match=":1: turns must be"):
         load_examples(path, LetterTokenizer(), 50)
 
 

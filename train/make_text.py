@@ -24,8 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from eagle_fsd.files import write_atomically
+from eagle_fsd.jsonl import read_jsonl
 from eagle_fsd.training.command import add_paths, run_command
-from eagle_fsd.training.data import overlap, read_jsonl, word_runs
+from eagle_fsd.training.data import overlap, word_runs
 
 logger = logging.getLogger("make_text")
 

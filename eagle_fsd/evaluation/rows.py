@@ -7,15 +7,14 @@ on with the file drops it first.
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from eagle_fsd.config import SamplingConfig, TreeConfig, require_choice, require_integer, require_number
+from eagle_fsd.jsonl import read_jsonl
 
 NUMBER = (int, float)
 FINISH_REASONS = ("stop", "length")
@@ -165,39 +164,9 @@ def drop_torn_line(path: Path) -> None:
         path.write_bytes(data[: data.rfind(b"\n") + 1])
 
 
-def numbered_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, row) of every whole line; a last line without its end is passed over.
-
-    A name that ends in .gz is read through gzip. ValueError names a line that is not a JSON object, OSError
-    a file that cannot be read.
-    """
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(whole_lines(path, file), 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:  # of JSON, or of UTF-8
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else "no UTF-8"
-                raise ValueError(
-                    f"{path}:{number}: is not JSON ({reason}); delete the line to measure it again"
-                ) from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}:{number}: is not a JSON object; delete the line")
-            yield number, row
-
-
-def whole_lines(path: Path, file: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines that have their end. ValueError for compressed ones that are cut off or damaged."""
-    try:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path}: is not a whole gzip file ({error}); compress the rows again") from error
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of an earlier run, none where there is no file; see `numbered_rows`."""
-    return [row for _, row in numbered_rows(path)] if path.exists() else []
+    """The rows of an earlier run, none where there is no file; see `read_jsonl`."""
+    return [row for _, row in read_jsonl(path, torn=True)] if path.exists() else []
 
 
 def read_raw_rows(paths: Iterable[Path]) -> dict[Path, list[Row]]:
@@ -212,7 +181,7 @@ def read_raw_rows(paths: Iterable[Path]) -> dict[Path, list[Row]]:
         if path in rows:
             raise ValueError(f"{path} is given twice: its rows would count twice; name it once")
         rows[path] = []
-        for number, data in numbered_rows(path):
+        for number, data in read_jsonl(path, torn=True):
             place = f"{path}:{number}"
             try:
                 row = Row.of(data)

@@ -11,8 +11,8 @@ from typing import Any
 from eagle_fsd.evaluation.rows import append_row, drop_torn_line
 from eagle_fsd.evaluation.table_lines import table_lines
 from eagle_fsd.evaluation.tasks import Sample, Task, task_named
-from eagle_fsd.evaluation.tasks.source import read_jsonl
 from eagle_fsd.files import whole_file
+from eagle_fsd.jsonl import read_jsonl
 
 Row = dict[str, Any]
 

@@ -8,7 +8,6 @@ feature *at* these tokens. An end token is context for later turns and never mar
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.config import require_integer
+from eagle_fsd.jsonl import read_jsonl
 
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names, beside the roles' own
 logger = logging.getLogger(__name__)
@@ -41,29 +41,6 @@ class Skipped:
 
     def add(self, reason: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
-
-
-def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) for each non-empty line; a ValueError names a malformed one."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"data file {str(path)!r} does not exist; give the path of a JSONL file")
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path}, line {number}: not JSON ({error.msg}); "
-                    "every line must be one JSON object, repair or remove it"
-                ) from error
-            if not isinstance(row, dict):
-                raise ValueError(
-                    f"{path}, line {number}: {type(row).__name__} instead of a JSON object; remove it"
-                )
-            yield number, row
 
 
 def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
@@ -158,10 +135,10 @@ def load_examples(
         require_integer("rows", limit, 1, "change --rows")
     examples: list[Example] = []
     skipped = Skipped()
-    for number, row in read_jsonl(path):
+    for number, row in read_jsonl(Path(path)):
         if limit is not None and len(examples) >= limit:
             break
-        turns = turns_of(row, f"{path}, line {number}")
+        turns = turns_of(row, f"{path}:{number}")
         if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
             skipped.add("empty answer")
             continue

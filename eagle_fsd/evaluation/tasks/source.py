@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle_fsd.jsonl import read_jsonl
 from eagle_fsd.tensors import one_line
 
 FOLDER = "EAGLE_FSD_DATA"
@@ -40,34 +40,6 @@ def rows_of(name: str, source: Source, path: Path | None) -> tuple[str, Iterator
             )
         found = files[0]
     return str(found), read_jsonl(found)
-
-
-def read_jsonl(path: Path, torn: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSON Lines file with their line numbers, from 1; empty lines are passed over.
-
-    torn: drop what follows the last line end, which a run that was stopped left half-written. ValueError, one
-    line, for a file that cannot be read and for any other line that is no object.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(
-            f"{path}: cannot be read ({error.strerror}); name a JSONL file or a folder that holds it"
-        ) from error
-    if torn:
-        data = data[: data.rfind(b"\n") + 1]
-    for number, line in enumerate(data.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except ValueError as error:  # UnicodeDecodeError is one
-            raise ValueError(
-                f"{path}:{number}: is not JSON ({one_line(error)}); write one object a line"
-            ) from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number}: is no object but {line[:40]!r}; write one object a line")
-        yield number, row
 
 
 def hub_rows(name: str, source: Source) -> tuple[str, Iterator[tuple[int, dict[str, Any]]]]:
