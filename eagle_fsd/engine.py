@@ -268,7 +268,7 @@ class EagleFSD:
         prompts: Sequence[Sequence[int]] = (),
     ) -> Choice:
         """The draft tree with the most tokens per second for texts of about `context` tokens, `batch` at a
-        time: measured the first time, which takes seconds, and remembered on disk.
+        time: measured the first time, which takes half a minute and more, and remembered on disk.
 
         prompts: token ids of texts to watch the head on, where our own cannot be had: without a tokenizer, or
         where its chat template takes no lone user turn.

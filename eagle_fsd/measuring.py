@@ -1,6 +1,7 @@
 """The measurements behind a tree chosen by cost: parts of a step timed, a few texts watched.
 
-Seconds for a small target; a large one on a slow device is measured less often, and may still take minutes.
+Half a minute for a small target; a large one on a slow device is measured less often, and may still take
+minutes.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ import torch
 from eagle_fsd import __version__
 
 
-def provenance() -> dict[str, object]:
-    """A JSON-ready record of this run."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+def provenance(device: torch.device | None = None) -> dict[str, object]:
+    """A JSON-ready record of this run. device: what it computes on; None: CUDA where there is any."""
+    cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit(),
@@ -26,7 +26,7 @@ def provenance() -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "device": device,
+        "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
         "threads": torch.get_num_threads(),
     }
 

@@ -25,8 +25,7 @@ def encode(
     tokenizer: PreTrainedTokenizerBase | None, prompt: str, system: str | None = None, raw: bool = False
 ) -> Tensor:
     """Token ids [1, n] of a prompt, as a chat that waits for its answer, or raw."""
-    if tokenizer is None:
-        raise ValueError("the target has no tokenizer: name a folder or Hub id that holds one")
+    require_tokenizer(tokenizer)
     try:
         (prompt + (system or "")).encode()
     except UnicodeEncodeError as error:
@@ -40,8 +39,15 @@ def encode(
     return encode_chat(tokenizer, [*messages, {"role": "user", "content": prompt}])
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> Tensor:
+def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """ValueError where there is none."""
+    if tokenizer is None:
+        raise ValueError("the target has no tokenizer: name a folder or Hub id that holds one")
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Mapping[str, str]]) -> Tensor:
     """Token ids [1, n] of a chat of {"role", "content"} that waits for its answer."""
+    require_tokenizer(tokenizer)
     if not tokenizer.chat_template:
         raise ValueError(f"the target's tokenizer has no chat template: choose one that has, {PLAIN}")
     try:

@@ -20,6 +20,7 @@ from eagle_fsd.calibration import FILE, Calibration
 from eagle_fsd.config import CHILDREN, require_integer, require_number
 from eagle_fsd.evaluation.arguments import load_engine, model_parser
 from eagle_fsd.evaluation.budgets import calibrate, table, trial_table
+from eagle_fsd.evaluation.prompts import require_own_names
 from eagle_fsd.evaluation.sweep import Cell, Questions
 from eagle_fsd.evaluation.thresholds import Work, fuzzy, kinds_of
 from eagle_fsd.files import write_atomically
@@ -68,7 +69,8 @@ def main() -> None:
         for name in ("max_new_tokens", "batch_size"):
             require_integer(name, getattr(arguments, name), 1, f"change --{name.replace('_', '-')}")
         require_integer("splits", arguments.splits, 0, "0 makes none")
-        require_number("confidence", arguments.confidence, 0.5, 0.999, "0.9 is usual")
+        require_number("confidence", arguments.confidence, 0.501, 0.999, "0.9 is usual")
+        require_own_names(arguments.prompts)
         for budget in arguments.quality_budget:
             require_number("quality_budget", budget, 0.0, 1.0, "0.02 changes about one token in fifty")
         kinds = kinds_of(arguments.divergence, arguments.mode, arguments.child, arguments.min_gain)
@@ -78,17 +80,18 @@ def main() -> None:
             engine.require_rule(fuzzy(kind, 1.0))
         sets = [
             Questions.of_prompts(path, engine, arguments.limit, arguments.skip, arguments.max_new_tokens)
-            for path in dict.fromkeys(arguments.prompts)
+            for path in arguments.prompts
         ]
+        questions = Questions.together(sets)
+        if arguments.splits and len(questions.samples) < 2:
+            raise ValueError(f"splits is {arguments.splits}: one prompt cannot be halved; give more prompts")
         work = Work(
             engine,
-            Cell(
-                Questions.together(sets), Lossless(), sampling, tree, arguments.max_new_tokens, arguments.seed
-            ),
+            Cell(questions, Lossless(), sampling, tree, arguments.max_new_tokens, arguments.seed),
             arguments.output,
             arguments.batch_size,
             arguments.confidence,
-            provenance(),
+            provenance(engine.device),
         )
         calibration, trials = calibrate(work, kinds, sorted(arguments.quality_budget), arguments.splits)
         calibration.write(arguments.output / FILE)
@@ -105,7 +108,9 @@ def main() -> None:
 
 
 def install(folder: Path | None, calibration: Calibration) -> None:
-    """Write it beside the head."""
+    """Write it beside the head; what is there stays where no threshold was found."""
+    if not calibration.thresholds:
+        raise ValueError("install: no threshold stays inside the budget, so none is; raise --quality-budget")
     if folder is None:
         raise ValueError("install: the head was not loaded from a folder; copy calibration.json by hand")
     calibration.write(folder / FILE)

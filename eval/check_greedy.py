@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd import TreeConfig
-from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
+from eagle_fsd.evaluation.arguments import check_sizes, float32_by_default, load_engine, parser_of
 from eagle_fsd.evaluation.greedy import compare, reference
 from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.provenance import provenance
@@ -24,7 +24,7 @@ MOST_EXCUSED = 2  # prompts whose text may part at a near tie
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.set_defaults(dtype="float32")  # in half precision forwards of several rows round otherwise
+    float32_by_default(parser)  # in half precision forwards of several rows round otherwise
     parser.add_argument("--tree", nargs="+", default=["16/5/8", "60/6/10"], help="total_tokens/depth/top_k")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4], help="default: %(default)s")
     parser.add_argument(
@@ -72,7 +72,8 @@ def main() -> None:
                 "of": len(prompts),
                 **stats.to_dict(),
             }
-            row |= {"differences": [vars(difference) for difference in differences], **provenance()}
+            row |= {"differences": [vars(difference) for difference in differences]}
+            row |= provenance(engine.device)
             with arguments.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
     sys.exit(1 if unexcused or len(differing) > MOST_EXCUSED else 0)

@@ -6,8 +6,9 @@
         --tasks ifeval --batch_size 4 --output_path runs/harness --log_samples
 
 The flags are lm-eval's own. --model_args: base_model, ea_model, dtype, device ... of the models; threshold,
-divergence, mode, child ... of the rule; total_tokens (or auto), depth, top_k of the tree; batch_size,
-max_gen_toks, seed. With --use_cache take another file for every setting: lm-eval's cache does not know them.
+divergence, mode, child ... of the rule, or rule=cactus:0.1; total_tokens (or auto), depth, top_k of the tree;
+batch_size, max_gen_toks, seed. With --use_cache take another file for every setting: lm-eval's cache does not
+know them.
 """
 
 from __future__ import annotations

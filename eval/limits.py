@@ -28,7 +28,7 @@ def main() -> None:
     here = machine(engine.device, engine.dtype)
     drafted = engine.draft_vocab_size or engine.target.vocab_size
     found, costs = forwards(engine, here, arguments.context, [beam for beam in BEAMS if beam <= drafted])
-    made = provenance()
+    made = provenance(engine.device)
     print(
         f"{made['device']}, {made['threads']} threads, {str(engine.dtype).removeprefix('torch.')}: "
         f"{here.bandwidth / 1e9:.1f} GB/s, {here.rate / 1e9:.0f} GFLOP/s; "

@@ -14,7 +14,7 @@ from typing import Any
 
 from eagle_fsd import Fuzzy, SamplingConfig, TreeConfig
 from eagle_fsd.config import CHILDREN
-from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
+from eagle_fsd.evaluation.arguments import check_sizes, float32_by_default, load_engine, parser_of
 from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.evaluation.tau import Cell, run, table
 from eagle_fsd.provenance import provenance
@@ -22,7 +22,7 @@ from eagle_fsd.provenance import provenance
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.set_defaults(dtype="float32")
+    float32_by_default(parser)
     parser.add_argument(
         "--output", type=Path, required=True, help="JSONL of rows; a later run resumes from it"
     )
@@ -62,7 +62,7 @@ def main() -> None:
             Cell(name, len(ids), arguments.max_new_tokens, sampling, tree, dtype=arguments.dtype, **rule)
             for sampling, rule, (name, ids) in product(samplings, rules, prompts.items())
         ]
-        rows = run(engine, cells, prompts, arguments.output, arguments.batch_size, provenance())
+        rows = run(engine, cells, prompts, arguments.output, arguments.batch_size, provenance(engine.device))
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     print(table(rows))

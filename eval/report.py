@@ -52,7 +52,8 @@ def main() -> None:
         how = Bootstrap(resamples=arguments.resamples, seed=arguments.seed)
         asked = Report(arguments.quality, arguments.speed, arguments.losses, how)
         files = read_raw_rows(arguments.rows)
-        sources = {path.name: len(rows) for path, rows in files.items()}
+        alone = len({path.name for path in files}) == len(files)
+        sources = {path.name if alone else str(path): len(rows) for path, rows in files.items()}
         print(
             write_report([row for rows in files.values() for row in rows], asked, arguments.output, sources)
         )

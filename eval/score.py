@@ -22,7 +22,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--rows", type=Path, required=True, help="JSONL of rows")
+    add("--rows", type=Path, required=True, help="JSONL of rows, or .jsonl.gz")
     add("--output", type=Path, help="JSONL of scored rows (default: --rows itself, replaced as a whole)")
     add("--data", type=Path, help="folder of the tasks' files (default: $EAGLE_FSD_DATA, else the Hub)")
     arguments = parser.parse_args()

@@ -5,8 +5,9 @@
         --methods hf plain lossless js:0.6:paper:likeliest --likelihood --output runs/speed_sampling
 
 Methods: hf, hf-compiled and lookup are Hugging Face's generate, plain, compiled with a static cache, and with
-prompt lookup; plain is our own loop without a draft; lossless; and DIVERGENCE:T[:MODE[:CHILD]]. Each answers
-every prompt, in rotating order; nothing else should run on the machine.
+prompt lookup; plain is our own loop without a draft; lossless; and any acceptance rule in a word, such as
+js:0.3, js:0.6:paper:target:min_p=0.2 or cactus:0.1. Each answers every prompt, in rotating order; nothing
+else should run on the machine.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def main() -> None:
         return {"log_likelihood": sum(known) / len(known) if known else None}
 
     made = {"base_model": engine.base_model, "ea_model": engine.ea_model}
-    made |= {"draft_vocab_size": engine.draft_vocab_size, **provenance()}
+    made |= {"draft_vocab_size": engine.draft_vocab_size, **provenance(engine.device)}
     rows = []
     file = arguments.output / "rows.jsonl"
     file.unlink(missing_ok=True)  # a race is run anew, not resumed

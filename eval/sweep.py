@@ -18,6 +18,7 @@ from eagle_fsd import SamplingConfig, TreeConfig
 from eagle_fsd.config import require_integer
 from eagle_fsd.evaluation.arguments import load_engine, model_parser
 from eagle_fsd.evaluation.grids import GRIDS
+from eagle_fsd.evaluation.prompts import require_own_names
 from eagle_fsd.evaluation.refine import refined
 from eagle_fsd.evaluation.sweep import Cell, Questions, run
 from eagle_fsd.evaluation.tasks import TASKS, task_named
@@ -40,15 +41,20 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         help="files of prompts, a task without a score",
     )
     add("--data", type=Path, help="folder of the tasks' files (default: $EAGLE_FSD_DATA, else the Hub)")
-    add("--limit", type=int, help="at most LIMIT samples of every task")
-    add("--skip", type=int, default=0, help="leave out the first SKIP samples of every task")
+    add("--limit", type=int, help="at most LIMIT samples of every task or file")
+    add("--skip", type=int, default=0, help="leave out the first SKIP samples of every task or file")
     add(
         "--refine",
         type=int,
         metavar="N",
         help="after LIMIT samples of every rule, N of those that are near the frontier",
     )
-    add("--grid", choices=GRIDS, help="a list of rules; default: quick, where --rules names none")
+    add(
+        "--grid",
+        choices=GRIDS,
+        help="a list of rules: quick (19), frontier (63), variants (with a head that has a list of frequent "
+        "tokens only beside --full-vocabulary); default: quick, where --rules names none",
+    )
     add(
         "--rules",
         nargs="+",
@@ -82,10 +88,12 @@ def main() -> None:
                 require_integer(name, getattr(arguments, name), 1, "leave it out for all")
         require_integer("batch_size", arguments.batch_size, 1, "1 answers every sample alone")
         require_integer("seed", arguments.seed, 0, "any will do")
+        require_integer("skip", arguments.skip, 0, "0 begins with the first sample")
+        require_own_names(arguments.prompts)
         tree = TreeConfig.parse(arguments.tree)
         grid = GRIDS[arguments.grid or "quick"] if arguments.grid or not arguments.rules else ()
-        rules = [parse_rule(word) for word in dict.fromkeys((*grid, *arguments.rules))]
-        samplings = [SamplingConfig.parse(word) for word in dict.fromkeys(arguments.sampling)]
+        rules = list(dict.fromkeys(parse_rule(word) for word in (*grid, *arguments.rules)))
+        samplings = list(dict.fromkeys(map(SamplingConfig.parse, arguments.sampling)))
         tasks = [task_named(name) for name in dict.fromkeys(arguments.tasks)]
         engine = load_engine(arguments)
         for rule in rules:
@@ -99,7 +107,7 @@ def main() -> None:
             if arguments.prompts:
                 sets = [
                     Questions.of_prompts(path, engine, limit, arguments.skip, most or 128)
-                    for path in dict.fromkeys(arguments.prompts)
+                    for path in arguments.prompts
                 ]
                 questions.append(Questions.together(sets))
             return [
@@ -109,7 +117,7 @@ def main() -> None:
                 for rule in rules
             ]
 
-        asked, made = cells(arguments.limit), provenance()
+        asked, made = cells(arguments.limit), provenance(engine.device)
         run(engine, asked, arguments.output, arguments.batch_size, made)
         if arguments.refine is not None:
             near = refined(engine, asked, arguments.output)

@@ -129,6 +129,20 @@ def test_what_is_foretold_is_the_sum_of_moves_within_the_threshold(tmp_path: Pat
     assert mean == sorted(mean) and mean[-1] > mean[0]
 
 
+def test_another_seed_is_another_run(tmp_path: Path) -> None:
+    job, moves = work(tmp_path), [("hybrid", "draft", 0.0)]
+    other = replace(job, cell=replace(job.cell, seed=100))
+    first, second = job.record(["js"], moves), other.record(["js"], moves)
+    assert len(read_rows(tmp_path / "records.jsonl")) == 12
+    same = [np.array_equal(*pair) for pair in zip(first.tables, second.tables, strict=True)]
+    assert not all(same)
+    again = job.record(["js"], moves)
+    assert again.taus == first.taus and len(read_rows(tmp_path / "records.jsonl")) == 12
+    assert {row["seed"] for row in job.really(JS, 0.3)} == set(range(6))
+    assert {row["seed"] for row in other.really(JS, 0.3)} == set(range(100, 106))
+    assert {row["seed"] for row in job.really(JS, 0.3)} == set(range(6))
+
+
 def test_the_lossless_pass_goes_on_where_it_was(tmp_path: Path) -> None:
     first = work(tmp_path / "a").record(["js"], [("hybrid", "draft", 0.0)])
     lines = (tmp_path / "a" / "records.jsonl").read_text().splitlines(keepends=True)
@@ -362,6 +376,14 @@ def test_the_script_writes_and_installs(
     assert isinstance(output.rule, Fuzzy) and output.rule.threshold in LADDER
 
 
+def test_a_calibration_without_thresholds_replaces_none(tmp_path: Path) -> None:
+    calibration = a_calibration(engine())
+    calibration.write(tmp_path / FILE)
+    with pytest.raises(ValueError, match="install: no threshold stays inside the budget"):
+        calibrate_script().install(tmp_path, replace(calibration, thresholds=()))
+    assert read_calibration(tmp_path / FILE) == calibration
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -370,6 +392,10 @@ def test_the_script_writes_and_installs(
         ("--confidence 1", "confidence is 1.0"),
         ("--sampling hot", "sampling is 'hot'"),
         ("--splits -1", "splits is -1"),
+        ("--splits 3", "splits is 3: one prompt cannot be halved"),
+        ("--confidence 0.5", "confidence is 0.5"),
+        ("--limit 0", "limit is 0"),
+        ("--skip -1", "skip is -1"),
         ("--prompts /nowhere.jsonl", "/nowhere.jsonl"),
     ],
 )

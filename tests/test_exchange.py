@@ -50,14 +50,25 @@ def test_tokens_gained_for_tokens_given_up() -> None:
 
 def test_rules_on_fewer_samples_and_of_no_distance_are_left_out() -> None:
     rows = raw_rows() + cell_rows(fuzzy(0.5), Truth(tau=3, tv=0.3), 10) + cell_rows(fuzzy(0.01), Truth(), 30)
-    assert set(Exchange(panel_of(rows), HOW).points) == {"js 0.1 hybrid", "js 0.3 hybrid"}
+    exchange = Exchange(panel_of(rows), HOW)
+    assert set(exchange.points) == {"js 0.1 hybrid", "js 0.3 hybrid"}
+    assert exchange.left_out == ["js 0.01 hybrid", "js 0.5 hybrid"]
+    said = "(fewer samples than lossless, or a TV below 0.003): js 0.01 hybrid, js 0.5 hybrid."
+    assert said in exchange_table(panel_of(rows), HOW)
+
+
+def test_seeds_of_a_sample_are_one_sample() -> None:
+    rows = [row for rule, truth in RULES for row in cell_rows(rule, truth, 1, seeds=(0, 1))]
+    found = Exchange(panel_of(rows), HOW).of("js 0.3 hybrid")
+    assert (found.low, found.high, found.samples) == (None, None, 1)
 
 
 def test_a_table_line_by_line() -> None:
     panel = panel_of(raw_rows())
     exchange = Exchange(panel, HOW)
-    title, _, titles, _, cheap, dear = exchange_table(panel, HOW, ["js 0.3 hybrid"]).splitlines()
+    title, _, about, _, titles, _, cheap, dear = exchange_table(panel, HOW, ["js 0.3 hybrid"]).splitlines()
     assert title == "## ifeval, temperature 0.6"
+    assert about.startswith("SmolLM2-135M-Instruct, tree 16/5/8; version 1, top-p 0.9,")
     assert titles.endswith("| gained for a TV of 1 | more than js 0.3 hybrid |")
     assert cheap.startswith("| js 0.1 hybrid | 0.050 | 1.2")
     assert f"| {exchange.of('js 0.1 hybrid').value:.2f} [" in cheap

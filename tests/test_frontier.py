@@ -160,6 +160,22 @@ def test_other_seeds_are_no_pairs_and_seeds_of_a_sample_go_together() -> None:
     assert (found.samples, found.pairs, found.changes[TAU].difference.samples) == (24, 24, 12)
 
 
+def test_scores_are_weighted_as_their_task_says() -> None:
+    """IFEval's share of instructions: of two prompts with 1 and 3 of them, all of the second's are kept."""
+    rows = cell_rows(LOSSLESS, Truth(), 2)
+    for row, kept, instructions in zip(rows, (0.0, 1.0), (1.0, 3.0), strict=True):
+        row["scores"] = {"strict": kept, "instruction_strict": kept, "instructions": instructions}
+    (panel,) = panels([Row.of(row) for row in rows], HOW)
+    assert panel.scores == ("strict", "instruction_strict")
+    values = panel.points[0].values
+    assert (values["score:strict"].value, values["score:instruction_strict"].value) == (0.5, 0.75)
+
+
+def test_rows_of_before_a_guard_are_of_the_rule_without_it() -> None:
+    old, new = cell_rows(fuzzy(0.3), Truth(), 1)[0], cell_rows(fuzzy(0.3, min_gain=0.0), Truth(), 1)[0]
+    assert "min_gain" not in old["rule"] and Row.of(old).rule == Row.of(new).rule
+
+
 def test_without_lossless_there_is_nothing_to_compare_with() -> None:
     panel = only_panel(cell_rows(JS, Truth(), 5))
     assert panel.lossless is None and panel.points[0].changes == {} and panel.points[0].pairs == 0
@@ -356,6 +372,11 @@ def test_rows_are_read_back_and_a_torn_one_is_passed_over(tmp_path: Path) -> Non
     drop_torn_line(path)
     drop_torn_line(tmp_path / "none")
     assert path.read_bytes() == whole and not (tmp_path / "none").exists()
+
+
+def test_no_row_is_added_to_a_compressed_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rows\.jsonl\.gz: rows are written as they are.*without \.gz"):
+        drop_torn_line(tmp_path / "rows.jsonl.gz")
 
 
 def test_compressed_rows_are_read_and_damaged_ones_named(tmp_path: Path) -> None:

@@ -100,6 +100,19 @@ def test_rows_of_an_older_version_are_not_scored_by_a_newer_task(
         list(score_rows(ROWS, data))
 
 
+def test_answers_to_mere_prompts_have_no_score(data: Path) -> None:
+    rows = list(score_rows([row(0, "x", task="prompts/a+b"), ROWS[0]], data))
+    assert [one["scores"] for one in rows] == [{}, {"strict": 1.0, "flexible": 1.0}]
+    assert "| prompts/a+b | lossless | 0.6 | 1 |  | 10 | 0% |" in table(rows)
+
+
+def test_scores_are_not_written_to_a_compressed_file(data: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(ValueError, match=r"scored\.jsonl\.gz: scored rows are written uncompressed; name"):
+        list(score_file(source, tmp_path / "scored.jsonl.gz", data))
+    assert not (tmp_path / "scored.jsonl.gz").exists()
+
+
 def test_the_file_itself_is_replaced_as_a_whole(data: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", ROWS)
     found = list(score_file(path, path, data))

@@ -171,6 +171,46 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(asked) == 14 and len(read_rows(output)) == 7
 
 
+def test_other_prompts_under_the_same_names_are_refused(tmp_path: Path) -> None:
+    model, output, asked = engine(), tmp_path / "rows.jsonl", questions(2)
+    run(model, cells(asked, Lossless()), output, 1, {})
+    before = output.read_bytes()
+    other = replace(asked, prompts=[asked.prompts[0], [*asked.prompts[1], 5]])
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl: sample '1' of toy was another prompt when .* another o"
+    ):
+        run(model, cells(other, Lossless(), Fuzzy(0.4)), output, 1, {})
+    assert output.read_bytes().startswith(before)
+    rows = [{k: v for k, v in row.items() if k != "prompt"} for row in read_rows(output)]
+    output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(model, cells(other, Lossless()), output, 1, {})  # rows of before prompts were kept
+    assert len(read_rows(output)) == len(rows)
+
+
+def test_rows_say_the_batch_that_was_asked_for(tmp_path: Path) -> None:
+    """Also those of the last, smaller batch: they are of the same run, and comparable."""
+    run(engine(), cells(questions(5), Lossless()), tmp_path / "rows.jsonl", 2, {})
+    assert [row["batch_size"] for row in read_rows(tmp_path / "rows.jsonl")] == [2] * 5
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (
+            "a letter\nand its end",
+            r"rows\.jsonl: ends in b'and its end', which is no row; name another output",
+        ),
+        ('{"key": "a", "tau": 2}\n', r"rows\.jsonl:1: has no 'sample': these are other rows; name another"),
+    ],
+)
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str, line: str) -> None:
+    output = tmp_path / "rows.jsonl"
+    output.write_text(content)
+    with pytest.raises(ValueError, match=line):
+        run(engine(), cells(questions(1), Lossless()), output, 1, {})
+    assert output.read_text() == content
+
+
 def test_another_head_is_another_cell(tmp_path: Path) -> None:
     (cell,) = cells(questions(1), Lossless())
     other = engine()
@@ -248,11 +288,11 @@ def test_the_script_sweeps_a_file_of_prompts(tmp_path: Path, monkeypatch: pytest
         sweep, "encode_chat", lambda _, messages: torch.tensor([[len(messages[0]["content"]), 7]])
     )
     monkeypatch.setitem(script.main.__globals__, "load_engine", lambda _: engine())
-    argv = f"x --prompts {tmp_path}/prompts_a.jsonl --skip 1 --rules lossless js:0.3:paper"
+    argv = f"x --prompts {tmp_path}/prompts_a.jsonl --skip 1 --rules lossless js:0.3:paper js:0.30:mode=paper"
     monkeypatch.setattr(
         sys,
         "argv",
-        f"{argv} --sampling 0 0.6/50/0.9 --tree 6/2/3 --max-new-tokens 5 --batch-size 2 "
+        f"{argv} --sampling 0 0.6/50/0.9 0.60/50/0.9 --tree 6/2/3 --max-new-tokens 5 --batch-size 2 "
         f"--output {tmp_path}/out/rows.jsonl".split(),
     )
     script.main()
@@ -283,7 +323,8 @@ def test_a_second_pass_takes_what_may_be_on_the_frontier(
             yield {
                 "sample": str(place), "seed": place, "finish_reason": "length", "steps": steps,
                 "new_tokens": tokens, "fuzzy_accepts": 0, "seconds": 1.0, "batch_size": 1,
-                "law": {"kl": None, "tv": tv * tokens}, "log_p": -0.5 - tv, "agreement": 0.5, "scores": {},
+                "law": {"kl": None, "tv": tv * tokens}, "log_p": -0.5 - tv, "agreement": 0.5,
+                "scores": {"same": 1.0},
             }  # fmt: skip
 
     monkeypatch.setattr(sweep, "answer", answer)
@@ -312,6 +353,8 @@ def test_a_second_pass_takes_what_may_be_on_the_frontier(
         ("--tasks ifeval --batch-size 0", "batch_size is 0"),
         ("--tasks ifeval --limit 0", "limit is 0"),
         ("--tasks ifeval --data /nowhere", "/nowhere"),
+        ("--tasks ifeval --skip -1", "skip is -1"),
+        ("--prompts a/prompts_x.jsonl b/x.jsonl", "x.jsonl: another file is the prompt set 'x' as well"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -2,8 +2,8 @@
 
 Python functions, worked grade-school answers, and rows of pairs such as P3's.
 
-python train/make_text.py --functions 1200 --gsm8k $EAGLE_FSD_DATA/gsm8k_train.jsonl --gsm8k-rows 1000
---output runs/text.jsonl
+    python train/make_text.py --functions 1200 --gsm8k $EAGLE_FSD_DATA/gsm8k_train.jsonl --gsm8k-rows 1000 \\
+        --output runs/text.jsonl
 
 The functions are those of the running interpreter's standard library that have a docstring (PSF licence).
 Rows that share a run of eight words with a file given as --exclude (the evaluation prompts) are left out and

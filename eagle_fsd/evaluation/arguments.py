@@ -7,6 +7,7 @@ from pathlib import Path
 
 from eagle_fsd.config import require_integer
 from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.prompts import require_own_names
 from eagle_fsd.hub import DEFAULT_TARGET
 
 
@@ -25,6 +26,12 @@ def model_parser(description: str) -> argparse.ArgumentParser:
     add("--no-graphs", dest="graphs", action="store_false", help="on CUDA, record no CUDA graphs")
     add("--full-vocabulary", action="store_true", help="draft over all tokens, whatever the head's list")
     return parser
+
+
+def float32_by_default(parser: argparse.ArgumentParser) -> None:
+    """Let --dtype be float32 everywhere, for what rounding would blur."""
+    (dtype,) = (action for action in parser._actions if action.dest == "dtype")
+    dtype.default, dtype.help = "float32", "default: %(default)s"
 
 
 def load_engine(arguments: argparse.Namespace) -> EagleFSD:
@@ -65,9 +72,4 @@ def check_sizes(arguments: argparse.Namespace, *batch_sizes: int) -> None:
     require_integer("max_new_tokens", arguments.max_new_tokens, 1, "ask for at least one token")
     for size in batch_sizes:
         require_integer("batch_size", size, 1, "1 runs every prompt alone")
-    names = [path.stem for path in arguments.prompts]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(
-                f"prompt set {name!r} is given twice: every file needs a name of its own; rename one"
-            )
+    require_own_names(arguments.prompts)

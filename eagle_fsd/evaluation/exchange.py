@@ -31,19 +31,21 @@ class Exchange:
         drafting = [point for point in panel.points if not point.is_reference]
         whole = len(panel.lossless.rows)
         self.points = {p.label: p for p in drafting if p.pairs == whole and tv_of(p) >= LEAST}
+        self.left_out = [p.label for p in drafting if p.label not in self.points]
 
     def of(self, label: str) -> Estimate:
         """Tokens gained for a TV of 1, with its interval."""
-        point, (value, drawn) = self.points[label], self._drawn(label)
-        return interval(value, drawn, point.pairs, self.how)
+        value, drawn, samples = self._drawn(label)
+        return interval(value, drawn, samples, self.how)
 
     def against(self, label: str, other: str) -> Estimate:
         """What one rule gains more than another, in pairs."""
-        (value, drawn), (base, of_base) = self._drawn(label), self._drawn(other)
-        return interval(value - base, drawn - of_base, self.points[label].pairs, self.how)
+        (value, drawn, samples), (base, of_base, _) = self._drawn(label), self._drawn(other)
+        return interval(value - base, drawn - of_base, samples, self.how)
 
-    def _drawn(self, label: str) -> tuple[float, Array]:
-        """The value, and that of every resample [R]: the same samples are drawn for every rule."""
+    def _drawn(self, label: str) -> tuple[float, Array, int]:
+        """The value, that of every resample [R], and how many samples there are: the same ones are drawn for
+        every rule."""
         assert self.panel.lossless is not None
         pairs = paired(self.points[label].rows, self.panel.lossless.rows)
         tau, tau_lossless = sums_of_pairs(MEASURES[TAU], pairs)
@@ -51,7 +53,8 @@ class Exchange:
         tv_per_step = Sums(tv.numerator, tau.denominator)
         values, drawn = resampled([tau, tau_lossless, tv_per_step], self.how)
         with np.errstate(divide="ignore", invalid="ignore"):
-            return (values[0] - values[1]) / values[2], (drawn[:, 0] - drawn[:, 1]) / drawn[:, 2]
+            drawn = (drawn[:, 0] - drawn[:, 1]) / drawn[:, 2]
+            return (values[0] - values[1]) / values[2], drawn, tau.samples
 
 
 def tv_of(point: Point) -> float:
@@ -63,14 +66,15 @@ def tv_of(point: Point) -> float:
 def exchange_table(panel: Panel, how: Bootstrap, against: Sequence[str] = ()) -> str:
     """Markdown: a line per rule by its TV, with a column of differences for each rule of `against`.
 
-    ValueError for a rule that the panel has not on all samples, or that hardly leaves the target's law.
+    Says which rules are left out, having too few samples or next to no TV. ValueError for an `against` that
+    is among them.
     """
     exchange = Exchange(panel, how)
     for label in against:
         if label not in exchange.points:
             raise ValueError(
                 f"against is {label!r}: it must be a rule on all samples of lossless, with a TV of at least "
-                f"{LEAST:g}; one of {', '.join(exchange.points)}"
+                f"{LEAST:g}, in {panel.task.title}; one of {', '.join(exchange.points) or 'none'}"
             )
     compared = [f"more than {label}" for label in against]
     titles = ("rule", "TV", "tau, times lossless", "gained for a TV of 1", *compared)
@@ -80,7 +84,12 @@ def exchange_table(panel: Panel, how: Bootstrap, against: Sequence[str] = ()) ->
         others = ("" if label == a else show(exchange.against(label, a)) for a in against)
         times = "" if ratio is None else f"{ratio.value:.2f}"
         lines.append((label, f"{tv_of(point):.3f}", times, show(exchange.of(label)), *others))
-    return "\n".join([f"## {panel.task.title}", "", *table_lines(titles, lines)])
+    models = panel.models
+    title = [f"## {panel.task.title}", "", f"{models.base_model}, tree {models.tree}; {panel.task.details}."]
+    if exchange.left_out:
+        why = f"fewer samples than lossless, or a TV below {LEAST:g}"
+        title.append(f"Left out ({why}): {', '.join(exchange.left_out)}.")
+    return "\n".join([*title, "", *table_lines(titles, lines)])
 
 
 def show(estimate: Estimate) -> str:

@@ -65,12 +65,12 @@ MEASURES: dict[str, Measure] = {
 }
 
 
-def score(name: str) -> Measure:
-    """A task's own score, a mean over samples."""
+def score(name: str, weight: str | None = None) -> Measure:
+    """A task's own score, a mean over samples; weight: the score that each is weighted by."""
 
     def parts(row: Row) -> tuple[float, float] | None:
-        value = row.scores.get(name)
-        return None if value is None else (value, 1)
+        value, own = row.scores.get(name), 1.0 if weight is None else row.scores.get(weight)
+        return None if value is None or own is None else (value * own, own)
 
     return Measure(name, parts)
 

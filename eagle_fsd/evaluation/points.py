@@ -16,6 +16,7 @@ from eagle_fsd.evaluation.bootstrap import Bootstrap, Change, Estimate, estimate
 from eagle_fsd.evaluation.measures import MEASURES, SCORE, Measure, compared, paired, score, sums_of
 from eagle_fsd.evaluation.rows import Row
 from eagle_fsd.evaluation.rule_labels import LOSSLESS, PLAIN, rule_family, rule_knobs, rule_label
+from eagle_fsd.evaluation.tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,10 @@ class Panel:
         return next((point for point in self.points if point.family == PLAIN), None)
 
     def measure(self, name: str) -> Measure:
-        return score(name.removeprefix(SCORE)) if name.startswith(SCORE) else MEASURES[name]
+        if not name.startswith(SCORE):
+            return MEASURES[name]
+        own = name.removeprefix(SCORE)
+        return score(own, weights_of(self.task.name).get(own))
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -137,6 +141,11 @@ def panels(rows: Iterable[Row], how: Bootstrap) -> list[Panel]:
     return sorted(found, key=lambda panel: (str(panel.models), panel.task.order))
 
 
+def weights_of(task: str) -> Mapping[str, str]:
+    """Which scores of a task are weighted by which others; none of a task that is not ours."""
+    return TASKS[task].weights if task in TASKS else {}
+
+
 def is_plain(row: Row) -> bool:
     return row.tree.total_tokens == 1
 
@@ -157,7 +166,8 @@ def panel_of(models: Models, task: Task, rows: Sequence[Row], how: Bootstrap) ->
         refuse_two_cells(task, members)
         if members[0].rule["name"] == LOSSLESS and not is_plain(members[0]):
             lossless = members
-    scores = tuple(dict.fromkeys(name for row in rows for name in row.scores))
+    weights = weights_of(task.name).values()
+    scores = tuple(dict.fromkeys(name for row in rows for name in row.scores if name not in weights))
     bare = Panel(models, task, (), scores)
     points = [point_of(bare, members, lossless, how) for members in rules.values()]
     rank = {PLAIN: 0, LOSSLESS: 1}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from eagle_fsd.config import require_integer
 from eagle_fsd.prompts import read_prompts
 from eagle_fsd.text import encode
 
@@ -28,6 +29,9 @@ def chat_prompts(
 
 def prompts_of(path: Path, skip: int = 0, limit: int | None = None) -> list[str]:
     """A file's prompts, at most `limit` after the first `skip`; ValueError where none is left."""
+    require_integer("skip", skip, 0, "0 begins with the first prompt")
+    if limit is not None:
+        require_integer("limit", limit, 1, "leave --limit out for all prompts")
     prompts = read_prompts(path)
     if skip >= len(prompts):
         raise ValueError(f"skip is {skip}: {path} has {len(prompts)} prompts; lower --skip")
@@ -37,6 +41,17 @@ def prompts_of(path: Path, skip: int = 0, limit: int | None = None) -> list[str]
 def set_name(path: Path) -> str:
     """prompts_gsm8k.jsonl is the set gsm8k."""
     return path.stem.removeprefix("prompts_")
+
+
+def require_own_names(paths: Sequence[Path]) -> None:
+    """ValueError where two files would be one set: their prompts would be taken for the same samples."""
+    names = [set_name(path) for path in paths]
+    for name, path in zip(names, paths, strict=True):
+        if names.count(name) > 1:
+            raise ValueError(
+                f"{path}: another file is the prompt set {name!r} as well: every file needs a name of its "
+                "own; rename one"
+            )
 
 
 def batches(count: int, size: int) -> Iterator[range]:

@@ -20,7 +20,8 @@ HOW = Bootstrap(2000, 0.9)
 def near_frontier(panel: Panel, qualities: Sequence[Quality], speed: str = TAU) -> list[Point]:
     """Lossless, and the points that nothing surely beats, by one of these qualities.
 
-    A point is surely beaten where another's speed lies above its own and its loss below, by intervals.
+    A point is surely beaten where another's speed lies above its own and its loss below, by intervals. A
+    quality that is the same for all points has no say.
     """
     kept: list[Point] = []
     for quality in qualities:
@@ -29,6 +30,8 @@ def near_frontier(panel: Panel, qualities: Sequence[Quality], speed: str = TAU) 
             for point in panel.points
             if (fast := speedup(point, speed)) is not None and (loss := quality.loss(point)) is not None
         ]
+        if len({loss.value for _, loss, _ in known}) == 1:
+            continue  # it tells nothing apart: by it, nothing is ever beaten
         for fast, loss, point in known:
             beaten = any(
                 None not in (other_fast.low, fast.high, lost.high, loss.low)

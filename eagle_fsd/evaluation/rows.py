@@ -8,6 +8,7 @@ on with the file drops it first.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,6 +117,8 @@ class Row:
             if value is not None and value != value:
                 raise ValueError(f"{name} is NaN: null stands for what is not known; make the row again")
         kept = {name: data[name] for name in FIELDS if name != "law"}
+        if data["rule"]["name"] == "fuzzy":  # rows of before there was this guard
+            kept["rule"] = {"min_gain": 0.0, **data["rule"]}
         return cls(
             **kept
             | {
@@ -156,17 +159,45 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Cut off the half line that a killed run left at the end of the file, if there is one."""
+    """Make a file ready to be added to: cut off the half line that a killed run left at its end, if there is
+    one.
+
+    ValueError for a file to which no row should be added: a compressed one, and one with another end than a
+    row's beginning.
+    """
+    if path.suffix == ".gz":
+        raise ValueError(f"{path}: rows are written as they are, uncompressed; name an output without .gz")
     if not path.exists():
         return
     data = path.read_bytes()
-    if not data.endswith(b"\n"):
-        path.write_bytes(data[: data.rfind(b"\n") + 1])
+    whole, tail = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
+    if tail and not tail.startswith(b"{"):
+        raise ValueError(f"{path}: ends in {tail[:40]!r}, which is no row; name another output")
+    if tail:
+        os.truncate(path, len(whole))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of an earlier run, none where there is no file; see `read_jsonl`."""
     return [row for _, row in read_jsonl(path, torn=True)] if path.exists() else []
+
+
+def rows_by(path: Path, *fields: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The rows of an earlier run by these fields; ValueError for rows of something else, which lack one."""
+    rows = {}
+    for number, row in read_jsonl(path, torn=True) if path.exists() else ():
+        for name in fields:
+            if name not in row:
+                raise ValueError(
+                    f"{path}:{number}: has no {name!r}: these are other rows; name another output"
+                )
+        rows[tuple(row[name] for name in fields)] = row
+    return rows
+
+
+def rows_of_answers(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The answers of an earlier run by key, sample and seed; see `rows_by`."""
+    return rows_by(path, "key", "sample", "seed")
 
 
 def read_raw_rows(paths: Iterable[Path]) -> dict[Path, list[Row]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle_fsd.evaluation.rows import append_row, drop_torn_line
 from eagle_fsd.evaluation.table_lines import table_lines
-from eagle_fsd.evaluation.tasks import Sample, Task, task_named
+from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task, task_named
 from eagle_fsd.files import whole_file
 from eagle_fsd.jsonl import read_jsonl
 
@@ -20,13 +20,16 @@ Row = dict[str, Any]
 def score_rows(
     rows: Iterable[Mapping[str, Any]], path: Path | None = None, origin: str = "rows", first: int = 1
 ) -> Iterator[Row]:
-    """The rows with `scores`, made anew from `text`.
+    """The rows with `scores`, made anew from `text`; answers to mere prompts have none.
 
     path: where the tasks' files are, as for Task.load. ValueError names the row, by `origin` and a number
     counted from `first`, where task or sample are unknown, the version is another, or there is no text.
     """
     loaded: dict[str, dict[str, Sample]] = {}
     for number, row in enumerate(rows, first):
+        if str(row.get("task")).startswith(PROMPTS):
+            yield {**row, "scores": {}}
+            continue
         try:
             task = task_of(row)
         except ValueError as error:
@@ -56,6 +59,8 @@ def score_file(source: Path, output: Path, path: Path | None = None) -> Iterator
     that a run that was stopped goes on where it was. The same file twice: all rows are scored, and it is
     replaced as a whole. ValueError for an `output` of other rows, and for a source that grows meanwhile.
     """
+    if output.suffix == ".gz":
+        raise ValueError(f"{output}: scored rows are written uncompressed; name an output without .gz")
     rows = [row for _, row in read_jsonl(source, torn=True)]
     if source.resolve() == output.resolve():
         yield from replace_scores(source, rows, path)
@@ -112,7 +117,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells.setdefault((row["task"], words, str(temperature), str(row.get("key"))), []).append(row)
     lines = []
     for (name, words, temperature, _), members in cells.items():
-        found = means(task_named(name), members)
+        found = {} if name.startswith(PROMPTS) else means(task_named(name), members)
         scores = ", ".join(f"{metric} {value:.3f}" for metric, value in found.items())
         lengths = [row["new_tokens"] for row in members if "new_tokens" in row]
         tokens = f"{sum(lengths) / len(lengths):.0f}" if lengths else ""

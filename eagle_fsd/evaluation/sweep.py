@@ -23,9 +23,9 @@ from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.law_meter import LawMeter
 from eagle_fsd.evaluation.likelihood import judged
 from eagle_fsd.evaluation.prompts import batches, prompts_of, set_name
-from eagle_fsd.evaluation.rows import append_row, drop_torn_line, read_rows
+from eagle_fsd.evaluation.rows import append_row, drop_torn_line, rows_of_answers
 from eagle_fsd.evaluation.rule_labels import rule_label
-from eagle_fsd.evaluation.tasks import Sample, Task
+from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task
 from eagle_fsd.evaluation.tasks.base import user
 from eagle_fsd.evaluation.tasks.source import Source
 from eagle_fsd.outputs import GenerationOutput
@@ -65,7 +65,7 @@ class Questions:
         """The same of a file of prompts, a task without a score: `prompts/NAME`."""
         prompts = prompts_of(path, skip, limit)
         task = Task(
-            name=f"prompts/{set_name(path)}",
+            name=f"{PROMPTS}{set_name(path)}",
             version=1,
             source=Source((path.name,), "a prompt"),
             ask=lambda row, place: (str(place), [user(row["prompt"])], {}),
@@ -82,9 +82,9 @@ class Questions:
         """Several sets of prompts as one; a sample is then named SET/ID. A lone set stays as it is."""
         if len(parts) == 1:
             return parts[0]
-        names = [part.task.name.removeprefix("prompts/") for part in parts]
+        names = [part.task.name.removeprefix(PROMPTS) for part in parts]
         return cls(
-            replace(parts[0].task, name=f"prompts/{'+'.join(names)}"),
+            replace(parts[0].task, name=PROMPTS + "+".join(names)),
             [
                 replace(one, id=f"{name}/{one.id}")
                 for name, part in zip(names, parts, strict=True)
@@ -154,18 +154,42 @@ def run(
 ) -> None:
     """Make the rows that `output` lacks and append them to it."""
     drop_torn_line(output)
-    done = {(row["key"], row["sample"], row["seed"]) for row in read_rows(output)}
+    done = rows_of_answers(output)
     models = engine.identity()
     keys = {id(cell): cell.key(engine, models) for cell in cells}
     with tqdm(total=sum(len(cell.questions.samples) for cell in cells), unit="answer") as bar:
         for cell, places in turns(cells, batch_size):
-            samples, key = cell.questions.samples, keys[id(cell)]
-            missing = [n for n in places if (key, samples[n].id, cell.seed_of(n)) not in done]
+            missing = unanswered(cell, places, keys[id(cell)], done, output)
             if missing:
                 bar.set_postfix_str(rule_label(describe(cell.rule)), refresh=False)
+                shared = {"key": keys[id(cell)], **cell.settings(engine), "batch_size": batch_size}
                 for row in answer(engine, cell, missing, LawMeter(cell.rule.mode, len(missing))):
-                    append_row(output, {"key": key, **cell.settings(engine), **row, **provenance})
+                    append_row(output, {**shared, **row, **provenance})
             bar.update(len(places))
+
+
+def unanswered(
+    cell: Cell, places: Sequence[int], key: str, done: Mapping[tuple[Any, ...], Any], output: Path
+) -> list[int]:
+    """The places whose answers are not among the rows that `output` has; ValueError where it has a sample's
+    answer to another prompt."""
+    missing = []
+    for place in places:
+        sample, prompt = cell.questions.samples[place].id, digest(cell.questions.prompts[place])
+        row = done.get((key, sample, cell.seed_of(place)))
+        if row is None:
+            missing.append(place)
+        elif row.get("prompt", prompt) != prompt:  # rows of before it was kept are trusted
+            raise ValueError(
+                f"{output}: sample {sample!r} of {cell.questions.task.name} was another prompt when it was "
+                "answered: its file has changed; name another output"
+            )
+    return missing
+
+
+def digest(prompt: Sequence[int]) -> str:
+    """What tells a prompt's token ids from others."""
+    return hashlib.sha256(json.dumps(list(prompt)).encode()).hexdigest()[:16]
 
 
 def turns(cells: Sequence[Cell], batch_size: int) -> Iterator[tuple[Cell, Sequence[int]]]:
@@ -204,6 +228,7 @@ def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) ->
         yield {
             "sample": sample.id,
             "seed": cell.seed_of(place),
+            "prompt": digest(prompts[row]),
             "prompt_tokens": len(prompts[row]),
             "token_ids": tokens,
             "text": text,
@@ -213,7 +238,6 @@ def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) ->
             "exact_accepts": stats.exact_accepts,
             "fuzzy_accepts": stats.fuzzy_accepts,
             "seconds": seconds,
-            "batch_size": len(places),
             **meter.row(row),
             "log_p": None if verdict is None else verdict.log_p,
             "agreement": None if verdict is None else verdict.agreement,

@@ -1,4 +1,4 @@
-"""Points as tables: Markdown for the eye, with intervals; flat rows for JSON and CSV, with everything."""
+"""Points as tables: Markdown for the eye, with intervals; flat rows for CSV, with everything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Cell = Callable[[Point], str]
 
 
 def flat_rows(panels: Sequence[Panel]) -> list[dict[str, Any]]:
-    """A JSON-ready row for every point and measure: value, difference and ratio to lossless, with intervals.
+    """A row for every point and measure: value, difference and ratio to lossless, with intervals.
 
     None stands for what is not known.
     """

@@ -18,7 +18,7 @@ from eagle_fsd.acceptance import Fuzzy, Lossless
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompts import batches
-from eagle_fsd.evaluation.rows import append_row, drop_torn_line, read_rows
+from eagle_fsd.evaluation.rows import append_row, drop_torn_line, rows_by
 from eagle_fsd.evaluation.table_lines import table_lines
 from eagle_fsd.padding import left_padded
 from eagle_fsd.stats import GenerationStats
@@ -87,7 +87,7 @@ def run(
 ) -> list[dict[str, object]]:
     """Measure the cells that `output` lacks, append their rows to it; returns all cells' rows in order."""
     drop_torn_line(output)
-    done = {row["key"]: row for row in read_rows(output)}
+    done = {row["key"]: row for row in rows_by(output, "key").values()}
     rows = []
     for cell in tqdm(list(cells), desc="cells", unit="cell"):
         ids = prompts[cell.prompts][: cell.prompt_count]

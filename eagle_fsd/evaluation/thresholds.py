@@ -30,8 +30,8 @@ from eagle_fsd.divergence import DIVERGENCES
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.bootstrap import Sums
 from eagle_fsd.evaluation.prompts import batches
-from eagle_fsd.evaluation.rows import append_row, drop_torn_line, read_rows
-from eagle_fsd.evaluation.sweep import Cell, Questions, answer, run
+from eagle_fsd.evaluation.rows import append_row, drop_torn_line, rows_of_answers
+from eagle_fsd.evaluation.sweep import Cell, Questions, answer, run, unanswered
 from eagle_fsd.law import distances, path_laws
 
 E12 = (1.0, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 3.9, 4.7, 5.6, 6.8, 8.2)
@@ -108,15 +108,14 @@ class Work:
         drop_torn_line(path)
         named = [list(divergences), list(map(list, moves)), self.cell.key(self.engine)]
         key = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
-        done = {row["sample"]: row for row in read_rows(path) if row["key"] == key}
-        missing = [n for n, sample in enumerate(self.questions.samples) if sample.id not in done]
+        done = rows_of_answers(path)
+        missing = unanswered(self.cell, range(len(self.questions.samples)), key, done, path)
         for part in tqdm(list(batches(len(missing), self.batch_size)), unit="batch", desc="lossless"):
             places = [missing[place] for place in part]
             recorder = Recorder(divergences, moves, len(places))
             for row in answer(self.engine, self.cell, places, recorder):
                 append_row(path, {"key": key, **row})
-                done[row["sample"]] = row
-        rows = [done[sample.id] for sample in self.questions.samples]
+        rows = self.rows(path, key)
         tables = [np.array(row["seen"], dtype=float).reshape(row["new_tokens"], -1) for row in rows]
         return Records(divergences, moves, tables, [(row["new_tokens"], row["steps"]) for row in rows])
 
@@ -125,9 +124,13 @@ class Work:
         cell = replace(self.cell, rule=fuzzy(kind, threshold))
         path = self.folder / "rows.jsonl"
         run(self.engine, [cell], path, self.batch_size, self.provenance)
-        key = cell.key(self.engine)
-        rows = {row["sample"]: row for row in read_rows(path) if row["key"] == key}
-        return [rows[sample.id] for sample in self.questions.samples]
+        return self.rows(path, cell.key(self.engine))
+
+    def rows(self, path: Path, key: str) -> list[dict[str, Any]]:
+        """The rows of all prompts that a file has under a key."""
+        rows = rows_of_answers(path)
+        samples = self.questions.samples
+        return [rows[key, sample.id, self.cell.seed_of(place)] for place, sample in enumerate(samples)]
 
 
 def fuzzy(kind: Kind, threshold: float) -> Fuzzy:

@@ -39,7 +39,7 @@ def add_paths(parser: argparse.ArgumentParser, name: str, text: str) -> None:
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     """The target, and the text that a head is taught on."""
     parser.add_argument(
-        "--base-model", default=hub.DEFAULT_TARGET, help="the target: a name, a folder or a Hub id"
+        "--base-model", default=hub.DEFAULT_TARGET, help="the target: Hub id, folder or .gguf file"
     )
     add_paths(parser, "--data", "JSONL files that teach their answers")
     add_paths(parser, "--text", "JSONL files that teach at every position (text the target did not write)")

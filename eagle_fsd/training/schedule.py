@@ -78,7 +78,7 @@ class TrainConfig:
 def initialise(head: DraftHead, seed: int) -> None:
     """Start as "pass the feature through": `fc` is the identity on the feature half.
 
-    A random `fc` hardly learns (see train/EXPERIMENTS.md). Its embedding half and all other matrices start as
+    A random `fc` hardly learns. Its embedding half and all other matrices start as
     small noise, as in Llama.
     """
     generator = torch.Generator().manual_seed(seed)

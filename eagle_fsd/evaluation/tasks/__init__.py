@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from eagle_fsd.evaluation.tasks.base import Message, Sample, Task, cut
+from eagle_fsd.evaluation.tasks.base import PROMPTS, Message, Sample, Task, cut
 from eagle_fsd.evaluation.tasks.choice import COMMONSENSE_QA, MMLU
 from eagle_fsd.evaluation.tasks.gsm8k import GSM8K
 from eagle_fsd.evaluation.tasks.humaneval import HUMANEVAL
 from eagle_fsd.evaluation.tasks.ifeval import IFEVAL
 from eagle_fsd.evaluation.tasks.mt_bench import MT_BENCH
 
-__all__ = ["TASKS", "Message", "Sample", "Task", "cut", "task_named"]
+__all__ = ["PROMPTS", "TASKS", "Message", "Sample", "Task", "cut", "task_named"]
 
 TASKS: dict[str, Task] = {
     task.name: task for task in (GSM8K, COMMONSENSE_QA, MMLU, HUMANEVAL, IFEVAL, MT_BENCH)

@@ -11,6 +11,7 @@ from eagle_fsd.config import require_integer
 from eagle_fsd.evaluation.tasks.source import Source, rows_of
 from eagle_fsd.tensors import one_line
 
+PROMPTS = "prompts/"  # what begins the name of a set of prompts, a task without a score
 Message = dict[str, str]  # {"role": "user", "content": "..."}
 
 

@@ -84,7 +84,7 @@ def ask(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], dict[st
 
 HUMANEVAL = Task(
     name="humaneval",
-    version=1,
+    version=2,
     source=Source(
         ("humaneval.jsonl",),
         "`task_id`, `prompt`, `entry_point` and `test`",
