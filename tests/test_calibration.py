@@ -408,6 +408,7 @@ def test_mistakes_are_one_line(
 ) -> None:
     script = calibrate_script()
     monkeypatch.setitem(script.main.__globals__, "load_engine", lambda _: engine())
+    monkeypatch.setattr(sweep, "encode_chat", lambda *_: torch.tensor([[5, 7, 8]]))
     (tmp_path / "a.jsonl").write_text('{"prompt": "hi"}\n')
     argv = f"x --prompts {tmp_path}/a.jsonl --output {tmp_path}/out {arguments}"
     monkeypatch.setattr(sys, "argv", argv.split())
