@@ -118,7 +118,7 @@ class Row:
                 raise ValueError(f"{name} is NaN: null stands for what is not known; make the row again")
         kept = {name: data[name] for name in FIELDS if name != "law"}
         if data["rule"]["name"] == "fuzzy":  # rows of before there was this guard
-            kept["rule"] = {"min_gain": 0.0, **data["rule"]}
+            kept["rule"] = {**data["rule"], "min_gain": data["rule"].get("min_gain", 0.0)}
         return cls(
             **kept
             | {
