@@ -183,6 +183,9 @@ def test_mistakes_of_a_user_are_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         r"threads is -1: .*": {"more": "--threads -1"},
         r"softmax_tokens is 0: .*": {"more": "--softmax-tokens 0"},
         r"max_length is 9999: the target has \d+ positions; lower": {"more": "--max-length 9999"},
+        r"rows is 5: it is of files of --data and --text, .*; leave --rows out": {
+            "data": "--shards {} --rows 5"
+        },
         r"--draft-vocab-size without --export: .*": {"more": "--draft-vocab-size 9"},
         r"two files are named 'rows'.*": {"data": "--data {}/rows.jsonl --data {}/rows.jsonl"},
         r"decay is nan: .*": {"more": "--decay nan"},

@@ -77,6 +77,12 @@ def read_examples(
 
     positions: the longest text that the target can read.
     """
+    for name in ("rows", "max_length"):
+        if getattr(args, name) is not None and not (args.data or args.text):
+            raise ValueError(
+                f"{name} is {getattr(args, name)}: it is of files of --data and --text, and shards are taken "
+                f"whole; leave --{name.replace('_', '-')} out"
+            )
     longest = min(LONGEST, positions) if args.max_length is None else args.max_length
     if longest > positions:
         raise ValueError(f"max_length is {longest}: the target has {positions} positions; lower --max-length")
