@@ -3,8 +3,8 @@
 #   make test    the tests (minutes); make test-slow adds the long ones
 #   make check   ruff, then the tests
 #   make frontier  quality against speed, in small: LIMIT samples of IFEval under 19 acceptance rules at three temperatures,
-#                then runs/frontier/report. Goes on where it was. EAGLE_FSD_DATA names a folder with ifeval.jsonl, else it
-#                comes from the Hub
+#                then runs/frontier/report: a quarter of an hour on two cores, Python 3.11 or newer. Goes on where it
+#                was. EAGLE_FSD_DATA names a folder with ifeval.jsonl, else it comes from the Hub
 # PYTHON=python3.12 picks the interpreter; pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, ...) apply.
 
 PYTHON ?= python3
