@@ -7,12 +7,15 @@ What holds on Linux, and where (`available()` says what this machine has; the ch
   the whole process group is killed; empty standard input; output cut at a cap. A program passes only if it
   runs to its end: a secret that the child reports then.
 - `seccomp` (x86_64 and aarch64): the system calls for a new process or thread, another program, a socket, a
-  new session, a mount or another's memory are refused. It binds root too, which RLIMIT_NPROC does not.
+  new session, a mount, another process's memory or limits are refused. It binds root too, which
+  RLIMIT_NPROC does not.
 - `namespaces` (where unprivileged user namespaces are allowed, or as root outside a confined container): the
   program is alone in a process namespace whose end kills all that is in it, has no network, sees every file
   system read-only and without devices, and writes to a small file system in memory that is gone afterwards.
-- Without `namespaces`, files are as writable as for the user who runs this, sizes limited. With neither
-  layer the network is open, and a root's program that makes a session of its own outlives its run.
+- Without `namespaces`, files are as writable as for the user who runs this, sizes limited, and so is
+  /proc/PID/mem where the kernel leaves it open. Without `seccomp`, sockets that lie in the file system can
+  be reached. With neither layer the network is open, and a root's program that makes a session of its own
+  outlives its run.
 
 Never held: what the user may read can be read, and shows in the captured output; a program that searches its
 own interpreter for the secret finds it. This stops accidents and clumsy mischief; code that is meant to
