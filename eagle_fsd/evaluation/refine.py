@@ -30,7 +30,7 @@ def near_frontier(panel: Panel, qualities: Sequence[Quality], speed: str = TAU) 
             for point in panel.points
             if (fast := speedup(point, speed)) is not None and (loss := quality.loss(point)) is not None
         ]
-        if len({loss.value for _, loss, _ in known}) == 1:
+        if len(known) > 1 and len({loss.value for _, loss, _ in known}) == 1:
             continue  # it tells nothing apart: by it, nothing is ever beaten
         for fast, loss, point in known:
             beaten = any(
