@@ -188,9 +188,9 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     trainer = Trainer(head, data, train, held_out, embedding, readout, keep, config, args.output, accelerator)
     accelerator.init_trackers("eagle_fsd", flat(trainer.identity["config"]))
     trainer.run()
-    # A barrier last, and a pause: gloo's thread lets go of a gathered tensor only with the next call, for which
-    # it needs the interpreter's lock. The end of the process group joins that thread and holds the lock: on a
-    # busy machine it would otherwise wait for ever.
+    # A barrier last, and a pause: gloo's thread lets go of a gathered tensor only with the next call, for
+    # which it needs the interpreter's lock. The end of the process group joins that thread and holds the
+    # lock: on a busy machine it would otherwise wait for ever.
     accelerator.wait_for_everyone()
     if accelerator.num_processes > 1:
         time.sleep(0.5)
