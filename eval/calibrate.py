@@ -18,9 +18,8 @@ from pathlib import Path
 from eagle_fsd import Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.calibration import FILE, Calibration
 from eagle_fsd.config import CHILDREN, require_integer, require_number
-from eagle_fsd.evaluation.arguments import load_engine, model_parser
+from eagle_fsd.evaluation.arguments import check_sizes, load_engine, model_parser
 from eagle_fsd.evaluation.budgets import calibrate, table, trial_table
-from eagle_fsd.evaluation.prompts import require_own_names
 from eagle_fsd.evaluation.sweep import Cell, Questions
 from eagle_fsd.evaluation.thresholds import Work, fuzzy, kinds_of
 from eagle_fsd.files import write_atomically
@@ -66,11 +65,9 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
 def main() -> None:
     parser, arguments = parse()
     try:
-        for name in ("max_new_tokens", "batch_size"):
-            require_integer(name, getattr(arguments, name), 1, f"change --{name.replace('_', '-')}")
+        check_sizes(arguments, arguments.batch_size)
         require_integer("splits", arguments.splits, 0, "0 makes none")
         require_number("confidence", arguments.confidence, 0.501, 0.999, "0.9 is usual")
-        require_own_names(arguments.prompts)
         for budget in arguments.quality_budget:
             require_number("quality_budget", budget, 0.0, 1.0, "0.02 changes about one token in fifty")
         kinds = kinds_of(arguments.divergence, arguments.mode, arguments.child, arguments.min_gain)

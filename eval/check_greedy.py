@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd import TreeConfig
-from eagle_fsd.evaluation.arguments import check_sizes, float32_by_default, load_engine, parser_of
+from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
 from eagle_fsd.evaluation.greedy import compare, reference
 from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.provenance import provenance
@@ -23,8 +23,7 @@ MOST_EXCUSED = 2  # prompts whose text may part at a near tie
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    float32_by_default(parser)  # in half precision forwards of several rows round otherwise
+    parser = parser_of(__doc__, "float32")  # in half precision forwards of several rows round otherwise
     parser.add_argument("--tree", nargs="+", default=["16/5/8", "60/6/10"], help="total_tokens/depth/top_k")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4], help="default: %(default)s")
     parser.add_argument(

@@ -14,15 +14,14 @@ from typing import Any
 
 from eagle_fsd import Fuzzy, SamplingConfig, TreeConfig
 from eagle_fsd.config import CHILDREN
-from eagle_fsd.evaluation.arguments import check_sizes, float32_by_default, load_engine, parser_of
+from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
 from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.evaluation.tau import Cell, run, table
 from eagle_fsd.provenance import provenance
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    float32_by_default(parser)
+    parser = parser_of(__doc__, "float32")
     parser.add_argument(
         "--output", type=Path, required=True, help="JSONL of rows; a later run resumes from it"
     )

@@ -7,31 +7,26 @@ from pathlib import Path
 
 from eagle_fsd.config import require_integer
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.prompts import require_own_names
+from eagle_fsd.evaluation.prompts import require_own_names, require_range
 from eagle_fsd.hub import DEFAULT_TARGET
 
 
-def model_parser(description: str) -> argparse.ArgumentParser:
-    """A parser with the arguments of `load_engine`; the description is shown as it is."""
+def model_parser(description: str, dtype: str | None = None) -> argparse.ArgumentParser:
+    """A parser with the arguments of `load_engine`; the description is shown as it is. dtype: the default
+    everywhere, for what rounding would blur; None: the device's own."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--base-model", default=DEFAULT_TARGET, help="target: Hub id, folder or .gguf file")
     add("--ea-model", help="draft head: Hub id or folder (default: the shipped one)")
-    add("--dtype", help="default: float32 on a CPU, bfloat16 on CUDA")
+    add("--dtype", default=dtype, help=f"default: {dtype or 'float32 on a CPU, bfloat16 on CUDA'}")
     add("--head-dtype", help="what drafts are computed in; default: the target's dtype")
     add("--device", help="default: CUDA where there is one, else the CPU")
     add("--no-pack", dest="pack", action="store_false", help="leave the linear layers as they are")
     add("--no-graphs", dest="graphs", action="store_false", help="on CUDA, record no CUDA graphs")
     add("--full-vocabulary", action="store_true", help="draft over all tokens, whatever the head's list")
     return parser
-
-
-def float32_by_default(parser: argparse.ArgumentParser) -> None:
-    """Let --dtype be float32 everywhere, for what rounding would blur."""
-    (dtype,) = (action for action in parser._actions if action.dest == "dtype")
-    dtype.default, dtype.help = "float32", "default: %(default)s"
 
 
 def load_engine(arguments: argparse.Namespace) -> EagleFSD:
@@ -48,9 +43,9 @@ def load_engine(arguments: argparse.Namespace) -> EagleFSD:
     )
 
 
-def parser_of(description: str) -> argparse.ArgumentParser:
-    """A parser with the arguments of the models and of the prompts."""
-    parser = model_parser(description)
+def parser_of(description: str, dtype: str | None = None) -> argparse.ArgumentParser:
+    """A parser with the arguments of the models and of the prompts; dtype: see `model_parser`."""
+    parser = model_parser(description, dtype)
     parser.add_argument(
         "--prompts",
         type=Path,
@@ -66,9 +61,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
 
 def check_sizes(arguments: argparse.Namespace, *batch_sizes: int) -> None:
     """ValueError for numbers that leave nothing to do, and for a file given twice."""
-    if arguments.limit is not None:
-        require_integer("limit", arguments.limit, 1, "leave --limit out for all prompts")
-    require_integer("skip", arguments.skip, 0, "0 begins with the first prompt")
+    require_range(arguments.skip, arguments.limit)
     require_integer("max_new_tokens", arguments.max_new_tokens, 1, "ask for at least one token")
     for size in batch_sizes:
         require_integer("batch_size", size, 1, "1 runs every prompt alone")

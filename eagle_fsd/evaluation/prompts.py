@@ -29,9 +29,7 @@ def chat_prompts(
 
 def prompts_of(path: Path, skip: int = 0, limit: int | None = None) -> list[str]:
     """A file's prompts, at most `limit` after the first `skip`; ValueError where none is left."""
-    require_integer("skip", skip, 0, "0 begins with the first prompt")
-    if limit is not None:
-        require_integer("limit", limit, 1, "leave --limit out for all prompts")
+    require_range(skip, limit)
     prompts = read_prompts(path)
     if skip >= len(prompts):
         raise ValueError(f"skip is {skip}: {path} has {len(prompts)} prompts; lower --skip")
@@ -41,6 +39,13 @@ def prompts_of(path: Path, skip: int = 0, limit: int | None = None) -> list[str]
 def set_name(path: Path) -> str:
     """prompts_gsm8k.jsonl is the set gsm8k."""
     return path.stem.removeprefix("prompts_")
+
+
+def require_range(skip: int, limit: int | None) -> None:
+    """ValueError for numbers of prompts that cannot be."""
+    require_integer("skip", skip, 0, "0 begins with the first prompt")
+    if limit is not None:
+        require_integer("limit", limit, 1, "leave --limit out for all prompts")
 
 
 def require_own_names(paths: Sequence[Path]) -> None:

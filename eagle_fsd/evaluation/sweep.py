@@ -151,8 +151,8 @@ def run(
     output: Path,
     batch_size: int,
     provenance: Mapping[str, object],
-) -> None:
-    """Make the rows that `output` lacks and append them to it."""
+) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Make the rows that `output` lacks and append them; returns all its rows, by key, sample and seed."""
     drop_torn_line(output)
     done = rows_of_answers(output)
     models = engine.identity()
@@ -164,8 +164,11 @@ def run(
                 bar.set_postfix_str(rule_label(describe(cell.rule)), refresh=False)
                 shared = {"key": keys[id(cell)], **cell.settings(engine), "batch_size": batch_size}
                 for row in answer(engine, cell, missing, LawMeter(cell.rule.mode, len(missing))):
-                    append_row(output, {**shared, **row, **provenance})
+                    row = {**shared, **row, **provenance}
+                    append_row(output, row)
+                    done[row["key"], row["sample"], row["seed"]] = row
             bar.update(len(places))
+    return done
 
 
 def unanswered(
@@ -175,11 +178,11 @@ def unanswered(
     answer to another prompt."""
     missing = []
     for place in places:
-        sample, prompt = cell.questions.samples[place].id, digest(cell.questions.prompts[place])
+        sample, prompt = cell.questions.samples[place].id, cell.questions.prompts[place]
         row = done.get((key, sample, cell.seed_of(place)))
         if row is None:
             missing.append(place)
-        elif row.get("prompt", prompt) != prompt:  # rows of before it was kept are trusted
+        elif "prompt" in row and row["prompt"] != digest(prompt):  # rows of before it was kept are trusted
             raise ValueError(
                 f"{output}: sample {sample!r} of {cell.questions.task.name} was another prompt when it was "
                 "answered: its file has changed; name another output"

@@ -87,18 +87,18 @@ def run(
 ) -> list[dict[str, object]]:
     """Measure the cells that `output` lacks, append their rows to it; returns all cells' rows in order."""
     drop_torn_line(output)
-    done = {row["key"]: row for row in rows_by(output, "key").values()}
+    done = rows_by(output, "key")
     rows = []
     for cell in tqdm(list(cells), desc="cells", unit="cell"):
         ids = prompts[cell.prompts][: cell.prompt_count]
         key = cell.key(engine, ids)
-        if key not in done:
+        if (key,) not in done:
             row = measure(engine, cell, ids, batch_size)
             row |= {"key": key, "base_model": engine.base_model, "ea_model": engine.ea_model}
             row |= {"draft_vocab_size": engine.draft_vocab_size, **provenance}
             append_row(output, row)
-            done[key] = row
-        rows.append(done[key])
+            done[key,] = row
+        rows.append(done[key,])
     return rows
 
 

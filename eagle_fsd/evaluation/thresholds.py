@@ -115,7 +115,8 @@ class Work:
             recorder = Recorder(divergences, moves, len(places))
             for row in answer(self.engine, self.cell, places, recorder):
                 append_row(path, {"key": key, **row})
-        rows = self.rows(path, key)
+                done[key, row["sample"], row["seed"]] = row
+        rows = self.of_all(done, key)
         tables = [np.array(row["seen"], dtype=float).reshape(row["new_tokens"], -1) for row in rows]
         return Records(divergences, moves, tables, [(row["new_tokens"], row["steps"]) for row in rows])
 
@@ -123,12 +124,11 @@ class Work:
         """The rows of all prompts under a threshold, run where they have not been."""
         cell = replace(self.cell, rule=fuzzy(kind, threshold))
         path = self.folder / "rows.jsonl"
-        run(self.engine, [cell], path, self.batch_size, self.provenance)
-        return self.rows(path, cell.key(self.engine))
+        rows = run(self.engine, [cell], path, self.batch_size, self.provenance)
+        return self.of_all(rows, cell.key(self.engine))
 
-    def rows(self, path: Path, key: str) -> list[dict[str, Any]]:
-        """The rows of all prompts that a file has under a key."""
-        rows = rows_of_answers(path)
+    def of_all(self, rows: Mapping[tuple[Any, ...], dict[str, Any]], key: str) -> list[dict[str, Any]]:
+        """The rows of all prompts under a key, in the prompts' order."""
         samples = self.questions.samples
         return [rows[key, sample.id, self.cell.seed_of(place)] for place, sample in enumerate(samples)]
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd.config import SamplingConfig, require_integer
 from eagle_fsd.files import write_atomically
 from eagle_fsd.identity import differences, target_identity
+from eagle_fsd.jsonl import read_jsonl
 from eagle_fsd.prompts import prompt_of, read_prompts
 from eagle_fsd.target import TargetModel
 from eagle_fsd.tensors import one_line
@@ -264,10 +265,9 @@ class RowFile:
                 "another --output, or remove it"
             )
         data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1].decode()
-        if len(whole.encode()) != len(data):
-            write_atomically(self.path, whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        if not data.endswith(b"\n"):
+            write_atomically(self.path, data[: data.rfind(b"\n") + 1].decode())
+        return [row for _, row in read_jsonl(self.path)]
 
     def finish(self) -> list[dict[str, Any]]:
         """Put the rows in their order: a stopped and resumed run leaves the same file as one that was not."""

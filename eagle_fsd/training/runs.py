@@ -15,6 +15,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from eagle_fsd.files import whole_file, write_atomically
+from eagle_fsd.jsonl import read_jsonl
 from eagle_fsd.tensors import one_line
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,7 @@ def append_record(folder: Path, record: dict[str, Any]) -> None:
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """The log's records; a last line that a killed run tore is left out."""
     path = folder / LOG
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for _, record in read_jsonl(path, torn=True)] if path.is_file() else []
 
 
 def cut_log(folder: Path, step: int) -> None:

@@ -78,8 +78,7 @@ class TrainConfig:
 def initialise(head: DraftHead, seed: int) -> None:
     """Start as "pass the feature through": `fc` is the identity on the feature half.
 
-    A random `fc` hardly learns. Its embedding half and all other matrices start as
-    small noise, as in Llama.
+    A random `fc` hardly learns. Its embedding half and all other matrices start as small noise, as in Llama.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
