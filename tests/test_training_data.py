@@ -14,6 +14,7 @@ from training_world import (
     InMemory,
     LetterTokenizer,
     conversation,
+    noise,
     sequences,
 )
 
@@ -23,6 +24,7 @@ from eagle_fsd.training.batching import (
     batch_plan,
     collate,
     features_std,
+    input_sizes,
     softmax_tokens,
     split_held_out,
     tokens_of_batch,
@@ -176,6 +178,16 @@ def test_the_features_std_is_of_what_is_learned() -> None:
     data = sequences(3)
     learned = torch.cat([one.features[one.learn] for one in data[:2]])
     assert features_std(InMemory(data), range(3), most=2) == pytest.approx(learned.std().item())
+
+
+def test_input_sizes_are_of_embeddings_and_features_by_dimension() -> None:
+    data, table = sequences(3), noise(VOCAB, WIDTH, seed=5)
+    table[:, 1] = 0.0
+    features = torch.cat([one.features for one in data[:2]])
+    embeddings = table[torch.cat([one.tokens for one in data[:2]])]
+    want = torch.cat((embeddings, features), dim=1).square().mean(0).sqrt()
+    want[1] = 0.01 * want[:WIDTH].square().mean().sqrt()  # unused: no rate without bounds
+    assert torch.allclose(input_sizes(InMemory(data), range(3), table, most=2), want)
 
 
 def test_every_epoch_visits_every_sequence_once_in_another_order() -> None:

@@ -271,7 +271,7 @@ def starting_head(args: argparse.Namespace, target: TargetModel, target_name: st
     """A new head for the target, or --init-head's, to go on with."""
     if args.init_head is None:
         head = DraftHead(head_config(target))
-        initialise(head, args.seed)
+        initialise(head, args.seed, target.model.get_input_embeddings().weight)
         return head
     found = hub.resolve_head(args.init_head, target_name)
     logger.info("starting from head %s", found.name)

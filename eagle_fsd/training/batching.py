@@ -9,6 +9,7 @@ from torch import Tensor
 
 from eagle_fsd.training.data import batches_by_length
 from eagle_fsd.training.loss import Batch, pair
+from eagle_fsd.training.schedule import root_mean_square
 from eagle_fsd.training.shards import Features, FeatureSequence
 
 
@@ -66,6 +67,19 @@ def features_std(data: Features, numbers: Sequence[int], most: int = 64) -> floa
     """The std of the features that are learned, one for all dimensions, over the first `most` of these."""
     parts = [sequence.features[sequence.learn].float() for sequence in data.read(numbers[:most])]
     return max(torch.cat(parts).std().item(), 1e-6)
+
+
+def input_sizes(data: Features, numbers: Sequence[int], embedding: Tensor, most: int = 64) -> Tensor:
+    """The root mean squares [2 d] of what `fc` reads, embeddings of tokens first, then features.
+
+    Over the first `most` sequences. A dimension that is all but unused counts as a hundredth of its half.
+    """
+    read = data.read(numbers[:most])
+    tokens = torch.cat([sequence.tokens for sequence in read])
+    embeddings = embedding[tokens.to(embedding.device)].cpu()
+    features = torch.cat([sequence.features for sequence in read]).cpu()
+    halves = [root_mean_square(half) for half in (embeddings, features)]
+    return torch.cat([half.clamp_min(max(0.01 * root_mean_square(half).item(), 1e-6)) for half in halves])
 
 
 def split_held_out(total: int, count: int, seed: int, first_source: int) -> tuple[list[int], list[int]]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from eagle_fsd.head import DraftHead
 from eagle_fsd.training.loss import LossWeights
@@ -75,10 +78,11 @@ class TrainConfig:
                 )
 
 
-def initialise(head: DraftHead, seed: int) -> None:
+def initialise(head: DraftHead, seed: int, embedding: Tensor) -> None:
     """Start as "pass the feature through": `fc` is the identity on the feature half.
 
-    A random `fc` hardly learns. Its embedding half and all other matrices start as small noise, as in Llama.
+    A random `fc` hardly learns. Its embedding half and all other matrices start as small noise, as in Llama;
+    the embedding half's is for inputs of unit size, over the size of the target's embedding [V, d].
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -88,6 +92,7 @@ def initialise(head: DraftHead, seed: int) -> None:
             elif name.endswith("bias"):
                 parameter.zero_()
         width = head.config.hidden_size
+        head.fc.weight[:, :width] /= root_mean_square(embedding.detach().flatten()).clamp_min(1e-6)
         head.fc.weight[:, width:] = torch.eye(width)
 
 
@@ -102,13 +107,48 @@ def learning_rate_at(progress: float, config: TrainConfig) -> float:
     )
 
 
-def make_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with EAGLE-1's betas; weight decay is for the matrices alone."""
-    groups = [
-        {
-            "params": [parameter for parameter in head.parameters() if (parameter.ndim == 2) == matrices],
-            "weight_decay": config.weight_decay * matrices,
-        }
-        for matrices in (True, False)
+class PacedAdamW(torch.optim.AdamW):
+    """AdamW with a learning rate for every column of one matrix, which belongs to no weight decay.
+
+    Adam moves all weights by about the learning rate, whatever their inputs' size: where embeddings are a
+    tenth of the features, the weights that read them are ten times too slow. A rate over an input's size is
+    what Adam would do on inputs of unit size, and leaves the head as it is.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], matrix: nn.Parameter, pace: Tensor, **settings: Any
+    ) -> None:
+        """matrix [rows, columns]: one of the groups' parameters; pace [columns]: multiplies its rate."""
+        super().__init__(groups, **settings)
+        self.matrix, self.pace = matrix, pace.to(matrix)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update; see AdamW."""
+        before = self.matrix.clone()
+        loss = super().step(closure)
+        self.matrix.sub_(before).mul_(self.pace).add_(before)
+        return loss
+
+
+def make_optimizer(head: DraftHead, config: TrainConfig, input_sizes: Tensor) -> PacedAdamW:
+    """AdamW with EAGLE-1's betas; weight decay is for the matrices behind `fc` alone.
+
+    input_sizes [2 d]: the root mean squares of what `fc` reads, whose weights learn at a rate over these.
+    """
+    decayed = [
+        parameter
+        for parameter in head.parameters()
+        if parameter.ndim == 2 and parameter is not head.fc.weight
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
+    others = [parameter for parameter in head.parameters() if all(parameter is not one for one in decayed)]
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return PacedAdamW(groups, head.fc.weight, 1 / input_sizes, lr=config.learning_rate, betas=(0.9, 0.95))
+
+
+def root_mean_square(values: Tensor) -> Tensor:
+    """Of every column of values [N, d] -> [d], or of [N] -> a scalar."""
+    return values.float().square().mean(0).sqrt()

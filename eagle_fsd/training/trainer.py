@@ -25,7 +25,14 @@ from tqdm import tqdm
 
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import differences, digest, spread
-from eagle_fsd.training.batching import add_noise, batch_plan, collate, features_std, tokens_of_batch
+from eagle_fsd.training.batching import (
+    add_noise,
+    batch_plan,
+    collate,
+    features_std,
+    input_sizes,
+    tokens_of_batch,
+)
 from eagle_fsd.training.evaluation import evaluate, hold_out
 from eagle_fsd.training.loss import Batch, LossWeights, head_loss
 from eagle_fsd.training.memory import memory_in_use, release_freed_memory
@@ -97,8 +104,9 @@ class Trainer:
         self.head = head.to(self.device)
         self.batches_per_step = config.accumulate * self.accelerator.num_processes
         self.identity = self.run_identity()
+        sizes = input_sizes(data, self.numbers, embedding)
         self.model, self.optimizer = self.accelerator.prepare(
-            HeadLoss(self.head, config.loss, self.feature_std), make_optimizer(self.head, config)
+            HeadLoss(self.head, config.loss, self.feature_std), make_optimizer(self.head, config, sizes)
         )
         plan = batch_plan(self.lengths, config.batch_tokens, config.seed, 0)
         self.steps_per_epoch = len(plan) / self.batches_per_step
@@ -275,6 +283,7 @@ class Trainer:
             "lm_head": digest([spread(self.readout.weight, 4096)]),
             "bias": None if self.readout.bias is None else digest([self.readout.bias]),
             "logits": asdict(self.readout.transform),
+            "rates": "by column of fc",  # before, one for all: such a run cannot be gone on with
             "feature_std": f"{self.feature_std:.4g}",  # its last digits vary with the number of threads
         }
 
