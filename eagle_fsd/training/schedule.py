@@ -92,7 +92,7 @@ def initialise(head: DraftHead, seed: int, embedding: Tensor) -> None:
             elif name.endswith("bias"):
                 parameter.zero_()
         width = head.config.hidden_size
-        head.fc.weight[:, :width] /= root_mean_square(embedding.detach().flatten()).clamp_min(1e-6)
+        head.fc.weight[:, :width] /= max(root_mean_square(embedding.flatten()).item(), 1e-6)
         head.fc.weight[:, width:] = torch.eye(width)
 
 
@@ -136,15 +136,16 @@ def make_optimizer(head: DraftHead, config: TrainConfig, input_sizes: Tensor) ->
 
     input_sizes [2 d]: the root mean squares of what `fc` reads, whose weights learn at a rate over these.
     """
-    decayed = [
-        parameter
-        for parameter in head.parameters()
-        if parameter.ndim == 2 and parameter is not head.fc.weight
-    ]
-    others = [parameter for parameter in head.parameters() if all(parameter is not one for one in decayed)]
+
+    def decays(parameter: nn.Parameter) -> bool:
+        return parameter.ndim == 2 and parameter is not head.fc.weight
+
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in head.parameters() if decays(parameter) == behind],
+            "weight_decay": config.weight_decay * behind,
+        }
+        for behind in (True, False)
     ]
     return PacedAdamW(groups, head.fc.weight, 1 / input_sizes, lr=config.learning_rate, betas=(0.9, 0.95))
 
