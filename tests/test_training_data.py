@@ -11,7 +11,6 @@ import torch
 from training_world import (
     VOCAB,
     WIDTH,
-    InMemory,
     LetterTokenizer,
     conversation,
     noise,
@@ -177,7 +176,7 @@ def test_noise_is_uniform_seeded_and_on_the_inputs_alone() -> None:
 def test_the_features_std_is_of_what_is_learned() -> None:
     data = sequences(3)
     learned = torch.cat([one.features[one.learn] for one in data[:2]])
-    assert features_std(InMemory(data), range(3), most=2) == pytest.approx(learned.std().item())
+    assert features_std(data[:2]) == pytest.approx(learned.std().item())
 
 
 def test_input_sizes_are_of_embeddings_and_features_by_dimension() -> None:
@@ -187,7 +186,7 @@ def test_input_sizes_are_of_embeddings_and_features_by_dimension() -> None:
     embeddings = table[torch.cat([one.tokens for one in data[:2]])]
     want = torch.cat((embeddings, features), dim=1).square().mean(0).sqrt()
     want[1] = 0.01 * want[:WIDTH].square().mean().sqrt()  # unused: no rate without bounds
-    assert torch.allclose(input_sizes(InMemory(data), range(3), table, most=2), want)
+    assert torch.allclose(input_sizes(data[:2], table), want)
 
 
 def test_every_epoch_visits_every_sequence_once_in_another_order() -> None:

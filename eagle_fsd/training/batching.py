@@ -10,7 +10,7 @@ from torch import Tensor
 from eagle_fsd.training.data import batches_by_length
 from eagle_fsd.training.loss import Batch, pair
 from eagle_fsd.training.schedule import root_mean_square
-from eagle_fsd.training.shards import Features, FeatureSequence
+from eagle_fsd.training.shards import FeatureSequence
 
 
 def collate(sequences: Sequence[FeatureSequence]) -> Batch:
@@ -63,21 +63,20 @@ def add_noise(batch: Batch, amount: float, std: float, seed: int) -> Batch:
     )
 
 
-def features_std(data: Features, numbers: Sequence[int], most: int = 64) -> float:
-    """The std of the features that are learned, one for all dimensions, over the first `most` of these."""
-    parts = [sequence.features[sequence.learn].float() for sequence in data.read(numbers[:most])]
-    return max(torch.cat(parts).std().item(), 1e-6)
+def features_std(sequences: Sequence[FeatureSequence]) -> float:
+    """The std of the features that are learned, one for all dimensions."""
+    learned = torch.cat([sequence.features[sequence.learn].float() for sequence in sequences])
+    return max(learned.std().item(), 1e-6)
 
 
-def input_sizes(data: Features, numbers: Sequence[int], embedding: Tensor, most: int = 64) -> Tensor:
+def input_sizes(sequences: Sequence[FeatureSequence], embedding: Tensor) -> Tensor:
     """The root mean squares [2 d] of what `fc` reads, embeddings of tokens first, then features.
 
-    Over the first `most` sequences. A dimension that is all but unused counts as a hundredth of its half.
+    A dimension that is all but unused counts as a hundredth of its half.
     """
-    read = data.read(numbers[:most])
-    tokens = torch.cat([sequence.tokens for sequence in read])
+    tokens = torch.cat([sequence.tokens for sequence in sequences])
     embeddings = embedding[tokens.to(embedding.device)].cpu()
-    features = torch.cat([sequence.features for sequence in read]).cpu()
+    features = torch.cat([sequence.features for sequence in sequences]).cpu()
     halves = [root_mean_square(half) for half in (embeddings, features)]
     return torch.cat([half.clamp_min(max(0.01 * root_mean_square(half).item(), 1e-6)) for half in halves])
 

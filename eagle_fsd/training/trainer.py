@@ -53,6 +53,7 @@ from eagle_fsd.training.shards import Features, FeatureSequence
 logger = logging.getLogger(__name__)
 
 RELEASE_EVERY = 20  # steps
+SAMPLE = 64  # sequences that tell how large features and embeddings are
 
 
 class HeadLoss(nn.Module):
@@ -84,7 +85,8 @@ class Trainer:
     ) -> None:
         """numbers: the examples of `data` to train on. held_out: others, to measure the head on. common: the
         softmax's tokens (see softmax_tokens)."""
-        width = data.read(numbers[:1])[0].features.shape[1]
+        sample = data.read(numbers[:SAMPLE])
+        width = sample[0].features.shape[1]
         if width != head.config.hidden_size or width != embedding.shape[1]:
             raise ValueError(
                 f"features are {width} wide, head {head.config.hidden_size}, embedding {embedding.shape[1]}; "
@@ -99,12 +101,12 @@ class Trainer:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lengths = [len(data.tokens[number]) for number in self.numbers]
-        self.feature_std = features_std(data, self.numbers)
+        self.feature_std = features_std(sample)
         self.dtype = torch.bfloat16 if config.bfloat16 else torch.float32
         self.head = head.to(self.device)
         self.batches_per_step = config.accumulate * self.accelerator.num_processes
         self.identity = self.run_identity()
-        sizes = input_sizes(data, self.numbers, embedding)
+        sizes = input_sizes(sample, embedding)
         self.model, self.optimizer = self.accelerator.prepare(
             HeadLoss(self.head, config.loss, self.feature_std), make_optimizer(self.head, config, sizes)
         )
