@@ -110,7 +110,7 @@ SETTINGS = {
     "accumulate": "batches that each process adds up for one update",
     "learning_rate": "at its height",
     "warmup": "share of the run in which the rate grows",
-    "weight_decay": "AdamW's, on the matrices behind fc",
+    "weight_decay": "of the matrices behind fc",
     "clip": "longest gradient",
     "noise": "width of the uniform noise on features, in stds; EAGLE-1 takes 0.2",
     "unroll": "drafting steps that a batch teaches",

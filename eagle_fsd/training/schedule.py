@@ -1,14 +1,12 @@
-"""How a run goes: its settings, the head's start, learning rate and optimizer."""
+"""How a run goes: its settings, the head's start and its learning rate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle_fsd.head import DraftHead
 from eagle_fsd.training.loss import LossWeights
@@ -33,7 +31,7 @@ class TrainConfig:
     minutes: float = 0.0
     batch_tokens: int = 4096
     accumulate: int = 1
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     warmup: float = 0.03
     weight_decay: float = 0.01
     clip: float = 0.5
@@ -105,49 +103,6 @@ def learning_rate_at(progress: float, config: TrainConfig) -> float:
         * 0.5
         * (1 + math.cos(math.pi * min((progress - config.warmup) / (1 - config.warmup), 1.0)))
     )
-
-
-class PacedAdamW(torch.optim.AdamW):
-    """AdamW with a learning rate for every column of one matrix, which belongs to no weight decay.
-
-    Adam moves all weights by about the learning rate, whatever their inputs' size: where embeddings are a
-    tenth of the features, the weights that read them are ten times too slow. A rate over an input's size is
-    what Adam would do on inputs of unit size, and leaves the head as it is.
-    """
-
-    def __init__(
-        self, groups: list[dict[str, Any]], matrix: nn.Parameter, pace: Tensor, **settings: Any
-    ) -> None:
-        """matrix [rows, columns]: one of the groups' parameters; pace [columns]: multiplies its rate."""
-        super().__init__(groups, **settings)
-        self.matrix, self.pace = matrix, pace.to(matrix)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update; see AdamW."""
-        before = self.matrix.clone()
-        loss = super().step(closure)
-        self.matrix.sub_(before).mul_(self.pace).add_(before)
-        return loss
-
-
-def make_optimizer(head: DraftHead, config: TrainConfig, input_sizes: Tensor) -> PacedAdamW:
-    """AdamW with EAGLE-1's betas; weight decay is for the matrices behind `fc` alone.
-
-    input_sizes [2 d]: the root mean squares of what `fc` reads, whose weights learn at a rate over these.
-    """
-
-    def decays(parameter: nn.Parameter) -> bool:
-        return parameter.ndim == 2 and parameter is not head.fc.weight
-
-    groups = [
-        {
-            "params": [parameter for parameter in head.parameters() if decays(parameter) == behind],
-            "weight_decay": config.weight_decay * behind,
-        }
-        for behind in (True, False)
-    ]
-    return PacedAdamW(groups, head.fc.weight, 1 / input_sizes, lr=config.learning_rate, betas=(0.9, 0.95))
 
 
 def root_mean_square(values: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from eagle_fsd.training.batching import (
 from eagle_fsd.training.evaluation import evaluate, hold_out
 from eagle_fsd.training.loss import Batch, LossWeights, head_loss
 from eagle_fsd.training.memory import memory_in_use, release_freed_memory
+from eagle_fsd.training.optimizer import HeadOptimizer
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.runs import (
     BEST,
@@ -47,7 +48,7 @@ from eagle_fsd.training.runs import (
     save_atomically,
     stop_on_signals,
 )
-from eagle_fsd.training.schedule import TrainConfig, learning_rate_at, make_optimizer
+from eagle_fsd.training.schedule import TrainConfig, learning_rate_at
 from eagle_fsd.training.shards import Features, FeatureSequence
 
 logger = logging.getLogger(__name__)
@@ -106,10 +107,8 @@ class Trainer:
         self.head = head.to(self.device)
         self.batches_per_step = config.accumulate * self.accelerator.num_processes
         self.identity = self.run_identity()
-        sizes = input_sizes(sample, embedding)
-        self.model, self.optimizer = self.accelerator.prepare(
-            HeadLoss(self.head, config.loss, self.feature_std), make_optimizer(self.head, config, sizes)
-        )
+        self.optimizer = HeadOptimizer(self.head, config.weight_decay, input_sizes(sample, embedding))
+        self.model = self.accelerator.prepare(HeadLoss(self.head, config.loss, self.feature_std))
         plan = batch_plan(self.lengths, config.batch_tokens, config.seed, 0)
         self.steps_per_epoch = len(plan) / self.batches_per_step
         self.step, self.seconds, self.best = 0, 0.0, -1.0
@@ -141,9 +140,7 @@ class Trainer:
         progress = self.progress()
         rate = learning_rate_at(progress, self.config)
         depth = self.config.unroll if progress >= self.config.unroll_after else 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         parts = []
         for index, (place, numbers) in enumerate(share):
             # Gradients travel between processes once a step, with the last batch.
@@ -160,7 +157,7 @@ class Trainer:
                 f"the loss is {loss} and its gradient's norm {norm} at step {self.step}: both must be "
                 "finite; lower --learning-rate, or check the features"
             )
-        self.optimizer.step()
+        self.optimizer.step(rate)
         self.step += 1
         entropies = [None if math.isnan(value) else value for value in entropies]  # no draft was so deep
         return {"loss": loss, "cross_entropy": entropies, "norm": norm, "lr": rate}
@@ -285,7 +282,7 @@ class Trainer:
             "lm_head": digest([spread(self.readout.weight, 4096)]),
             "bias": None if self.readout.bias is None else digest([self.readout.bias]),
             "logits": asdict(self.readout.transform),
-            "rates": "by column of fc",  # before, one for all: such a run cannot be gone on with
+            "optimizer": "Muon",  # before, AdamW: such a run cannot be gone on with
             "feature_std": f"{self.feature_std:.4g}",  # its last digits vary with the number of threads
         }
 

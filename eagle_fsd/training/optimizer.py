@@ -1,0 +1,65 @@
+"""What moves the head's weights: Muon for its matrices, AdamW for its vectors, stepped as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon
+
+from eagle_fsd.head import DraftHead
+
+MOMENTUM = 0.95
+
+
+class HeadOptimizer:
+    """Muon (Jordan et al. 2024) for every matrix of a head, AdamW for norms and biases.
+
+    Muon moves a matrix equally far along all its singular directions, by the root mean square that AdamW has
+    at the same rate (Liu et al., arXiv 2502.16982). `fc` reads embeddings and features of very different
+    sizes, and would learn slowest from the smallest: Muon sees it as it would be if all its inputs were of
+    unit size, which leaves the head as it is. Weight decay is for the matrices behind `fc` alone.
+    """
+
+    def __init__(self, head: DraftHead, weight_decay: float, input_sizes: Tensor) -> None:
+        """input_sizes [2 d]: the root mean squares of what `fc` reads."""
+        self.fc, self.sizes = head.fc.weight, input_sizes.to(head.fc.weight)
+        self.unit = nn.Parameter(torch.empty_like(self.fc))  # fc, for inputs of unit size
+        rest = [parameter for parameter in head.parameters() if parameter is not self.fc]
+        vectors = [parameter for parameter in rest if parameter.ndim != 2]
+        behind = [parameter for parameter in rest if parameter.ndim == 2]
+        groups = [
+            {"params": behind, "weight_decay": weight_decay},
+            {"params": [self.unit], "weight_decay": 0.0},
+        ]
+        self.parts = [
+            Muon(groups, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"),
+            AdamW(vectors, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.parameters = [*rest, self.fc]
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        """One update from the head's gradients, at a learning rate."""
+        self.unit.copy_(self.fc * self.sizes)
+        self.unit.grad = None if self.fc.grad is None else self.fc.grad / self.sizes
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = rate
+            part.step()
+        self.fc.copy_(self.unit / self.sizes)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What `load_state_dict` takes up."""
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Go on from a state_dict of the same head's optimizer."""
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(state)
