@@ -71,7 +71,7 @@ def test_a_table_line_by_line() -> None:
     assert about.startswith("SmolLM2-135M-Instruct, tree 16/5/8; version 1, top-p 0.9,")
     assert titles.endswith("| gained for a TV of 1 | more than js 0.3 hybrid |")
     assert cheap.startswith("| js 0.1 hybrid | 0.050 | 1.2")
-    assert f"| {exchange.of('js 0.1 hybrid').value:.2f} [" in cheap
+    assert f"| {exchange.of('js 0.1 hybrid').value:.2f} (" in cheap
     assert dear.endswith("|  |")  # not against itself
 
 

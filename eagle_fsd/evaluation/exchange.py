@@ -14,6 +14,7 @@ from eagle_fsd.evaluation.bootstrap import Array, Bootstrap, Estimate, Sums, int
 from eagle_fsd.evaluation.measures import MEASURES, TAU, paired, sums_of_pairs
 from eagle_fsd.evaluation.points import Panel, Point
 from eagle_fsd.evaluation.table_lines import table_lines
+from eagle_fsd.evaluation.tables import spoken
 
 LEAST = 0.003  # TV per token: what is gained for less is noise over nothing
 
@@ -81,19 +82,12 @@ def exchange_table(panel: Panel, how: Bootstrap, against: Sequence[str] = ()) ->
     lines = []
     for label, point in sorted(exchange.points.items(), key=lambda item: tv_of(item[1])):
         ratio = point.changes[TAU].ratio
-        others = ("" if label == a else show(exchange.against(label, a)) for a in against)
+        others = ("" if label == a else spoken(exchange.against(label, a), ".2f") for a in against)
         times = "" if ratio is None else f"{ratio.value:.2f}"
-        lines.append((label, f"{tv_of(point):.3f}", times, show(exchange.of(label)), *others))
+        lines.append((label, f"{tv_of(point):.3f}", times, spoken(exchange.of(label), ".2f"), *others))
     models = panel.models
     title = [f"## {panel.task.title}", "", f"{models.base_model}, tree {models.tree}; {panel.task.details}."]
     if exchange.left_out:
         why = f"fewer samples than lossless, or a TV below {LEAST:g}"
         title.append(f"Left out ({why}): {', '.join(exchange.left_out)}.")
     return "\n".join([*title, "", *table_lines(titles, lines)])
-
-
-def show(estimate: Estimate) -> str:
-    """Such as `2.35 [1.78, 3.19]`."""
-    if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:.2f}"
-    return f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
