@@ -63,7 +63,7 @@ def test_fc_learns_at_the_pace_that_inputs_of_unit_size_would_give() -> None:
     twin = Muon([scaled], lr=RATE, weight_decay=0.0, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
     for seed in range(5):
         inputs = noise(40, 2 * WIDTH, seed=seed) * sizes()
-        optimizer.zero_grad()
+        head.zero_grad()
         twin.zero_grad()
         for weight, x in ((head.fc.weight, inputs), (scaled, inputs / sizes())):
             torch.nn.functional.linear(x, weight).sin().square().sum().backward()

@@ -37,18 +37,12 @@ class HeadOptimizer:
             Muon(groups, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"),
             AdamW(vectors, betas=(0.9, 0.95), weight_decay=0.0),
         ]
-        self.parameters = [*rest, self.fc]
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        for parameter in self.parameters:
-            parameter.grad = None
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
         """One update from the head's gradients, at a learning rate."""
         self.unit.copy_(self.fc * self.sizes)
-        self.unit.grad = None if self.fc.grad is None else self.fc.grad / self.sizes
+        self.unit.grad = self.fc.grad / self.sizes
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = rate

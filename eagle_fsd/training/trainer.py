@@ -140,7 +140,7 @@ class Trainer:
         progress = self.progress()
         rate = learning_rate_at(progress, self.config)
         depth = self.config.unroll if progress >= self.config.unroll_after else 1
-        self.optimizer.zero_grad()
+        self.head.zero_grad()
         parts = []
         for index, (place, numbers) in enumerate(share):
             # Gradients travel between processes once a step, with the last batch.
