@@ -25,6 +25,7 @@ from eagle_fsd.files import write_atomically
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import models_identity
 from eagle_fsd.measuring import BEAMS, WIDE, WIDTHS, MakeDrafter, bucket, measure_costs, observe
+from eagle_fsd.packing import libraries_of
 from eagle_fsd.target import TargetModel
 from eagle_fsd.tuning import Choice, Observation, choose
 
@@ -48,7 +49,8 @@ class TreeChooser:
             "version": __version__,
             "torch": torch.__version__,
             **models_identity(name, target.model, head),
-            "layers": sorted({type(layer).__name__ for layer in target.model.modules()}),  # packed, quantised
+            "layers": sorted({type(layer).__name__ for layer in target.model.modules()}),  # quantised, say
+            "packed": libraries_of(target.model),
             "attention": target.config._attn_implementation,
             "device": [device.type, name_of, platform.node()],
             "placed": str(getattr(target.model, "hf_device_map", None)),

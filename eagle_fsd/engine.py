@@ -30,6 +30,7 @@ from eagle_fsd.draft import EagleDrafter, Vocabulary
 from eagle_fsd.graphs import EAGER, Graphs, cuda_recorder
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import models_identity
+from eagle_fsd.libraries import fastest_library
 from eagle_fsd.outputs import BatchStream, GenerationOutput, TokenStream
 from eagle_fsd.packing import pack_linears
 from eagle_fsd.padding import as_ids, right_padded
@@ -109,7 +110,8 @@ class EagleFSD:
         Hub id, a folder, or None for the head that ships with the package. dtype: None is float32 on a CPU
         and bfloat16 on CUDA. head_dtype: None is the target's; a head in bfloat16 drafts faster beside a
         target in float32, q is rounded, and lossless decoding stays lossless. pack: on a CPU keep a second,
-        blocked copy of the weights, which makes a step about twice as fast; not with a device_map. graphs: on
+        blocked copy of the weights where that is faster, which half a second of measuring tells; not with a
+        device_map. graphs: on
         CUDA record the parts of a step as CUDA graphs when they come a second time; not with a device_map.
         full_vocabulary: draft over all of the target's tokens, also with a head that has a list of frequent
         ones. Raises ValueError for anything that cannot be had, does not fit or is not supported.
@@ -128,8 +130,9 @@ class EagleFSD:
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
-        if pack := pack and device_map is None:  # its layers may be moved at any time
-            pack_linears(model)
+        packs = pack and device_map is None  # its layers may be moved at any time
+        library = fastest_library(model) if packs else None
+        pack_linears(model, library)
         graphs = graphs and device_map is None and model.device.type == "cuda"
         target = TargetModel(model, Graphs(cuda_recorder(model.device)) if graphs else EAGER)
         drafts_in = head_dtype or target.dtype
@@ -137,8 +140,7 @@ class EagleFSD:
         if full_vocabulary:
             head.restrict(None)
         engine = cls(target, head, tokenizer, source.name, head_source.name, drafts_in)
-        if pack:
-            pack_linears(head)  # after its last move, which would pack it again
+        pack_linears(head, library)  # after its last move, which would pack it again
         engine.head_folder = head_source.folder
         return engine
 

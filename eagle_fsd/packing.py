@@ -1,8 +1,9 @@
-"""Linear layers that also keep their weight in oneDNN's blocked order: a tree then costs a CPU little more
+"""Linear layers that also keep their weight in a library's blocked order: a tree then costs a CPU little more
 than a token.
 
 Over the few rows of a tree a stock layer runs far below what memory and the vector units give. The blocked
-copy takes the weights' memory a second time; the plain weight stays, for whatever else reads it.
+copy takes the weights' memory a second time; the plain weight stays, for whatever else reads it. Which
+library: libraries.py.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ROWS = 16  # oneDNN blocks a weight for about so many rows; measured alike from 1 to 512
+from eagle_fsd.libraries import ONEDNN, Library, library_for
 
 
 class PackedLinear(nn.Linear):
     """A stand-in for an nn.Linear, with its very parameters.
 
-    packed: the weight as it was when it was packed, loaded or last moved: one that is changed in place is not
-    seen. Training, autocast and `plain_linears` take the plain weight.
+    library: what multiplies; another one where it does not take the weight, and none where none does. packed:
+    the weight as it was when it was packed, loaded or last moved: one that is changed in place is not seen.
+    Training, autocast and `plain_linears` take the plain weight.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, library: Library = ONEDNN) -> None:
         nn.Module.__init__(self)
+        self.preferred = library
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.training, self.plain = linear.training, False
@@ -35,12 +38,11 @@ class PackedLinear(nn.Linear):
         usable = self.packed is not None and x.dtype == self.weight.dtype and x.numel()
         if self.plain or not usable or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return super().forward(x)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return self.library.multiply(x, self.packed, self.weight, self.bias)
 
     def _pack(self) -> None:
-        self.packed: Tensor | None = None
-        if packable(self.weight):
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), ROWS)
+        self.library = library_for(self.weight, self.preferred)
+        self.packed: Tensor | None = self.library and self.library.pack(self.weight.detach())
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -59,27 +61,18 @@ class PackedLinear(nn.Linear):
         return self
 
 
-def packable(weight: Tensor) -> bool:
-    """Whether oneDNN takes this weight here."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32 or bfloat16
-
-
-def pack_linears(module: nn.Module) -> nn.Module:
+def pack_linears(module: nn.Module, library: Library | None = ONEDNN) -> nn.Module:
     """Put packed layers in the place of the plain linear ones inside a module, where that is possible.
 
-    Layers of any other kind (quantised, adapted) stay as they are.
+    Layers of any other kind (quantised, adapted) stay as they are. library: the preferred one, of
+    `fastest_library`; None leaves the module as it is.
     """
     made: dict[nn.Module, PackedLinear] = {}  # a layer may stand in several places
-    for parent in list(module.modules()):
+    for parent in list(module.modules()) if library else ():
         for name, child in list(parent._modules.items()):  # named_children skips repeats
-            if type(child) is nn.Linear and packable(child.weight):
+            if type(child) is nn.Linear and library_for(child.weight):
                 if child not in made:
-                    made[child] = PackedLinear(child)
+                    made[child] = PackedLinear(child, library)
                 setattr(parent, name, made[child])
     return module
 
@@ -93,12 +86,13 @@ def linear_of_rows(
     made.weight = nn.Parameter(linear.weight.detach()[rows].to(device, dtype), requires_grad=False)
     if linear.bias is not None:
         made.bias = nn.Parameter(linear.bias.detach()[rows].to(device, dtype), requires_grad=False)
-    return PackedLinear(made) if isinstance(linear, PackedLinear) else made
+    return PackedLinear(made, linear.preferred) if isinstance(linear, PackedLinear) else made
 
 
-def is_packed(module: nn.Module) -> bool:
-    """Whether any layer inside is packed."""
-    return any(isinstance(layer, PackedLinear) for layer in module.modules())
+def libraries_of(module: nn.Module) -> list[str]:
+    """The names of the libraries that the layers inside are packed for; none where none is packed."""
+    layers = (layer for layer in module.modules() if isinstance(layer, PackedLinear))
+    return sorted({layer.library.name for layer in layers if layer.library})
 
 
 @contextmanager

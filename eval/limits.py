@@ -12,7 +12,7 @@ from eagle_fsd.config import require_integer
 from eagle_fsd.evaluation.arguments import load_engine, model_parser
 from eagle_fsd.evaluation.limits import forwards, machine, table
 from eagle_fsd.measuring import BEAMS
-from eagle_fsd.packing import is_packed
+from eagle_fsd.packing import libraries_of
 from eagle_fsd.provenance import provenance
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     print(
         f"{made['device']}, {made['threads']} threads, {str(engine.dtype).removeprefix('torch.')}: "
         f"{here.bandwidth / 1e9:.1f} GB/s, {here.rate / 1e9:.0f} GFLOP/s; "
-        f"linear layers {'packed' if is_packed(engine.target.model) else 'as loaded'}; milliseconds\n"
+        f"linear layers {' and '.join(libraries_of(engine.target.model)) or 'as loaded'}; milliseconds\n"
     )
     print(table(found))
     print(f"\ndrafts over {drafted} tokens: first level, each further one")

@@ -27,7 +27,7 @@ from eagle_fsd.evaluation.plots import plot_speed, require_matplotlib
 from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.evaluation.rows import append_row
 from eagle_fsd.evaluation.speed import Setting, method, race
-from eagle_fsd.packing import is_packed
+from eagle_fsd.packing import libraries_of
 from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel
 
@@ -116,7 +116,7 @@ def main() -> None:
 @functools.cache
 def stock_target(engine: EagleFSD, base_model: str) -> TargetModel:
     """The target as Hugging Face loads it; the engine's own where nothing of it is packed."""
-    if not is_packed(engine.target.model):
+    if not libraries_of(engine.target.model):
         return engine.target
     return TargetModel(hub.load_target(base_model, engine.dtype, engine.device)[0])
 

@@ -17,7 +17,8 @@ from tiny_models import FAMILIES, VOCAB, KnowingEngine, greedy_alone, prompts_of
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, hub
 from eagle_fsd.hub import save_head
-from eagle_fsd.packing import PackedLinear, packable
+from eagle_fsd.libraries import library_for
+from eagle_fsd.packing import PackedLinear
 from eagle_fsd.padding import left_padded, right_padded
 from eagle_fsd.target import TargetModel
 
@@ -528,7 +529,7 @@ def test_weights_are_packed_and_a_list_of_tokens_is_kept_unless_told_otherwise(t
     usual = EagleFSD.from_pretrained(*places, device="cpu")
     other = EagleFSD.from_pretrained(*places, device="cpu", pack=False, full_vocabulary=True)
     assert (usual.draft_vocab_size, other.draft_vocab_size) == (9, None)
-    for loaded, packed in ((usual, packable(torch.zeros(1, 1))), (other, False)):
+    for loaded, packed in ((usual, library_for(torch.zeros(1, 1)) is not None), (other, False)):
         layers = [*loaded.target.model.modules(), *loaded.head.modules()]
         assert any(isinstance(layer, PackedLinear) for layer in layers) == packed
         assert isinstance(loaded.target.lm_head, PackedLinear) == packed

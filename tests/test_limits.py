@@ -12,8 +12,9 @@ from tiny_models import tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.evaluation.limits import Machine, forwards, machine, table
+from eagle_fsd.libraries import library_for
 from eagle_fsd.measuring import WIDTHS
-from eagle_fsd.packing import PackedLinear, is_packed, pack_linears, packable
+from eagle_fsd.packing import PackedLinear, libraries_of, pack_linears
 from eagle_fsd.target import TargetModel
 
 
@@ -25,7 +26,8 @@ def test_a_forward_is_bound_by_reading_or_by_multiplying() -> None:
 
 def test_every_width_is_timed() -> None:
     engine = EagleFSD(TargetModel(pack_linears(tiny_model())), tiny_head())
-    assert is_packed(engine.target.model) == packable(torch.zeros(1, 1))
+    library = library_for(torch.zeros(1, 1))
+    assert libraries_of(engine.target.model) == ([library.name] if library else [])
     found, costs = forwards(engine, Machine(1e9, 1e9), 32, [2])
     assert [one.nodes for one in found] == [1, *WIDTHS]
     assert all(min(one.limit, one.plain_linears, one.linears) > 0 for one in found)

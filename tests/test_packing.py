@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import copy
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny_models import prompts_of, tiny_model
 from torch import nn
 
-from eagle_fsd.packing import PackedLinear, linear_of_rows, pack_linears, packable, plain_linears
+from eagle_fsd import libraries
+from eagle_fsd.libraries import LIBRARIES, MKL, ONEDNN, Library, fastest_library, library_for
+from eagle_fsd.packing import PackedLinear, libraries_of, linear_of_rows, pack_linears, plain_linears
 from eagle_fsd.target import TargetModel
 from eagle_fsd.vocabulary import DraftVocabulary
 
-pytestmark = pytest.mark.skipif(not packable(torch.zeros(2, 2)), reason="torch is built without oneDNN")
+pytestmark = pytest.mark.skipif(not ONEDNN.takes(torch.zeros(2, 2)), reason="torch is built without oneDNN")
+
+
+@pytest.fixture(params=LIBRARIES, ids=lambda library: library.name)
+def library(request: pytest.FixtureRequest) -> Library:
+    if not request.param.takes(torch.zeros(2, 2)):
+        pytest.skip(f"torch is built without {request.param.name}")
+    return request.param
 
 
 def layer(dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
@@ -23,28 +34,52 @@ def layer(dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(48,), (1, 48), (17, 48), (3, 5, 48), (2, 600, 48), (0, 48), (2, 0, 48)])
-def test_a_packed_layer_gives_what_the_plain_one_does(shape: tuple[int, ...], bias: bool) -> None:
+def test_a_packed_layer_gives_what_the_plain_one_does(
+    shape: tuple[int, ...], bias: bool, library: Library
+) -> None:
     plain = layer(bias=bias)
     x = torch.randn(shape)
     with torch.inference_mode():
-        made = PackedLinear(plain)(x)
+        made = PackedLinear(plain, library)(x)
         torch.testing.assert_close(made, plain(x), rtol=1e-5, atol=1e-6)
         strided = torch.randn(4, 48, 7).transpose(1, 2)
-        torch.testing.assert_close(PackedLinear(plain)(strided), plain(strided), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            PackedLinear(plain, library)(strided), plain(strided), rtol=1e-5, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("shape", [(576, 1536), (1536, 576), (7, 3), (1, 5), (576, 5000)])
+def test_a_weight_packed_once_serves_any_rows_and_threads(shape: tuple[int, int], library: Library) -> None:
+    """A library may ask for both when it packs; it must not depend on them afterwards."""
+    torch.manual_seed(0)
+    x, weight, threads = torch.randn(300, shape[0]), torch.randn(shape[1], shape[0]), torch.get_num_threads()
+    try:
+        for packing in (1, 2):
+            torch.set_num_threads(packing)
+            packed = library.pack(weight)
+            for multiplying in (1, 2, 3):
+                torch.set_num_threads(multiplying)
+                for rows in (1, 2, 3, 5, 16, 17, 64, 300):
+                    made = library.multiply(x[:rows], packed, weight, None)
+                    torch.testing.assert_close(made, x[:rows] @ weight.T, rtol=1e-4, atol=1e-3)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_bfloat16_layers_are_packed_where_the_machine_has_it() -> None:
     plain = layer(torch.bfloat16)
-    if not packable(plain.weight):
+    if not library_for(plain.weight):
         pytest.skip("oneDNN has no bfloat16 on this machine")
     x = torch.randn(5, 48, dtype=torch.bfloat16)
+    made = PackedLinear(plain, MKL)
+    assert made.library is ONEDNN  # MKL packs float32 alone
     with torch.inference_mode():
-        torch.testing.assert_close(PackedLinear(plain)(x), plain(x), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(made(x), plain(x), rtol=2e-2, atol=2e-2)
 
 
-def test_the_packed_weight_is_what_is_multiplied() -> None:
+def test_the_packed_weight_is_what_is_multiplied(library: Library) -> None:
     """Or all of this would hold for a stand-in that does nothing."""
-    made = PackedLinear(layer(bias=False))
+    made = PackedLinear(layer(bias=False), library)
     x = torch.randn(3, 48)
     with torch.inference_mode():
         before = made(x)
@@ -55,19 +90,19 @@ def test_the_packed_weight_is_what_is_multiplied() -> None:
         assert torch.equal(made(x), before)
 
 
-def test_a_packed_layer_moves_and_copies_with_its_weight() -> None:
-    made = PackedLinear(layer())
+def test_a_packed_layer_moves_and_copies_with_its_weight(library: Library) -> None:
+    made = PackedLinear(layer(), library)
     x = torch.randn(3, 48)
     with torch.inference_mode():
         made.weight.data.mul_(2.0)
         torch.testing.assert_close(made.float()(x), nn.functional.linear(x, made.weight, made.bias))
         twin = copy.deepcopy(made)
-        assert twin.packed is not None and torch.equal(twin(x), made(x))
+        assert twin.packed is not None and twin.library == library and torch.equal(twin(x), made(x))
     assert made.double().packed is None and made(x.double()).dtype == torch.float64
 
 
-def test_a_packed_layer_sees_weights_that_are_loaded() -> None:
-    made, other = PackedLinear(layer()), nn.Linear(48, 80)
+def test_a_packed_layer_sees_weights_that_are_loaded(library: Library) -> None:
+    made, other = PackedLinear(layer(), library), nn.Linear(48, 80)
     made.load_state_dict(other.state_dict())
     x = torch.randn(3, 48)
     with torch.inference_mode():
@@ -97,6 +132,51 @@ def test_packing_leaves_parameters_and_other_layers_alone() -> None:
     assert pack_linears(model)["one"] is model["one"]
 
 
+def test_no_library_leaves_a_module_as_it_is() -> None:
+    model = nn.Sequential(layer())
+    assert pack_linears(model, None) is model and type(model[0]) is nn.Linear and libraries_of(model) == []
+    assert libraries_of(pack_linears(model)) == ["oneDNN"]
+
+
+@pytest.mark.parametrize(
+    "seconds, wanted",
+    [
+        ({None: [2.0, 8.0], "oneDNN": [1.0, 4.0], "MKL": [2.0, 4.0]}, "oneDNN"),
+        ({None: [2.0, 5.0], "oneDNN": [2.8, 4.4], "MKL": [2.0, 3.6]}, "MKL"),
+        ({None: [2.0, 5.0], "oneDNN": [2.8, 4.4], "MKL": [1.9, 5.0]}, None),
+    ],
+)
+def test_the_fastest_library_is_taken(
+    seconds: dict[str | None, list[float]], wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the ratios over one row and a tree's; a second copy of the weights must gain more than a little."""
+    if not MKL.takes(torch.zeros(2, 2)):
+        pytest.skip("torch is built without MKL")
+    asked = iter([None, *(library.name for library in LIBRARIES)])
+    monkeypatch.setattr(libraries, "seconds_of", lambda *_: seconds[next(asked)])
+    monkeypatch.setattr(libraries, "LEAST", 1)
+    found = fastest_library(nn.Sequential(layer()))
+    assert (found and found.name) == wanted and next(asked, "all") == "all"
+
+
+def test_a_library_is_chosen_by_running_it(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow stand-ins for the others; a module of few weights is not measured at all."""
+    calls = []
+
+    def wait(x: torch.Tensor, *_: object) -> torch.Tensor:
+        calls.append(len(x))
+        time.sleep(0.05)
+        return x
+
+    slow = [replace(one, multiply=wait) for one in LIBRARIES if one != library]
+    monkeypatch.setattr(libraries, "LIBRARIES", (*slow, library))
+    monkeypatch.setattr(libraries.F, "linear", wait)
+    small, large = nn.Sequential(layer()), nn.Sequential(nn.Linear(512, 9000))
+    assert fastest_library(small) is library_for(small[0].weight) and not calls
+    assert fastest_library(large) is library and set(calls) == {1, 16}
+    assert fastest_library(nn.Sequential(nn.LayerNorm(4))) is None
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_rows_of_a_layer_are_its_outputs(packed: bool, bias: bool) -> None:
@@ -110,13 +190,14 @@ def test_rows_of_a_layer_are_its_outputs(packed: bool, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "phi"])
-def test_packed_targets_write_the_same_texts(family: str) -> None:
+def test_packed_targets_write_the_same_texts(family: str, library: Library) -> None:
     model = tiny_model(family, "eager" if family == "gemma2" else "sdpa")
     ids = torch.tensor([prompts_of([12])[0]])
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     wanted = model.generate(ids, **options)
-    pack_linears(model)
+    pack_linears(model, library)
     target = TargetModel(model)
+    assert libraries_of(model) == [library.name]
     assert isinstance(target.lm_head, PackedLinear)
     assert torch.equal(model.generate(ids, **options), wanted)
     drafted = torch.tensor([3, 11, 5])

@@ -16,6 +16,7 @@ from eagle_fsd.acceptance import Lossless
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.table_lines import table_lines
+from eagle_fsd.libraries import fastest_library
 from eagle_fsd.measuring import Costs, measure_costs, timed
 from eagle_fsd.packing import pack_linears, plain_linears
 
@@ -41,7 +42,8 @@ def machine(device: torch.device, dtype: torch.dtype) -> Machine:
     block = torch.ones(LARGE // dtype.itemsize, dtype=dtype, device=device)
     bandwidth = LARGE / timed(lambda: block.sum(dtype=dtype), device)
     left = torch.randn(SQUARE, SQUARE, device=device).to(dtype)
-    layer = pack_linears(nn.Sequential(nn.Linear(SQUARE, SQUARE, bias=False, device=device, dtype=dtype)))
+    layer = nn.Sequential(nn.Linear(SQUARE, SQUARE, bias=False, device=device, dtype=dtype))
+    pack_linears(layer, fastest_library(layer, [SQUARE]))
     return Machine(bandwidth, 2 * SQUARE**3 / timed(lambda: layer(left), device))
 
 

@@ -1,0 +1,129 @@
+"""Libraries that multiply a few rows with a weight in a blocked order of their own; which is fastest here.
+
+torch itself hands float32 products on a CPU to MKL, with the weight as it lies. What that loses to oneDNN or
+to MKL with a packed weight, and up to how many rows, is another thing on another processor: it is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROWS = (1, 16)  # a plain step and a tree
+SAMPLE = 2**28  # bytes of weights that are timed: more than most caches hold
+LEAST = 2**24  # bytes of weights below which there is nothing to be gained or measured
+GAIN = 1.05  # a second copy of the weights must be so much faster than the stock layers
+REPEATS = 3
+BLOCK = 16  # rows that a weight is packed for; it serves any number
+
+
+@dataclass(frozen=True)
+class Library:
+    """takes: whether it multiplies with such a weight here. pack: a weight [out, in] in its own order.
+    multiply: rows [..., in], the packed weight, the plain one and the bias [out] or None -> [..., out]."""
+
+    name: str
+    takes: Callable[[Tensor], bool]
+    pack: Callable[[Tensor], Tensor]
+    multiply: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def _onednn_takes(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32 or bfloat16
+
+
+def _onednn_pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, BLOCK)
+
+
+def _onednn_multiply(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def _mkl_takes(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return False
+    # oneDNN's tensors carry the packed weight.
+    usable = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return usable and hasattr(torch.ops.mkl, "_mkl_linear")
+
+
+def _mkl_pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkl._mkl_reorder_linear_weight(weight, BLOCK)
+
+
+def _mkl_multiply(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # The op falls back to the stock product unless told that the weight was packed for just these rows.
+    return torch.ops.mkl._mkl_linear(x, packed, weight, bias, x.numel() // x.shape[-1])
+
+
+ONEDNN = Library("oneDNN", _onednn_takes, _onednn_pack, _onednn_multiply)
+MKL = Library("MKL", _mkl_takes, _mkl_pack, _mkl_multiply)
+LIBRARIES = (ONEDNN, MKL)
+
+
+def library_for(weight: Tensor, preferred: Library = ONEDNN) -> Library | None:
+    """The preferred library if it takes this weight here, else another one, else None."""
+    return next((one for one in (preferred, *LIBRARIES) if one.takes(weight)), None)
+
+
+@torch.inference_mode()
+def fastest_library(module: nn.Module, rows: Sequence[int] = ROWS) -> Library | None:
+    """The library that multiplies so many rows with this module's linear layers fastest; None: stock layers.
+
+    Each number of rows counts alike. Measured on up to SAMPLE bytes of the layers, in about half a second; a
+    module of less than LEAST is not measured and gets the first library that takes its weights.
+    """
+    weights: dict[int, Tensor] = {}
+    for layer in module.modules():
+        if type(layer) is nn.Linear and library_for(layer.weight):
+            weights.setdefault(id(layer.weight), layer.weight)
+    sizes = {number: weight.numel() * weight.dtype.itemsize for number, weight in weights.items()}
+    if sum(sizes.values()) < LEAST:
+        return library_for(next(iter(weights.values()))) if weights else None
+    sample, room = [], SAMPLE
+    for number, weight in weights.items():
+        if not sample or sizes[number] <= room:
+            sample.append(weight)
+            room -= sizes[number]
+    stock = seconds_of(lambda x, weight: F.linear(x, weight), sample, rows)
+    best, least = None, [seconds / GAIN for seconds in stock]
+    for library in LIBRARIES:
+        if not all(library.takes(weight) for weight in sample):
+            continue
+        packed = {id(weight): library.pack(weight) for weight in sample}
+
+        def multiply(x: Tensor, weight: Tensor, library: Library = library, packed: dict = packed) -> Tensor:
+            return library.multiply(x, packed[id(weight)], weight, None)
+
+        seconds = seconds_of(multiply, sample, rows)
+        if sum(mine / theirs for mine, theirs in zip(seconds, least, strict=True)) < len(least):
+            best, least = library, seconds
+    return best
+
+
+def seconds_of(
+    multiply: Callable[[Tensor, Tensor], Tensor], weights: Sequence[Tensor], rows: Sequence[int]
+) -> list[float]:
+    """The least seconds that all these products took, by the number of rows."""
+    found = []
+    for count in rows:
+        inputs = [torch.ones(count, weight.shape[1], dtype=weight.dtype) for weight in weights]
+        times = []
+        for _ in range(1 + REPEATS):  # the first one sets things up
+            start = time.perf_counter()
+            for x, weight in zip(inputs, weights, strict=True):
+                multiply(x, weight)
+            times.append(time.perf_counter() - start)
+        found.append(min(times[1:]))
+    return found
