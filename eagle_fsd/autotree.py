@@ -26,6 +26,7 @@ from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import models_identity
 from eagle_fsd.measuring import BEAMS, WIDE, WIDTHS, MakeDrafter, bucket, measure_costs, observe
 from eagle_fsd.packing import libraries_of
+from eagle_fsd.provenance import processor
 from eagle_fsd.target import TargetModel
 from eagle_fsd.tuning import Choice, Observation, choose
 
@@ -44,7 +45,7 @@ class TreeChooser:
         self.target, self.make_drafter, self.drafted = target, make_drafter, drafted
         device = target.device
         cpu = device.type == "cpu"
-        name_of = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+        name_of = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
         self.made_by = {
             "version": __version__,
             "torch": torch.__version__,

@@ -26,9 +26,19 @@ def provenance(device: torch.device | None = None) -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
+        "device": torch.cuda.get_device_name(device) if cuda else processor(),
         "threads": torch.get_num_threads(),
     }
+
+
+def processor() -> str:
+    """The processor's name where the system tells it (Linux), else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(filter(None, names), platform.machine())
 
 
 def commit() -> str | None:

@@ -98,7 +98,8 @@ def main() -> None:
         return {"log_likelihood": sum(known) / len(known) if known else None}
 
     made = {"base_model": engine.base_model, "ea_model": engine.ea_model}
-    made |= {"draft_vocab_size": engine.draft_vocab_size, **provenance(engine.device)}
+    made |= {"draft_vocab_size": engine.draft_vocab_size, "packed": libraries_of(engine.target.model)}
+    made |= provenance(engine.device)
     rows = []
     file = arguments.output / "rows.jsonl"
     file.unlink(missing_ok=True)  # a race is run anew, not resumed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 import torch
 from tiny_models import prompts_of, tiny_head, tiny_model
 
+from eagle_fsd import provenance
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.comparison import quartiles, results, table
@@ -202,3 +204,18 @@ def test_the_stock_target_is_loaded_where_ours_is_packed(monkeypatch: pytest.Mon
     stock = script.stock_target(packed, "tiny")
     assert stock is not packed.target and stock is script.stock_target(packed, "tiny")
     assert not any(isinstance(layer, PackedLinear) for layer in stock.model.modules())
+
+
+def test_a_row_names_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its architecture, where no file tells."""
+    told = "processor\t: 0\nmodel name\t: A Processor 3000\nmodel name\t: Another\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: told)
+    assert provenance.processor() == "A Processor 3000"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "Features: fp asimd\n")
+    assert provenance.processor() == platform.machine()
+
+    def refuse(*_: object, **__: object) -> str:
+        raise FileNotFoundError("/proc/cpuinfo")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert provenance.processor() == platform.machine()
