@@ -109,8 +109,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--no-pack",
         dest="pack",
         action="store_false",
-        help="on a CPU, keep no second copy of the weights in the order of oneDNN or MKL, whichever is faster: "
-        "half the memory (--device-map keeps none)",
+        help="on a CPU, keep no second copy of the weights in oneDNN's or MKL's own order: half the memory, "
+        "slower where one is kept (--device-map keeps none)",
     )
     group.add_argument(
         "--no-graphs",
