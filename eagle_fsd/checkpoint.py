@@ -26,7 +26,8 @@ from torch import Tensor
 
 from eagle_fsd.config import CHECK, HeadConfig
 from eagle_fsd.head import DraftHead
-from eagle_fsd.tensors import one_line, read_tensors
+from eagle_fsd.messages import one_line
+from eagle_fsd.tensors import read_tensors
 from eagle_fsd.vocabulary import check_draft_tokens
 
 CONFIG_NAME = "config.json"
@@ -135,7 +136,7 @@ def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> Draft
             data, fc_bias="fc.bias" in tensors, qkv_bias=any(QKV_BIAS_KEY.fullmatch(key) for key in tensors)
         )
     except ValueError as error:
-        raise ValueError(f"draft head {name!r}: {one_line(error)}") from error
+        raise ValueError(f"draft head {name!r}: {one_line(error, 300)}") from error
     check_target(config, name, hidden_size, vocab_size)
     try:
         expected = layout(config)

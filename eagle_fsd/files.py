@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from eagle_fsd.tensors import one_line
+from eagle_fsd.messages import one_line
 
 
 @contextmanager

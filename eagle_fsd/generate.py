@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from eagle_fsd.flags import USAGE, build_parser, generation_options
+from eagle_fsd.messages import one_line
 from eagle_fsd.prompts import decode_text, read_prompts
 from eagle_fsd.report import Answer, summary, to_json
 
@@ -159,10 +160,6 @@ def users_mistakes() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         raise UserError(one_line(error)) from error
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 # -- the program ----------------------------------------

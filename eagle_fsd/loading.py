@@ -17,8 +17,8 @@ from eagle_fsd.architecture import ATTENTION, check_supported, end_tokens, longe
 from eagle_fsd.checkpoint import BIN_NAME, CONFIG_NAME, SAFETENSORS_NAME, read_config
 from eagle_fsd.config import require_choice
 from eagle_fsd.download import TOKENIZER_FILES, bars_wanted, has_whole_weights, shard_names
+from eagle_fsd.messages import one_line
 from eagle_fsd.placement import resolve_device, resolve_dtype
-from eagle_fsd.tensors import one_line
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -173,7 +173,7 @@ def check_decoder(config: transformers.PreTrainedConfig, name: str) -> None:
     try:
         check_supported(config)
     except ValueError as error:
-        raise ValueError(f"target {name!r} cannot be used: {one_line(error)}") from error
+        raise ValueError(f"target {name!r} cannot be used: {one_line(error, 300)}") from error
 
 
 def check_whole(report: dict[str, Any], name: str) -> None:
@@ -219,7 +219,7 @@ def one_line_errors(name: str) -> Iterator[None]:
             f"target {name!r} does not fit: the device must hold it; use a smaller dtype"
         ) from error
     except Exception as error:  # what readers raise has no common base; tokenizers raises Exception itself
-        text = one_line(error, 200) or type(error).__name__
+        text = one_line(error, 200)
         rule = "it must be a whole model that transformers reads; check it, or choose another"
         raise ValueError(f"target {name!r} cannot be loaded ({text}): {rule}") from error
 

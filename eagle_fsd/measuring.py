@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eagle_fsd.acceptance import AcceptanceRule
 from eagle_fsd.config import SamplingConfig, TreeConfig
-from eagle_fsd.decoding import Request, decode
+from eagle_fsd.decoding import Observer, Request, decode
 from eagle_fsd.draft import Drafter, NoDrafter
 from eagle_fsd.judge import Judge
 from eagle_fsd.padding import right_padded
@@ -48,9 +48,10 @@ def run_texts(
     tree: TreeConfig,
     new_tokens: int = NEW_TOKENS,
     eos_token_ids: Sequence[int] = (),
-) -> tuple[Drafter, float]:
-    """Decode the prompts as one batch; the drafter, and the least seconds that accept and keep took in a
-    step: the first ones set things up."""
+    observer: Observer | None = None,
+) -> float:
+    """Decode the prompts as one batch; the least seconds that accept and keep took in a step, since the first
+    ones set things up."""
     capacity = max(map(len, prompts)) + new_tokens + tree.total_tokens + 1
     drafter = make_drafter(len(prompts), capacity)
     request = Request(
@@ -61,6 +62,7 @@ def run_texts(
         rule=rule,
         tree=tree,
         sampling=sampling,
+        observer=observer,
     )
     session, watch = TargetSession(target, len(prompts), capacity), Stopwatch(synchronizer(target.device))
     stats = [GenerationStats() for _ in prompts]
@@ -71,7 +73,7 @@ def run_texts(
         least, before = min(least, spent - before), spent
         if time.monotonic() - start > LONGEST:
             break
-    return drafter, least
+    return least
 
 
 def observe(
@@ -83,15 +85,8 @@ def observe(
     wide: TreeConfig,
 ) -> list[Observation]:
     """Steps of a few texts with the wide tree."""
-    witness, _ = run_texts(
-        target,
-        lambda *sizes: Witness(make_drafter(*sizes)),
-        prompts,
-        rule,
-        sampling,
-        wide,
-        eos_token_ids=target.eos_token_ids,
-    )
+    witness, ends = Witness(), target.eos_token_ids
+    run_texts(target, make_drafter, prompts, rule, sampling, wide, eos_token_ids=ends, observer=witness)
     return witness.observations
 
 
@@ -131,7 +126,7 @@ def measure_costs(
     def rest_of(make: MakeDrafter, tree: TreeConfig) -> float:
         prompts = [[0] * 4] * batch
         for _ in range(2):  # the first one is warm-up
-            _, seconds = run_texts(target, make, prompts, rule, sampling, tree, TIMED_TOKENS)
+            seconds = run_texts(target, make, prompts, rule, sampling, tree, TIMED_TOKENS)
         return seconds
 
     plain = verify[1] + rest_of(lambda *_: NoDrafter(target.vocab_size), TreeConfig(1))

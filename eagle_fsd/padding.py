@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eagle_fsd.messages import one_line
+
 
 def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
     """input_ids and attention_mask [B, longest] of prompts, padded on the left."""
@@ -32,7 +34,7 @@ def as_ids(input_ids: object) -> Tensor:
     try:
         ids = torch.as_tensor(input_ids)
     except (TypeError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(
             f"input_ids is a {type(input_ids).__name__} and no tensor of token ids ({reason}): it must be "
             "[B, L]; tokenize a prompt"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from eagle_fsd.tensors import one_line
+from eagle_fsd.messages import one_line
 
 DTYPES = {
     "float32": torch.float32,

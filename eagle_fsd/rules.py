@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
@@ -44,12 +43,6 @@ def describe(rule: AcceptanceRule) -> dict[str, Any]:
     return {"name": NAMES[type(rule)]} | {
         key: "inf" if value == math.inf else value for key, value in fields.items()
     }
-
-
-def rule_of(described: Mapping[str, Any]) -> AcceptanceRule:
-    """The rule that `describe` wrote down."""
-    fields = {key: math.inf if value == "inf" else value for key, value in described.items() if key != "name"}
-    return rule_named(described["name"], **fields)
 
 
 def parse_rule(text: str) -> AcceptanceRule:

@@ -33,6 +33,7 @@ from eagle_fsd.cache import KVCache
 from eagle_fsd.flash import FlashPlan, flash_available
 from eagle_fsd.graphs import EAGER, Stepper
 from eagle_fsd.layer_attention import GROUPED
+from eagle_fsd.messages import one_line
 from eagle_fsd.tree import DraftTree, additive, ancestors, visible_slots, within_window
 
 logger = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class TargetModel:
             else:
                 difference = self._tree_difference()
         except FORWARD_ERRORS as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = one_line(error)
             raise ValueError(
                 f"target is a {kind!r} model, which cannot verify draft trees here: {reason}; use "
                 "another target"
@@ -206,7 +207,7 @@ class TargetModel:
             difference = self._tree_difference()
             reason = f"a tree differs from plain forwards by {difference:.2g} (relative)"
         except FORWARD_ERRORS as error:
-            difference, reason = math.nan, " ".join(str(error).split()) or type(error).__name__
+            difference, reason = math.nan, one_line(error)
         if not difference < self._tolerance:
             self.flash = False
             logger.warning("flash-attn is not used on this %r model: %s", self.config.model_type, reason)

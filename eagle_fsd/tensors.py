@@ -12,13 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from eagle_fsd.messages import one_line
+
 BIN_SUFFIXES = (".bin", ".pt", ".pth")
-
-
-def one_line(error: object, limit: int = 300) -> str:
-    """An error's message on one line, cut at `limit` characters."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def read_tensors(path: Path, kind: str = "weights file") -> dict[str, Tensor]:
@@ -48,7 +44,7 @@ def read_tensors(path: Path, kind: str = "weights file") -> dict[str, Tensor]:
             "where you trust it"
         ) from error
     except Exception as error:  # what an unpickler raises on a damaged file has no common base
-        reason = one_line(error, 80) or type(error).__name__
+        reason = one_line(error, 80)
         raise ValueError(f"{shown} is not a whole PyTorch file ({reason}): {again}") from error
     if not isinstance(tensors, dict) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in tensors.items()

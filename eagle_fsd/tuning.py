@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from eagle_fsd.acceptance import Verdict, Verified
 from eagle_fsd.config import AutoTree, TreeConfig
-from eagle_fsd.draft import Drafter
 from eagle_fsd.tree import DraftTree
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)
@@ -128,35 +128,15 @@ def path_ranks(one: Observation, depth: int, top_k: int) -> list[int]:
 
 @dataclass
 class Witness:
-    """A drafter that notes every tree and, from what it is told next, the path that was taken."""
+    """An observer of `decode` that notes every tree and the path that was taken in it."""
 
-    inner: Drafter
     observations: list[Observation] = field(default_factory=list)
-    tree: DraftTree | None = None
-    scores: Tensor | None = None
 
-    def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
-        if self.tree is not None:
-            for row, count in enumerate(counts):
-                self._note(row, tokens[row, : count - 1].tolist())
-        self.inner.extend(features, tokens, counts)
-
-    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
-        self.tree = self.inner.draft(roots, config)
-        self.scores = path_scores(self.tree)
-        return self.tree
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.inner.select(rows)
-
-    def _note(self, row: int, accepted: Sequence[int]) -> None:
-        parents, tokens = self.tree.parents[row].tolist(), self.tree.tokens[row].tolist()
-        node, path = 0, []
-        for token in accepted:
-            node = next(n for n, parent in enumerate(parents) if parent == node and tokens[n] == token)
-            path.append(node)
-        depths, scores = self.tree.depths[row].tolist(), self.scores[row].tolist()
-        self.observations.append(Observation(parents, depths, scores, path))
+    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
+        tree = verified.tree
+        noted = (tree.parents, tree.depths, path_scores(tree), verdict.path, verdict.length)
+        for parents, depths, scores, path, length in zip(*(part.tolist() for part in noted), strict=True):
+            self.observations.append(Observation(parents, depths, scores, path[1:length]))
 
 
 def path_scores(tree: DraftTree) -> Tensor:

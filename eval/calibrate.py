@@ -23,6 +23,7 @@ from eagle_fsd.evaluation.budgets import calibrate, table, trial_table
 from eagle_fsd.evaluation.sweep import Cell, Questions
 from eagle_fsd.evaluation.thresholds import Work, fuzzy, kinds_of
 from eagle_fsd.files import write_atomically
+from eagle_fsd.messages import one_line
 from eagle_fsd.provenance import provenance
 
 
@@ -98,7 +99,7 @@ def main() -> None:
         if arguments.install:
             install(engine.head_folder, calibration)
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(one_line(error))
     print(table(calibration))
     if trials:
         print("\n" + trial_table(trials))

@@ -17,6 +17,7 @@ from eagle_fsd import TreeConfig
 from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
 from eagle_fsd.evaluation.greedy import compare, reference
 from eagle_fsd.evaluation.prompts import prompt_sets
+from eagle_fsd.messages import one_line
 from eagle_fsd.provenance import provenance
 
 MOST_EXCUSED = 2  # prompts whose text may part at a near tie
@@ -42,7 +43,7 @@ def main() -> None:
         prompts = [ids for prompts in sets.values() for ids in prompts]
         kept = read_reference(arguments.reference)
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(one_line(error))
     asked = {"base_model": engine.base_model, "max_new_tokens": arguments.max_new_tokens, "prompts": prompts}
     expected = kept.get("texts") if kept.get("asked") == asked else None
     if expected is None:

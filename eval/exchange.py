@@ -14,6 +14,7 @@ from eagle_fsd.evaluation.bootstrap import Bootstrap
 from eagle_fsd.evaluation.exchange import exchange_table
 from eagle_fsd.evaluation.points import panels
 from eagle_fsd.evaluation.rows import read_raw_rows
+from eagle_fsd.messages import one_line
 
 
 def main() -> None:
@@ -33,7 +34,7 @@ def main() -> None:
             raise ValueError("no rows: a table needs raw rows; run eval/sweep.py first")
         print("\n\n".join(exchange_table(panel, how, arguments.against) for panel in panels(rows, how)))
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(one_line(error))
 
 
 if __name__ == "__main__":

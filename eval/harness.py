@@ -17,6 +17,8 @@ import logging
 import sys
 from typing import NoReturn
 
+from eagle_fsd.messages import one_line
+
 
 def main() -> None:
     try:
@@ -33,7 +35,7 @@ def main() -> None:
 
 def fail(error: Exception) -> NoReturn:
     """One line and exit code 2."""
-    sys.stderr.write(f"harness.py: error: {' '.join(str(error).split())}\n")
+    sys.stderr.write(f"harness.py: error: {one_line(error)}\n")
     sys.exit(2)
 
 

@@ -12,6 +12,7 @@ from eagle_fsd.config import require_integer
 from eagle_fsd.evaluation.arguments import load_engine, model_parser
 from eagle_fsd.evaluation.limits import forwards, machine, table
 from eagle_fsd.measuring import BEAMS
+from eagle_fsd.messages import one_line
 from eagle_fsd.packing import libraries_of
 from eagle_fsd.provenance import provenance
 
@@ -24,7 +25,7 @@ def main() -> None:
         require_integer("context", arguments.context, 1, "256 is usual")
         engine = load_engine(arguments)
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(one_line(error))
     here = machine(engine.device, engine.dtype)
     drafted = engine.draft_vocab_size or engine.target.vocab_size
     found, costs = forwards(engine, here, arguments.context, [beam for beam in BEAMS if beam <= drafted])

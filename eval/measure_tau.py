@@ -17,6 +17,7 @@ from eagle_fsd.config import CHILDREN
 from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
 from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.evaluation.tau import Cell, run, table
+from eagle_fsd.messages import one_line
 from eagle_fsd.provenance import provenance
 
 
@@ -63,7 +64,7 @@ def main() -> None:
         ]
         rows = run(engine, cells, prompts, arguments.output, arguments.batch_size, provenance(engine.device))
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(one_line(error))
     print(table(rows))
 
 

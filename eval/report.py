@@ -17,6 +17,7 @@ from eagle_fsd.evaluation.markdown import QUALITIES, Report, write_report
 from eagle_fsd.evaluation.measures import SPEED, TAU
 from eagle_fsd.evaluation.plots import require_matplotlib
 from eagle_fsd.evaluation.rows import read_raw_rows
+from eagle_fsd.messages import one_line
 
 
 def main() -> None:
@@ -58,7 +59,7 @@ def main() -> None:
             write_report([row for rows in files.values() for row in rows], asked, arguments.output, sources)
         )
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(one_line(error))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from eagle_fsd.evaluation.scoring import score_file, table
 from eagle_fsd.jsonl import read_jsonl
+from eagle_fsd.messages import one_line
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
         scored = score_file(arguments.rows, arguments.output or arguments.rows, arguments.data)
         rows = list(tqdm(scored, total=count, desc="scoring", unit="row"))
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(one_line(error))
     print(table(rows))
 
 

@@ -25,8 +25,9 @@ from eagle_fsd.evaluation.comparison import results, table
 from eagle_fsd.evaluation.likelihood import judged
 from eagle_fsd.evaluation.plots import plot_speed, require_matplotlib
 from eagle_fsd.evaluation.prompts import prompt_sets
-from eagle_fsd.evaluation.rows import append_row
 from eagle_fsd.evaluation.speed import Setting, method, race
+from eagle_fsd.jsonl import append_row
+from eagle_fsd.messages import one_line
 from eagle_fsd.packing import libraries_of
 from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel
@@ -85,7 +86,7 @@ def main() -> None:
         sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
         arguments.output.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(one_line(error))
     prompts = [ids for ids_of_set in sets.values() for ids in ids_of_set]
 
     def note(part: Sequence[Sequence[int]], answers: list[list[int]]) -> Mapping[str, Any]:

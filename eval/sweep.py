@@ -22,6 +22,7 @@ from eagle_fsd.evaluation.prompts import require_own_names
 from eagle_fsd.evaluation.refine import refined
 from eagle_fsd.evaluation.sweep import Cell, Questions, run
 from eagle_fsd.evaluation.tasks import TASKS, task_named
+from eagle_fsd.messages import one_line
 from eagle_fsd.provenance import provenance
 from eagle_fsd.rules import parse_rule
 
@@ -126,7 +127,7 @@ def main() -> None:
             logger.info("%d of %d cells are near the frontier: more samples of these", len(more), len(asked))
             run(engine, more, arguments.output, arguments.batch_size, made)
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(one_line(error))
 
 
 if __name__ == "__main__":

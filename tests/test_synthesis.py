@@ -197,7 +197,7 @@ def test_a_system_message_is_part_of_every_conversation(tmp_path: Path) -> None:
     assert all(row["conversations"][0] == {"role": "system", "content": "Be brief."} for row in rows)
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"number": 4, "comp', b"\xe2\x82"])
+@pytest.mark.parametrize("torn", [b"", b'{"number": 4, "comp', b'{"content": "\xe2\x82'])
 def test_a_stopped_run_goes_on_and_leaves_the_same_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bytes
 ) -> None:

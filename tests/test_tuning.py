@@ -39,7 +39,7 @@ def engine() -> EagleFSD:
 class Both:
     """Two drafters told the same; the first one's trees are verified, the second one's only kept."""
 
-    def __init__(self, first: Witness, second: Drafter, small: TreeConfig) -> None:
+    def __init__(self, first: Drafter, second: Drafter, small: TreeConfig) -> None:
         self.first, self.second, self.small = first, second, small
         self.trees: list[tuple[DraftTree, DraftTree]] = []
 
@@ -61,17 +61,19 @@ def test_a_smaller_tree_follows_from_the_wide_one(small: str) -> None:
     """Of every path taken in a wide tree, as much as the smaller tree itself has."""
     model, config = engine(), TreeConfig.parse(small)
     made: list[Both] = []
+    witness = Witness()
 
     def drafter(*sizes: int) -> Both:
-        made.append(Both(Witness(model.make_drafter(*sizes)), model.make_drafter(*sizes), config))
+        made.append(Both(model.make_drafter(*sizes), model.make_drafter(*sizes), config))
         return made[0]
 
     follow = Fuzzy(math.inf, mode="paper")  # so that paths are long, whatever the head is worth
-    run_texts(model.target, drafter, prompts_of([6]), follow, SamplingConfig(1.0), EVERYTHING)
+    sampling = SamplingConfig(1.0)
+    run_texts(model.target, drafter, prompts_of([6]), follow, sampling, EVERYTHING, observer=witness)
     (both,) = made
-    observed = both.first.observations
+    observed = witness.observations
     assert sum(len(one.path) for one in observed) > 20
-    for one, (wide, tree) in zip(observed, both.trees, strict=False):
+    for one, (wide, tree) in zip(observed, both.trees, strict=True):
         ranks = path_ranks(one, config.depth, config.top_k)
         wanted = reached(tree, wide.tokens[0, one.path].tolist())
         assert sum(rank < config.total_tokens - 1 for rank in ranks) == wanted
@@ -89,7 +91,7 @@ def reached(tree: DraftTree, tokens: Sequence[int]) -> int:
     return len(tokens)
 
 
-def test_rows_that_end_are_observed_to_their_last_step_but_one() -> None:
+def test_rows_that_end_are_observed_to_their_last_step() -> None:
     model = engine()
     target = model.target
     target.model.generation_config.eos_token_id = list(range(0, 96, 7))
@@ -329,14 +331,12 @@ def test_out_of_memory_takes_the_usual_tree(monkeypatch: pytest.MonkeyPatch, tmp
 def test_a_wide_tree_that_is_cut_still_ranks_what_it_holds() -> None:
     """A path's node has its place in a narrower tree also where the wide one lacks candidates."""
     model = engine()
-
-    def make(*sizes: int) -> Witness:
-        return Witness(model.make_drafter(*sizes))
-
-    follow, sampling = Fuzzy(math.inf, mode="paper", child="likeliest"), GREEDY
-    whole, _ = run_texts(model.target, make, prompts_of([6]), follow, sampling, EVERYTHING, 40)
-    cut, _ = run_texts(model.target, make, prompts_of([6]), follow, sampling, TreeConfig(9, 4, 3), 40)
-    all_of, some_of = whole.observations[0], cut.observations[0]
+    follow = Fuzzy(math.inf, mode="paper", child="likeliest")
+    whole, cut = (
+        observe(model.target, model.make_drafter, prompts_of([6]), follow, GREEDY, tree)
+        for tree in (EVERYTHING, TreeConfig(9, 4, 3))
+    )
+    all_of, some_of = whole[0], cut[0]
     shared = min(len(all_of.path), len(some_of.path))
     assert shared > 0
     for depth, beam in ((1, 1), (2, 2), (3, 2), (4, 3)):

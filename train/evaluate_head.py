@@ -25,6 +25,7 @@ from eagle_fsd.evaluation.head import HeadReport, observe
 from eagle_fsd.evaluation.plots import plot_calibration, require_matplotlib
 from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.files import write_atomically
+from eagle_fsd.messages import one_line
 from eagle_fsd.provenance import provenance
 from eagle_fsd.training.data import Example
 from eagle_fsd.training.evaluation import HeldOut, evaluate
@@ -68,7 +69,7 @@ def main() -> None:
         setting = f"{len(prompts)} prompts of {', '.join(sets)}; tree {tree}, greedy"
         plot_calibration(report, arguments.output / "calibration.png", *names, setting)
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(one_line(error))
     print(shown(report, text))
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from eagle_fsd.checkpoint import read_config
 from eagle_fsd.evaluation.rows import read_rows
 from eagle_fsd.evaluation.tau import table
+from eagle_fsd.messages import one_line
 from eagle_fsd.training.publishing import Card, push, read_training, refuse_mixed_rows, write_repository
 
 
@@ -49,7 +50,7 @@ def main() -> None:
         folder = write_repository(args.head, card, args.repo_id, args.output or args.head.parent / "publish")
         print(folder if args.dry_run else push(folder, args.repo_id, args.private))
     except (ValueError, OSError) as error:
-        sys.exit(f"publish: {' '.join(str(error).split())}")
+        sys.exit(f"publish: {one_line(error)}")
 
 
 if __name__ == "__main__":

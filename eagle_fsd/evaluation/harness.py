@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.harness_arguments import MODELS, SWITCHES, ending_of, seeds, settings_of
 from eagle_fsd.evaluation.until import Answer, Ask, answers
+from eagle_fsd.messages import one_line
 from eagle_fsd.rules import describe
 from eagle_fsd.stats import GenerationStats
 
@@ -136,7 +137,7 @@ class EagleLM(LM):
                 chat_template=self._template,
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             raise ValueError(
                 f"the tokenizer's chat template refuses this chat ({reason}): leave --apply_chat_template or "
                 "--system_instruction out"

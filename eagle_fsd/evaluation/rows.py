@@ -7,8 +7,6 @@ on with the file drops it first.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,32 +147,6 @@ def json_name(kind: type) -> str:
     """What JSON calls a type."""
     names = {dict: "an object", str: "a string", int: "an integer", float: "a number"}
     return names.get(kind, "null")
-
-
-def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a line to the file, whole in one write, and make the file's folder where there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
-        file.write(json.dumps(row).encode() + b"\n")
-
-
-def drop_torn_line(path: Path) -> None:
-    """Make a file ready to be added to: cut off the half line that a killed run left at its end, if there is
-    one.
-
-    ValueError for a file to which no row should be added: a compressed one, and one with another end than a
-    row's beginning.
-    """
-    if path.suffix == ".gz":
-        raise ValueError(f"{path}: rows are written as they are, uncompressed; name an output without .gz")
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    whole, tail = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
-    if tail and not tail.startswith(b"{"):
-        raise ValueError(f"{path}: ends in {tail[:40]!r}, which is no row; name another output")
-    if tail:
-        os.truncate(path, len(whole))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.evaluation.rows import append_row, drop_torn_line
 from eagle_fsd.evaluation.table_lines import table_lines
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task, task_named
 from eagle_fsd.files import whole_file
-from eagle_fsd.jsonl import read_jsonl
+from eagle_fsd.jsonl import append_row, drop_torn_line, read_jsonl
 
 Row = dict[str, Any]
 

@@ -23,11 +23,12 @@ from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.law_meter import LawMeter
 from eagle_fsd.evaluation.likelihood import judged
 from eagle_fsd.evaluation.prompts import batches, prompts_of, set_name
-from eagle_fsd.evaluation.rows import append_row, drop_torn_line, rows_of_answers
+from eagle_fsd.evaluation.rows import rows_of_answers
 from eagle_fsd.evaluation.rule_labels import rule_label
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task
 from eagle_fsd.evaluation.tasks.base import user
 from eagle_fsd.evaluation.tasks.source import Source
+from eagle_fsd.jsonl import append_row, drop_torn_line
 from eagle_fsd.outputs import GenerationOutput
 from eagle_fsd.padding import left_padded
 from eagle_fsd.rules import describe

@@ -30,8 +30,9 @@ from eagle_fsd.divergence import DIVERGENCES
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.bootstrap import Sums
 from eagle_fsd.evaluation.prompts import batches
-from eagle_fsd.evaluation.rows import append_row, drop_torn_line, rows_of_answers
+from eagle_fsd.evaluation.rows import rows_of_answers
 from eagle_fsd.evaluation.sweep import Cell, Questions, answer, run, unanswered
+from eagle_fsd.jsonl import append_row, drop_torn_line
 from eagle_fsd.law import distances, path_laws
 
 E12 = (1.0, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 3.9, 4.7, 5.6, 6.8, 8.2)

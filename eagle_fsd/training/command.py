@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
-from eagle_fsd.tensors import one_line
+from eagle_fsd.messages import one_line
 from eagle_fsd.training.data import Example, load_examples
 
 LONGEST = 512  # tokens of a row, where nothing else is asked for

@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd.config import SamplingConfig, require_integer
 from eagle_fsd.files import write_atomically
 from eagle_fsd.identity import differences, target_identity
-from eagle_fsd.jsonl import read_jsonl
+from eagle_fsd.jsonl import drop_torn_line, read_jsonl
+from eagle_fsd.messages import one_line
 from eagle_fsd.prompts import prompt_of, read_prompts
 from eagle_fsd.target import TargetModel
-from eagle_fsd.tensors import one_line
 from eagle_fsd.text import encode
 from eagle_fsd.training.data import overlap, word_runs
 from eagle_fsd.training.synthesis import Answer, Question, write_answers
@@ -264,9 +264,7 @@ class RowFile:
                 f"{self.path} was made by another target or with other prompts or settings ({changed}): name "
                 "another --output, or remove it"
             )
-        data = self.path.read_bytes()
-        if not data.endswith(b"\n"):
-            write_atomically(self.path, data[: data.rfind(b"\n") + 1].decode())
+        drop_torn_line(self.path)
         return [row for _, row in read_jsonl(self.path)]
 
     def finish(self) -> list[dict[str, Any]]:

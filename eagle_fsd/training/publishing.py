@@ -20,7 +20,7 @@ from eagle_fsd.checkpoint import (
     VOCABULARY_NAME,
     find_head_file,
 )
-from eagle_fsd.tensors import one_line
+from eagle_fsd.messages import one_line
 
 CARD = "README.md"
 LIBRARY = "eagle-fsd"

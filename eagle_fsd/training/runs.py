@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from eagle_fsd.files import whole_file, write_atomically
 from eagle_fsd.jsonl import read_jsonl
-from eagle_fsd.tensors import one_line
+from eagle_fsd.messages import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +59,6 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def save_atomically(state: dict[str, Any], path: Path) -> None:
     with whole_file(path) as partial:
         torch.save(state, partial)
-
-
-def append_record(folder: Path, record: dict[str, Any]) -> None:
-    with (folder / LOG).open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(record) + "\n")
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eagle_fsd.files import whole_file
 from eagle_fsd.identity import differences
-from eagle_fsd.tensors import one_line
+from eagle_fsd.messages import one_line
 
 MANIFEST = "manifest.json"
 

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import differences, digest, spread
+from eagle_fsd.jsonl import append_row
 from eagle_fsd.training.batching import (
     add_noise,
     batch_plan,
@@ -41,7 +42,7 @@ from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.runs import (
     BEST,
     CHECKPOINT,
-    append_record,
+    LOG,
     cut_log,
     read_checkpoint,
     read_log,
@@ -237,7 +238,7 @@ class Trainer:
     def log(self, record: dict[str, Any]) -> None:
         """One record for the run's own log and for the trackers that follow the run."""
         if self.accelerator.is_main_process:
-            append_record(self.folder, record)
+            append_row(self.folder / LOG, record)
             self.accelerator.log(flat(record), step=self.step)
 
     def save(self) -> None:

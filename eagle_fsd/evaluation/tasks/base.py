@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle_fsd.config import require_integer
 from eagle_fsd.evaluation.tasks.source import Source, rows_of
-from eagle_fsd.tensors import one_line
+from eagle_fsd.messages import one_line
 
 PROMPTS = "prompts/"  # what begins the name of a set of prompts, a task without a score
 Message = dict[str, str]  # {"role": "user", "content": "..."}
@@ -72,7 +72,7 @@ class Task:
             try:
                 name, messages, reference = self.ask(row, place)
             except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-                said = f"has no {error}" if isinstance(error, KeyError) else one_line(error)
+                said = f"has no {error}" if isinstance(error, KeyError) else one_line(error, 300)
                 raise ValueError(
                     f"{origin}:{number}: {said}; a row of {self.name} needs {self.source.fields}"
                 ) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.jsonl import read_jsonl
-from eagle_fsd.tensors import one_line
+from eagle_fsd.messages import one_line
 
 FOLDER = "EAGLE_FSD_DATA"
 EXTRA = "pip install 'eagle-fsd[eval]'"
@@ -55,5 +55,5 @@ def hub_rows(name: str, source: Source) -> tuple[str, Iterator[tuple[int, dict[s
     try:
         rows = datasets.load_dataset(repository, subset, split=split)
     except Exception as error:
-        raise ValueError(f"{name} cannot be loaded from the Hub ({one_line(error)}): {local}") from error
+        raise ValueError(f"{name} cannot be loaded from the Hub ({one_line(error, 300)}): {local}") from error
     return repository, ((number, dict(row)) for number, row in enumerate(rows, 1))
