@@ -110,9 +110,9 @@ class EagleFSD:
         Hub id, a folder, or None for the head that ships with the package. dtype: None is float32 on a CPU
         and bfloat16 on CUDA. head_dtype: None is the target's; a head in bfloat16 drafts faster beside a
         target in float32, q is rounded, and lossless decoding stays lossless. pack: on a CPU keep a second,
-        blocked copy of the weights where that is faster, which half a second of measuring tells; not with a
-        device_map. graphs: on
-        CUDA record the parts of a step as CUDA graphs when they come a second time; not with a device_map.
+        blocked copy of the weights where a short measurement finds that faster; not with a device_map.
+        graphs: on CUDA record the parts of a step as CUDA graphs when they come a second time; not with a
+        device_map.
         full_vocabulary: draft over all of the target's tokens, also with a head that has a list of frequent
         ones. Raises ValueError for anything that cannot be had, does not fit or is not supported.
         """
@@ -130,8 +130,8 @@ class EagleFSD:
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
-        packs = pack and device_map is None  # its layers may be moved at any time
-        library = fastest_library(model) if packs else None
+        movable = device_map is not None  # a packed layer would be packed again wherever it goes
+        library = fastest_library(model) if pack and not movable else None
         pack_linears(model, library)
         graphs = graphs and device_map is None and model.device.type == "cuda"
         target = TargetModel(model, Graphs(cuda_recorder(model.device)) if graphs else EAGER)

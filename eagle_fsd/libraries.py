@@ -6,7 +6,6 @@ to MKL with a packed weight, and up to how many rows, is another thing on anothe
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eagle_fsd.timing import timed
+
 ROWS = (1, 16)  # a plain step and a tree
 SAMPLE = 2**28  # bytes of weights that are timed: more than most caches hold
 LEAST = 2**24  # bytes of weights below which there is nothing to be gained or measured
 GAIN = 1.05  # a second copy of the weights must be so much faster than the stock layers
-REPEATS = 3
 BLOCK = 16  # rows that a weight is packed for; it serves any number
 
 
@@ -81,49 +81,45 @@ def library_for(weight: Tensor, preferred: Library = ONEDNN) -> Library | None:
 def fastest_library(module: nn.Module, rows: Sequence[int] = ROWS) -> Library | None:
     """The library that multiplies so many rows with this module's linear layers fastest; None: stock layers.
 
-    Each number of rows counts alike. Measured on up to SAMPLE bytes of the layers, in about half a second; a
+    Each number of rows counts alike. Measured on up to SAMPLE bytes of the layers, in about a second; a
     module of less than LEAST is not measured and gets the first library that takes its weights.
     """
-    weights: dict[int, Tensor] = {}
-    for layer in module.modules():
-        if type(layer) is nn.Linear and library_for(layer.weight):
-            weights.setdefault(id(layer.weight), layer.weight)
-    sizes = {number: weight.numel() * weight.dtype.itemsize for number, weight in weights.items()}
-    if sum(sizes.values()) < LEAST:
-        return library_for(next(iter(weights.values()))) if weights else None
+    layers = (layer for layer in module.modules() if type(layer) is nn.Linear and library_for(layer.weight))
+    weights = list({id(layer.weight): layer.weight for layer in layers}.values())  # a tied one once
+    if sum(weight.nbytes for weight in weights) < LEAST:
+        return library_for(weights[0]) if weights else None
     sample, room = [], SAMPLE
-    for number, weight in weights.items():
-        if not sample or sizes[number] <= room:
+    for weight in weights:
+        if not sample or weight.nbytes <= room:
             sample.append(weight)
-            room -= sizes[number]
-    stock = seconds_of(lambda x, weight: F.linear(x, weight), sample, rows)
+            room -= weight.nbytes
+    stock = seconds_of([lambda x, weight=weight: F.linear(x, weight) for weight in sample], sample, rows)
     best, least = None, [seconds / GAIN for seconds in stock]
     for library in LIBRARIES:
-        if not all(library.takes(weight) for weight in sample):
-            continue
-        packed = {id(weight): library.pack(weight) for weight in sample}
-
-        def multiply(x: Tensor, weight: Tensor, library: Library = library, packed: dict = packed) -> Tensor:
-            return library.multiply(x, packed[id(weight)], weight, None)
-
-        seconds = seconds_of(multiply, sample, rows)
-        if sum(mine / theirs for mine, theirs in zip(seconds, least, strict=True)) < len(least):
-            best, least = library, seconds
+        if all(library.takes(weight) for weight in sample):
+            seconds = seconds_of(products(library, sample), sample, rows)
+            if sum(mine / theirs for mine, theirs in zip(seconds, least, strict=True)) < len(least):
+                best, least = library, seconds
     return best
 
 
+def products(library: Library, weights: Sequence[Tensor]) -> list[Callable[[Tensor], Tensor]]:
+    """The library's product with each of the weights."""
+    packed = [(library.pack(weight), weight) for weight in weights]
+    return [lambda x, pair=pair: library.multiply(x, *pair, None) for pair in packed]
+
+
 def seconds_of(
-    multiply: Callable[[Tensor, Tensor], Tensor], weights: Sequence[Tensor], rows: Sequence[int]
+    multiply: Sequence[Callable[[Tensor], Tensor]], weights: Sequence[Tensor], rows: Sequence[int]
 ) -> list[float]:
-    """The least seconds that all these products took, by the number of rows."""
+    """How long all these products with the weights take one after the other, by the number of rows."""
     found = []
     for count in rows:
         inputs = [torch.ones(count, weight.shape[1], dtype=weight.dtype) for weight in weights]
-        times = []
-        for _ in range(1 + REPEATS):  # the first one sets things up
-            start = time.perf_counter()
-            for x, weight in zip(inputs, weights, strict=True):
-                multiply(x, weight)
-            times.append(time.perf_counter() - start)
-        found.append(min(times[1:]))
+
+        def run(inputs: Sequence[Tensor] = inputs) -> None:
+            for product, x in zip(multiply, inputs, strict=True):
+                product(x)
+
+        found.append(timed(run, weights[0].device))
     return found

@@ -6,9 +6,7 @@ minutes.
 
 from __future__ import annotations
 
-import functools
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -24,6 +22,7 @@ from eagle_fsd.padding import right_padded
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.timing import synchronizer, timed
 from eagle_fsd.tree import DraftTree, root_only
 from eagle_fsd.tuning import DEPTHS, Costs, Observation, Witness
 
@@ -33,7 +32,6 @@ WIDE = (max(WIDTHS), max(DEPTHS), max(BEAMS))  # what is watched; smaller trees 
 NEW_TOKENS = 40  # of each text that is watched
 TIMED_TOKENS = 16  # of the texts that only time accept and keep
 LONGEST = 20.0  # seconds that a text is watched; the step in hand is finished
-REPEATS, ENOUGH = 5, 0.5  # calls that are timed, fewer of a call so slow that they take more seconds
 SHORTEST = 128  # contexts up to here cost alike
 
 MakeDrafter = Callable[[int, int], Drafter]  # of a batch size and a capacity
@@ -146,24 +144,6 @@ def star(roots: Tensor, width: int, vocab_size: int) -> DraftTree:
         owners=tree.owners,
         depth=1,
     )
-
-
-def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call, after an untimed one."""
-    wait = synchronizer(device) or (lambda: None)
-    seconds: list[float] = []
-    while len(seconds) <= REPEATS and sum(seconds) < ENOUGH:
-        wait()
-        start = time.perf_counter()
-        work()
-        wait()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:] or seconds)
-
-
-def synchronizer(device: torch.device) -> Callable[[], None] | None:
-    """What waits for the device's queued work; None on a CPU, which queues none."""
-    return None if device.type == "cpu" else functools.partial(torch.accelerator.synchronize, device)
 
 
 def bucket(tokens: int) -> int:

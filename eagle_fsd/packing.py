@@ -65,7 +65,8 @@ def pack_linears(module: nn.Module, library: Library | None = ONEDNN) -> nn.Modu
     """Put packed layers in the place of the plain linear ones inside a module, where that is possible.
 
     Layers of any other kind (quantised, adapted) stay as they are. library: the preferred one, of
-    `fastest_library`; None leaves the module as it is.
+    `fastest_library` or, where numbers must come out the same on every run, as features do, always the same
+    one; None leaves the module as it is.
     """
     made: dict[nn.Module, PackedLinear] = {}  # a layer may stand in several places
     for parent in list(module.modules()) if library else ():

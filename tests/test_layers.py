@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 # Lowest first. Two modules of one layer never import each other: acceptance, target and draft stay apart, and
 # so do training and evaluation. A subpackage counts as one module.
 LAYERS = [
-    {"messages"},
+    {"messages", "timing"},
     {
         "architecture",
         "attention",

@@ -17,8 +17,9 @@ from eagle_fsd.config import SamplingConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.table_lines import table_lines
 from eagle_fsd.libraries import fastest_library
-from eagle_fsd.measuring import Costs, measure_costs, timed
+from eagle_fsd.measuring import Costs, measure_costs
 from eagle_fsd.packing import pack_linears, plain_linears
+from eagle_fsd.timing import timed
 
 LARGE = 512 * 2**20  # bytes, more than any cache
 SQUARE = 2048
