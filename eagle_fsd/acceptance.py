@@ -281,20 +281,22 @@ def accept(rule: AcceptanceRule, verified: Verified, random: Uniforms, emitted: 
     """Draw the target's token at every node and walk the tree under the rule.
 
     emitted: [B] tokens emitted so far, for exact_prefix. Every row uses the same count of its own random
-    numbers each step, whatever the other rows do.
+    numbers each step, whatever the other rows do and however many nodes this tree has.
     """
     tree, probs = verified.tree, verified.probs
-    nodes = tree.tokens.shape[1]
+    nodes, most = tree.tokens.shape[1], tree.largest
     if probs is None:
-        uniforms = torch.zeros(len(emitted), 2 * nodes, device=emitted.device)
+        uniforms = torch.zeros(len(emitted), 2 * most, device=emitted.device)
         draws = verified.logits.argmax(-1)  # [B, N]
     else:
-        uniforms = random.uniform(2 * nodes)
+        uniforms = random.uniform(2 * most)
         draws = draw(probs, uniforms[:, :nodes])
     matches = tree.children & (tree.tokens[:, None, :] == draws[:, :, None])
     exact = torch.where(matches.any(-1), matches.to(torch.uint8).argmax(-1), -1)
     chances = rule.chances(verified)
-    relaxed = torch.full_like(exact, -1) if chances is None else choose(tree, chances, uniforms[:, nodes:])
+    relaxed = torch.full_like(exact, -1)
+    if chances is not None:
+        relaxed = choose(tree, chances, uniforms[:, most : most + nodes])
     return replace(walk(rule, tree, draws, exact, relaxed, emitted), chances=chances)
 
 

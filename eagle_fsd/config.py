@@ -35,6 +35,11 @@ def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(choices)}; choose one")
 
 
+def require_confidence(value: object) -> None:
+    """Raise ValueError unless this can be a tree's min_confidence."""
+    require_number("min_confidence", value, 0.0, 1.0, "0 always verifies the whole tree, 0.05 suits a CPU")
+
+
 def require_guards(mode: object, max_consecutive: object, exact_prefix: object) -> None:
     """Raise ValueError unless these are what any acceptance rule may have."""
     require_choice("mode", mode, (HYBRID, PAPER))
@@ -50,11 +55,16 @@ class TreeConfig:
     total_tokens: nodes in one verify forward, root included; 1 is plain decoding.
     depth: most drafted tokens on a path (the paper's depth; EAGLE's code argument is one less).
     top_k: beam width while the tree grows, and the most children of a node.
+    min_confidence: above 0 the other sizes are upper bounds, and a step's tree is as large as the head is
+    sure: only nodes of at least this confidence are verified (EAGLE-2's: the product of the draft's
+    probabilities along the path), and a level is drafted only below nodes of twice as much. Written as a
+    fourth part, 16/8/4/0.05. It saves time where the host need not wait for the device, that is on a CPU.
     """
 
     total_tokens: int = 16
     depth: int = 5
     top_k: int = 8
+    min_confidence: float = 0.0
 
     def __post_init__(self) -> None:
         require_integer(
@@ -62,6 +72,7 @@ class TreeConfig:
         )
         require_integer("depth", self.depth, 1, "5 or 6 is usual")
         require_integer("top_k of the tree", self.top_k, 1, "8 or 10 is usual")
+        require_confidence(self.min_confidence)
         if self.total_tokens > 1 + self.candidates:
             raise ValueError(
                 f"total_tokens is {self.total_tokens}: a tree of depth {self.depth} and tree top_k "
@@ -70,11 +81,18 @@ class TreeConfig:
 
     @classmethod
     def parse(cls, text: str) -> TreeConfig:
-        """The tree written as total_tokens/depth/top_k, such as 16/5/8."""
-        sizes = text.split("/")
-        if len(sizes) != 3 or not all(size.isdecimal() for size in sizes):
-            raise ValueError(f"tree is {text!r}: it must be total_tokens/depth/top_k; 16/5/8 is one")
-        return cls(*map(int, sizes))
+        """The tree written as total_tokens/depth/top_k[/min_confidence], such as 16/5/8 or 16/8/4/0.05."""
+        *sizes, confidence = text.split("/") if text.count("/") == 3 else [*text.split("/"), "0"]
+        try:
+            least = float(confidence)
+        except ValueError:
+            least = math.nan
+        if len(sizes) != 3 or not all(size.isdecimal() for size in sizes) or math.isnan(least):
+            raise ValueError(
+                f"tree is {text!r}: it must be total_tokens/depth/top_k, and may end in /min_confidence; "
+                "16/5/8 is one, 16/8/4/0.05 another"
+            )
+        return cls(*map(int, sizes), least)
 
     @classmethod
     def within(cls, total_tokens: int, depth: int, top_k: int) -> TreeConfig:
@@ -91,25 +109,42 @@ class TreeConfig:
         """Drafted tokens that compete for a place: top_k for the root and for every beam node."""
         return self.top_k + (self.depth - 1) * self.top_k**2
 
+    @property
+    def least_score(self) -> float:
+        """The cumulative log-probability of a node of min_confidence."""
+        return math.log(self.min_confidence) if self.min_confidence else -math.inf
+
+    @property
+    def least_parent(self) -> float:
+        """That of a node below which a level is drafted: below less, at most one child has min_confidence.
+
+        Twice, for it is fastest; one and three times were measured too (eval/SPEED.md).
+        """
+        return self.least_score + math.log(2)
+
     def __str__(self) -> str:
-        return f"{self.total_tokens}/{self.depth}/{self.top_k}"
+        sizes = f"{self.total_tokens}/{self.depth}/{self.top_k}"
+        return f"{sizes}/{self.min_confidence:g}" if self.min_confidence else sizes
 
 
 @dataclass(frozen=True)
 class AutoTree:
     """A tree whose size is measured: the one with the most tokens per second, on this machine and head.
 
-    depth, top_k: fixed where given; see TreeConfig.
+    depth, top_k, min_confidence: fixed where given; see TreeConfig.
     """
 
     depth: int | None = None
     top_k: int | None = None
+    min_confidence: float | None = None
 
     def __post_init__(self) -> None:
         if self.depth is not None:
             require_integer("depth", self.depth, 1, "5 or 6 is usual")
         if self.top_k is not None:
             require_integer("top_k of the tree", self.top_k, 1, "8 or 10 is usual")
+        if self.min_confidence is not None:
+            require_confidence(self.min_confidence)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from eagle_fsd.attention import grouped_attention
 from eagle_fsd.cache import KVCache
 from eagle_fsd.config import TreeConfig
-from eagle_fsd.graphs import EAGER, Stepper
+from eagle_fsd.graphs import EAGER, Stepper, may_ask
 from eagle_fsd.head import DraftHead
 from eagle_fsd.padding import on_device
 from eagle_fsd.tree import Candidates, DraftTree, build_tree, root_only, visible_slots
@@ -136,6 +136,10 @@ class EagleDrafter:
         own = torch.eye(top_k, dtype=torch.bool, device=roots.device).expand(batch, -1, -1)
         ancestry = own  # [B, K, K * level]: of all levels so far
         for level in range(1, depth):
+            done = scores[:, :1] < config.least_parent  # [B, 1]: of the beam's best, and no child is better
+            if may_ask(done) and bool(done.all()):
+                depth = level
+                break
             self.cache.place(top_k, offset=(level - 1) * top_k)
             slots = lengths[:, None] + torch.arange(level * top_k, device=roots.device)
             visible = visible_slots(lengths, slots, ancestry, view)
@@ -145,6 +149,7 @@ class EagleDrafter:
             log_q = self._log_q(hidden)  # [B, K, W]
             child_scores, children = best_children(log_q, top_k)  # [B, K, K]
             flat_scores = (scores[:, :, None] + child_scores).flatten(1)  # [B, K * K]
+            flat_scores = flat_scores.masked_fill(done, -torch.inf)
             flat_columns = children.flatten(1)
             levels.append(
                 Candidates(
@@ -171,7 +176,9 @@ class EagleDrafter:
             depths=torch.cat([level.depths for level in levels]),
         )
         log_q, owner = torch.cat(log_qs, dim=1), torch.cat(owners, dim=1)
-        return build_tree(roots, pool, config.total_tokens, depth, log_q, owner, self.head.draft_tokens)
+        return build_tree(
+            roots, pool, config.total_tokens, depth, log_q, owner, self.head.draft_tokens, config.least_score
+        )
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)

@@ -247,6 +247,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"beam width (default: {tree.top_k}, or measured with auto)",
     )
+    group.add_argument(
+        "--min-confidence",
+        type=float,
+        metavar="P",
+        help="verify only nodes that the draft thinks at least so likely to be reached: a tree as large as "
+        f"the draft is sure (default: {tree.min_confidence:g}, or measured with auto)",
+    )
 
     group.add_argument(
         "--full-vocabulary",
@@ -308,12 +315,13 @@ def auto_or(kind: Callable[[str], float], what: str) -> Callable[[str], float | 
 def make_tree(args: argparse.Namespace) -> TreeConfig | AutoTree:
     """The tree that the flags name; what they leave open is measured with auto, and the default without."""
     if args.total_tokens == AUTO:
-        return AutoTree(args.depth, args.tree_top_k)
+        return AutoTree(args.depth, args.tree_top_k, args.min_confidence)
     usual = TreeConfig()
     return TreeConfig(
         args.total_tokens,
         usual.depth if args.depth is None else args.depth,
         usual.top_k if args.tree_top_k is None else args.tree_top_k,
+        usual.min_confidence if args.min_confidence is None else args.min_confidence,
     )
 
 

@@ -43,9 +43,10 @@ class Judge:
         emitted: Tensor,
     ) -> tuple[Verified, Verdict]:
         """logits [B, N, V], eos [E] and emitted [B], tokens so far, as Verified and `accept` take them."""
-        numbers = None if sampling.greedy else random.uniform(2 * tree.tokens.shape[1])
+        numbers = None if sampling.greedy else random.uniform(2 * tree.largest)
+        static = (tree.depth, tree.most)
         parts = (tree.tokens, tree.parents, tree.depths, tree.log_q, tree.owners, tree.drafted, tree.columns)
-        return self._work(rule, sampling)(None, tree.depth, logits, numbers, emitted, eos, *parts)
+        return self._work(rule, sampling)(None, static, logits, numbers, emitted, eos, *parts)
 
     def _work(self, rule: AcceptanceRule, sampling: SamplingConfig) -> Work:
         """The work for one rule, always the same one, so that a recording is found again."""
@@ -61,15 +62,16 @@ class Judge:
 def judged(
     rule: AcceptanceRule,
     sampling: SamplingConfig,
-    depth: int,
+    static: tuple[int, int],
     logits: Tensor,
     numbers: Tensor | None,
     emitted: Tensor,
     eos: Tensor,
     *parts: Tensor | None,
 ) -> tuple[Verified, Verdict]:
-    """See Judge; depth: the tree's, parts: its tensors."""
+    """See Judge; static: the tree's depth and most, parts: its tensors."""
     tokens, parents, depths, log_q, owners, drafted, columns = parts
-    tree = DraftTree(tokens, parents, depths, log_q, owners, depth, drafted, columns)
+    depth, most = static
+    tree = DraftTree(tokens, parents, depths, log_q, owners, depth, drafted, columns, most)
     verified = Verified.of(tree, logits, sampling, eos)
     return verified, accept(rule, verified, Drawn(numbers), emitted)

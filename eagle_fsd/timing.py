@@ -12,11 +12,14 @@ import torch
 REPEATS, ENOUGH = 5, 0.5  # calls that are timed, fewer of a call so slow that they take more seconds
 
 
-def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call, after an untimed one."""
+def timed(
+    work: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None
+) -> float:
+    """Median seconds of a call, after an untimed one. before: run ahead of each, and not timed."""
     wait = synchronizer(device) or (lambda: None)
     seconds: list[float] = []
     while len(seconds) <= REPEATS and sum(seconds) < ENOUGH:
+        before()
         wait()
         start = time.perf_counter()
         work()

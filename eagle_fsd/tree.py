@@ -19,12 +19,14 @@ from eagle_fsd.graphs import may_ask
 class DraftTree:
     """The tree of one step.
 
-    tokens, parents, depths: [B, N] int64; the root has parent -1 and depth 0.
+    tokens, parents, depths: [B, N] int64; the root has parent -1 and depth 0. So has a filler, which stands
+    in for a node where another row of the batch has more of them: nobody's child, it is never reached.
     log_q: [B, M, W] float32, the draft's log-probabilities at the nodes that have children.
     owners: [B, M] int64, the node that each row of log_q belongs to; -1 marks an unused row.
     depth: the most drafted tokens on a path, so that a walk has static length.
     drafted: [W] int64, the tokens that log_q covers, all others having q = 0; None: all V, in order.
     columns: [B, N] int64, where each node's token stands in log_q; None where that is at its id.
+    most: the nodes that a tree of its config may have, where this one may have fewer.
     """
 
     tokens: Tensor
@@ -35,6 +37,12 @@ class DraftTree:
     depth: int
     drafted: Tensor | None = None
     columns: Tensor | None = None
+    most: int = 0
+
+    @property
+    def largest(self) -> int:
+        """The nodes of the largest tree that this step might have had: for so many it uses random numbers."""
+        return max(self.most, self.tokens.shape[1])
 
     @property
     def children(self) -> Tensor:
@@ -106,39 +114,49 @@ def build_tree(
     log_q: Tensor,
     owners: Tensor,
     drafted: Tensor | None = None,
+    least_score: float = -torch.inf,
 ) -> DraftTree:
-    """Keep the best total_tokens - 1 candidates below roots [B].
+    """Keep the best total_tokens - 1 candidates below roots [B], of those with at least such a score.
 
     log_q: [B, E, W] for the E expanded nodes; owners: [B, E], each one's candidate index, -1 for the root;
-    drafted: see DraftTree.
+    drafted, depth: see DraftTree.
     Expanded nodes that lost their children in the rerank give up their rows: M = min(E, total_tokens - 1)
-    rows suffice, and where it costs nothing to ask, M is what the tree needs.
+    rows suffice. Where it costs nothing to ask, M is what the tree needs, and N what the row with the most
+    nodes needs; fillers make up what others lack.
     """
-    kept = rerank(pool.scores, total_tokens - 1)  # [B, N-1] candidate indices
+    count = total_tokens - 1
+    if least_score > -torch.inf and may_ask(pool.scores):
+        count = min(count, int((pool.scores >= least_score).sum(1).amax()))
+    kept = rerank(pool.scores, count)  # [B, N-1] candidate indices
+    # No score exceeds its parent's: below a filler there are fillers. They go last, so that a row's own nodes
+    # are numbered as they are without them.
+    filler, order = (pool.scores.gather(1, kept) < least_score).sort(dim=1, stable=True)
+    kept = kept.gather(1, order)
     node_of = torch.full_like(pool.columns, -1)  # [B, C] node index of a candidate
-    node_of.scatter_(1, kept, torch.arange(1, total_tokens, device=kept.device).expand_as(kept))
+    node_of.scatter_(1, kept, torch.arange(1, count + 1, device=kept.device).expand_as(kept))
 
     def with_root(root: Tensor, rest: Tensor) -> Tensor:
         return torch.cat((root[:, None], rest), dim=1)
 
-    parents = with_root(
-        torch.full_like(roots, -1), nodes_of_candidates(pool.parents.gather(1, kept), node_of)
-    )
+    above = nodes_of_candidates(pool.parents.gather(1, kept), node_of)
+    parents = with_root(torch.full_like(roots, -1), above.masked_fill(filler, -1))
+    depths = pool.depths.expand_as(pool.columns).gather(1, kept)
     expanded = nodes_of_candidates(owners, node_of)  # [B, E]
     has_children = children(parents).any(-1)  # [B, N]
     used = (expanded >= 0) & has_children.gather(1, expanded.clamp(min=0))
-    most = int(used.sum(1).amax()) if may_ask(used) else min(owners.shape[1], total_tokens - 1)
-    rows = used.sort(dim=1, descending=True, stable=True).indices[:, :most]
+    needed = int(used.sum(1).amax()) if may_ask(used) else min(owners.shape[1], count)
+    rows = used.sort(dim=1, descending=True, stable=True).indices[:, :needed]
     columns = pool.columns.gather(1, kept)
     return DraftTree(
         tokens=with_root(roots, columns if drafted is None else drafted[columns]),
         parents=parents,
-        depths=with_root(torch.zeros_like(roots), pool.depths.expand_as(pool.columns).gather(1, kept)),
+        depths=with_root(torch.zeros_like(roots), depths.masked_fill(filler, 0)),
         log_q=log_q.gather(1, rows[:, :, None].expand(-1, -1, log_q.shape[-1])),
         owners=torch.where(used, expanded, -1).gather(1, rows),
         depth=depth,
         drafted=drafted,
         columns=None if drafted is None else with_root(torch.zeros_like(roots), columns),
+        most=total_tokens,
     )
 
 

@@ -10,8 +10,11 @@ is taken, or plain decoding where drafting does not pay. measuring.py takes both
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from torch import Tensor
 
@@ -20,6 +23,7 @@ from eagle_fsd.config import AutoTree, TreeConfig
 from eagle_fsd.tree import DraftTree
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)
+CONFIDENCES = (0.0, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2)
 MARGIN = 1.03  # drafting must promise so much more than plain decoding, or it is left out
 
 
@@ -49,9 +53,17 @@ class Costs:
     rest: float
     plain: float
 
-    def step(self, tree: TreeConfig) -> float:
-        first, further = self.draft[tree.top_k]
-        return first + further * (tree.reach - 1) + self.verify[tree.total_tokens] + self.rest
+    def step(self, nodes: int, levels: int, top_k: int) -> float:
+        """Of a step that drafts so many levels and verifies so many nodes."""
+        first, further = self.draft[top_k]
+        return first + further * (levels - 1) + self.verify_of(nodes) + self.rest
+
+    def verify_of(self, nodes: int) -> float:
+        """Between two measured widths, in proportion."""
+        above = min(width for width in self.verify if width >= nodes)
+        below = max(width for width in self.verify if width <= nodes)
+        part = (nodes - below) / (above - below) if above > below else 0.0
+        return (1 - part) * self.verify[below] + part * self.verify[above]
 
 
 @dataclass(frozen=True)
@@ -70,43 +82,91 @@ class Choice:
         return f"tree {self.tree}: tau {self.tau:.2f} and {gain:.2f} times plain decoding expected"
 
 
-def choose(costs: Costs, observed: Mapping[int, Sequence[Observation]], wanted: AutoTree) -> Choice:
-    """The tree of the most tokens per second; ties go to the smaller one. observed: by beam."""
+def choose(
+    costs: Costs,
+    observed: Mapping[int, Sequence[Observation]],
+    wanted: AutoTree,
+    batch: int = 1,
+    confidences: Sequence[float] = (0.0,),
+) -> Choice:
+    """The tree of the most tokens per second; ties go to the smaller one. observed: by beam.
+
+    confidences: the min_confidence that a tree may have, where none is wanted.
+    """
     best = Choice(TreeConfig(1), 1.0, 1 / costs.plain, 1 / costs.plain)
     depths = DEPTHS if wanted.depth is None else (wanted.depth,)
     beams = [beam for beam in costs.draft if wanted.top_k in (None, beam)]
-    for depth in depths:
-        for beam in beams:
-            taus = expected_tau(observed[beam], depth, beam, list(costs.verify))
-            for width, tau in taus.items():
+    if wanted.min_confidence is not None:
+        confidences = (wanted.min_confidence,)
+    for depth, beam in product(depths, beams):
+        drafts = [grown(one, depth, beam) for one in observed[beam]]
+        for confidence in confidences:
+            cuts = [draft.cut(TreeConfig(1, depth, beam, confidence)) for draft in drafts]
+            for width in costs.verify:
                 if not depth < width <= 1 + beam + (depth - 1) * beam**2:
                     continue  # a deeper tree than nodes, or more nodes than candidates
-                tree = TreeConfig(int(width), int(depth), int(beam))
-                speed = tau / costs.step(tree)
+                tree = TreeConfig(int(width), int(depth), int(beam), confidence)
+                tau, seconds = expected(cuts, tree, costs, batch)
                 least = MARGIN if best.tree.total_tokens == 1 else 1.0
-                if speed > least * best.tokens_per_second:
-                    best = Choice(tree, tau, speed, 1 / costs.plain)
+                if tau / seconds > least * best.tokens_per_second:
+                    best = Choice(tree, tau, tau / seconds, 1 / costs.plain)
     return best
 
 
-def expected_tau(
-    observations: Sequence[Observation], depth: int, top_k: int, widths: Sequence[int]
-) -> dict[int, float]:
-    """Tokens per step of trees of these widths, had they been grown where the wide ones were."""
-    ranks = [path_ranks(one, depth, top_k) for one in observations]
-    return {
-        width: 1 + sum(rank < width - 1 for path in ranks for rank in path) / max(len(ranks), 1)
-        for width in widths
-    }
+@dataclass(frozen=True)
+class Cut:
+    """A draft without what is not confident enough. levels: how many were drafted. accepted: how many drafted
+    tokens the step would have got of the first 0, 1, ... candidates that are left, best first."""
+
+    levels: int
+    accepted: list[int]
+
+    def nodes(self, tree: TreeConfig) -> int:
+        """The nodes that are verified, root included."""
+        return min(tree.total_tokens, len(self.accepted)) if tree.min_confidence else tree.total_tokens
+
+    def tokens(self, tree: TreeConfig) -> int:
+        """The tokens that the step emits."""
+        return 1 + self.accepted[min(tree.total_tokens, len(self.accepted)) - 1]
 
 
-def path_ranks(one: Observation, depth: int, top_k: int) -> list[int]:
-    """The places that the path's nodes take among a narrower tree's candidates, as far as it has them.
+@dataclass(frozen=True)
+class Grown:
+    """What a draft of a narrower tree would have been at an observed step: its candidates, best first.
 
-    They rise along the path: no node scores better than its parent.
+    scores: cumulative log q. depths, taken: of each; whether it is on the path. beams: the best score of each
+    level's beam.
     """
+
+    scores: list[float]
+    depths: list[int]
+    taken: list[bool]
+    beams: list[float]
+
+    def cut(self, tree: TreeConfig) -> Cut:
+        """At the tree's min_confidence, its size aside."""
+        levels = 1 + sum(score >= tree.least_parent for score in self.beams[:-1])
+        accepted = [0]
+        for score, depth, taken in zip(self.scores, self.depths, self.taken, strict=True):
+            if depth <= levels and score >= tree.least_score:
+                accepted.append(accepted[-1] + taken)
+        return Cut(levels, accepted)
+
+
+def expected(cuts: Sequence[Cut], tree: TreeConfig, costs: Costs, batch: int = 1) -> tuple[float, float]:
+    """Tokens per step and row, and seconds of a step. A batch's step is as large as its largest row's."""
+    seconds = []
+    for start in range(0, len(cuts), batch):
+        rows = cuts[start : start + batch]
+        nodes, levels = max(row.nodes(tree) for row in rows), max(row.levels for row in rows)
+        seconds.append(costs.step(nodes, levels, tree.top_k))
+    return statistics.fmean(cut.tokens(tree) for cut in cuts), statistics.fmean(seconds)
+
+
+def grown(one: Observation, depth: int, top_k: int) -> Grown:
+    """The candidates that a narrower tree's draft would have had, as far as the wide tree holds them."""
     eligible: list[int] = []
-    beam = {0}
+    beam, beams = {0}, []
     for level in range(1, depth + 1):
         nodes = []
         for parent in beam:
@@ -115,15 +175,16 @@ def path_ranks(one: Observation, depth: int, top_k: int) -> list[int]:
         nodes.sort(key=lambda node: (-one.scores[node], node))
         eligible += nodes
         beam = set(nodes[:top_k])
+        beams.append(max((one.scores[node] for node in beam), default=-math.inf))
         assert all(one.depths[node] == level for node in nodes)
     order = sorted(eligible, key=lambda node: (-one.scores[node], node))
-    place = {node: rank for rank, node in enumerate(order)}
-    ranks = []
-    for node in one.path:
-        if node not in place:
-            break
-        ranks.append(place[node])
-    return ranks
+    path = set(one.path)
+    return Grown(
+        scores=[one.scores[node] for node in order],
+        depths=[one.depths[node] for node in order],
+        taken=[node in path for node in order],
+        beams=beams,
+    )
 
 
 @dataclass

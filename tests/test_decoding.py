@@ -73,10 +73,12 @@ def test_greedy_rows_equal_the_same_prompt_alone(drafting: str) -> None:
     ids=["lossless", "hybrid", "paper", "typical"],
 )
 @pytest.mark.parametrize("capacity", [1, 512], ids=["growing", "roomy"])
-def test_sampled_rows_equal_the_same_prompt_alone(rule: AcceptanceRule, capacity: int) -> None:
-    """Row r of seed s draws what the prompt alone with seed s + r draws, also in caches that grow."""
+@pytest.mark.parametrize("sure", [0.0, 0.012], ids=["whole", "cut"])
+def test_sampled_rows_equal_the_same_prompt_alone(rule: AcceptanceRule, capacity: int, sure: float) -> None:
+    """Row r of seed s draws what the prompt alone with seed s + r draws, also in caches that grow, and where
+    the rows' trees are not equally large."""
     limits = [26, 5, 17, 9]
-    settings = {"rule": rule, "sampling": SAMPLED, "tree": TreeConfig(12, 3, 4)}
+    settings = {"rule": rule, "sampling": SAMPLED, "tree": TreeConfig(12, 3, 4, sure)}
     batch = run_loop(target(), PROMPTS, tiny_head(), limits, seed=40, capacity=capacity, **settings)
     for row, (prompt, limit) in enumerate(zip(PROMPTS, limits, strict=True)):
         alone = run_loop(target(), [prompt], tiny_head(), limit, seed=40 + row, **settings)
@@ -122,6 +124,7 @@ def test_seeds_matter() -> None:
 SIZES = [
     *((1, 1, 1), (1, 5, 8), (2, 1, 1), (2, 3, 4), (3, 2, 1), (4, 3, 1), (6, 5, 1), (5, 1, 4), (9, 1, 8)),
     *((16, 5, 8), (60, 6, 10), (21, 2, 4), (7, 6, 2), (31, 3, 96)),
+    *((60, 6, 10, 0.01), (31, 3, 96, 0.012), (16, 5, 8, 0.02), (16, 5, 8, 1.0)),
 ]
 
 

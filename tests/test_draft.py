@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from stubs import TinyVocabulary, depths_of, generator, tiny_head
 from torch import Tensor
 
-import eagle_fsd.draft
+import eagle_fsd.draft as draft_module
+import eagle_fsd.tree as tree_module
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.draft import EagleDrafter, NoDrafter, Vocabulary
 from eagle_fsd.head import DraftHead, causal_attention
@@ -80,12 +82,15 @@ class PlainEagle2:
                     ((*path, t), score + s) for t, s in zip(tokens.tolist(), best.tolist(), strict=True)
                 ]
             found += level
+            if max(score for _, score in level) < math.log(2 * config.min_confidence or 1e-300):
+                break
             beam = sorted(level, key=lambda entry: -entry[1])[: config.top_k]  # sorted() is stable
         return found
 
     def draft(self, config: TreeConfig) -> dict[tuple[int, ...], Tensor | None]:
         """The kept paths in order, the root () first, each with its log q if it has children."""
         found = self.candidates(config)
+        found = [one for one in found if math.exp(one[1]) >= config.min_confidence]
         best = sorted(range(len(found)), key=lambda c: (-found[c][1], c))[: config.total_tokens - 1]
         kept = [(), *[found[c][0] for c in sorted(best)]]
         parents = {path[:-1] for path in kept if path}
@@ -133,6 +138,39 @@ def test_trees_equal_the_plain_recursion(config: str, seed: int) -> None:
         assert tree.tokens.shape == (3, size.total_tokens) and tree.depth == size.reach
         for row, pairs in enumerate(rows):
             check_row(tree, row, int(roots[row]), PlainEagle2(head, vocabulary, pairs).draft(size))
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["fitted", "static"])
+@pytest.mark.parametrize(
+    "config", ["6/5/1/0.2", "16/4/3/0.03", "30/3/4/0.01", "33/4/4/0.1", "33/4/4/0.02", "9/2/3/1"]
+)
+def test_a_tree_is_as_large_as_the_draft_is_sure(
+    config: str, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same nodes as the plain recursion's; fillers behind them, as many as the largest row has more, or,
+    where the host must not look, as the config allows."""
+    for module in (draft_module, tree_module):
+        monkeypatch.setattr(module, "may_ask", lambda tensor: asks)
+    head, vocabulary = tiny_head(VOCAB, HIDDEN, 3), TinyVocabulary(VOCAB, HIDDEN, 3, peak=2.0)
+    size = TreeConfig.parse(config)
+    rows = [random_pairs(count, count) for count in (5, 1, 9, 12)]
+    roots = torch.stack([tokens[-1] for _, tokens in rows])
+    with torch.no_grad():
+        tree = fed(head, vocabulary, rows).draft(roots, size)
+        twins = [PlainEagle2(head, vocabulary, pairs) for pairs in rows]
+        deepest = max(max(len(path) for path, _ in twin.candidates(size)) for twin in twins)
+        drafts = [twin.draft(size) for twin in twins]
+    widest = max(map(len, drafts))
+    assert tree.tokens.shape[1] == (widest if asks else size.total_tokens)
+    assert tree.depth == (deepest if asks else size.reach) and tree.largest == size.total_tokens
+    assert min(map(len, drafts)) < size.total_tokens
+    for row, twin in enumerate(drafts):
+        real = len(twin)
+        assert (tree.parents[row, real:] == -1).all() and (tree.depths[row, real:] == 0).all()
+        assert (tree.owners[row] < real).all() and not tree.children[row, :, real:].any()
+        parts = {name: getattr(tree, name)[:, :real] for name in ("tokens", "parents", "depths")}
+        check_row(replace(tree, **parts), row, int(roots[row]), twin)
+    assert len({len(twin) for twin in drafts}) > 1 or size.min_confidence == 1
 
 
 class Masked:
@@ -201,9 +239,10 @@ def test_trees_equal_the_plain_recursion_over_a_dialogue() -> None:
         assert drafter.cache.capacity > 3
 
 
-def test_a_row_is_the_same_alone() -> None:
+@pytest.mark.parametrize("sure", [0.0, 0.02, 0.2])
+def test_a_row_is_the_same_alone(sure: float) -> None:
     head, vocabulary = tiny_head(VOCAB, HIDDEN, 1), TinyVocabulary(VOCAB, HIDDEN, 1, peak=2.0)
-    rows, size = [random_pairs(count, count) for count in (3, 11, 1, 6)], TreeConfig(20, 4, 4)
+    rows, size = [random_pairs(count, count) for count in (3, 11, 1, 6)], TreeConfig(20, 4, 4, sure)
     roots = torch.stack([tokens[-1] for _, tokens in rows])
     with torch.no_grad():
         together = fed(head, vocabulary, rows).draft(roots, size)
@@ -214,6 +253,7 @@ def test_a_row_is_the_same_alone() -> None:
             for name in ("tokens", "parents", "depths", "owners"):
                 one, of_many = getattr(alone, name)[0], getattr(together, name)[row]
                 assert torch.equal(one, of_many[: len(one)]), name
+            assert (together.parents[row, alone.parents.shape[1] :] == -1).all()
             torch.testing.assert_close(alone.log_q[0], together.log_q[row, :used], atol=1e-5, rtol=1e-5)
 
 
@@ -328,7 +368,7 @@ def test_cache_after_extend_equals_a_head_run_from_scratch(
 ) -> None:
     """True features of accepted tokens replace what the draft wrote there (trap 5), whatever was drafted in
     between and however a prompt is cut into chunks."""
-    monkeypatch.setattr(eagle_fsd.draft, "EXTEND_CHUNK", chunk)
+    monkeypatch.setattr(draft_module, "EXTEND_CHUNK", chunk)
     head, vocabulary = tiny_head(VOCAB, HIDDEN, 2), TinyVocabulary(VOCAB, HIDDEN, 2)
     rows = [random_pairs(count, count) for count in (7, 1, 4)]
     with torch.no_grad():

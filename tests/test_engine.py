@@ -366,6 +366,18 @@ BAD = {
     "tree without width": (lambda: TreeConfig(16, 5, 0), "top_k of the tree is 0: it must be an integer"),
     "tree too large": (lambda: TreeConfig(60, 1, 8), "total_tokens is 60: .* at most 9 nodes; lower"),
     "tree of halves": (lambda: TreeConfig(16.0, 5, 8), "total_tokens is 16.0: it must be an integer"),
+    "a confidence of 2": (
+        lambda: TreeConfig(16, 5, 8, 2),
+        "min_confidence is 2: it must be a number between 0",
+    ),
+    "tree of three parts": (
+        lambda: TreeConfig.parse("16/5"),
+        "tree is '16/5': it must be total_tokens/depth/top_k, and may end in /min_confidence; 16/5/8 is one",
+    ),
+    "a confidence of text": (
+        lambda: TreeConfig.parse("16/5/8/x"),
+        "tree is '16/5/8/x': it must be total_tok",
+    ),
     "tree wider than the vocabulary": (
         generate(tree=TreeConfig(16, 2, VOCAB + 1)),
         "top_k of the tree is 97: the vocabulary has 96 tokens; lower top_k",

@@ -330,7 +330,7 @@ def test_baseline(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
 
 def test_flags_reach_the_engine(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
     sampling = "--temperature 0.7 --top-k 9 --top-p 0.8 --seed 3 --max-new-tokens 5"
-    tree = "--total-tokens 20 --depth 4 --tree-top-k 6"
+    tree = "--total-tokens 20 --depth 4 --tree-top-k 6 --min-confidence 0.1"
     rule = "--threshold 0.4 --divergence tv --mode paper --child target"
     guards = "--min-p 0.1 --max-overshoot 4 --min-gain 0.5 --max-consecutive 2 --exact-prefix 7"
     run(capsys, *f"{sampling} {tree} {rule} {guards} Hello?".split(" "))
@@ -340,7 +340,7 @@ def test_flags_reach_the_engine(model: ScriptedModel, capsys: pytest.CaptureFixt
         "top_k": 9,
         "top_p": 0.8,
         "seed": 3,
-        "tree": TreeConfig(20, 4, 6),
+        "tree": TreeConfig(20, 4, 6, 0.1),
         "rule": Fuzzy(
             *(0.4, "tv", "paper", "target"),
             **{"min_p": 0.1, "max_overshoot": 4, "min_gain": 0.5, "max_consecutive": 2, "exact_prefix": 7},
@@ -354,6 +354,7 @@ def test_a_tree_is_measured_unless_its_size_is_given() -> None:
 
     assert tree() == tree("--total-tokens", "auto") == AutoTree()
     assert tree("--depth", "3", "--tree-top-k", "2") == AutoTree(3, 2)
+    assert tree("--min-confidence", "0.1") == AutoTree(min_confidence=0.1)
     assert tree("--total-tokens", "9") == TreeConfig(9)
     assert tree("--total-token", "9", "--depth", "3") == TreeConfig(9, 3)
 
@@ -396,6 +397,7 @@ def test_help_states_the_true_defaults() -> None:
     tree, fuzzy, typical = TreeConfig(), Fuzzy(), Typical()
     for flag, default in {
         "--total-tokens": "auto", "--depth": tree.depth, "--tree-top-k": tree.top_k,
+        "--min-confidence": f"{tree.min_confidence:g}",
         "--divergence": fuzzy.divergence, "--mode": fuzzy.mode, "--child": fuzzy.child,
         "--min-p": f"{fuzzy.min_p:g}",
         "--max-overshoot": fuzzy.max_overshoot, "--exact-prefix": fuzzy.exact_prefix,

@@ -15,7 +15,7 @@ from op_recorder import OpRecorder
 from tiny_models import prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
-from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, cache, flash, sampling, tree
+from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, cache, draft, flash, sampling, tree
 from eagle_fsd import target as target_module
 from eagle_fsd.acceptance import AcceptanceRule
 from eagle_fsd.attention import grouped_attention
@@ -41,7 +41,7 @@ RULES = [
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """No way is chosen by what a tensor holds, and views are narrow enough to change within a text."""
-    for module in (cache, sampling, tree):
+    for module in (cache, draft, sampling, tree):
         monkeypatch.setattr(module, "may_ask", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
 
@@ -55,7 +55,7 @@ def engine(recorder: OpRecorder | None, family: str = "llama", drafted: int | No
 
 def text(model: EagleFSD, lengths: list[int], rule: AcceptanceRule, **options: object) -> GenerationOutput:
     ids, mask = left_padded(prompts_of(lengths), 0)
-    return model.generate(ids, mask, max_new_tokens=24, rule=rule, tree=TREE, **options)
+    return model.generate(ids, mask, max_new_tokens=24, rule=rule, **{"tree": TREE, **options})
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -102,6 +102,22 @@ def test_flash_attention_is_recorded_too(monkeypatch: pytest.MonkeyPatch) -> Non
     ends.clear()
     assert [text(model, lengths, Lossless()).new_tokens for lengths in ([6], [6], [4, 11])] == plain
     assert recorder.replays > recorder.recordings >= 8 and ends == {(5, 5), (10, 10)}
+
+
+@pytest.mark.parametrize("warm", [{}, {"temperature": 1.0}])
+def test_a_tree_as_large_as_the_draft_is_sure_gives_the_text_that_it_gives_on_a_cpu(
+    warm: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded, with fillers in the place of what is cut, and where the tree's size varies."""
+    recorder, sure = OpRecorder(), TreeConfig(14, 3, 4, 0.012)
+    found = [text(engine(recorder), lengths, Fuzzy(0.5), tree=sure, **warm) for lengths in ([5], [7, 3, 12])]
+    assert recorder.recordings >= 4
+    for module in (cache, draft, sampling, tree):
+        monkeypatch.setattr(module, "may_ask", lambda tensor: True)
+    for output, lengths in zip(found, ([5], [7, 3, 12]), strict=True):
+        wanted = text(engine(None), lengths, Fuzzy(0.5), tree=sure, **warm)
+        assert output.new_tokens == wanted.new_tokens
+        assert [one.steps for one in output.stats] == [one.steps for one in wanted.stats]
 
 
 def test_a_replay_runs_no_model_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from eagle_fsd.measuring import WIDTHS, bucket, measure_costs, observe, run_text
 from eagle_fsd.target import TargetModel
 from eagle_fsd.text import watched_prompts
 from eagle_fsd.tree import DraftTree
-from eagle_fsd.tuning import Choice, Costs, Observation, Witness, choose, expected_tau, path_ranks
+from eagle_fsd.tuning import CONFIDENCES, Choice, Costs, Observation, Witness, choose, expected, grown
 
 GREEDY = SamplingConfig()
 EVERYTHING = TreeConfig(1 + 3 + 3 * 9, 4, 3)  # of depth 4 and beam 3 every candidate
@@ -56,9 +56,13 @@ class Both:
         self.second.select(rows)
 
 
-@pytest.mark.parametrize("small", ["2/1/1", "4/3/1", "5/2/2", "7/3/2", "10/4/3", "24/4/3", "13/2/3"])
+SMALL = ["2/1/1", "4/3/1", "5/2/2", "7/3/2", "10/4/3", "24/4/3", "13/2/3"]
+SURE = ["31/4/3/0.03", "31/4/3/0.01", "9/4/3/0.004", "5/4/1/0.01", "11/3/2/0.001", "31/4/3/0.9"]
+
+
+@pytest.mark.parametrize("small", [*SMALL, *SURE])
 def test_a_smaller_tree_follows_from_the_wide_one(small: str) -> None:
-    """Of every path taken in a wide tree, as much as the smaller tree itself has."""
+    """Its size, and of every path taken in a wide tree as much as the smaller tree itself has."""
     model, config = engine(), TreeConfig.parse(small)
     made: list[Both] = []
     witness = Witness()
@@ -74,10 +78,10 @@ def test_a_smaller_tree_follows_from_the_wide_one(small: str) -> None:
     observed = witness.observations
     assert sum(len(one.path) for one in observed) > 20
     for one, (wide, tree) in zip(observed, both.trees, strict=True):
-        ranks = path_ranks(one, config.depth, config.top_k)
-        wanted = reached(tree, wide.tokens[0, one.path].tolist())
-        assert sum(rank < config.total_tokens - 1 for rank in ranks) == wanted
-        assert ranks == sorted(ranks) and one.scores[0] == 0
+        cut = grown(one, config.depth, config.top_k).cut(config)
+        assert cut.tokens(config) == 1 + reached(tree, wide.tokens[0, one.path].tolist())
+        assert cut.nodes(config) == tree.tokens.shape[1] and cut.levels == tree.depth
+        assert one.scores[0] == 0
 
 
 def reached(tree: DraftTree, tokens: Sequence[int]) -> int:
@@ -117,12 +121,67 @@ def costs(verify: float = 0.001, level: float = 0.1, rest: float = 0.0) -> Costs
     return Costs(widths, {1: (level, level), 2: (level, level)}, rest, plain=1.0)
 
 
+def promise(
+    observed: Sequence[Observation], tree: TreeConfig, price: Costs | None = None, batch: int = 1
+) -> tuple[float, float]:
+    """Tokens and seconds of a step."""
+    cuts = [grown(one, tree.depth, tree.top_k).cut(tree) for one in observed]
+    return expected(cuts, tree, price or costs(), batch)
+
+
+def taus(observed: Sequence[Observation], depth: int, beam: int, widths: Sequence[int]) -> dict[int, float]:
+    return {width: promise(observed, TreeConfig(width, depth, beam))[0] for width in widths}
+
+
 def test_expected_tau_counts_the_paths_nodes_among_the_best() -> None:
-    assert expected_tau([CHAIN], 3, 2, [1, 2, 3, 4, 7]) == {1: 1, 2: 2, 3: 3, 4: 4, 7: 4}
-    assert expected_tau([CHAIN, MISS], 2, 2, [2, 4]) == {2: 1.5, 4: 2}
+    assert taus([CHAIN], 3, 2, [1, 2, 3, 4, 7]) == {1: 1, 2: 2, 3: 3, 4: 4, 7: 4}
+    assert taus([CHAIN, MISS], 2, 2, [2, 4]) == {2: 1.5, 4: 2}
     unlucky = replace(CHAIN, path=[2])
-    assert expected_tau([unlucky], 3, 2, [3, 4, 5]) == {3: 1, 4: 1, 5: 2}
-    assert expected_tau([unlucky], 3, 1, [5]) == {5: 1}  # it is no first child
+    assert taus([unlucky], 3, 2, [3, 4, 5]) == {3: 1, 4: 1, 5: 2}
+    assert taus([unlucky], 3, 1, [4]) == {4: 1}  # it is no first child
+
+
+UNSURE = Observation(  # the first child is worth no more than what else there is
+    parents=[-1, 0, 0, 1, 1, 3, 3],
+    depths=[0, 1, 1, 2, 2, 3, 3],
+    scores=[math.log(p) for p in (1.0, 0.15, 0.12, 0.09, 0.02, 0.05, 0.01)],
+    path=[1, 3, 5],
+)
+
+
+def test_an_unsure_draft_is_cut_and_a_sure_one_is_not() -> None:
+    """Nodes of at least min_confidence, levels below twice as much; a batch's step is its largest row's."""
+    price = Costs({width: float(width) for width in (1, *WIDTHS)}, {2: (100.0, 100.0)}, 0.0, plain=1.0)
+    for confidence, nodes, levels, tokens in (
+        *[(0.0, 7, 3, 4), (0.01, 7, 3, 4), (0.04, 5, 3, 4), (0.05, 4, 2, 3), (0.08, 3, 1, 2)],
+        *[(0.1, 3, 1, 2), (0.13, 2, 1, 2), (0.2, 1, 1, 1)],
+    ):
+        tree = TreeConfig(7, 3, 2, confidence)
+        assert promise([UNSURE], tree, price) == (tokens, 100 * levels + nodes), confidence
+        assert promise([UNSURE, CHAIN], tree, price, 2)[1] == 100 * 3 + max(
+            nodes, sum(score >= tree.least_score for score in CHAIN.scores)
+        )
+    capped = TreeConfig(3, 2, 2, 0.01)
+    assert promise([UNSURE], capped, price) == (2, 203.0)
+
+
+def test_a_size_between_two_widths_costs_in_proportion() -> None:
+    price = Costs({1: 1.0, 4: 4.0, 8: 6.0}, {1: (0.5, 0.25)}, 0.125, plain=1.0)
+    assert [price.verify_of(nodes) for nodes in (1, 2, 4, 6, 8)] == [1.0, 2.0, 4.0, 5.0, 6.0]
+    assert price.step(6, 3, 1) == 0.5 + 2 * 0.25 + 5.0 + 0.125
+
+
+def test_a_tree_may_be_cut_where_that_is_faster() -> None:
+    """Steps that are sure and steps that are not: no one size is right for both."""
+    dear = costs(verify=0.3, level=0.05)
+    both = {1: [CHAIN, replace(UNSURE, path=[])], 2: [CHAIN, replace(UNSURE, path=[])]}
+    fixed, free = choose(dear, both, AutoTree()), choose(dear, both, AutoTree(), 1, CONFIDENCES)
+    assert fixed.tree.min_confidence == 0 < free.tree.min_confidence
+    assert free.tokens_per_second > fixed.tokens_per_second
+    tau, seconds = promise(both[free.tree.top_k], free.tree, dear)
+    assert free.tokens_per_second == tau / seconds
+    asked = choose(dear, both, AutoTree(min_confidence=0.03), 1, CONFIDENCES)
+    assert asked.tree.min_confidence == 0.03
 
 
 @pytest.mark.parametrize(
@@ -143,11 +202,12 @@ def test_the_tree_of_the_most_tokens_per_second_is_taken(
     found = choose(price, dict.fromkeys(price.draft, observed), AutoTree())
     assert str(found.tree) == tree
     speeds = {
-        TreeConfig(width, depth, beam): tau / price.step(TreeConfig(width, depth, beam))
+        TreeConfig(width, depth, beam): tau / price.step(width, depth, beam)
         for depth in (1, 2, 3)
         for beam in (1, 2)
-        for width, tau in expected_tau(observed, depth, beam, (*WIDTHS,)).items()
+        for width in WIDTHS
         if depth < width <= 1 + beam + (depth - 1) * beam**2
+        for tau in taus(observed, depth, beam, [width]).values()
     }
     best = max(speeds.values())
     if found.tree.total_tokens > 1:
@@ -182,7 +242,7 @@ def test_costs_are_of_every_width_and_beam() -> None:
     found = measure_costs(model.target, model.make_drafter, [1, 4], 2, 64, Lossless(), GREEDY)
     assert set(found.verify) == {1, *WIDTHS} and set(found.draft) == {1, 4}
     assert min(found.verify.values()) > 0 and found.rest > 0 and found.plain > found.verify[1]
-    assert found.step(TreeConfig(8, 3, 4)) > found.verify[8]
+    assert found.step(8, 3, 4) > found.verify[8]
 
 
 def test_contexts_have_buckets() -> None:
@@ -207,6 +267,7 @@ def test_a_choice_is_measured_once_and_remembered(
     assert list(read_choices().values()) == [first]
     for other in (
         lambda: again.choose_tree(AutoTree(depth=2), Lossless(), GREEDY, 1, 50, [[1]]),
+        lambda: again.choose_tree(AutoTree(min_confidence=0), Lossless(), GREEDY, 1, 50, [[1]]),
         lambda: again.choose_tree(AutoTree(), Fuzzy(0.3), GREEDY, 1, 50, [[1]]),
         lambda: again.choose_tree(AutoTree(), Lossless(), SamplingConfig(1.0), 1, 50, [[1]]),
         lambda: again.choose_tree(AutoTree(), Lossless(), GREEDY, 2, 50, [[1]]),
@@ -251,9 +312,14 @@ def test_there_must_be_a_head() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "complaint"), [((0, None), "depth is 0"), ((None, 0), "top_k of the tree is 0")]
+    ("sizes", "complaint"),
+    [
+        ((0, None), "depth is 0"),
+        ((None, 0), "top_k of the tree is 0"),
+        ((None, None, 1.5), "min_confidence is 1.5: it must be a number between 0 and 1; 0 always verifies"),
+    ],
 )
-def test_sizes_that_cannot_be(sizes: tuple[int | None, int | None], complaint: str) -> None:
+def test_sizes_that_cannot_be(sizes: tuple[float | None, ...], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         AutoTree(*sizes)
 
@@ -340,7 +406,10 @@ def test_a_wide_tree_that_is_cut_still_ranks_what_it_holds() -> None:
     shared = min(len(all_of.path), len(some_of.path))
     assert shared > 0
     for depth, beam in ((1, 1), (2, 2), (3, 2), (4, 3)):
-        ranks, mine = path_ranks(all_of, depth, beam), path_ranks(some_of, depth, beam)
+        ranks, mine = (
+            [place for place, taken in enumerate(grown(one, depth, beam).taken) if taken]
+            for one in (all_of, some_of)
+        )
         assert mine[:shared] == ranks[: len(mine[:shared])]
 
 
