@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.timing import timed
 
-ROWS = (1, 16)  # a plain step and a tree
+ROWS = (1, 4, 16)  # a plain step, a small tree and a large one
 SAMPLE = 2**28  # bytes of weights that are timed: more than most caches hold
 LEAST = 2**24  # bytes of weights below which there is nothing to be gained or measured
 GAIN = 1.05  # a second copy of the weights must be so much faster than the stock layers
