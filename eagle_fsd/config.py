@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
 HYBRID, PAPER = "hybrid", "paper"  # what comes first, the target's draw or the rule; see acceptance
 CHILDREN = ("draft", "likeliest", "target")  # which child a fuzzy accept follows; see acceptance.Fuzzy
@@ -61,6 +61,8 @@ class TreeConfig:
     fourth part, 16/8/4/0.05. It saves time where the host need not wait for the device, that is on a CPU.
     """
 
+    FORM: ClassVar[str] = "total_tokens/depth/top_k[/min_confidence]"
+
     total_tokens: int = 16
     depth: int = 5
     top_k: int = 8
@@ -81,17 +83,14 @@ class TreeConfig:
 
     @classmethod
     def parse(cls, text: str) -> TreeConfig:
-        """The tree written as total_tokens/depth/top_k[/min_confidence], such as 16/5/8 or 16/8/4/0.05."""
+        """The tree written in FORM, such as 16/5/8 or 16/8/4/0.05."""
         *sizes, confidence = text.split("/") if text.count("/") == 3 else [*text.split("/"), "0"]
         try:
             least = float(confidence)
         except ValueError:
             least = math.nan
         if len(sizes) != 3 or not all(size.isdecimal() for size in sizes) or math.isnan(least):
-            raise ValueError(
-                f"tree is {text!r}: it must be total_tokens/depth/top_k, and may end in /min_confidence; "
-                "16/5/8 is one, 16/8/4/0.05 another"
-            )
+            raise ValueError(f"tree is {text!r}: it must be {cls.FORM}; 16/5/8 is one, 16/8/4/0.05 another")
         return cls(*map(int, sizes), least)
 
     @classmethod

@@ -47,7 +47,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     add("--child", nargs="+", default=["draft"], choices=CHILDREN)
     add("--min-gain", nargs="+", type=float, default=[0.0], metavar="G", help="guards; default: 0, none")
     add("--sampling", default="0.6/50/0.9", metavar="T[/TOP_K[/TOP_P]]", help="default: %(default)s")
-    add("--tree", default="16/5/8", help="total_tokens/depth/top_k; default: %(default)s")
+    add("--tree", default="16/5/8", help=f"{TreeConfig.FORM}; default: %(default)s")
     add("--max-new-tokens", type=int, default=128, help="default: %(default)s")
     add("--batch-size", type=int, default=4, help="default: %(default)s")
     add(

@@ -25,7 +25,7 @@ MOST_EXCUSED = 2  # prompts whose text may part at a near tie
 
 def main() -> None:
     parser = parser_of(__doc__, "float32")  # in half precision forwards of several rows round otherwise
-    parser.add_argument("--tree", nargs="+", default=["16/5/8", "60/6/10"], help="total_tokens/depth/top_k")
+    parser.add_argument("--tree", nargs="+", default=["16/5/8", "60/6/10"], help=TreeConfig.FORM)
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4], help="default: %(default)s")
     parser.add_argument(
         "--reference", type=Path, help="JSON file that keeps the target's own texts between runs"

@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument(
         "--batch-size", type=int, default=8, help="tau does not depend on it; default: %(default)s"
     )
-    parser.add_argument("--tree", default="16/5/8", help="total_tokens/depth/top_k; default: %(default)s")
+    parser.add_argument("--tree", default="16/5/8", help=f"{TreeConfig.FORM}; default: %(default)s")
     parser.add_argument(
         "--temperature", type=float, nargs="+", default=[0.0, 0.6], help="default: %(default)s"
     )

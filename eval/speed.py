@@ -48,7 +48,7 @@ def main() -> None:
         nargs="+",
         help="bring the prompts to so many tokens; no answer ends early then",
     )
-    add("--tree", default="16/5/8", help="total_tokens/depth/top_k, or auto; default: %(default)s")
+    add("--tree", default="16/5/8", help=f"{TreeConfig.FORM}, or auto; default: %(default)s")
     add("--temperature", type=float, default=0.0, help="default: 0")
     add("--top-p", type=float, default=1.0, help="default: 1")
     add("--top-k", type=int, default=0, help="default: 0, every token")

@@ -70,7 +70,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         metavar="T[/TOP_K[/TOP_P]]",
         help="temperature, top-k (0: off) and top-p (1: off); default: %(default)s",
     )
-    add("--tree", default="16/5/8", help="total_tokens/depth/top_k; default: %(default)s")
+    add("--tree", default="16/5/8", help=f"{TreeConfig.FORM}; default: %(default)s")
     add("--max-new-tokens", type=int, help="default: the task's own; 128 for --prompts")
     add("--batch-size", type=int, default=1, help="answers at a time; speeds are of that batch; default: 1")
     add("--seed", type=int, default=0, help="sample i draws from SEED + i under every rule; default: 0")

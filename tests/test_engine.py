@@ -372,7 +372,7 @@ BAD = {
     ),
     "tree of three parts": (
         lambda: TreeConfig.parse("16/5"),
-        "tree is '16/5': it must be total_tokens/depth/top_k, and may end in /min_confidence; 16/5/8 is one",
+        "tree is '16/5': it must be .*; 16/5/8 is one, 16/8/4/0.05 another",
     ),
     "a confidence of text": (
         lambda: TreeConfig.parse("16/5/8/x"),

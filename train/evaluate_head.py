@@ -34,7 +34,7 @@ from eagle_fsd.training.features import OnlineFeatures
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--tree", default="16/5/8", help="total_tokens/depth/top_k; default: %(default)s")
+    parser.add_argument("--tree", default="16/5/8", help=f"{TreeConfig.FORM}; default: %(default)s")
     parser.add_argument("--batch-size", type=int, default=8, help="default: %(default)s; 1 for tokens/s")
     parser.add_argument(
         "--output", type=Path, required=True, help="folder of report.json and calibration.png"

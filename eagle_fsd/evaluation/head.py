@@ -48,8 +48,9 @@ class Witness:
         wanted = verified.logits.argmax(-1)  # [B, N] the target's token at every node
         parents = tree.parents.clamp(min=0)
         taken = tree.tokens == wanted.gather(1, parents)  # [B, N]
-        self.confidence.append(tree.node_log_q().exp()[:, 1:].flatten().cpu())
-        self.taken.append(taken[:, 1:].flatten().cpu())
+        drafted = tree.parents >= 0
+        self.confidence.append(tree.node_log_q().exp()[drafted].cpu())
+        self.taken.append(taken[drafted].cpu())
         on_path = torch.zeros_like(taken)
         on_path[:, 0] = True
         for _ in range(tree.depth):  # parents come first, but one level at a time is enough
