@@ -28,7 +28,7 @@ from eagle_fsd.measuring import BEAMS, WIDE, WIDTHS, MakeDrafter, bucket, measur
 from eagle_fsd.packing import libraries_of
 from eagle_fsd.provenance import processor
 from eagle_fsd.target import TargetModel
-from eagle_fsd.tuning import CONFIDENCES, Choice, Observation, choose
+from eagle_fsd.tuning import Choice, Observation, choose
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,7 @@ class TreeChooser:
         self.target, self.make_drafter, self.drafted = target, make_drafter, drafted
         device = target.device
         cpu = device.type == "cpu"
-        # Elsewhere, to know how many nodes are confident enough, the host would have to wait for the device.
-        self.confidences = CONFIDENCES if cpu else (0.0,)
+        self.asks = cpu  # elsewhere the host would have to wait for the device; see graphs.may_ask
         name_of = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
         self.made_by = {
             "version": __version__,
@@ -135,7 +134,7 @@ class TreeChooser:
             if about not in self.observed:
                 self.observed[about] = observe(self.target, self.make_drafter, texts, rule, sampling, wide)
             observed[beam] = self.observed[about]
-        return choose(costs, observed, wanted, batch, self.confidences)
+        return choose(costs, observed, wanted, batch, self.asks)
 
 
 def cache_file() -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-REPEATS, ENOUGH = 5, 0.5  # calls that are timed, fewer of a call so slow that they take more seconds
+REPEATS, ENOUGH = 5, 0.5  # calls that are timed, fewer where they and what comes before take more seconds
 
 
 def timed(
@@ -18,7 +18,8 @@ def timed(
     """Median seconds of a call, after an untimed one. before: run ahead of each, and not timed."""
     wait = synchronizer(device) or (lambda: None)
     seconds: list[float] = []
-    while len(seconds) <= REPEATS and sum(seconds) < ENOUGH:
+    end = time.perf_counter() + ENOUGH
+    while len(seconds) <= REPEATS and (not seconds or time.perf_counter() < end):
         before()
         wait()
         start = time.perf_counter()

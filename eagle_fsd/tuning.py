@@ -87,21 +87,22 @@ def choose(
     observed: Mapping[int, Sequence[Observation]],
     wanted: AutoTree,
     batch: int = 1,
-    confidences: Sequence[float] = (0.0,),
+    asks: bool = False,
 ) -> Choice:
     """The tree of the most tokens per second; ties go to the smaller one. observed: by beam.
 
-    confidences: the min_confidence that a tree may have, where none is wanted.
+    asks: whether a step may look at its draft's scores, so that a min_confidence makes it smaller.
     """
     best = Choice(TreeConfig(1), 1.0, 1 / costs.plain, 1 / costs.plain)
     depths = DEPTHS if wanted.depth is None else (wanted.depth,)
     beams = [beam for beam in costs.draft if wanted.top_k in (None, beam)]
+    confidences = CONFIDENCES if asks else (0.0,)
     if wanted.min_confidence is not None:
         confidences = (wanted.min_confidence,)
     for depth, beam in product(depths, beams):
         drafts = [grown(one, depth, beam) for one in observed[beam]]
         for confidence in confidences:
-            cuts = [draft.cut(TreeConfig(1, depth, beam, confidence)) for draft in drafts]
+            cuts = [draft.cut(TreeConfig(1, depth, beam, confidence), asks) for draft in drafts]
             for width in costs.verify:
                 if not depth < width <= 1 + beam + (depth - 1) * beam**2:
                     continue  # a deeper tree than nodes, or more nodes than candidates
@@ -115,15 +116,19 @@ def choose(
 
 @dataclass(frozen=True)
 class Cut:
-    """A draft without what is not confident enough. levels: how many were drafted. accepted: how many drafted
-    tokens the step would have got of the first 0, 1, ... candidates that are left, best first."""
+    """A draft without what is not confident enough.
+
+    levels: how many are drafted. accepted: how many drafted tokens the step would have got of the first 0, 1,
+    ... candidates that are left, best first. whole: whether as many nodes are verified as there may be.
+    """
 
     levels: int
     accepted: list[int]
+    whole: bool
 
     def nodes(self, tree: TreeConfig) -> int:
         """The nodes that are verified, root included."""
-        return min(tree.total_tokens, len(self.accepted)) if tree.min_confidence else tree.total_tokens
+        return tree.total_tokens if self.whole else min(tree.total_tokens, len(self.accepted))
 
     def tokens(self, tree: TreeConfig) -> int:
         """The tokens that the step emits."""
@@ -143,14 +148,15 @@ class Grown:
     taken: list[bool]
     beams: list[float]
 
-    def cut(self, tree: TreeConfig) -> Cut:
-        """At the tree's min_confidence, its size aside."""
+    def cut(self, tree: TreeConfig, asks: bool = True) -> Cut:
+        """At the tree's min_confidence, its size aside; asks: see `choose`."""
         levels = 1 + sum(score >= tree.least_parent for score in self.beams[:-1])
         accepted = [0]
         for score, depth, taken in zip(self.scores, self.depths, self.taken, strict=True):
             if depth <= levels and score >= tree.least_score:
                 accepted.append(accepted[-1] + taken)
-        return Cut(levels, accepted)
+        whole = not asks or not tree.min_confidence
+        return Cut(tree.depth if whole else levels, accepted, whole)
 
 
 def expected(cuts: Sequence[Cut], tree: TreeConfig, costs: Costs, batch: int = 1) -> tuple[float, float]:

@@ -422,7 +422,7 @@ def test_a_broken_line_is_named(line: bytes, complaint: str, tmp_path: Path) -> 
         ({"rule": {"threshold": 1}}, "rows.jsonl:2: rule is .*: it needs a name"),
         (
             {"tree": {"depth": 3, "width": 2}},
-            "rows.jsonl:2: tree is .*: its fields are total_tokens, depth, top_k",
+            "rows.jsonl:2: tree is .*: its fields are total_tokens, depth, top_k, min_confidence",
         ),
         ({"sampling": {"temperature": -1}}, "rows.jsonl:2: temperature is -1"),
         (

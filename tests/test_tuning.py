@@ -22,7 +22,7 @@ from eagle_fsd.measuring import WIDTHS, bucket, measure_costs, observe, run_text
 from eagle_fsd.target import TargetModel
 from eagle_fsd.text import watched_prompts
 from eagle_fsd.tree import DraftTree
-from eagle_fsd.tuning import CONFIDENCES, Choice, Costs, Observation, Witness, choose, expected, grown
+from eagle_fsd.tuning import Choice, Costs, Observation, Witness, choose, expected, grown
 
 GREEDY = SamplingConfig()
 EVERYTHING = TreeConfig(1 + 3 + 3 * 9, 4, 3)  # of depth 4 and beam 3 every candidate
@@ -175,13 +175,15 @@ def test_a_tree_may_be_cut_where_that_is_faster() -> None:
     """Steps that are sure and steps that are not: no one size is right for both."""
     dear = costs(verify=0.3, level=0.05)
     both = {1: [CHAIN, replace(UNSURE, path=[])], 2: [CHAIN, replace(UNSURE, path=[])]}
-    fixed, free = choose(dear, both, AutoTree()), choose(dear, both, AutoTree(), 1, CONFIDENCES)
+    fixed, free = choose(dear, both, AutoTree()), choose(dear, both, AutoTree(), asks=True)
     assert fixed.tree.min_confidence == 0 < free.tree.min_confidence
     assert free.tokens_per_second > fixed.tokens_per_second
     tau, seconds = promise(both[free.tree.top_k], free.tree, dear)
     assert free.tokens_per_second == tau / seconds
-    asked = choose(dear, both, AutoTree(min_confidence=0.03), 1, CONFIDENCES)
+    asked = choose(dear, both, AutoTree(min_confidence=0.03), asks=True)
     assert asked.tree.min_confidence == 0.03
+    blind = choose(dear, both, AutoTree(min_confidence=0.03))
+    assert blind.tokens_per_second <= min(fixed.tokens_per_second, asked.tokens_per_second)
 
 
 @pytest.mark.parametrize(
