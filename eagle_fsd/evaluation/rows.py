@@ -8,7 +8,7 @@ on with the file drops it first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +138,8 @@ def settings(kind: type, name: str, data: Mapping[str, Any]) -> Any:
     try:
         return kind(**data)
     except TypeError as error:
-        raise ValueError(
-            f"{name} is {data!r}: its fields are {', '.join(kind.__dataclass_fields__)}; make the row again"
-        ) from error
+        known = ", ".join(one.name for one in fields(kind))
+        raise ValueError(f"{name} is {data!r}: its fields are {known}; make the row again") from error
 
 
 def json_name(kind: type) -> str:
