@@ -25,7 +25,7 @@ from eagle_fsd.config import (
     require_guards,
     require_number,
 )
-from eagle_fsd.divergence import divergence_named, sparse_divergence
+from eagle_fsd.divergence import divergence_named, largest_value, sparse_divergence
 from eagle_fsd.sampling import Uniforms, draw, warp
 from eagle_fsd.tree import DraftTree
 
@@ -220,8 +220,7 @@ class Fuzzy:
         # not a bound.
         if self.threshold == 0 or not verified.tree.owners.shape[1]:
             return None
-        close = self.node_divergences(verified) <= self.threshold  # [B, N]; a NaN divergence is not
-        eligible = verified.allowed(self.exact_eos) & verified.of_parent(close)
+        eligible = verified.allowed(self.exact_eos) & verified.of_parent(self.close(verified))  # [B, N]
         log_q = verified.tree.node_log_q()
         if self.min_p > 0:  # of the ratio to the largest p, the norm falls out
             gap = verified.of_token(verified.logits) - verified.of_parent(verified.logits.amax(-1))
@@ -236,17 +235,30 @@ class Fuzzy:
             return likeliest(verified.tree, eligible, log_q)
         return proportional(verified.tree, eligible, log_q)
 
+    def close(self, verified: Verified) -> Tensor:
+        """Where divergence(p, q) <= threshold: [B, N] bool; nowhere that p or q is no distribution.
+
+        Under a threshold that the divergence cannot exceed nothing is measured but that.
+        """
+        if self.threshold < largest_value(self.divergence):
+            return self.node_divergences(verified) <= self.threshold
+        drafted = of_owners(verified.tree, verified.tree.log_q.amax(-1).isfinite(), False)
+        return drafted & verified.logits.amax(-1).isfinite()
+
     def node_divergences(self, verified: Verified) -> Tensor:
         """divergence(p, q) at every node [B, N]; infinite where nothing was drafted."""
-        owners = verified.tree.owners  # [B, M]
-        rows = torch.arange(len(owners), device=owners.device)[:, None]
-        logits = verified.logits[rows, owners.clamp(min=0)]  # [B, M, V]
-        measured = sparse_divergence(self.divergence, logits, verified.tree.log_q, verified.tree.drafted)
-        nodes = verified.tree.tokens.shape[1]
-        table = measured.new_full(
-            (len(owners), nodes + 1), torch.inf
-        )  # padded owners fall into the last column
-        return table.scatter_(1, torch.where(owners >= 0, owners, nodes), measured)[:, :nodes]
+        tree = verified.tree
+        rows = torch.arange(len(tree.owners), device=tree.owners.device)[:, None]
+        logits = verified.logits[rows, tree.owners.clamp(min=0)]  # [B, M, V]
+        measured = sparse_divergence(self.divergence, logits, tree.log_q, tree.drafted)
+        return of_owners(tree, measured, torch.inf)
+
+
+def of_owners(tree: DraftTree, values: Tensor, missing: float | bool) -> Tensor:
+    """What a table [B, M] has for each draft distribution, at its node: [B, N]; `missing` at the others."""
+    nodes = tree.tokens.shape[1]
+    table = values.new_full((len(values), nodes + 1), missing)  # padded owners fall into the last column
+    return table.scatter_(1, torch.where(tree.owners >= 0, tree.owners, nodes), values)[:, :nodes]
 
 
 def likeliest(tree: DraftTree, eligible: Tensor, scores: Tensor) -> Tensor:

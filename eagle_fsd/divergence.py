@@ -109,6 +109,15 @@ SPARSE_DIVERGENCES: tuple[str, ...] = tuple(
 )
 
 
+_LARGEST = {"js": _LN2, "tv": 1.0}
+
+
+def largest_value(name: str) -> float:
+    """What a divergence never exceeds: a threshold of so much lets everything through, unmeasured."""
+    divergence_named(name)
+    return _LARGEST.get(name.removesuffix(f"_top{TOP_K}"), math.inf)
+
+
 def divergence_named(name: str) -> Divergence:
     """The function behind a name of DIVERGENCES; ValueError with all names otherwise."""
     if not isinstance(name, str) or name not in DIVERGENCES:

@@ -17,10 +17,10 @@ from scipy.stats import chisquare
 from stubs import Chain, ChainDrafter, ChainTarget, generator, random_tree, tiny_head, tiny_llama
 from torch import Tensor
 
-from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless, Verdict, Verified, accept, choose
+from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless, Verdict, Verified, accept, choose, of_owners
 from eagle_fsd.config import CHILDREN, SamplingConfig, TreeConfig
 from eagle_fsd.decoding import Request, decode
-from eagle_fsd.divergence import DIVERGENCES, divergence_named
+from eagle_fsd.divergence import DIVERGENCES, divergence_named, largest_value
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.relaxed import RelaxedTopK, Typical
 from eagle_fsd.sampling import RowRandom, warp
@@ -528,6 +528,21 @@ def test_an_undefined_divergence_is_a_rejection(name: str, sampling: SamplingCon
         log_q = tree.log_q.clone()
         log_q[row, source, int(tree.tokens[row, before[row, owner]]) - 1] = hole
         assert torch.equal(followed(rule, replace(tree, log_q=log_q), logits, sampling), expected)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_threshold_above_every_value_measures_nothing_and_says_the_same(name: str) -> None:
+    tree, logits = case("near", 8)
+    row, source = (tree.owners >= 0).nonzero()[-1].tolist()
+    log_q, broken = tree.log_q.clone(), logits.clone()
+    log_q[row, source, 0] = NAN
+    broken[0, 0, 0] = INF
+    rule = Fuzzy(threshold=largest_value(name), divergence=name)
+    for tree_, logits_ in ((tree, logits), (replace(tree, log_q=log_q), logits), (tree, broken)):
+        verified = Verified.of(tree_, logits_, SAMPLINGS[0], torch.tensor([], dtype=torch.long))
+        measured = rule.node_divergences(verified)
+        drafted = of_owners(tree_, tree_.owners >= 0, False)  # elsewhere measured is inf, and T may be
+        assert torch.equal(rule.close(verified), drafted & (measured <= rule.threshold))
 
 
 # --- laws ---
