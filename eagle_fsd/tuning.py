@@ -4,8 +4,9 @@ Observations are the steps of a few texts decoded with one wide tree. What a sma
 accepted follows from the same steps, since the better-scored nodes of the wide tree are its own (some of a
 tree that is nearly as wide and much shallower are not in the wide one; it is thought a little worse than it
 is). That holds for the target's own draws; a relaxed rule that misses a child may take another and do nearly
-as well with a narrow tree, so it is watched with each narrow beam. The size with the most tokens per second
-is taken, or plain decoding where drafting does not pay. measuring.py takes both measurements.
+as well with a narrow tree, so it is watched with each narrow beam. With a min_confidence every observed step
+has a tree of its own size, and its own cost. The size with the most tokens per second is taken, or plain
+decoding where drafting does not pay. measuring.py takes both measurements.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 Methods: hf, hf-compiled and lookup are Hugging Face's generate, plain, compiled with a static cache, and with
 prompt lookup; plain is our own loop without a draft; lossless; and any acceptance rule in a word, such as
-js:0.3, js:0.6:paper:target:min_p=0.2 or cactus:0.1. Each answers every prompt, in rotating order; nothing
-else should run on the machine.
+js:0.3, js:0.6:paper:target:min_p=0.2 or cactus:0.1, with a tree of its own behind an @ (lossless@16/5/8,
+js:0.3@auto). Each answers every prompt, in rotating order; nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd import AutoTree, EagleFSD, SamplingConfig, TreeConfig, hub
+from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig, hub
 from eagle_fsd.config import require_integer
 from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
 from eagle_fsd.evaluation.comparison import results, table
 from eagle_fsd.evaluation.likelihood import judged
 from eagle_fsd.evaluation.plots import plot_speed, require_matplotlib
 from eagle_fsd.evaluation.prompts import prompt_sets
-from eagle_fsd.evaluation.speed import Setting, method, race
+from eagle_fsd.evaluation.speed import Setting, method, race, tree_of
 from eagle_fsd.jsonl import append_row
 from eagle_fsd.messages import one_line
 from eagle_fsd.packing import libraries_of
@@ -48,7 +48,11 @@ def main() -> None:
         nargs="+",
         help="bring the prompts to so many tokens; no answer ends early then",
     )
-    add("--tree", default="16/5/8", help=f"{TreeConfig.FORM}, or auto; default: %(default)s")
+    add(
+        "--tree",
+        default="16/5/8",
+        help=f"{TreeConfig.FORM}, or auto, of methods without their own; default: %(default)s",
+    )
     add("--temperature", type=float, default=0.0, help="default: 0")
     add("--top-p", type=float, default=1.0, help="default: 1")
     add("--top-k", type=int, default=0, help="default: 0, every token")
@@ -63,7 +67,7 @@ def main() -> None:
         setting = Setting(
             max_new_tokens=arguments.max_new_tokens,
             sampling=SamplingConfig(arguments.temperature, arguments.top_k, arguments.top_p),
-            tree=AutoTree() if arguments.tree == "auto" else TreeConfig.parse(arguments.tree),
+            tree=tree_of(arguments.tree),
             seed=arguments.seed,
             endless=arguments.context is not None,
         )

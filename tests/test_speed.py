@@ -120,6 +120,8 @@ def test_prompts_are_stretched_by_the_others() -> None:
             "method is 'fast': it is none of hf, hf-compiled, lookup, plain, and rule is 'fast'",
         ),
         ("js:0.3:both", "mode is 'both'"),
+        ("js:0.3@6", "tree is .6.: it must be"),
+        ("hf@6/3/2", "method is 'hf@6/3/2': it is none of hf, "),
     ],
 )
 def test_methods_that_there_are_not(name: str, complaint: str) -> None:
@@ -141,6 +143,17 @@ def test_methods_deliver_the_targets_greedy_text() -> None:
         answers = one.answer(prompts[:1], 8)
         assert answers.tokens == wanted and answers.stats.new_tokens == len(wanted[0])
         assert answers.stats.seconds > 0 and (answers.tree is None) == (name in ("hf", "lookup"))
+
+
+def test_a_method_may_have_a_tree_of_its_own() -> None:
+    model = engine()
+    for name, tree in (
+        ("lossless", SETTING.tree),
+        ("lossless@4/2/2", TreeConfig(4, 2, 2)),
+        ("js:0.3@1/1/1", TreeConfig(1, 1, 1)),
+    ):
+        one = method(name, model, lambda: model.target, SETTING)
+        assert one.name == name and one.answer(prompts_of([5]), 4).tree == tree
 
 
 def test_a_judgement_is_the_plain_forwards() -> None:

@@ -72,19 +72,26 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
     """The method of that name.
 
     hf, hf-compiled, lookup: Hugging Face's generate, plain, compiled with a static cache, and with prompt
-    lookup. plain: our own loop with the tree of one node. Else a rule as `parse_rule` reads it: draft trees.
-    stock: the target untouched by us, loaded where a method needs it. ValueError for any other name.
+    lookup. plain: our own loop with the tree of one node. Else a rule as `parse_rule` reads it: draft trees
+    of the setting's size, or of its own behind an "@", which `tree_of` reads. stock: the target untouched by us,
+    loaded where a method needs it. ValueError for any other name.
     """
     if name in HUGGING_FACE:
         return Method(name, hugging_face(stock(), engine.pad_token_id, setting, HUGGING_FACE[name]()))
     if name == "plain":
         return Method(name, ours(engine, Lossless(), TreeConfig(1), setting))
+    word, own, size = name.partition("@")
     try:
-        rule = parse_rule(name)
+        rule = parse_rule(word)
     except ValueError as error:
         others = ", ".join((*HUGGING_FACE, "plain"))
         raise ValueError(f"method is {name!r}: it is none of {others}, and {error}") from error
-    return Method(name, ours(engine, rule, setting.tree, setting))
+    return Method(name, ours(engine, rule, tree_of(size) if own else setting.tree, setting))
+
+
+def tree_of(text: str) -> TreeConfig | AutoTree:
+    """A tree's size as a command line says it; "auto" is one chosen by cost. ValueError for anything else."""
+    return AutoTree() if text == "auto" else TreeConfig.parse(text)
 
 
 def ours(
