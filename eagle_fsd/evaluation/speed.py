@@ -73,8 +73,8 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
 
     hf, hf-compiled, lookup: Hugging Face's generate, plain, compiled with a static cache, and with prompt
     lookup. plain: our own loop with the tree of one node. Else a rule as `parse_rule` reads it: draft trees
-    of the setting's size, or of its own behind an "@", which `tree_of` reads. stock: the target untouched by us,
-    loaded where a method needs it. ValueError for any other name.
+    of the setting's size, or of the size behind an "@" (`tree_of`). stock: the target untouched by us, loaded
+    where a method needs it. ValueError for any other name.
     """
     if name in HUGGING_FACE:
         return Method(name, hugging_face(stock(), engine.pad_token_id, setting, HUGGING_FACE[name]()))
