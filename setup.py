@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 PACKAGE = (ROOT / "eagle_fsd" / "__init__.py").read_text(encoding="utf-8")
 IFEVAL = "if-verifiable>=0.1.2; python_version >= '3.11'"
+PLOTS = ("matplotlib>=3.7", "tqdm>=4.60")  # and progress bars
 
 setup(
     name="eagle-fsd",
@@ -33,11 +34,11 @@ setup(
         "filelock>=3.13",  # huggingface-hub's own; a training run holds its folder with it
     ],
     extras_require={
-        "train": ["tqdm>=4.60", "datasets>=3", "matplotlib>=3.7"],
-        "eval": ["tqdm>=4.60", "matplotlib>=3.7", "datasets>=3", IFEVAL],
+        "train": ["datasets>=3", *PLOTS],
+        "eval": ["datasets>=3", *PLOTS, IFEVAL],
         "harness": ["lm-eval>=0.4.12", "tqdm>=4.60"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
-        "dev": ["pytest>=8", "ruff>=0.9", "scipy>=1.11", "tqdm>=4.60", "matplotlib>=3.7", IFEVAL],
+        "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "scipy>=1.11", *PLOTS, IFEVAL],
     },
     entry_points={"console_scripts": ["eagle-fsd = eagle_fsd.generate:main"]},
     classifiers=[

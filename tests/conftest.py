@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
 
 ROOT = Path(__file__).parents[1]
+
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    # Each test process, and what it starts, has its share of the cores: threads beyond them stall.
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
 PROMPT_SETS = ("mt_bench", "gsm8k", "humaneval", "alpaca")
 
 

@@ -124,13 +124,13 @@ def test_a_grid_is_resumed_and_not_measured_twice(
 def row_of(steps: int, new_tokens: int, fuzzy_accepts: int = 0, **fields: Any) -> dict[str, Any]:
     made = {"prompts": "a", "divergence": None, "mode": None, "child": None, "threshold": 0.0, **fields}
     counts = {"steps": steps, "new_tokens": new_tokens, "fuzzy_accepts": fuzzy_accepts}
-    tree = {"total_tokens": 16, "depth": 5, "top_k": 8}
+    tree = {"total_tokens": 16, "depth": 5, "top_k": 8, "min_confidence": 0.0}
     return {"tree": tree, "tau": new_tokens / steps, "sampling": {"temperature": 0.6}, **made, **counts}
 
 
 def test_the_table_weighs_sets_by_their_steps() -> None:
     fuzzy = {"divergence": "js", "mode": "hybrid", "child": "draft", "threshold": 0.3}
-    wide = {"total_tokens": 60, "depth": 6, "top_k": 10}
+    wide = {"total_tokens": 60, "depth": 6, "top_k": 10, "min_confidence": 0.05}
     rows = [
         row_of(10, 20),
         row_of(30, 90, prompts="b"),
@@ -145,7 +145,7 @@ def test_the_table_weighs_sets_by_their_steps() -> None:
     )
     assert lines[2] == "| 16/5/8 | 0.6 | lossless |  |  | 0 | 2.00 | 3.00 | 2.75 | +0% | 0.00 |"
     assert lines[3] == "| 16/5/8 | 0.6 | js | hybrid | draft | 0.3 | 3.00 | 4.00 | 3.75 | +36% | 0.50 |"
-    assert lines[5] == "| 60/6/10 | 0.6 | js | hybrid | draft | 0.3 | 5.00 |  | 5.00 | +25% | 0.00 |"
+    assert lines[5] == "| 60/6/10/0.05 | 0.6 | js | hybrid | draft | 0.3 | 5.00 |  | 5.00 | +25% | 0.00 |"
     assert len({line.count("|") for line in lines}) == 1
 
 

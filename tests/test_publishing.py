@@ -38,7 +38,7 @@ ROW = {
     "prompt_count": 40,
     "max_new_tokens": 64,
     "sampling": {"temperature": 0.0},
-    "tree": {"total_tokens": 16, "depth": 5, "top_k": 8},
+    "tree": {"total_tokens": 16, "depth": 5, "top_k": 8, "min_confidence": 0.0},
     "divergence": None,
     "mode": None,
     "child": None,

@@ -115,7 +115,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     groups: dict[tuple[object, ...], list[Mapping[str, object]]] = {}
     for row in rows:
         rule = (row["divergence"], row["mode"], row["child"], row["threshold"])
-        setting = ("/".join(map(str, row["tree"].values())), row["sampling"]["temperature"])
+        setting = (str(TreeConfig(**row["tree"])), row["sampling"]["temperature"])
         groups.setdefault((*setting, *rule), []).append(row)
     lossless: dict[object, float] = {}
     for (tree, temperature, divergence, mode, child, threshold), members in groups.items():

@@ -20,6 +20,7 @@ from eagle_fsd.checkpoint import (
     VOCABULARY_NAME,
     find_head_file,
 )
+from eagle_fsd.config import TreeConfig
 from eagle_fsd.messages import one_line
 
 CARD = "README.md"
@@ -137,7 +138,7 @@ def refuse_mixed_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     places = set()
     for row in rows:
         rule = (row["divergence"], row["mode"], row["child"], row["threshold"])
-        tree, temperature = "/".join(map(str, row["tree"].values())), row["sampling"]["temperature"]
+        tree, temperature = str(TreeConfig(**row["tree"])), row["sampling"]["temperature"]
         place = (row["prompts"], tree, temperature, rule)
         if place in places:
             raise ValueError(
