@@ -246,8 +246,8 @@ def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("loss", "transform", "depth"),
     [
-        (LossWeights(), LogitsTransform(), 5),
-        (LossWeights(regression=0.0), LogitsTransform(scale=2.0, cap=5.0), 3),
+        (LossWeights(regression=0.5), LogitsTransform(), 5),
+        (LossWeights(), LogitsTransform(scale=2.0, cap=5.0), 3),
     ],
 )
 def test_a_toy_is_learned_at_every_depth(

@@ -37,6 +37,8 @@ from eagle_fsd.training.loss import (
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.shards import FeatureSequence
 
+BOTH = LossWeights(regression=0.5)  # of EAGLE-1's losses
+
 
 def test_pairing_is_feature_j_with_token_j_plus_1_and_goal_feature_j_plus_1() -> None:
     tokens = torch.arange(5)[None]
@@ -69,7 +71,7 @@ def test_padding_changes_neither_loss_nor_gradient() -> None:
     results = []
     for data in (one, [*one, longer]):
         head.zero_grad()
-        loss, _ = head_loss(head, collate(data), lm_head(), Readout(lm_head()), 1.0, 3, LossWeights())
+        loss, _ = head_loss(head, collate(data), lm_head(), Readout(lm_head()), 1.0, 3, BOTH)
         loss.backward()
         results.append((loss.item(), head.fc.weight.grad.clone()))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-4)
@@ -152,7 +154,7 @@ def test_gradients_reach_the_head_and_nothing_else() -> None:
     constants = [lm_head(), lm_head(), noise(VOCAB), batch.features.clone(), batch.goals.clone()]
     embedding, weight, bias, features, goals = (constant.requires_grad_() for constant in constants)
     batch = replace(batch, features=features, goals=goals)
-    loss, _ = head_loss(head, batch, embedding, Readout(weight, bias), 1.0, 3, LossWeights())
+    loss, _ = head_loss(head, batch, embedding, Readout(weight, bias), 1.0, 3, BOTH)
     loss.backward()
     assert [constant.grad for constant in constants] == [None] * 5
     for name, parameter in head.named_parameters():
@@ -162,7 +164,7 @@ def test_gradients_reach_the_head_and_nothing_else() -> None:
 def test_nothing_to_learn_is_no_loss_and_no_error() -> None:
     one = sequences(1)[0]
     batch = collate([replace(one, learn=torch.zeros_like(one.learn))])
-    loss, entropies = head_loss(tiny_head(), batch, lm_head(), Readout(lm_head()), 1.0, 2, LossWeights())
+    loss, entropies = head_loss(tiny_head(), batch, lm_head(), Readout(lm_head()), 1.0, 2, BOTH)
     assert loss.item() == 0 and entropies.isnan().all()
 
 

@@ -120,7 +120,7 @@ SETTINGS = {
     "seed": "of order, noise and the new head",
 }
 LOSS_SETTINGS = {
-    "regression": "weight of SmoothL1 on features; default: %(default)s",
+    "regression": "weight of SmoothL1 on features, as EAGLE-1 has it; default: %(default)s",
     "cross_entropy": "weight of the soft cross-entropy; default: %(default)s",
     "decay": "weight of a drafting step over the one before; default: %(default)s",
 }

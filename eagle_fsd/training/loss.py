@@ -174,11 +174,12 @@ def target_probabilities(features: Tensor, readout: Readout, rows: int = 256) ->
 class LossWeights:
     """Factors of the loss's parts, none negative.
 
-    regression: SmoothL1 on features over their std. cross_entropy: the soft one. decay: the weight of each
-    further step over the one before.
+    regression: SmoothL1 on features over their std, of no use to tau where it was measured
+    (train/EXPERIMENTS.md). cross_entropy: the soft one. decay: the weight of each further step over the one
+    before.
     """
 
-    regression: float = 0.5
+    regression: float = 0.0
     cross_entropy: float = 1.0
     decay: float = 1.0
 
