@@ -27,6 +27,7 @@ setup(
         "torch>=2.11",
         "transformers>=5.17",
         "safetensors>=0.8",
+        "numpy>=1.26",  # random streams
         "huggingface-hub>=1.5",
         "jinja2>=3.1",  # chat templates
         "gguf>=0.10",  # the default target is a GGUF file, which transformers reads with accelerate

@@ -10,6 +10,17 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 ATTENTION = ("sdpa", "eager")  # implementations that take our masks
 FULL, SLIDING = "full_attention", "sliding_attention"
+# What a generation_config can ask of `generate` that is not done here, and the value that asks for nothing.
+UNHEEDED = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "typical_p"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("min_length", "min_new_tokens", "min_p", "epsilon_cutoff", "eta_cutoff"), 0),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+    **dict.fromkeys(("stop_strings", "max_time", "watermarking_config", "top_h", "penalty_alpha")),
+    **dict.fromkeys(("dola_layers", "constraints", "force_words_ids")),
+    **{"num_beams": 1, "token_healing": False},
+}
 UNLIMITED = 2**31 - 1  # positions of a model whose config names no limit
 
 
@@ -130,6 +141,24 @@ def longest_text(config: PretrainedConfig) -> int:
         if parameters.get("rope_type") == "longrope":
             limits.append(parameters["original_max_position_embeddings"])
     return min(limits)
+
+
+def unheeded(generation: GenerationConfig | None) -> dict[str, object]:
+    """What a model's generation_config asks of `generate` that is not done here, by name."""
+    found = {}
+    for name, neutral in UNHEEDED.items():
+        value = getattr(generation, name, None)
+        if value is not None and value != neutral and value not in ([], {}):
+            found[name] = value
+    return found
+
+
+def suggested_sampling(generation: GenerationConfig | None) -> dict[str, object]:
+    """The sampling that a model's generation_config suggests: here these are arguments alone."""
+    if not getattr(generation, "do_sample", None):
+        return {}
+    named = {name: getattr(generation, name, None) for name in ("temperature", "top_k", "top_p")}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def end_tokens(config: PretrainedConfig, generation: GenerationConfig | None) -> tuple[int, ...]:

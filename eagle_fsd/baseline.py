@@ -36,10 +36,9 @@ def generate_alone(
     with (
         torch.random.fork_rng(),
         plain_linears(target.model),  # a baseline without our own speed-ups
-        target.without_generation_defaults() as model,
     ):
         torch.manual_seed(seed)
-        sequences = model.generate(
+        sequences = target.without_generation_defaults().generate(
             ids.to(target.input_device),
             attention_mask=mask.to(target.input_device),
             max_new_tokens=max_new_tokens,

@@ -5,6 +5,7 @@ It turns padded batches into requests and back, and holds no text: a tokenizer c
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
@@ -32,11 +33,11 @@ from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import models_identity
 from eagle_fsd.libraries import fastest_library
 from eagle_fsd.outputs import BatchStream, GenerationOutput, TokenStream
-from eagle_fsd.packing import pack_linears
+from eagle_fsd.packing import pack_changed, pack_linears
 from eagle_fsd.padding import as_ids, right_padded
 from eagle_fsd.placement import resolve_device, resolve_dtype
 from eagle_fsd.requests import Prompts, end_token_ids
-from eagle_fsd.sampling import RowRandom
+from eagle_fsd.sampling import RowRandom, Seed, fresh_seed
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel
 from eagle_fsd.text import watched_prompts
@@ -52,9 +53,12 @@ DEFAULT_MAX_NEW_TOKENS = 256
 class EagleFSD:
     """Fuzzy speculative decoding on EAGLE-2 trees for one target and one head.
 
-    target: a TargetModel. head: a DraftHead that fits it, or None for plain decoding only. tokenizer: for the
-    callers. base_model, ea_model: what they were loaded from, for reports. head_dtype: what drafts are
-    computed in; None is the target's dtype.
+    Threads may use one engine, or engines of one model, at the same time, and the model meanwhile as well.
+
+    target: a TargetModel. head: a DraftHead that fits it, or None for plain decoding only; it stays as it is,
+    a copy is made where it has another device or dtype. tokenizer: for the callers. base_model, ea_model:
+    what they were loaded from, for reports. head_dtype: what drafts are computed in; None is the target's
+    dtype.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class EagleFSD:
                         "target it was trained on; choose the head of this target"
                     )
         self.target = target
-        self.head = None if head is None else head.to(target.device, head_dtype or target.dtype).eval()
+        self.head = None if head is None else placed(head, target.device, head_dtype or target.dtype)
         self.vocabulary: Vocabulary = target
         if self.head is not None and self.head.draft_tokens is not None:
             self.vocabulary = DraftVocabulary(target, self.head.draft_tokens, self.head.fc.weight.dtype)
@@ -140,7 +144,7 @@ class EagleFSD:
         if full_vocabulary:
             head.restrict(None)
         engine = cls(target, head, tokenizer, source.name, head_source.name, drafts_in)
-        pack_linears(head, library)  # after its last move, which would pack it again
+        pack_linears(engine.head, library)  # after its last move, which would pack it again
         engine.head_folder = head_source.folder
         return engine
 
@@ -168,7 +172,7 @@ class EagleFSD:
         top_p: float = 1.0,
         rule: AcceptanceRule | AutoThreshold | None = None,
         tree: TreeConfig | AutoTree | None = None,
-        seed: int | Sequence[int] = 0,
+        seed: Seed | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         observer: Observer | None = None,
     ) -> GenerationOutput:
@@ -176,10 +180,13 @@ class EagleFSD:
 
         rule: when a drafted token is accepted; None is Lossless(), and AutoThreshold() reads the threshold
         of a quality budget from the head's calibration. tree: the draft tree's size; total_tokens=1 is plain
-        decoding, and AutoTree() measures which is fastest here, or takes the calibration's. seed: row r of an
-        int seed s draws what a single prompt with seed s + r draws with the same tree. eos_token_id: None is
-        the model's own. observer: is shown every step, for measurements. Texts end after an end token, at
-        max_new_tokens, or where the model's positions end. Raises ValueError for bad arguments.
+        decoding, and AutoTree() measures which is fastest here, or takes the calibration's. seed: the same
+        one and the same tree give the same texts; None draws a fresh one, which the output names. Row r of
+        an int seed s draws from the stream (s, r), whatever else is in the batch. A sequence names each
+        row's stream, so that seed=[(s, r)] gives row r again on its own. eos_token_id: None is the model's
+        own. observer: is shown every step, for measurements. Without an attention_mask the model's pad
+        tokens are padding, as in Hugging Face. Texts end after an end token, at max_new_tokens, or where the
+        model's positions end. Raises ValueError for bad arguments.
         """
         input_ids = as_ids(input_ids)
         started = self._start(
@@ -197,12 +204,14 @@ class EagleFSD:
         )
         start = time.perf_counter()  # what choosing a tree took is not part of it
         new_tokens: list[list[int]] = [[] for _ in started.stats]
-        for chunks in started.steps:
-            for row, chunk in enumerate(chunks):
-                new_tokens[row] += chunk
+        with started:
+            for chunks in started.steps:
+                for row, chunk in enumerate(chunks):
+                    new_tokens[row] += chunk
         for row in started.stats:
             row.set_times(started.watch, time.perf_counter() - start)
-        return self._output(input_ids, new_tokens, started.stats, started.tree, started.rule)
+        settled = {"tree": started.tree, "rule": started.rule, "seed": started.seed}
+        return self._output(input_ids, new_tokens, started.stats, **settled)
 
     def stream(
         self,
@@ -243,7 +252,7 @@ class EagleFSD:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> GenerationOutput:
         """The baseline: the same prompts through the target's own Hugging Face `generate`, without drafting.
 
@@ -251,6 +260,7 @@ class EagleFSD:
         count one step a token. All rows end where the longest prompt leaves no position.
         """
         input_ids = as_ids(input_ids)
+        seed = fresh_seed() if seed is None else seed
         require_integer("seed", seed, 0, "any will do")
         sampling = SamplingConfig(temperature, top_k, top_p)
         prompts = Prompts.of(self.target, input_ids, attention_mask, max_new_tokens)
@@ -258,7 +268,7 @@ class EagleFSD:
         new_tokens, stats = generate_alone(
             self.target, prompts.rows, limit, sampling, seed, self.pad_token_id
         )
-        return self._output(input_ids, new_tokens, stats)
+        return self._output(input_ids, new_tokens, stats, seed=None if sampling.greedy else seed)
 
     def choose_tree(
         self,
@@ -327,7 +337,7 @@ class EagleFSD:
         top_p: float = 1.0,
         rule: AcceptanceRule | AutoThreshold | None = None,
         tree: TreeConfig | AutoTree | None = None,
-        seed: int | Sequence[int] = 0,
+        seed: Seed | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         observer: Observer | None = None,
     ) -> BatchStream:
@@ -352,6 +362,8 @@ class EagleFSD:
                 tree, rule, sampling, len(prompts), prompts.context, prompts.rows[:4]
             ).tree
         self._check_tree(tree, prompts.lengths)
+        for part in filter(None, (self.target.model, self.head)):
+            pack_changed(part)
         request = Request(
             tokens=prompts.tokens.to(self.device),
             lengths=prompts.lengths,
@@ -363,11 +375,12 @@ class EagleFSD:
             observer=observer,
         )
         workspace = self._workspaces.take(len(prompts), prompts.longest_text, tree, self.make_drafter)
+        seed = fresh_seed() if seed is None else seed
         random = RowRandom(seed, len(prompts), self.device)
         stats = [GenerationStats() for _ in prompts.lengths]
         watch = Stopwatch()
         steps = self._decode(request, workspace, random, stats, watch)
-        return BatchStream(steps, stats, watch, tree, rule)
+        return BatchStream(steps, stats, watch, tree, rule, None if sampling.greedy else seed)
 
     def _decode(
         self,
@@ -423,9 +436,14 @@ class EagleFSD:
         input_ids: Tensor,
         new_tokens: list[list[int]],
         stats: list[GenerationStats],
-        tree: TreeConfig | None = None,
-        rule: AcceptanceRule | None = None,
+        **settled: Any,
     ) -> GenerationOutput:
         added = right_padded(new_tokens, self.pad_token_id).to(input_ids.device)
         sequences = torch.cat((input_ids, added), dim=1)
-        return GenerationOutput(sequences, new_tokens, stats, tree, rule)
+        return GenerationOutput(sequences, new_tokens, stats, **settled)
+
+
+def placed(head: DraftHead, device: torch.device, dtype: torch.dtype) -> DraftHead:
+    """The head there; a copy where that is elsewhere, for another engine may use the given one."""
+    weight = head.fc.weight
+    return head if (weight.device, weight.dtype) == (device, dtype) else copy.deepcopy(head).to(device, dtype)

@@ -8,6 +8,7 @@ library: libraries.py.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,13 +18,17 @@ from torch import Tensor, nn
 
 from eagle_fsd.libraries import ONEDNN, Library, library_for
 
+SAMPLE = 64  # values of a weight by which a change is noticed that left no other trace
+_counting = threading.Lock()  # threads may want plain layers at the same time
+
 
 class PackedLinear(nn.Linear):
     """A stand-in for an nn.Linear, with its very parameters.
 
-    library: what multiplies; another one where it does not take the weight, and none where none does. packed:
-    the weight as it was when it was packed, loaded or last moved: one that is changed in place is not seen.
-    Training, autocast and `plain_linears` take the plain weight.
+    library: what multiplies; another one where it does not take the weight, and none where none does.
+    packed: the weight as `version` of it was. `forward` packs it again where the weight was exchanged or
+    changed in place, `pack_changed` also where that was done through `weight.data`.
+    plain: how many callers want the plain weight for now. Training and autocast always take it.
     """
 
     def __init__(self, linear: nn.Linear, library: Library = ONEDNN) -> None:
@@ -31,16 +36,26 @@ class PackedLinear(nn.Linear):
         self.preferred = library
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.training, self.plain = linear.training, False
+        self.training, self.plain = linear.training, 0
         self._pack()
 
     def forward(self, x: Tensor) -> Tensor:
         usable = self.packed is not None and x.dtype == self.weight.dtype and x.numel()
         if self.plain or not usable or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return super().forward(x)
+        if self.version != version_of(self.weight):
+            self._pack()
         return self.library.multiply(x, self.packed, self.weight, self.bias)
 
+    def pack_changed(self) -> None:
+        """Pack the weight again if it is another one by now, however it was changed."""
+        if self.packed is None:
+            return
+        if self.version != version_of(self.weight) or not torch.equal(self.sample, sample_of(self.weight)):
+            self._pack()
+
     def _pack(self) -> None:
+        self.version, self.sample = version_of(self.weight), sample_of(self.weight)
         self.library = library_for(self.weight, self.preferred)
         self.packed: Tensor | None = self.library and self.library.pack(self.weight.detach())
 
@@ -59,6 +74,23 @@ class PackedLinear(nn.Linear):
         super()._apply(fn, recurse)
         self._pack()
         return self
+
+
+def version_of(weight: Tensor) -> tuple[int, int]:
+    """What a change of the tensor in place changes, as far as torch counts such changes, or an exchange."""
+    return weight.data_ptr(), -1 if weight.is_inference() else weight._version
+
+
+def sample_of(weight: Tensor) -> Tensor:
+    """A few values [SAMPLE or fewer] of a weight; an update of a layer changes all of it."""
+    return weight.detach().flatten()[:: (weight.numel() // SAMPLE) | 1].clone()
+
+
+def pack_changed(module: nn.Module) -> None:
+    """Pack the layers inside again whose weights were changed since, by a merged adapter for one."""
+    for layer in module.modules():
+        if isinstance(layer, PackedLinear):
+            layer.pack_changed()
 
 
 def pack_linears(module: nn.Module, library: Library | None = ONEDNN) -> nn.Module:
@@ -100,11 +132,12 @@ def libraries_of(module: nn.Module) -> list[str]:
 def plain_linears(module: nn.Module) -> Iterator[None]:
     """The module as it was before packing, for a while."""
     packed = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
-    before = [layer.plain for layer in packed]
-    for layer in packed:
-        layer.plain = True
+    with _counting:
+        for layer in packed:
+            layer.plain += 1
     try:
         yield
     finally:
-        for layer, plain in zip(packed, before, strict=True):
-            layer.plain = plain
+        with _counting:
+            for layer in packed:
+                layer.plain -= 1

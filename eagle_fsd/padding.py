@@ -46,9 +46,21 @@ def as_ids(input_ids: object) -> Tensor:
     return ids.to(torch.int64)
 
 
+def inferred_mask(input_ids: Tensor, pad: int | None, end_tokens: Sequence[int]) -> Tensor | None:
+    """The attention_mask [B, L] that `generate` of Hugging Face assumes where none is given.
+
+    Pad tokens are padding, unless the model names none or one that also ends texts. None: all is text.
+    """
+    if pad is None or pad in end_tokens or input_ids.ndim != 2 or not bool((input_ids == pad).any()):
+        return None
+    return input_ids != pad
+
+
 def unpad(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, list[int]]:
-    """Right-padded tokens [B, longest] and the lengths of prompts that are padded on either side. ValueError
-    if they are none."""
+    """Right-padded tokens [B, longest] and the lengths of prompts, without what the mask leaves out anywhere.
+
+    ValueError if they are none.
+    """
     if input_ids.ndim != 2 or not input_ids.numel():
         raise ValueError(
             f"input_ids has shape {list(input_ids.shape)}: it must be [B, L] with at least one token; "
@@ -73,12 +85,6 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> 
             f"row {int(lengths.argmin())} of the batch is empty: every prompt needs at least one token; drop "
             "the row"
         )
-    starts = mask.to(torch.uint8).argmax(1)
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    if not torch.equal(mask, (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])):
-        raise ValueError(
-            "attention_mask has holes: each row's prompt must be one run of tokens, padded on one side or "
-            "both"
-        )
-    source = (starts[:, None] + columns[: int(lengths.max())]).clamp(max=mask.shape[1] - 1)
-    return input_ids.gather(1, source), lengths.tolist()
+    # Masked tokens are nowhere seen and take up no position, so a text is the same without them.
+    kept = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, : int(lengths.max())]
+    return input_ids.gather(1, kept), lengths.tolist()

@@ -9,7 +9,7 @@ from numbers import Integral
 from torch import Tensor
 
 from eagle_fsd.config import require_integer
-from eagle_fsd.padding import unpad
+from eagle_fsd.padding import inferred_mask, unpad
 from eagle_fsd.target import TargetModel
 
 
@@ -27,9 +27,12 @@ class Prompts:
     ) -> Prompts:
         """Prompts [B, L] as attention_mask [B, L] pads them; texts end where the target's positions do.
 
-        ValueError for what are none, or leave no position for an answer.
+        Without a mask the model's pad tokens are padding, as in Hugging Face's `generate`. ValueError for
+        what are none, or leave no position for an answer.
         """
         require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
+        if attention_mask is None:
+            attention_mask = inferred_mask(input_ids, target.pad_token_id, target.eos_token_ids)
         tokens, lengths = unpad(input_ids, attention_mask, target.vocab_size)
         limits = [min(max_new_tokens, room(target, row, length)) for row, length in enumerate(lengths)]
         return cls(tokens, lengths, limits)
@@ -70,7 +73,7 @@ def end_token_ids(target: TargetModel, eos_token_id: int | Sequence[int] | None)
         return target.eos_token_ids
     ids = tuple(eos_token_id) if isinstance(eos_token_id, (list, tuple, set)) else (eos_token_id,)
     for token in ids:
-        if not isinstance(token, Integral) or not 0 <= token < target.vocab_size:
+        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < target.vocab_size:
             raise ValueError(
                 f"eos_token_id is {eos_token_id!r}: it must be one token id or a list of them, in "
                 f"0..{target.vocab_size - 1}; None takes the model's own"

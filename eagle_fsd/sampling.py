@@ -3,14 +3,16 @@
 Knows nothing about trees or models. `warp` has the law of Hugging Face `generate`: temperature, then top-k
 (every token that ties with the k-th stays), then top-p (the smallest set of likeliest tokens whose mass
 reaches top_p, at least one token). `draw` turns a probability vector and one uniform number into a token, and
-never into one of probability zero. All randomness comes from `RowRandom`: one torch.Generator per row, so
+never into one of probability zero. All randomness comes from `RowRandom`: one stream of numbers per row, so
 that a row's text does not depend on its batch.
 """
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +24,7 @@ _BLOCK = 256  # draw() looks for the block first, then inside it
 _HEAD = 1024  # as many of the likeliest tokens as top-p alone looks at first
 _SMALL_TEMPERATURE = 1e-3  # below it logits / temperature may overflow: the largest logit moves to 0 first
 _LEAST_TEMPERATURE = 1e-30  # below it float32 division fails; the law is already that of its limit
-_SEED_LIMIT = 2**63
+SEED_LIMIT = 2**63
 
 
 def warp(logits: Tensor, config: SamplingConfig) -> Tensor:
@@ -52,39 +54,73 @@ def warp(logits: Tensor, config: SamplingConfig) -> Tensor:
 
 
 class Uniforms(Protocol):
-    """Where random numbers come from: [B, n] float32 in [0, 1), the next n of every row."""
+    """Where random numbers come from: [B, n] float64 in [0, 1), the next n of every row."""
 
     def uniform(self, n: int) -> Tensor: ...
 
 
-class RowRandom:
-    """One stream of uniform numbers per row of a batch.
+# A seed, a (seed, row) pair, or one of them for each row of a batch.
+Seed = int | Sequence[int | tuple[int, int]]
 
-    An int seed s gives row r the stream of seed s + r; a sequence gives each row its own seed. Row r draws
-    what a batch of one with that seed draws.
+
+def streams_of(seed: Seed, batch: int) -> list[tuple[int, int]]:
+    """The (seed, row) pair that names each row's stream of random numbers.
+
+    An int s gives row r the stream (s, r). A sequence names each row's stream itself: a pair as it is, an int
+    s as (s, 0), what a prompt on its own draws with seed s. ValueError for anything else.
+    """
+    if isinstance(seed, Integral) and not isinstance(seed, bool):
+        pairs = [(seed, row) for row in range(batch)]
+    else:
+        try:
+            entries = list(seed)
+        except TypeError:
+            entries = [seed] * batch  # the check below names it
+        pairs = [tuple(one) if isinstance(one, (tuple, list)) else (one, 0) for one in entries]
+    if len(pairs) != batch:
+        raise ValueError(f"seed has {len(pairs)} values for {batch} rows: give one int or one per row")
+    for pair in pairs:
+        whole = [isinstance(part, Integral) and not isinstance(part, bool) for part in pair]
+        if len(pair) != 2 or not all(whole) or not all(0 <= part < SEED_LIMIT for part in pair):
+            shown = pair[0] if pair[1:] == (0,) else pair
+            raise ValueError(
+                f"seed {shown!r} must be an int in [0, 2**63), or a pair (seed, row) of such; choose another"
+            )
+    return [(int(one), int(row)) for one, row in pairs]
+
+
+def fresh_seed() -> int:
+    """A seed that nobody chose: of torch's default generator, so that torch.manual_seed still rules it."""
+    return int(torch.randint(SEED_LIMIT - 1, ()))
+
+
+class RowRandom:
+    """One stream of uniform numbers per row of a batch, named by a (seed, row) pair; see `streams_of`.
+
+    Streams of different pairs are independent (numpy's SeedSequence), and a stream is the same on every
+    device and in every batch.
     """
 
-    def __init__(self, seed: int | Sequence[int], batch: int, device: torch.device | str = "cpu") -> None:
-        if isinstance(seed, int):
-            seeds = [seed + row for row in range(batch)]
-        else:
-            seeds = list(seed) if isinstance(seed, Sequence) else [seed] * batch
-        if len(seeds) != batch:
-            raise ValueError(f"seed has {len(seeds)} values for {batch} rows: give one int or one per row")
-        for value in seeds:
-            if not isinstance(value, int) or not 0 <= value < _SEED_LIMIT:
-                raise ValueError(f"seed {value!r} must be an int in [0, 2**63); choose another one")
+    def __init__(self, seed: Seed, batch: int, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self._generators = [torch.Generator(self.device).manual_seed(value) for value in seeds]
+        self._generators = [
+            np.random.Generator(np.random.PCG64(np.random.SeedSequence(one, spawn_key=(row,))))
+            for one, row in streams_of(seed, batch)
+        ]
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
         self._generators = [self._generators[row] for row in rows]
 
     def uniform(self, n: int) -> Tensor:
-        """The next n numbers of every row: [B, n] float32 in [0, 1)."""
-        rows = [torch.rand(n, generator=g, device=self.device) for g in self._generators]
-        return torch.stack(rows) if rows else torch.empty(0, n, device=self.device)
+        """The next n numbers of every row: [B, n] float64 in [0, 1).
+
+        In float64 whatever torch's default is: on float32's grid the least likely tokens could not be drawn.
+        """
+        numbers = torch.empty(len(self._generators), n, dtype=torch.float64)
+        for row, source in zip(numbers, self._generators, strict=True):
+            source.random(out=row.numpy())
+        return numbers.to(self.device, non_blocking=True)
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ attention that ignores masks, recurrence and unknown logits transforms alike.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -28,17 +29,20 @@ from eagle_fsd.architecture import (
     logits_transform,
     longest_text,
     named_layer_kinds,
+    suggested_sampling,
+    unheeded,
 )
 from eagle_fsd.cache import KVCache
 from eagle_fsd.flash import FlashPlan, flash_available
 from eagle_fsd.graphs import EAGER, Stepper
-from eagle_fsd.layer_attention import GROUPED
+from eagle_fsd.layer_attention import private_copy, with_grouped_attention
 from eagle_fsd.messages import one_line
 from eagle_fsd.tree import DraftTree, additive, ancestors, visible_slots, within_window
 
 logger = logging.getLogger(__name__)
 
 PREFILL_CHUNK = 512  # tokens per prefill forward: bounds the mask to chunk x context
+NARROW_WINDOW = 3  # slots of a sliding window while a model is admitted
 # What a forward raises that cannot take our cache, masks or positions.
 FORWARD_ERRORS = (
     *(TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError),
@@ -50,7 +54,8 @@ class TargetModel:
     """A causal LM and what decoding needs of it; ValueError if trees cannot be verified on it.
 
     hidden_size, vocab_size: of features and logits. max_positions: the longest text, prompt included.
-    stepper: how the parts of a step are run on it.
+    stepper: how the parts of a step are run on it. unheeded: what the model's generation_config asks for that
+    is not done here, such as a repetition penalty. The model itself is never changed, also not for a moment.
     """
 
     def __init__(self, model: PreTrainedModel, stepper: Stepper = EAGER) -> None:
@@ -59,6 +64,8 @@ class TargetModel:
         self.stepper = stepper
         self.config = model.config.get_text_config(decoder=True)
         self.decoder = model.get_decoder()
+        self._same_modules = copy.copy(model)  # one for all calls, since `generate` keeps what it compiled
+        self._masked_decoder = with_grouped_attention(self.decoder)
         self.lm_head = model.get_output_embeddings()
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
@@ -67,9 +74,11 @@ class TargetModel:
         self.window: int = getattr(self.config, "sliding_window", None) or 0
         self.logits_transform = logits_transform(self.config)
         self.device = self._feature_device()
+        self.unheeded = unheeded(getattr(model, "generation_config", None))
         self.flash = False  # until the model is admitted without it
         self._check_tree_verification()
         self._try_flash()
+        self._say_what_is_not_done()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,19 +93,20 @@ class TargetModel:
         """Every token that ends a text, as `generate` sees it; empty if there is none."""
         return end_tokens(self.config, getattr(self.model, "generation_config", None))
 
-    @contextlib.contextmanager
-    def without_generation_defaults(self) -> Iterator[PreTrainedModel]:
-        """The model, for its own `generate`, without the penalties and warpers that its repository sets as
-        defaults: decoding here applies none either."""
-        defaults = self.model.generation_config
+    @property
+    def pad_token_id(self) -> int | None:
+        """What the model's generation_config takes for padding, if anything."""
+        return getattr(getattr(self.model, "generation_config", None), "pad_token_id", None)
+
+    def without_generation_defaults(self) -> PreTrainedModel:
+        """The model for its own `generate`, without the penalties and warpers that its repository sets as
+        defaults: decoding here applies none either. The model's owner sees nothing of it.
+        """
         pad = next(iter(self.eos_token_ids), 0)
-        self.model.generation_config = GenerationConfig(
+        self._same_modules.generation_config = GenerationConfig(
             eos_token_id=list(self.eos_token_ids) or None, pad_token_id=pad
         )
-        try:
-            yield self.model
-        finally:
-            self.model.generation_config = defaults
+        return self._same_modules
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embedding rows [..., d] of tokens [...], unscaled, as EAGLE's heads read them."""
@@ -139,27 +149,17 @@ class TargetModel:
         if self.flash and (relation is not None or cache.span is not None):
             lengths = cache.lengths.to(torch.int32)
             plan["flash_plan"] = FlashPlan(masks[FULL], lengths, relation)
-        with self._grouped_attention():
-            output = self.decoder(
-                input_ids=tokens.to(self.input_device),
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                **plan,
-            )
+        # A decoder that its owner compiled runs as it is, under the attention that it was compiled with.
+        compiled = self.decoder._compiled_call_impl is not None
+        output = (self.decoder if compiled else self._masked_decoder)(
+            input_ids=tokens.to(self.input_device),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            **plan,
+        )
         return output.last_hidden_state.to(self.device)
-
-    @contextlib.contextmanager
-    def _grouped_attention(self) -> Iterator[None]:
-        """Within, layers that ask for sdpa get ours; outside, the model is as its owner left it."""
-        usual = self.config._attn_implementation
-        if usual == "sdpa":
-            self.config._attn_implementation = GROUPED
-        try:
-            yield
-        finally:
-            self.config._attn_implementation = usual
 
     @torch.inference_mode()
     def _feature_device(self) -> torch.device:
@@ -212,6 +212,19 @@ class TargetModel:
             self.flash = False
             logger.warning("flash-attn is not used on this %r model: %s", self.config.model_type, reason)
 
+    def _say_what_is_not_done(self) -> None:
+        """Warn of what the model's defaults ask of `generate` and do not get here."""
+        if self.unheeded:
+            asked = ", ".join(f"{name}={value!r}" for name, value in self.unheeded.items())
+            logger.warning(
+                "the model's generation_config asks for %s, which is not done here: texts are those of "
+                "generate without it",
+                one_line(asked, 200),
+            )
+        if sampling := suggested_sampling(getattr(self.model, "generation_config", None)):
+            asked = ", ".join(f"{name}={value}" for name, value in sampling.items())
+            logger.info("the model's generation_config suggests %s: give them as arguments", asked)
+
     @property
     def _tolerance(self) -> float:
         """Kernels differ in the last bits; a sibling that leaks or a wrong position differs in the first."""
@@ -219,13 +232,12 @@ class TargetModel:
 
     @contextlib.contextmanager
     def _narrow_window(self) -> Iterator[None]:
-        """Shrink the sliding window of the model and of our masks, so that a short text outgrows it."""
-        window = self.window
-        self.window = self.config.sliding_window = 3
+        """Let a short text outgrow the sliding window of our masks, for a while."""
+        window, self.window = self.window, NARROW_WINDOW
         try:
             yield
         finally:
-            self.window = self.config.sliding_window = window
+            self.window = window
 
     def _tree_difference(self) -> float:
         """How far the logits of the tree a(b(d), c(e)) behind a two-token prefix are from those of plain
@@ -240,13 +252,16 @@ class TargetModel:
             owners=torch.empty(1, 0, dtype=torch.int64, device=self.device),
             depth=2,
         )
+        plain_model = private_copy(self.model)
+        if self.window:
+            plain_model.config.get_text_config(decoder=True).sliding_window = self.window
         session = TargetSession(self, batch=1, capacity=16)
         session.prefill(torch.tensor([prefix], device=self.device), [2])
         logits, _ = session.verify(tree)
         differences = []
         for path in ([0, 1, 3], [0, 2, 4]):
             ids = torch.tensor([prefix + [tokens[node] for node in path]], device=self.input_device)
-            plain = self.model(input_ids=ids, use_cache=False).logits[0, len(prefix) :].float()
+            plain = plain_model(input_ids=ids, use_cache=False).logits[0, len(prefix) :].float()
             plain = plain.to(self.device)
             differences.append(float((logits[0, path] - plain).norm() / plain.norm()))
         return math.nan if any(map(math.isnan, differences)) else max(differences)

@@ -75,16 +75,16 @@ def test_greedy_rows_equal_the_same_prompt_alone(drafting: str) -> None:
 @pytest.mark.parametrize("capacity", [1, 512], ids=["growing", "roomy"])
 @pytest.mark.parametrize("sure", [0.0, 0.012], ids=["whole", "cut"])
 def test_sampled_rows_equal_the_same_prompt_alone(rule: AcceptanceRule, capacity: int, sure: float) -> None:
-    """Row r of seed s draws what the prompt alone with seed s + r draws, also in caches that grow, and where
-    the rows' trees are not equally large."""
+    """Row r of seed s draws what the prompt alone draws from the stream (s, r), also in caches that grow, and
+    where the rows' trees are not equally large."""
     limits = [26, 5, 17, 9]
     settings = {"rule": rule, "sampling": SAMPLED, "tree": TreeConfig(12, 3, 4, sure)}
     batch = run_loop(target(), PROMPTS, tiny_head(), limits, seed=40, capacity=capacity, **settings)
     for row, (prompt, limit) in enumerate(zip(PROMPTS, limits, strict=True)):
-        alone = run_loop(target(), [prompt], tiny_head(), limit, seed=40 + row, **settings)
+        alone = run_loop(target(), [prompt], tiny_head(), limit, seed=[(40, row)], **settings)
         assert batch.texts[row] == alone.texts[0]
         assert batch.stats[row] == alone.stats[0]
-    named = run_loop(target(), PROMPTS, tiny_head(), limits, seed=[40, 41, 42, 43], **settings)
+    named = run_loop(target(), PROMPTS, tiny_head(), limits, seed=[(40, row) for row in range(4)], **settings)
     assert named.texts == batch.texts
 
 
@@ -100,14 +100,15 @@ def test_sampled_rows_with_ragged_trees_equal_the_same_prompt_alone(rule: Accept
     )
     for row, prompt in enumerate(PROMPTS):
         drafter = KnowingDrafter(texts[row : row + 1], check=False, first_row=row)
-        alone = run_loop(target(), [prompt], drafter, [24, 9, 13, 21][row], seed=7 + row, **settings)
+        alone = run_loop(target(), [prompt], drafter, [24, 9, 13, 21][row], seed=[(7, row)], **settings)
         assert batch.texts[row] == alone.texts[0]
         assert batch.stats[row] == alone.stats[0]
     assert max(stats.tau for stats in batch.stats) > 1.5
 
 
 def test_a_batch_in_another_order_is_the_same_texts() -> None:
-    made = run_loop(target(), PROMPTS[::-1], tiny_head(), sampling=SAMPLED, seed=[8, 7, 6, 5])
+    seeds = [(5, row) for row in reversed(range(4))]
+    made = run_loop(target(), PROMPTS[::-1], tiny_head(), sampling=SAMPLED, seed=seeds)
     assert made.texts[::-1] == run_loop(target(), PROMPTS, tiny_head(), sampling=SAMPLED, seed=5).texts
 
 

@@ -144,11 +144,11 @@ def test_sampling_is_seeded_by_row() -> None:
     settings = {"max_new_tokens": 12, "temperature": 1.0, "top_k": 50, "top_p": 0.9}
     batch = engine().generate(ids, mask, seed=11, **settings)
     state = torch.random.get_rng_state()
-    again = engine().generate(ids, mask, seed=[11, 12, 13, 14], **settings)
+    again = engine().generate(ids, mask, seed=[(11, row) for row in range(4)], **settings)
     assert torch.equal(torch.random.get_rng_state(), state), "torch's global numbers are not ours to draw"
     assert again.new_tokens == batch.new_tokens
     for row, prompt in enumerate(PROMPTS):
-        alone = engine().generate([prompt], seed=11 + row, **settings)
+        alone = engine().generate([prompt], seed=[(11, row)], **settings)
         assert alone.new_tokens[0] == batch.new_tokens[row]
     assert engine().generate(ids, mask, seed=99, **settings).new_tokens != batch.new_tokens
 
@@ -390,10 +390,6 @@ BAD = {
         generate(input_ids=[[1, 2], [3, 4]], attention_mask=torch.tensor([[1, 1], [0, 0]])),
         "row 1 of the batch is empty: .* drop the row",
     ),
-    "mask with holes": (
-        generate(attention_mask=torch.tensor([[1, 0, 1]])),
-        "attention_mask has holes: .* one run of tokens",
-    ),
     "mask of another shape": (
         generate(attention_mask=torch.ones(1, 2)),
         r"attention_mask has shape \[1, 2\]: .* \[1, 3\]",
@@ -419,7 +415,8 @@ BAD = {
     "top_p above 1": (generate(top_p=1.2), "top_p is 1.2: .* between 0 and 1; 1 keeps every token"),
     "NaN top_p": (generate(top_p=math.nan), "top_p is nan"),
     "negative seed": (generate(seed=-1), r"seed -1 must be an int in \[0, 2\*\*63\)"),
-    "no seed": (generate(seed=None), "seed None must be an int"),
+    "half a seed": (generate(seed=1.5), "seed 1.5 must be an int"),
+    "a truth for an end token": (generate(eos_token_id=True), "eos_token_id is True: it must be one token"),
     "two seeds for a row": (
         generate(seed=[1, 2]),
         "seed has 2 values for 1 rows: give one int or one per row",
@@ -445,10 +442,6 @@ BAD = {
     "baseline of no tokens": (lambda: engine().target_alone([[1]], max_new_tokens=0), "max_new_tokens is 0"),
     "baseline past the positions": (lambda: gpt2().target_alone(prompts_of((32,))), "row 0 .* has 32"),
     "baseline of a negative seed": (lambda: engine().target_alone([[1]], seed=-1), "seed is -1"),
-    "baseline of holes": (
-        lambda: engine().target_alone([[1, 2, 3]], torch.tensor([[1, 0, 1]])),
-        "attention_mask has holes",
-    ),
     "baseline of a foreign token": (lambda: engine().target_alone([[VOCAB]]), "input_ids holds 96..96"),
     "rule of text": (generate(rule="fuzzy"), "rule is 'fuzzy': it must be a rule, such as Fuzzy"),
     "rule that is a class": (generate(rule=Fuzzy), "rule is <class .*: it must be a rule, such as Fuzzy"),

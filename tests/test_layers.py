@@ -118,6 +118,7 @@ def test_runtime_modules_import_nothing_outside_the_requirements(path: Path) -> 
     if module_of(path) in {"training", "evaluation"}:
         return
     required = {"torch", "transformers", "safetensors", "huggingface_hub", "gguf", "accelerate", "jinja2"}
+    required |= {"numpy"}
     if module_of(path) == "flash":  # which goes without where it is not installed
         required.add("flash_attn")
     roots = {name.split(".")[0] for name in IMPORTS[path]}

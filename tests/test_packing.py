@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import prompts_of, tiny_model
+from tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 from torch import nn
 
-from eagle_fsd import libraries
+from eagle_fsd import EagleFSD, libraries
 from eagle_fsd.libraries import LIBRARIES, MKL, ONEDNN, Library, fastest_library, library_for
 from eagle_fsd.packing import PackedLinear, libraries_of, linear_of_rows, pack_linears, plain_linears
 from eagle_fsd.target import TargetModel
@@ -64,6 +65,45 @@ def test_a_weight_packed_once_serves_any_rows_and_threads(shape: tuple[int, int]
                     torch.testing.assert_close(made, x[:rows] @ weight.T, rtol=1e-4, atol=1e-3)
     finally:
         torch.set_num_threads(threads)
+
+
+def scale(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(2.0)
+
+
+def exchange(weight: torch.Tensor) -> None:
+    weight.data = weight.data * 2.0
+
+
+@pytest.mark.parametrize("change", [scale, exchange])
+def test_a_weight_that_changes_is_packed_again(
+    change: Callable[[nn.Parameter], None], library: Library
+) -> None:
+    """Or a merged adapter would be in the training text and not in the generated one."""
+    made, x = PackedLinear(layer(bias=False), library), torch.randn(3, 48)
+    with torch.inference_mode():
+        before = made(x)
+        change(made.weight)
+        torch.testing.assert_close(made(x), 2 * before)
+
+
+def test_a_change_through_data_is_seen_by_the_next_generation() -> None:
+    """`weight.data.mul_` leaves no trace that torch counts; peft merges adapters so."""
+    model = tiny_model("llama", "sdpa")
+    engine = EagleFSD(TargetModel(pack_linears(model)), pack_linears(tiny_head()))
+    prompt = prompts_of([7])
+    before = engine.generate(prompt, max_new_tokens=12).new_tokens
+    for weight in model.parameters():
+        weight.data.add_(torch.randn_like(weight) * 0.3)
+    wanted = tiny_model("llama", "sdpa")
+    wanted.load_state_dict(model.state_dict())
+    assert engine.generate(prompt, max_new_tokens=12).new_tokens == greedy_alone(wanted, prompt, 12) != before
+    head = engine.head.fc
+    head.weight.data.zero_()
+    engine.generate(prompt, max_new_tokens=1)
+    with torch.inference_mode():
+        assert not head(torch.ones(1, head.in_features)).sub(0 if head.bias is None else head.bias).any()
 
 
 def test_bfloat16_layers_are_packed_where_the_machine_has_it() -> None:

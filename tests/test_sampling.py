@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -245,14 +246,14 @@ def test_draw_has_the_law_across_its_blocks() -> None:
 # ---------------------------------------------------------------- RowRandom
 
 
-def test_row_of_a_batch_equals_that_seed_alone() -> None:
+def test_row_of_a_batch_equals_its_stream_alone() -> None:
     together = RowRandom(40, 5)
-    alone = [RowRandom(40 + row, 1) for row in range(5)]
-    listed = RowRandom([40, 41, 42, 43, 44], 5)
+    alone = [RowRandom([(40, row)], 1) for row in range(5)]
+    listed = RowRandom([40, *((40, row) for row in range(1, 5))], 5)
     for n in (1, 16, 17, 60):
         numbers = together.uniform(n)
         assert numbers.shape == (5, n)
-        assert numbers.dtype == torch.float32
+        assert numbers.dtype == torch.float64
         assert torch.equal(numbers, torch.cat([row.uniform(n) for row in alone]))
         assert torch.equal(numbers, listed.uniform(n))
 
@@ -291,13 +292,54 @@ def test_trap_11_no_other_source_of_randomness() -> None:
     assert torch.equal(draw(warp(torch.zeros(2, 9, 50), SamplingConfig(1.0)), numbers), tokens)
 
 
+def test_no_two_rows_of_any_two_seeds_share_a_stream() -> None:
+    """Whoever samples in a loop over seeds 1000, 1001, ... gets samples that have nothing in common."""
+    firsts = torch.cat([RowRandom(1000 + call, 200).uniform(2) for call in range(120)])
+    assert len({tuple(pair) for pair in firsts.tolist()}) == 120 * 200
+    seeds = [0, 1, 2**32, 2**32 + 1, 2**62, (0, 1), (1, 0), (0, 2**32), (2**32, 1)]  # (1, 0) is 1 again
+    assert len({tuple(pair) for pair in RowRandom(seeds, len(seeds)).uniform(2).tolist()}) == len(seeds) - 1
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_numbers_do_not_follow_torchs_default_dtype(default: torch.dtype) -> None:
+    """In bfloat16 there would be 256 numbers, and every token would have a probability of whole parts."""
+    usual = RowRandom(3, 2).uniform(5)
+    try:
+        torch.set_default_dtype(default)
+        numbers = RowRandom(3, 1).uniform(100_000)
+        assert torch.equal(RowRandom(3, 2).uniform(5), usual)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert numbers.unique().numel() == numbers.numel()
+    probs = torch.tensor([0.9, 0.0999, 0.0001])
+    counts = draw(probs.expand(1, 100_000, 3), numbers).flatten().bincount(minlength=3)
+    assert chisquare(counts, 100_000 * probs.double() / probs.double().sum()).pvalue > 1e-3
+
+
+def test_a_token_of_next_to_no_probability_can_be_drawn() -> None:
+    """Float32's grid would leave all that is less likely than 2^-24 to no number at all."""
+    probs = torch.full((2**20,), 2.0**-40)
+    probs[0] = 1.0
+    rare = 1.0 - 2.0**-20 * (1 + torch.rand(100, dtype=torch.float64)) / 4
+    assert bool((draw(probs.expand(100, -1), rare) > 0).any())
+    numbers = RowRandom(0, 1).uniform(1000)
+    assert bool((numbers * 2**24 % 1 > 0).any())
+
+
+@pytest.mark.parametrize("seed", [np.int64(3), np.uint8(3), [np.int64(3)], np.array([3])])
+def test_numpys_integers_are_seeds(seed: object) -> None:
+    assert torch.equal(RowRandom(seed, 1).uniform(4), RowRandom(3, 1).uniform(4))
+
+
 def test_uniform_along_a_stream_and_across_neighbouring_seeds() -> None:
     for numbers in (RowRandom(0, 1).uniform(50_000)[0], *RowRandom(0, 20_000).uniform(3).T):
         assert bool(((numbers >= 0) & (numbers < 1)).all())
         assert chisquare((numbers * 32).long().bincount(minlength=32)).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, [1, -2], ["a", "b"]])
+@pytest.mark.parametrize(
+    "seed", [-1, 2**63, 1.5, True, [1, -2], ["a", "b"], [(1, 2, 3), 4], [(1, -1), 2], None]
+)
 def test_bad_seed(seed: object) -> None:
     with pytest.raises(ValueError, match="must be an int in"):
         RowRandom(seed, 2)
