@@ -211,10 +211,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="the same seed and tree give the same text (default: 0)",
+        metavar="S[/N]",
+        help="the same seed and tree give the same texts: prompt number n draws from the stream S/n, counted "
+        "from 0, or from N, so that one of many prompts can be had again; --json and the summary name it "
+        "(default: a fresh one each time)",
     )
     group.add_argument(
         "--max-new-tokens",
@@ -325,19 +325,25 @@ def make_tree(args: argparse.Namespace) -> TreeConfig | AutoTree:
     )
 
 
+def parse_stream(text: str) -> tuple[int, int]:
+    """The (seed, row) pair written S or S/N."""
+    seed, slash, row = text.partition("/")
+    parts = (seed, row if slash else "0")
+    if not all(part.isascii() and part.isdecimal() and int(part) < 2**63 for part in parts):
+        raise ValueError(f"seed is {text}: it must be S or S/N, whole numbers from 0 below 2**63; choose one")
+    return int(parts[0]), int(parts[1])
+
+
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of EagleFSD.stream but for the prompt; all are checked here, before a model is loaded."""
     require_integer("max_new_tokens", args.max_new_tokens, 1, "256 is usual")
-    require_integer("seed", args.seed, 0, "any whole number from 0 will do")
-    if args.seed >= 2**63:
-        raise ValueError(f"seed is {args.seed}: it must be below 2**63; choose a smaller one")
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
     return {
         "max_new_tokens": args.max_new_tokens,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
-        "seed": args.seed,
+        "seed": None if args.seed is None else parse_stream(args.seed),
         "tree": make_tree(args),
         "rule": make_rule(args),
     }

@@ -76,6 +76,9 @@ def answer_prompt(
         input_ids = encode(model.tokenizer, prompt, args.system, args.raw)
         stream = model.stream(input_ids, **options)  # measures the tree, where that is asked for
     answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree), stream.rule)
+    if options["temperature"]:
+        answer.seed = "/".join(map(str, options["seed"][0]))
+    answer.unheeded = ", ".join(model.target.unheeded)
     if args.baseline:
         warm_up(model, input_ids, {**options, "tree": stream.tree})
     detokenizer = Detokenizer(model.tokenizer, context=input_ids[0].tolist() if args.raw else ())
@@ -130,7 +133,9 @@ def warm_up(model: EagleFSD, input_ids: Tensor, options: dict[str, Any]) -> None
 
 
 def without_draft(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in ("rule", "tree")}
+    """The options of the target alone, whose seed is one number."""
+    kept = {name: value for name, value in options.items() if name not in ("rule", "tree")}
+    return {**kept, "seed": options["seed"][0][0]}
 
 
 @contextlib.contextmanager
@@ -198,13 +203,17 @@ def load_model(args: Namespace) -> EagleFSD:
 
 def run(args: Namespace, out: TextIO) -> int:
     """Check everything that needs no model, load it, answer the prompts in turn; return the exit code."""
+    from eagle_fsd.sampling import fresh_seed
+
     with users_mistakes():
         prompts = prompts_named(args)
         if args.raw and args.system is not None:
             raise ValueError("--system with --raw: a raw prompt has no chat template; leave one of them out")
         options = generation_options(args)
         model = load_model(args)
+    seed, first = options["seed"] or (fresh_seed(), 0)
     for number, prompt in enumerate(prompts, 1):
+        options["seed"] = [(seed, first + number - 1)]
         try:
             answer = answer_prompt(model, prompt, args, options, out)
         except UserError as error:
@@ -232,6 +241,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     out = sys.stdout
+    if out is None:
+        sys.stderr.write(f"{parser.prog}: error: stdout is closed: the text needs it; open it\n")
+        return USAGE
     if hasattr(out, "reconfigure"):
         out.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
     try:

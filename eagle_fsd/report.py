@@ -18,7 +18,7 @@ STATS_KEYS = (
 )  # fmt: skip
 JSON_KEYS = (
     "text", "prompt_tokens", "token_ids", "new_tokens", *STATS_KEYS, "finish_reason",
-    "threshold", "divergence", "mode", "base_model", "ea_model", "dtype", "device", "tree",
+    "threshold", "divergence", "mode", "base_model", "ea_model", "dtype", "device", "tree", "seed",
 )  # fmt: skip
 
 
@@ -33,6 +33,8 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     interrupted: bool = False
+    seed: str | None = None  # as --seed takes it; None where nothing was sampled
+    unheeded: str = ""  # what the model's generation_config asks for and nobody did
     baseline: GenerationStats | None = None
     baseline_ids: list[int] | None = None
 
@@ -79,6 +81,7 @@ def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "tree": answer.tree,
+        "seed": answer.seed,
     }
     if rule is not None:
         record["rule"] = rule
@@ -108,11 +111,14 @@ def summary(answer: Answer) -> str:
     line = speed(stats, len(answer.token_ids))
     accepts = "relaxed" if fields["threshold"] is None else "fuzzy"
     line += f", tau {stats.tau:.2f}, {stats.fuzzy_accepts} {accepts} accepts, {name}, tree {answer.tree}"
+    if answer.seed is not None:
+        line += f", seed {answer.seed}"
     if answer.interrupted:
         line += ", interrupted"
     if answer.baseline is not None and answer.baseline_ids is not None:
         same = "the same text" if answer.baseline_ids == answer.token_ids else "another text"
-        line += f"; target alone: {speed(answer.baseline, len(answer.baseline_ids))}, {same}"
+        without = f" without {answer.unheeded}" if answer.unheeded else ""
+        line += f"; target alone{without}: {speed(answer.baseline, len(answer.baseline_ids))}, {same}"
         line += f"; speed ratio {answer.speedup:.2f}" if answer.speedup is not None else ""
     return line
 

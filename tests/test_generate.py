@@ -62,6 +62,7 @@ class ScriptedModel:
 
     base_model, ea_model, dtype, device = "scripted", "head", torch.float32, torch.device("cpu")
     draft_vocab_size: int | None = None
+    target = SimpleNamespace(unheeded={})
 
     def __init__(self, reply: str = REPLY, per_step: int = 3) -> None:
         self.tokenizer = Bytes()
@@ -270,6 +271,7 @@ def test_json_is_one_object_with_the_contract_keys(
         "dtype": "float32",
         "device": "cpu",
         "tree": "16/5/8",
+        "seed": None,
     }
     assert tuple(json.loads(out)) == JSON_KEYS
     model.draft_vocab_size = 9
@@ -325,6 +327,44 @@ def test_baseline(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
     assert (record["baseline_new_tokens"], record["baseline_seconds"]) == (6, 12.0)
 
 
+def test_a_baseline_says_what_it_leaves_out(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
+    """Hugging Face's `generate` with the model's own defaults would be another text."""
+    model.target = SimpleNamespace(unheeded={"repetition_penalty": 1.1, "min_length": 3})
+    _, _, err = run(capsys, "--baseline", "Hello?")
+    assert "; target alone without repetition_penalty, min_length: " in err
+
+
+# -- seeds ----------------------------------------
+
+
+def seeds_of(model: ScriptedModel) -> list[object]:
+    return [options["seed"] for call, _, options in model.calls if call == "stream"]
+
+
+def test_each_prompt_has_a_stream_of_its_own(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"Hello {n}?"}) + "\n" for n in range(3)))
+    flags = ["--temperature", "1", "--json", "--prompt-file", str(rows)]
+    _, out, err = run(capsys, *flags, "--seed", "7")
+    assert seeds_of(model) == [[(7, 0)], [(7, 1)], [(7, 2)]]
+    assert [json.loads(line)["seed"] for line in out.splitlines()] == ["7/0", "7/1", "7/2"]
+    assert err.splitlines()[1].endswith(", seed 7/1")
+    model.calls.clear()
+    run(capsys, "--temperature", "1", "--seed", "7/2", "Hello 2?")
+    assert seeds_of(model) == [[(7, 2)]]
+
+
+def test_without_a_seed_each_call_draws_another_and_says_which(
+    model: ScriptedModel, capsys: pytest.CaptureFixture
+) -> None:
+    named = [json.loads(run(capsys, "--temperature", "1", "--json", "Hello?")[1])["seed"] for _ in range(2)]
+    assert [f"{seed}/{row}" for ((seed, row),) in seeds_of(model)] == named
+    assert named[0] != named[1]
+    assert json.loads(run(capsys, "--json", "Hello?")[1])["seed"] is None  # nothing is drawn
+
+
 # -- flags ----------------------------------------
 
 
@@ -339,7 +379,7 @@ def test_flags_reach_the_engine(model: ScriptedModel, capsys: pytest.CaptureFixt
         "temperature": 0.7,
         "top_k": 9,
         "top_p": 0.8,
-        "seed": 3,
+        "seed": [(3, 0)],
         "tree": TreeConfig(20, 4, 6, 0.1),
         "rule": Fuzzy(
             *(0.4, "tv", "paper", "target"),
@@ -449,6 +489,7 @@ MISTAKES = {
     "negative new tokens": (["--max-new-tokens", "-3", "x"], "max_new_tokens is -3"),
     "negative seed": (["--seed", "-1", "x"], "seed is -1"),
     "seed too large": (["--seed", str(2**63), "x"], "seed is"),
+    "seed of words": (["--seed", "3/x", "x"], "seed is 3/x"),
     "tree of no size": (["--total-tokens", "many", "x"], "'many' is neither a number of nodes nor auto"),
     "empty tree": (["--total-tokens", "0", "x"], "total_tokens is 0"),
     "tree without depth": (["--depth", "0", "x"], "depth is 0"),
@@ -592,6 +633,13 @@ def test_prompt_files_that_cannot_be_read(
 ) -> None:
     code, _, err = run(capsys, "--prompt-file", str(tmp_path / name))
     assert code == 2 and "cannot be read (" in err and "name a text or .jsonl file" in err
+
+
+def test_a_closed_stdout_is_one_line() -> None:
+    command = f"{sys.executable} -m eagle_fsd.generate Hello? >&-"
+    result = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 2 and "stdout is closed" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
