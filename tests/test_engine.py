@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import math
+import subprocess
+import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -256,6 +260,54 @@ def test_a_stream_interrupted_in_the_middle_of_a_step(monkeypatch: pytest.Monkey
     assert stream.stats.finish_reason == "interrupted"
 
 
+LEFT = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from tiny_models import prompts_of, tiny_head, tiny_model
+from eagle_fsd import EagleFSD
+from eagle_fsd.target import TargetModel
+engine = EagleFSD(TargetModel(tiny_model("llama")), tiny_head())
+batch = engine.stream_batch(prompts_of((5, 5)), max_new_tokens=40)
+next(batch.steps)
+stream = engine.stream(prompts_of((5,)), max_new_tokens=40)
+chunks = iter(stream)
+next(chunks)
+for chunk in (other := engine.stream(prompts_of((5,)), max_new_tokens=40)):
+    break
+print("left")
+"""
+
+
+def test_streams_that_are_left_say_nothing_when_the_interpreter_exits() -> None:
+    code = LEFT.format(tests=str(Path(__file__).parent))
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "left\n", "")
+
+
+@pytest.mark.parametrize("way", ["close", "with", "break", "forget"])
+def test_a_stream_that_is_left_frees_its_texts(way: str) -> None:
+    stream = engine().stream([PROMPTS[1]], max_new_tokens=NEW_TOKENS)
+    steps = weakref.ref(stream._started.steps)
+    if way == "with":
+        with stream:
+            next(iter(stream))
+    else:
+        for _ in stream:
+            break
+    if way == "close":
+        stream.close()
+    assert list(stream) == []
+    if way == "forget":
+        del stream
+        gc.collect()
+        assert steps() is None
+    batch = engine().stream_batch([PROMPTS[1]], max_new_tokens=NEW_TOKENS)
+    with batch:
+        next(batch.steps)
+    assert list(batch.steps) == []
+
+
 def test_a_stream_takes_padding_and_stops() -> None:
     ids, mask = left_padded([PROMPTS[0], PROMPTS[1]], pad=PAD)
     end = texts()[0][6]
@@ -310,6 +362,150 @@ def test_target_alone_has_the_law_of_ours_whatever_the_repository_prefers() -> N
     ids, mask = padded("left")
     assert own.target_alone(ids, mask, max_new_tokens=NEW_TOKENS).new_tokens == texts()
     assert model.generation_config is preferred
+
+
+# --- what a user of Hugging Face expects ---
+
+
+def with_defaults(**defaults: Any) -> EagleFSD:
+    model = tiny_model("llama")
+    model.generation_config = transformers.GenerationConfig(**defaults)
+    return EagleFSD(TargetModel(model), tiny_head())
+
+
+def test_what_a_models_defaults_ask_and_do_not_get_is_said_once_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own = with_defaults(repetition_penalty=1.5, suppress_tokens=[3, 4], do_sample=True, temperature=0.6)
+    own.generate([PROMPTS[0]], max_new_tokens=4)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "asks for repetition_penalty=1.5, suppress_tokens=[3, 4], which is not done here" in said
+    assert own.target.unheeded == {"repetition_penalty": 1.5, "suppress_tokens": [3, 4]}
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [
+        {},
+        {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 5, "max_length": 9},
+        {"repetition_penalty": 1.0, "num_beams": 1, "min_length": 0, "no_repeat_ngram_size": 0},
+    ],
+    ids=["none", "sampling", "neutral"],
+)
+def test_defaults_that_ask_for_nothing_else_are_no_warning(
+    defaults: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert with_defaults(**defaults).target.unheeded == {}
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_every_processor_that_a_generation_config_makes_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    """Each default that changes Hugging Face's greedy text is one that the warning names."""
+    prompt, changed = torch.tensor([PROMPTS[1]]), []
+    for name, value in {
+        "repetition_penalty": 5.0,
+        "encoder_repetition_penalty": 0.1,
+        "no_repeat_ngram_size": 1,
+        "bad_words_ids": [[token] for token in texts()[1]],
+        "suppress_tokens": texts()[1],
+        "begin_suppress_tokens": texts()[1][:1],
+        "forced_eos_token_id": 5,
+        "sequence_bias": [[[texts()[1][0]], -50.0]],
+        "min_new_tokens": 9,
+        "exponential_decay_length_penalty": (1, 50.0),
+    }.items():
+        own = with_defaults(**{name: value}, eos_token_id=texts()[1][8], pad_token_id=PAD)
+        alone = own.target.model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
+        if alone[0, prompt.shape[1] :].tolist() != texts()[1][:9]:
+            changed.append(name)
+            assert list(own.target.unheeded) == [name]
+    assert len(changed) >= 8, changed
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_pad_tokens_without_a_mask_are_padding_as_in_hugging_face(side: str) -> None:
+    ids, _ = padded_on_both_sides() if side == "both" else padded(side)
+    own = with_defaults(pad_token_id=PAD)
+    assert own.generate(ids, max_new_tokens=NEW_TOKENS).new_tokens == texts()
+    alone = own.target.model.generate(padded("left")[0], max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert alone[:, -NEW_TOKENS:].tolist() == texts()
+    assert own.target_alone(ids, max_new_tokens=NEW_TOKENS).new_tokens == texts()
+
+
+@pytest.mark.parametrize("defaults", [{}, {"pad_token_id": PAD, "eos_token_id": PAD}], ids=["none", "end"])
+def test_pad_tokens_are_text_where_hugging_face_takes_them_for_it(defaults: dict[str, int]) -> None:
+    """A model without a pad token, or with one that also ends texts, says nothing about padding."""
+    ids = torch.tensor([[PAD, PAD, *PROMPTS[0]]])
+    own = with_defaults(**defaults)
+    alone = own.target.model.generate(ids, max_new_tokens=9, do_sample=False)[:, ids.shape[1] :]
+    assert own.generate(ids, max_new_tokens=9).new_tokens == alone.tolist()
+    assert own.generate(ids, max_new_tokens=9).new_tokens != greedy_alone(own.target.model, [PROMPTS[0]], 9)
+
+
+def test_tokens_masked_inside_a_prompt_are_left_out_as_in_hugging_face() -> None:
+    ids = torch.tensor(prompts_of((12, 12), seed=8))
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1], [1, 0, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1]])
+    model = engine().target.model
+    alone = model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    assert engine().generate(ids, mask, max_new_tokens=9).new_tokens == alone[:, 12:].tolist()
+
+
+def test_without_a_seed_every_call_draws_another_and_names_it() -> None:
+    settings = {"max_new_tokens": 12, "temperature": 1.0}
+    first, second = (engine().generate([PROMPTS[0]], **settings) for _ in range(2))
+    assert first.new_tokens != second.new_tokens and first.seed != second.seed
+    assert engine().generate([PROMPTS[0]], seed=first.seed, **settings).new_tokens == first.new_tokens
+    streamed = engine().stream([PROMPTS[0]], **settings)
+    text = [token for chunk in streamed for token in chunk]
+    assert engine().generate([PROMPTS[0]], seed=streamed.seed, **settings).new_tokens == [text]
+    assert engine().generate([PROMPTS[0]], max_new_tokens=2).seed is None  # greedy: nothing was drawn
+
+
+def test_torchs_manual_seed_rules_a_call_without_a_seed() -> None:
+    """As it rules Hugging Face's `generate`."""
+    made = []
+    with torch.random.fork_rng():
+        for _ in range(2):
+            torch.manual_seed(4)
+            made.append(engine().generate([PROMPTS[0]], max_new_tokens=12, temperature=1.0).new_tokens)
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_texts_do_not_follow_torchs_default_dtype(default: torch.dtype) -> None:
+    ids, mask = padded("left")
+    settings = {"max_new_tokens": 12, "seed": 3, "rule": Fuzzy(0.5)}
+    wanted = [engine().generate(ids, mask, temperature=t, **settings).new_tokens for t in (0.0, 1.0)]
+    try:
+        torch.set_default_dtype(default)
+        made = [engine().generate(ids, mask, temperature=t, **settings).new_tokens for t in (0.0, 1.0)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert made == wanted
+
+
+# --- what belongs to somebody else ---
+
+
+def test_two_engines_of_two_dtypes_share_a_head() -> None:
+    head = tiny_head().restrict(torch.arange(0, VOCAB, 2))
+    first = EagleFSD(TargetModel(tiny_model("llama")), head)
+    wanted = first.generate([PROMPTS[0]], max_new_tokens=NEW_TOKENS)
+    second = EagleFSD(TargetModel(tiny_model("llama").to(torch.bfloat16)), head)
+    third = EagleFSD(TargetModel(tiny_model("llama")), head, head_dtype=torch.float64)
+    assert head.fc.weight.dtype == torch.float32 and first.head is head
+    assert (second.head.fc.weight.dtype, third.head.fc.weight.dtype) == (torch.bfloat16, torch.float64)
+    for other in (second, third):
+        assert other.draft_vocab_size == VOCAB // 2
+        other.generate([PROMPTS[0]], max_new_tokens=4)
+    again = first.generate([PROMPTS[0]], max_new_tokens=NEW_TOKENS)
+    assert again.new_tokens == wanted.new_tokens and again.stats[0].steps == wanted.stats[0].steps
+
+
+def test_a_head_in_training_stays_there() -> None:
+    head = tiny_head().train()
+    EagleFSD(TargetModel(tiny_model("llama")), head)
+    assert head.training
 
 
 # --- the ends of positions ---

@@ -82,7 +82,7 @@ def test_every_row_is_what_generate_gives(tmp_path: Path) -> None:
             max_new_tokens=10,
             rule=rule,
             tree=TREE,
-            seed=place,
+            seed=[(0, place)],
             temperature=0.9,
             top_k=20,
             top_p=0.95,

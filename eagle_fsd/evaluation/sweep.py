@@ -131,8 +131,12 @@ class Cell:
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
 
     def seed_of(self, place: int) -> int:
-        """The seed of a sample: the same under every rule, and whatever else is asked."""
+        """What names a sample's draws in rows: the same under every rule, and whatever else is asked."""
         return self.seed + self.questions.numbers[place]
+
+    def stream_of(self, place: int) -> tuple[int, int]:
+        """The stream that a sample draws from; those of other seeds have nothing in common with it."""
+        return self.seed, self.questions.numbers[place]
 
 
 class Meter(Observer, Protocol):
@@ -219,7 +223,7 @@ def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) ->
         max_new_tokens=cell.max_new_tokens,
         rule=cell.rule,
         tree=cell.tree,
-        seed=[cell.seed_of(place) for place in places],
+        seed=[cell.stream_of(place) for place in places],
         observer=meter,
         **asdict(cell.sampling),
     )

@@ -57,7 +57,7 @@ def measure(
 ) -> dict[str, object]:
     """Run one cell over its prompts (token ids); its row is the cell and the sums of its statistics.
 
-    Prompts are batched by length; prompt i draws from seed + i whatever its batch.
+    Prompts are batched by length; prompt i draws from the stream (seed, i) whatever its batch.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     stats: list[GenerationStats] = []
@@ -70,7 +70,7 @@ def measure(
             max_new_tokens=cell.max_new_tokens,
             rule=cell.rule(),
             tree=cell.tree,
-            seed=[cell.seed + row for row in rows],
+            seed=[(cell.seed, row) for row in rows],
             **asdict(cell.sampling),
         )
         stats.append(GenerationStats.total(output.stats, concurrent=True))
