@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import time
 import weakref
@@ -32,6 +33,7 @@ class GenerationOutput:
     seed: Seed | None = None
 
 
+@dataclass(frozen=True)
 class BatchStream:
     """A batch as it is made: each of `steps` is what every row emitted in it, nothing once the row is done.
 
@@ -39,24 +41,19 @@ class BatchStream:
     seed: as they were settled; see GenerationOutput. `close()` it, or use it in a `with`, to end it early.
     """
 
-    def __init__(
-        self,
-        steps: Generator[list[list[int]]],
-        stats: list[GenerationStats],
-        watch: Stopwatch,
-        tree: TreeConfig,
-        rule: AcceptanceRule,
-        seed: Seed | None,
-    ) -> None:
-        self.steps, self.stats, self.watch = steps, stats, watch
-        self.tree, self.rule, self.seed = tree, rule, seed
-        # Steps that are still suspended when the interpreter exits are closed while torch is there: left to
-        # themselves, they would run their last lines among modules that are half gone.
-        self._close = weakref.finalize(self, close_quietly, steps)
+    steps: Generator[list[list[int]]]
+    stats: list[GenerationStats]
+    watch: Stopwatch
+    tree: TreeConfig
+    rule: AcceptanceRule
+    seed: Seed | None = None
+
+    def __post_init__(self) -> None:
+        _suspended.add(self.steps)
 
     def close(self) -> None:
         """Free the memory of the texts; there are no further steps."""
-        self._close()
+        close_quietly(self.steps)
 
     def __enter__(self) -> BatchStream:
         return self
@@ -69,6 +66,17 @@ def close_quietly(steps: Generator[object]) -> None:
     """Close a generator; one that another thread is in goes on until its next step."""
     with contextlib.suppress(ValueError):
         steps.close()
+
+
+# Steps that are still suspended when the interpreter exits are closed while torch is there: left to
+# themselves, they would run their last lines among modules that are half gone.
+_suspended: weakref.WeakSet[Generator[object]] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_suspended() -> None:
+    for steps in list(_suspended):
+        close_quietly(steps)
 
 
 class TokenStream:

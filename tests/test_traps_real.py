@@ -25,9 +25,10 @@ PROMPTS = (
     "Give three tips for staying healthy.",
 )
 NEW_TOKENS = 32
-TAU = (
-    2.67  # of the shipped head on these prompts, lossless at temperature 0, 16/5/8; another head has another
-)
+# Of the shipped head on these prompts, lossless at temperature 0, 16/5/8; another head has another. A text
+# may differ on a processor whose kernels break a near-tie otherwise, and moves tau by less than MOVED. A
+# broken draft path costs far more.
+TAU, MOVED = 2.67, 0.3
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def run(engine: EagleFSD) -> tuple[float, list[list[int]]]:
 def test_trap_19_tau_of_the_shipped_head(engine: EagleFSD) -> None:
     """Trap 19: equal texts prove nothing of the draft path: the shipped head's tau is what it was."""
     tau, _ = run(engine)
-    assert tau == pytest.approx(TAU, abs=0.1)
+    assert tau == pytest.approx(TAU, abs=MOVED)
 
 
 def test_trap_20_wrong_feature_of_the_real_target(engine: EagleFSD, monkeypatch: pytest.MonkeyPatch) -> None:
