@@ -50,6 +50,7 @@ def main() -> None:
         )
         sys.exit(2)
 
+    from eagle_fsd.config import require_number
     from eagle_fsd.evaluation.gpu.checks import broken, chosen, machine, make_bench
     from eagle_fsd.evaluation.gpu.report import progress, ready, table
     from eagle_fsd.evaluation.gpu.runner import run_parts
@@ -58,6 +59,7 @@ def main() -> None:
 
     with contextlib.redirect_stdout(sys.stderr):  # stdout is the result's, whatever a library prints
         try:
+            require_number("seconds", arguments.seconds, 1, 86400, "460 leaves some of eight minutes")
             parts = chosen(arguments.only)
             bench = make_bench(arguments.device, arguments.target, arguments.head, arguments.quick)
             if arguments.output:

@@ -282,7 +282,9 @@ def test_waits_are_counted_by_what_torch_warns_of(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(KeyError):
         waits.warned(fails)
     assert modes[2:] == ["warn", "default"]
-    assert waits.profiled(lambda: torch.ones(3).sum()) == {"events": 0, "waits": 0, "to_host": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is no CUDA to profile
+        assert waits.profiled(lambda: torch.ones(3).sum()) == {"events": 0, "waits": 0, "to_host": 0}
 
 
 def test_a_profile_is_counted_by_the_names_of_its_events() -> None:
@@ -339,6 +341,65 @@ def test_published_tau_belongs_to_the_shape_that_it_was_measured_on() -> None:
         projection(Bench(CPU), {"equality": {"ok": True}})
 
 
+# --- a rehearsal of what only a GPU runs ---
+
+
+class Properties:
+    """Of a GPU that is not there."""
+
+    name, total_memory, major, minor, multi_processor_count = "a GPU of paper", 2**36, 9, 0, 132
+
+
+@pytest.fixture
+def paper_gpu(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A CPU that says it is a GPU: all that is asked of torch.cuda has an answer, and none means anything."""
+    answers: dict[str, object] = {
+        "synchronize": None,
+        "empty_cache": None,
+        "set_sync_debug_mode": None,
+        "memory_allocated": 2**20,
+        "memory_reserved": 2**21,
+        "mem_get_info": (2**35, 2**36),
+        "device_count": 0,
+        "get_device_name": Properties.name,
+        "get_device_properties": Properties,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(Bench, "on_gpu", True)
+    return bench
+
+
+def test_every_branch_for_a_gpu_runs(paper_gpu: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No verdict is checked here: there are no waits and no memory to be seen."""
+    made = checks.machine(paper_gpu)
+    assert (made["capability"], made["multiprocessors"], made["free_memory"]) == ("9.0", 132, 2**35)
+    assert checks.broken(paper_gpu) is None
+    monkeypatch.setattr(waits, "STEPS", 2)
+    found = waits.host_waits(paper_gpu, {})
+    assert not found["ok"] and set(found["cells"]) >= {"graphs on, 3 rows, fuzzy, sampled"}
+    assert all(counts == {"warnings": 0} for counts in found["cells"].values())
+    found = failures.out_of_memory(paper_gpu, {})
+    assert set(found["cells"]) == {"raised", "asked for 64 TiB"}
+    assert all(cell["failures"] == 1 and cell["text"] is None for cell in found["cells"].values())
+    assert {"empty_cache", "allocation"} <= set(found["cells"]["raised"])
+    standing = recordings.standing(paper_gpu, paper_gpu.graphs().record)
+    assert (standing["allocated"], standing["reserved"]) == (2**20, 2**21)
+
+
+def test_the_large_target_is_built_where_there_is_room(
+    paper_gpu: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setattr(costs, "LLAMA_8B", {**costs.LLAMA_8B, **sizes})
+    found = costs.costs_of_llama_8b(paper_gpu, {})
+    assert found["ok"] and found["modes"]["graphs on"]["bytes_more"] == 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (8 * 10**9, 2**36))
+    with pytest.raises(LeftOut, match="it needs 24 GB of free memory and there are 8"):
+        costs.costs_of_llama_8b(paper_gpu, {})
+
+
 # --- the script ---
 
 
@@ -369,6 +430,7 @@ def test_without_a_gpu_it_says_so_in_one_line(
         (["--head", "/there/is/none"], "is not there"),
         (["--only", "speed"], "part 'speed' is not there: it must be one of 'equality'"),
         (["--device", "gpu"], "device 'gpu' is not there"),
+        (["--seconds", "0"], "seconds is 0.0: it must be a number between 1 and 86400"),
     ],
 )
 def test_a_mistake_is_one_line(

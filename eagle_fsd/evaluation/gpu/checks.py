@@ -36,7 +36,7 @@ PARTS = (
     Part(
         "distribution",
         "Sampled tokens and pairs have the target's own distribution.",
-        45,
+        30,
         sampled.distribution,
     ),
     Part("host waits", "A step waits for the device once.", 20, waits.host_waits),
