@@ -85,7 +85,8 @@ def test_what_does_not_fit_into_the_budget_is_left_out_with_the_reason() -> None
     result = run_parts([part("long", passes, 100), part("short", passes, 1)], None, 50)
     assert [one["name"] for one in result["parts"]] == ["short"] and result["ok"]
     (left,) = result["left_out"]
-    assert left["part"] == "long" and left["reason"] == "it may take 100 s and 50 s of 50 are left"
+    assert left["part"] == "long" and left["reason"].startswith("it may take 100 s and ")
+    assert left["reason"].endswith(" s of 50 are left")
 
 
 def test_a_part_that_takes_far_longer_than_it_may_is_stopped() -> None:

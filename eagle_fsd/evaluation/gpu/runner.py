@@ -70,7 +70,7 @@ def run_parts(
         left = seconds - (time.monotonic() - start)
         reason = stop
         if reason is None and part.seconds > left:
-            reason = f"it may take {part.seconds:.0f} s and {max(left, 0.0):.0f} s of {seconds:g} are left"
+            reason = f"it may take {part.seconds:.0f} s and {max(left, 0.0):.2f} s of {seconds:g} are left"
         record = None
         if reason is None:
             record, reason = run_part(part, context, found, min(left, OVERRUN * part.seconds))
