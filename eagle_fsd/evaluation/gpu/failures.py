@@ -1,0 +1,203 @@
+"""Parts of a GPU check about what goes wrong: a capture fails, memory runs out, logits overflow."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from eagle_fsd.config import TreeConfig
+from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.gpu.bench import Bench, engine_of, ids_of, tiny_model
+from eagle_fsd.evaluation.gpu.runner import Findings
+from eagle_fsd.graphs import EAGER, Graphs, Stepper
+from eagle_fsd.messages import one_line
+
+TREE = TreeConfig(8, 3, 3)
+
+
+def failed_capture(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+    """A model whose forward waits for the device cannot be recorded: one warning, the same text, and torch
+    works on as if nothing had been."""
+    model = tiny_model("llama", bench.device)
+    wanted = texts_of(engine_of(model, EAGER))
+    hook = model.lm_head.register_forward_pre_hook(lambda module, given: ask(given[0]))
+    try:
+        with warnings_of("eagle_fsd") as said:
+            made = texts_of(engine_of(model, bench.graphs()))
+    finally:
+        hook.remove()
+    after = aftermath(bench, model)
+    healthy = bench.graphs()
+    counted = healthy.record
+    after["another engine records"] = problem_of(lambda: require_text(model, healthy, wanted))
+    if not counted.made:
+        after["another engine records"] = "it recorded nothing"
+    return verdict(made == wanted, said, after)
+
+
+def ask(hidden: torch.Tensor) -> None:
+    """Wait for the device, as some models do within a forward."""
+    if bool(hidden.isnan().any()):
+        raise ValueError("the features are not finite")
+
+
+def out_of_memory(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+    """Memory that runs out while a step is recorded costs no text, and leaves torch working."""
+    model = tiny_model("llama", bench.device)
+    wanted = texts_of(engine_of(model, EAGER))
+    cells: dict[str, Any] = {}
+    for kind, spend in (("raised", raise_out_of_memory), ("asked for 64 TiB", too_large(bench.device))):
+        if kind != "raised" and not bench.on_gpu:
+            continue
+        with warnings_of("eagle_fsd") as said:
+            starved = Starved(bench.graphs().record, spend)
+            made = problem_of(lambda starved=starved: require_text(model, Graphs(starved), wanted))
+        cells[kind] = {"text": made, "warnings": said, "failures": starved.failures}
+        cells[kind] |= aftermath(bench, model)
+    bad = [kind for kind, cell in cells.items() if any(isinstance(value, str) for value in cell.values())]
+    tried = all(cell["failures"] for cell in cells.values())
+    said = f"survived {len(cells) - len(bad)} of {len(cells)} kinds"
+    return {
+        "ok": not bad and tried,
+        "summary": said + ("" if tried else "; not all was tried"),
+        "cells": cells,
+    }
+
+
+class Starved:
+    """A recorder whose first recording runs out of memory within the capture."""
+
+    def __init__(self, recorder: Any, spend: Callable[[], object]) -> None:
+        self.recorder, self.spend = recorder, spend
+        self.failures = 0
+
+    def __call__(self, work: Callable[[], Any], repeatable: bool) -> Any:
+        if self.failures:
+            return self.recorder(work, repeatable)
+        calls = 0
+
+        def hungry() -> Any:
+            nonlocal calls
+            calls += 1
+            result = work()
+            if calls == (2 if repeatable else 1):  # the first of two is the warm-up
+                self.failures += 1
+                self.spend()
+            return result
+
+        return self.recorder(hungry, repeatable)
+
+
+def raise_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("out of memory, as the check wants it")
+
+
+def too_large(device: torch.device) -> Callable[[], object]:
+    return lambda: torch.empty(2**46, dtype=torch.uint8, device=device)
+
+
+def texts_of(engine: EagleFSD) -> list[list[list[int]]]:
+    """The same short greedy texts three times: a step is run, recorded and replayed."""
+    ids, mask = ids_of([9])
+    return [engine.generate(ids, mask, max_new_tokens=16, tree=TREE).new_tokens for _ in range(3)]
+
+
+def aftermath(bench: Bench, model: Any) -> dict[str, str | None]:
+    """What of torch no longer works after a capture that failed: by name the error, None where it works."""
+    ids, _ = ids_of([9])
+    ids = ids.to(bench.device)
+    probes: dict[str, Callable[[], object]] = {
+        "random numbers": lambda: torch.rand(8, device=bench.device).cpu(),
+        "dropout": lambda: F.dropout(torch.ones(64, device=bench.device), training=True).cpu(),
+        "Hugging Face samples": lambda: model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=4
+        ),
+    }
+    if bench.on_gpu:
+        probes["empty_cache"] = torch.cuda.empty_cache
+        probes["allocation"] = lambda: torch.zeros(2**24, device=bench.device).sum().item()
+    return {name: problem_of(probe) for name, probe in probes.items()}
+
+
+def problem_of(work: Callable[[], object]) -> str | None:
+    """The error that work raises, in one line; None where it raises none."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {one_line(error, 200)}"
+    return None
+
+
+def require_text(model: Any, stepper: Stepper, wanted: object) -> None:
+    """ValueError unless a new engine writes the texts that are wanted."""
+    if texts_of(engine_of(model, stepper)) != wanted:
+        raise ValueError("its text is another one")
+
+
+def verdict(equal: bool, said: list[str], after: Mapping[str, str | None]) -> Findings:
+    bad = [f"{name} ({problem})" for name, problem in after.items() if problem is not None]
+    summary = f"{'the same text' if equal else 'ANOTHER TEXT'}, {len(said)} warning(s)"
+    return {
+        "ok": equal and len(said) == 1 and not bad,
+        "summary": summary + (f"; no longer works: {'; '.join(bad)}" if bad else "; all works afterwards"),
+        "warnings": said,
+        "after": dict(after),
+    }
+
+
+@contextlib.contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    """The warnings that a logger and those below it give within."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(one_line(record.getMessage(), 300))
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+def overflow(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+    """Logits that overflow in half precision must end in an error of one line, and not in a text."""
+    dtypes = (torch.bfloat16,) if bench.quick else (torch.float16, torch.bfloat16)
+    ids, mask = ids_of([5, 9])
+    cells: dict[str, Any] = {}
+    for dtype in dtypes:
+        for mode, stepper in bench.modes().items():
+            engine = engine_of(tiny_model("llama", bench.device, dtype), stepper)
+            with torch.no_grad():  # after the model was admitted: a NaN would not have been
+                engine.target.lm_head.weight.mul_(torch.finfo(dtype).max)
+            for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+                start = time.monotonic()
+                said = []
+                for _ in range(3):  # with graphs a step is run, recorded and replayed
+                    try:
+                        engine.generate(
+                            ids, mask, max_new_tokens=8, temperature=temperature, tree=TreeConfig(8, 3, 3)
+                        )
+                        said.append(None)
+                    except (ValueError, RuntimeError, ArithmeticError) as error:
+                        said.append(f"{type(error).__name__}: {one_line(error, 200)}")
+                name = f"{str(dtype).removeprefix('torch.')}, {mode}, {kind}"
+                cells[name] = {"errors": said, "seconds": round(time.monotonic() - start, 2)}
+    silent = [
+        name
+        for name, cell in cells.items()
+        if not all(error is not None and "finite" in error for error in cell["errors"])
+    ]
+    longest = max(cell["seconds"] for cell in cells.values())
+    return {
+        "ok": not silent,
+        "summary": f"an error in each of {len(cells)} settings, {longest:.1f} s at most"
+        if not silent
+        else f"a text or another error came out of {len(silent)} of {len(cells)} settings",
+        "cells": cells,
+    }

@@ -1,0 +1,210 @@
+"""Parts of a GPU check about greedy texts: against Hugging Face's, in half precision, and in two threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from eagle_fsd.config import TreeConfig
+from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.gpu.bench import FAMILIES, Bench, engine_of, ids_of, prompts_of, tiny_model
+from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut
+from eagle_fsd.evaluation.greedy import Difference, compare, first_difference, reference
+from eagle_fsd.graphs import EAGER
+from eagle_fsd.messages import one_line
+from eagle_fsd.padding import left_padded
+from eagle_fsd.text import watched_prompts
+
+RAGGED = [5, 12, 3, 9]
+TINY_TREES = (TreeConfig(8, 3, 3), TreeConfig(16, 5, 4), TreeConfig(1))  # the first one for every family
+REAL_TREES = (TreeConfig(16, 5, 8), TreeConfig(60, 6, 10))
+FLOAT_TIE = 1e-3  # between logits that kernels of float32 for one row and for several may order otherwise
+HALF_TIE = 0.25  # between logits of 16 to 32, where two numbers of bfloat16 are 0.125 apart
+
+
+def equality(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+    """Float32 texts at temperature 0 against Hugging Face's `generate`, by family, tree and stepper."""
+    tokens = 8 if bench.quick else 24
+    families = list(FAMILIES)[:2] if bench.quick else list(FAMILIES)
+    cells: dict[str, Any] = {}
+    for family in families:
+        model = tiny_model(family, bench.device)
+        trees = TINY_TREES if family == families[0] else TINY_TREES[:1]
+        expected = None
+        for mode, stepper in bench.modes().items():
+            engine = engine_of(model, stepper)
+            prompts = prompts_of(RAGGED)
+            expected = expected or reference(engine, prompts, tokens)
+            cells[f"{family}, {mode}"] = compared(engine, prompts, expected, trees, (1, 4), tokens)
+    bad = sorted(name for name, cell in cells.items() if cell["wrong"])
+    texts = sum(cell["texts"] for cell in cells.values())
+    equal = sum(cell["equal"] for cell in cells.values())
+    return {
+        "ok": not bad,
+        "summary": f"{equal} of {texts} texts equal" + (f"; wrong: {', '.join(bad)}" if bad else ""),
+        "cells": cells,
+    }
+
+
+def compared(
+    engine: EagleFSD,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    trees: tuple[TreeConfig, ...],
+    batches: tuple[int, ...],
+    tokens: int,
+) -> Findings:
+    """How many texts are equal over trees and batch sizes, and tau by tree. A text that parts where two
+    logits tie is not equal, and not wrong."""
+    texts = equal = wrong = 0
+    tau, parted = {}, []
+    for tree in trees:
+        for batch in batches:
+            differences, stats = compare(engine, prompts, expected, tree, batch, tokens)
+            texts += len(prompts)
+            equal += len(prompts) - len(differences)
+            wrong += sum(not excused(difference) for difference in differences)
+            parted += [{"tree": str(tree), "batch": batch, **vars(one)} for one in differences]
+            tau[str(tree)] = round(stats.tau, 3)
+    return {"texts": texts, "equal": equal, "wrong": wrong, "tau": tau, "differences": parted[:4]}
+
+
+def excused(difference: Difference) -> bool:
+    """Whether rounding explains it: the texts took the target's two likeliest tokens, and these tie."""
+    return difference.gap < FLOAT_TIE and {difference.expected, difference.found} == set(difference.best)
+
+
+def equality_of_target(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+    """The real target's float32 texts at temperature 0 against Hugging Face's, by tree and stepper."""
+    tokens = 8 if bench.quick else 48
+    trees = REAL_TREES[:1] if bench.quick else REAL_TREES
+    cells: dict[str, Any] = {}
+    expected = None
+    for mode, stepper in bench.modes().items():
+        engine = bench.real_engine(torch.float32, stepper)
+        prompts = watched_prompts(engine.tokenizer) or prompts_of(RAGGED, engine.target.vocab_size)
+        expected = expected or reference(engine, prompts, tokens)
+        cells[mode] = compared(engine, prompts, expected, trees, (1, 4), tokens)
+    wrong = sum(cell["wrong"] for cell in cells.values())
+    equal, texts = (sum(cell[name] for cell in cells.values()) for name in ("equal", "texts"))
+    tau = next(reversed(cells.values()))["tau"]
+    return {
+        "ok": not wrong,
+        "summary": f"{equal} of {texts} texts equal, tau "
+        + ", ".join(f"{value:.2f} at {tree}" for tree, value in tau.items()),
+        "head": engine.ea_model,
+        "tau": tau,
+        "cells": cells,
+    }
+
+
+def half_precision(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+    """bfloat16 texts with graphs against those without: equal, or parted where two logits nearly tie."""
+    tokens = 8 if bench.quick else 48
+    cells, missing = {}, []
+    model = tiny_model("llama", bench.device, torch.bfloat16)
+    pairs = {"tiny llama": tuple(engine_of(model, stepper) for stepper in (EAGER, bench.graphs()))}
+    try:
+        pairs["the real target"] = tuple(
+            bench.real_engine(torch.bfloat16, stepper) for stepper in (EAGER, bench.graphs())
+        )
+    except LeftOut as reason:
+        missing.append(str(reason))
+    for name, (without, with_graphs) in pairs.items():
+        prompts = watched_prompts(without.tokenizer) or prompts_of(RAGGED)
+        ids, mask = left_padded(prompts, without.pad_token_id)
+        options = {"max_new_tokens": tokens, "tree": TreeConfig(16, 5, 8)}
+        wanted = without.generate(ids, mask, **options).new_tokens
+        for _ in range(2):  # the second time from the recordings of the first
+            made = with_graphs.generate(ids, mask, **options).new_tokens
+        gaps = [
+            first_difference(without, row, prompts[row], one, other).gap
+            for row, (one, other) in enumerate(zip(wanted, made, strict=True))
+            if one != other
+        ]
+        cells[name] = {"texts": len(prompts), "equal": len(prompts) - len(gaps), "gaps": gaps}
+    worst = max((gap for cell in cells.values() for gap in cell["gaps"]), default=0.0)
+    equal, texts = (sum(cell[name] for cell in cells.values()) for name in ("equal", "texts"))
+    return {
+        "ok": worst <= HALF_TIE,
+        "summary": f"{equal} of {texts} texts equal"
+        + (f"; the others part where two logits are at most {worst:.3g} apart" if equal < texts else ""),
+        "cells": cells,
+        "left_out": missing,
+    }
+
+
+def threads(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+    """Two engines at once in two threads of this process, each on a model of its own."""
+    tokens, runs = (8, 2) if bench.quick else (32, 6)
+    ids, mask = ids_of(RAGGED)
+
+    def text(engine: EagleFSD) -> list[list[int]]:
+        return engine.generate(ids, mask, max_new_tokens=tokens, tree=TreeConfig(8, 3, 3)).new_tokens
+
+    cells: dict[str, Any] = {}
+    for mode in bench.modes():
+        models = [tiny_model(family, bench.device) for family in ("llama", "qwen3")]
+        wanted = [text(engine_of(model, bench.modes()[mode])) for model in models]
+        engines = [engine_of(model, bench.modes()[mode]) for model in models]
+        made, errors = at_once([lambda one=one: text(one) for one in engines], runs)
+        right = [texts.count(one) for one, texts in zip(wanted, made, strict=True)]
+        named = [model.config._attn_implementation for model in models]
+        cells[mode] = {
+            "ok": right == [runs, runs] and named == ["sdpa", "sdpa"],
+            "right": right,
+            "of": runs,
+            "errors": errors,
+            "attention_after": named,
+        }
+    if bench.on_gpu and torch.cuda.device_count() > 1:
+        cells["a second device"], missing = on_the_second_device(bench), []
+    else:
+        missing = ["a second device: there is no second GPU"]
+    said = [f"{name}: {'right' if cell['ok'] else 'wrong'}" for name, cell in cells.items()]
+    said += [error for cell in cells.values() for error in cell.get("errors", ())][:1]
+    return {
+        "ok": all(cell["ok"] for cell in cells.values()),
+        "summary": "; ".join(said),
+        "cells": cells,
+        "left_out": missing,
+    }
+
+
+def at_once(works: Sequence[Callable[[], Any]], runs: int) -> tuple[list[list[Any]], list[str]]:
+    """What works return that run so often each, every one in a thread of its own; and their errors."""
+    made: list[list[Any]] = [[] for _ in works]
+    errors: list[str] = []
+    together = threading.Barrier(len(works))
+
+    def run(work: Callable[[], Any], results: list[Any]) -> None:
+        try:
+            together.wait(timeout=60)
+            for _ in range(runs):
+                results.append(work())
+        except Exception as error:  # noqa: BLE001
+            errors.append(f"{type(error).__name__}: {one_line(error, 200)}")
+
+    workers = [threading.Thread(target=run, args=pair, daemon=True) for pair in zip(works, made, strict=True)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return made, errors
+
+
+def on_the_second_device(bench: Bench) -> Findings:
+    """An engine with graphs on another GPU of this process, after one on the first."""
+    index = ((bench.device.index or 0) + 1) % torch.cuda.device_count()
+    other = torch.device("cuda", index)
+    ids, mask = ids_of(RAGGED)
+    options = {"max_new_tokens": 16, "tree": TreeConfig(8, 3, 3)}
+    first = engine_of(tiny_model("llama", bench.device), bench.graphs())
+    second = engine_of(tiny_model("llama", other), bench.graphs(other))
+    made, again = (
+        [engine.generate(ids, mask, **options).new_tokens for _ in range(3)] for engine in (first, second)
+    )
+    return {"ok": made == again, "device": str(other)}
