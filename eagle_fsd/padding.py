@@ -13,26 +13,28 @@ from eagle_fsd.messages import one_line
 def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
     """input_ids and attention_mask [B, longest] of prompts, padded on the left."""
     width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device="cpu")
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device="cpu")
     return ids, mask
 
 
 def right_padded(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
     """[B, longest] of token lists, padded on the right."""
     width = max(map(len, rows))
-    return torch.tensor([list(row) + [pad] * (width - len(row)) for row in rows], dtype=torch.int64)
+    padded = [list(row) + [pad] * (width - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.int64, device="cpu")
 
 
 def on_device(values: Sequence[int], device: torch.device) -> Tensor:
     """A list as an int64 tensor there, sent without waiting for the work that the device has queued."""
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def as_ids(input_ids: object) -> Tensor:
     """Token ids as an int64 tensor. ValueError for what holds no whole numbers."""
     try:
-        ids = torch.as_tensor(input_ids)
+        # Lists go to the CPU, whatever device torch takes by default.
+        ids = input_ids if isinstance(input_ids, Tensor) else torch.as_tensor(input_ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         reason = one_line(error)
         raise ValueError(
@@ -73,7 +75,7 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> 
         )
     if attention_mask is None:
         return input_ids, [input_ids.shape[1]] * len(input_ids)
-    mask = torch.as_tensor(attention_mask).to(input_ids.device).bool()
+    mask = torch.as_tensor(attention_mask, device=input_ids.device).bool()
     if mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)}: it must be that of input_ids, "

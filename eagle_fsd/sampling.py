@@ -91,7 +91,7 @@ def streams_of(seed: Seed, batch: int) -> list[tuple[int, int]]:
 
 def fresh_seed() -> int:
     """A seed that nobody chose: of torch's default generator, so that torch.manual_seed still rules it."""
-    return int(torch.randint(SEED_LIMIT - 1, ()))
+    return int(torch.randint(SEED_LIMIT - 1, (), device="cpu"))
 
 
 class RowRandom:
@@ -117,7 +117,7 @@ class RowRandom:
 
         In float64 whatever torch's default is: on float32's grid the least likely tokens could not be drawn.
         """
-        numbers = torch.empty(len(self._generators), n, dtype=torch.float64)
+        numbers = torch.empty(len(self._generators), n, dtype=torch.float64, device="cpu")
         for row, source in zip(numbers, self._generators, strict=True):
             source.random(out=row.numpy())
         return numbers.to(self.device, non_blocking=True)

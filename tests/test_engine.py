@@ -484,6 +484,19 @@ def test_texts_do_not_follow_torchs_default_dtype(default: torch.dtype) -> None:
     assert made == wanted
 
 
+def test_texts_do_not_follow_torchs_default_device() -> None:
+    """On "meta" there is no data, so that one tensor made there would end the call."""
+    ids, mask = (part.tolist() for part in padded("left"))
+    settings = {"max_new_tokens": 12, "seed": 3, "rule": Fuzzy(0.5)}
+    wanted = [engine().generate(ids, mask, temperature=t, **settings).new_tokens for t in (0.0, 1.0)]
+    try:
+        torch.set_default_device("meta")
+        made = [engine().generate(ids, mask, temperature=t, **settings).new_tokens for t in (0.0, 1.0)]
+    finally:
+        torch.set_default_device(None)
+    assert made == wanted
+
+
 # --- what belongs to somebody else ---
 
 
