@@ -40,12 +40,13 @@ class PackedLinear(nn.Linear):
         self._pack()
 
     def forward(self, x: Tensor) -> Tensor:
-        usable = self.packed is not None and x.dtype == self.weight.dtype and x.numel()
+        weight = self._parameters["weight"]  # asked for once: this is called hundreds of times in a step
+        usable = self.packed is not None and x.dtype == weight.dtype and x.numel()
         if self.plain or not usable or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return super().forward(x)
-        if self.version != version_of(self.weight):
+        if self.version != version_of(weight):
             self._pack()
-        return self.library.multiply(x, self.packed, self.weight, self.bias)
+        return self.library.multiply(x, self.packed, weight, self.bias)
 
     def pack_changed(self) -> None:
         """Pack the weight again if it is another one by now, however it was changed."""
