@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.libraries import ONEDNN, Library, library_for
 
+MADE = ("packed", "some", "some_then")  # of the weight, and again for every copy of a layer
 SAMPLE = 64  # values of a weight by which a change is noticed that left no other trace
 _counting = threading.Lock()  # threads may want plain layers at the same time
 
@@ -52,11 +53,13 @@ class PackedLinear(nn.Linear):
         """Pack the weight again if it is another one by now, however it was changed."""
         if self.packed is None:
             return
-        if self.version != version_of(self.weight) or not torch.equal(self.sample, sample_of(self.weight)):
+        weight = self._parameters["weight"]
+        if self.version != version_of(weight) or not torch.equal(self.some, self.some_then):
             self._pack()
 
     def _pack(self) -> None:
-        self.version, self.sample = version_of(self.weight), sample_of(self.weight)
+        self.version, self.some = version_of(self.weight), some_of(self.weight)
+        self.some_then = self.some.clone()
         self.library = library_for(self.weight, self.preferred)
         self.packed: Tensor | None = self.library and self.library.pack(self.weight.detach())
 
@@ -65,7 +68,7 @@ class PackedLinear(nn.Linear):
         self._pack()
 
     def __getstate__(self) -> dict[str, Any]:  # for copies: a packed tensor has no storage to copy
-        return {name: value for name, value in self.__dict__.items() if name != "packed"}
+        return {name: value for name, value in self.__dict__.items() if name not in MADE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -82,9 +85,9 @@ def version_of(weight: Tensor) -> tuple[int, int]:
     return weight.data_ptr(), -1 if weight.is_inference() else weight._version
 
 
-def sample_of(weight: Tensor) -> Tensor:
-    """A few values [SAMPLE or fewer] of a weight; an update of a layer changes all of it."""
-    return weight.detach().flatten()[:: (weight.numel() // SAMPLE) | 1].clone()
+def some_of(weight: Tensor) -> Tensor:
+    """A view of about SAMPLE values of a weight; an update of a layer changes all of it."""
+    return weight.detach().flatten()[:: (weight.numel() // SAMPLE) | 1]
 
 
 def pack_changed(module: nn.Module) -> None:
