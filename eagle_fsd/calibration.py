@@ -9,19 +9,22 @@ head, divergence, mode, child, least gain and sampling, and means nothing for an
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.config import SamplingConfig, TreeConfig
+from eagle_fsd.config import SamplingConfig, TreeConfig, require_integer, require_number, shown
 from eagle_fsd.files import write_atomically
 from eagle_fsd.identity import differences
+from eagle_fsd.messages import one_line
 
 FILE = "calibration.json"
 VERSION = 1
 Kind = tuple[str, str, str, float]  # divergence, mode, child, min_gain: what a threshold belongs to
 REMEDY = "calibrate it with eval/calibrate.py, or give a number"
+AGAIN = "make the file again"
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,13 @@ class Calibrated:
     lossless_tau: float
     min_gain: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("divergence", "mode", "child"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is {shown(getattr(self, name))}: it must be a name; {AGAIN}")
+        for name in ("threshold", "tv", "bound", "tau", "lossless_tau", "min_gain"):
+            require_number(name, getattr(self, name), 0.0, math.inf, AGAIN)
+
     @property
     def kind(self) -> Kind:
         return self.divergence, self.mode, self.child, self.min_gain
@@ -58,6 +68,14 @@ class Calibration:
     prompts: int
     thresholds: Sequence[Calibrated]
     made: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_number("confidence", self.confidence, 0.0, 1.0, AGAIN)
+        require_integer("prompts", self.prompts, 0, AGAIN)
+        if not (isinstance(self.models, Mapping) and isinstance(self.models.get("target"), Mapping)):
+            raise ValueError(f"models is {shown(self.models)}: it must name a target and a head; {AGAIN}")
+        if not isinstance(self.made, Mapping):
+            raise ValueError(f"made is {shown(self.made)}: it must be an object; {AGAIN}")
 
     def find(
         self, quality_budget: float, divergence: str, mode: str, child: str, min_gain: float = 0.0
@@ -85,7 +103,8 @@ class Calibration:
         """ValueError where it was made for other models, or for another way of sampling."""
         if other := differences(without_names(self.models), without_names(models)):
             raise ValueError(
-                f"threshold is auto: {FILE} was made for another target or head ({other}); {REMEDY}"
+                f"threshold is auto: {FILE} was made for another target or head ({one_line(other, 300)}); "
+                f"{REMEDY}"
             )
         if self.sampling != sampling:
             raise ValueError(
@@ -109,8 +128,8 @@ def read_calibration(path: Path) -> Calibration:
         data["sampling"], data["tree"] = SamplingConfig(**data["sampling"]), TreeConfig(**data["tree"])
         data["thresholds"] = tuple(Calibrated(**one) for one in data["thresholds"])
         return Calibration(**data)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: is no calibration ({error}); {REMEDY}") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: is no calibration ({one_line(error, 200)}); {REMEDY}") from error
 
 
 def described(kind: Kind) -> str:

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle_fsd.config import CHECK, HeadConfig
+from eagle_fsd.config import CHECK, HeadConfig, shown
 from eagle_fsd.head import DraftHead
 from eagle_fsd.messages import one_line
 from eagle_fsd.tensors import read_tensors
@@ -37,6 +37,7 @@ VOCABULARY_NAME = "draft_vocabulary.safetensors"
 TOKENS_KEY = "token_ids"
 VOCABULARY_FIELD = "draft_vocab_size"
 EMBEDDING_KEY = "embed_tokens.weight"
+FC_BIAS_KEY = "fc.bias"
 EAGLE3_KEYS = ("d2t", "t2d", "lm_head.weight", "norm.weight")
 # Medusa writes `medusa_head.0.0.linear.weight`, or the same without the prefix.
 MEDUSA_KEY = re.compile(r"(medusa_head\.|\d+\.\d+\.linear\.|\d+\.\d+\.(weight|bias)$)")
@@ -92,7 +93,7 @@ def refuse_half_vocabulary(folder: Path, config: Mapping[str, Any], name: str) -
     size, there = config.get(VOCABULARY_FIELD), (folder / VOCABULARY_NAME).is_file()
     if size is not None and not there:
         raise ValueError(
-            f"draft head {name!r} names {VOCABULARY_FIELD} {size!r} and has no {VOCABULARY_NAME}: an "
+            f"draft head {name!r} names {VOCABULARY_FIELD} {shown(size)} and has no {VOCABULARY_NAME}: an "
             "EAGLE-1/2 head must have both or neither, and EAGLE-3 heads are not read; copy the file, or "
             "choose another head"
         )
@@ -133,7 +134,7 @@ def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> Draft
     refuse_half_vocabulary(path.parent, data, name)
     try:
         config = HeadConfig.from_dict(
-            data, fc_bias="fc.bias" in tensors, qkv_bias=any(QKV_BIAS_KEY.fullmatch(key) for key in tensors)
+            data, fc_bias=FC_BIAS_KEY in tensors, qkv_bias=any(QKV_BIAS_KEY.fullmatch(key) for key in tensors)
         )
     except ValueError as error:
         raise ValueError(f"draft head {name!r}: {one_line(error, 300)}") from error
@@ -234,7 +235,7 @@ def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[in
 
 def listed(keys: list[str]) -> str:
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-    return ", ".join(keys[:SHOWN]) + more
+    return ", ".join(one_line(key, 80) for key in keys[:SHOWN]) + more
 
 
 def save_head(
@@ -246,15 +247,15 @@ def save_head(
     """Write config.json and model.safetensors, as EAGLE, vLLM and SGLang read them, and the draft vocabulary,
     if the head has one, beside them; never half a file.
 
-    `extra` adds fields to config.json (it may not replace the head's own); `dtype` casts the weights.
-    `fc.bias` is always written, zero where the head has none. A new folder appears whole; in an existing one
-    each file is replaced whole, config.json last, and other files (a README) stay.
+    `extra` adds fields to config.json (it may not replace the head's own); `dtype` casts the weights. The
+    tensors are the head's own: `fc.bias` is among them only where the head has one, which vLLM cannot read
+    (HeadConfig.to_dict says why). A new folder appears whole; in an existing one each file is replaced whole,
+    config.json last, and other files (a README) stay.
     """
     folder = Path(folder)
     tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in head.state_dict().items()}
-    tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
     stored = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    config = head.config.to_dict() | {"bias": True, "torch_dtype": stored}
+    config = head.config.to_dict() | {"torch_dtype": stored}
     taken = sorted(config.keys() & (extra or {}).keys())
     if taken:
         raise ValueError(f"extra has {listed(taken)}: it may not replace the head's fields; rename them")

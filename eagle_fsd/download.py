@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from eagle_fsd.checkpoint import (
     refuse_half_vocabulary,
     refuse_other_config,
 )
+from eagle_fsd.config import shown
 from eagle_fsd.messages import one_line
 
 SAFETENSORS_INDEX = SAFETENSORS_NAME + ".index.json"
@@ -35,6 +37,8 @@ TOKENIZER_FILES = (
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "*.tiktoken",
 )  # fmt: skip
 CHAT_FILES = ("generation_config.json", "chat_template.jinja", "chat_template.json")
+# A file's name alone: no other folder can be reached with it, on any system.
+PLAIN_NAME = re.compile(r"(?!\.)[^/\\:\x00]+")
 # The client's own transport errors (httpx, whichever major version it uses) share this base.
 DOWNLOAD_ERRORS = (OSError, ValueError, RuntimeError, getattr(errors, "HTTPError", OSError))
 
@@ -88,15 +92,25 @@ def has_whole_weights(folder: Path) -> bool:
 
 
 def shard_names(folder: Path) -> list[str]:
-    """The weight files that the folder's index names, safetensors before .bin; none without an index."""
+    """The weight files that the folder's index names, safetensors before .bin; none without an index.
+
+    Raises ValueError for an index that is none, and for one that names a file outside the folder.
+    """
     for path in (folder / SAFETENSORS_INDEX, folder / BIN_INDEX):
         if path.is_file():
             try:
-                return sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ValueError(
                     f"{str(path)!r} is not a weight index: it must be; download it again"
                 ) from error
+            for name in names:
+                if not isinstance(name, str) or PLAIN_NAME.fullmatch(name) is None:
+                    raise ValueError(
+                        f"{str(path)!r} names the file {shown(name)}: the files of an index must lie "
+                        "beside it; choose another model"
+                    )
+            return sorted(names)
     return []
 
 

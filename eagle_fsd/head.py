@@ -42,7 +42,7 @@ class DraftHead(nn.Module):
         self.register_buffer("draft_tokens", None, persistent=False)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([DecoderLayer(config)])
-        frequencies = config.rope_theta ** (
+        frequencies = float(config.rope_theta) ** (
             -torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
         )
         # A plain attribute, not a buffer: `.to(bfloat16)` must not round it (positions past 256 would
@@ -143,10 +143,3 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend to every earlier position and to oneself; the plain `attend` for a whole sequence."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)

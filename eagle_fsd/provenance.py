@@ -1,8 +1,12 @@
-"""What made a number: argv, commit, versions and machine, to be written beside every result."""
+"""What made a number: argv, commit, versions and machine, to be written beside every result.
+
+The record is the user's own: it holds the whole command line. `public_command` is what others may read of it.
+"""
 
 from __future__ import annotations
 
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -13,6 +17,11 @@ from pathlib import Path
 import torch
 
 from eagle_fsd import __version__
+
+SECRET_OPTION = re.compile(r"(^|[-_])(token|key|secret|password|credentials?|auth)$", re.IGNORECASE)
+SECRET_VALUE = re.compile(r"\b(hf|sk|ghp|gho|github_pat|glpat|xox[bp])[-_][\w-]{8,}|://\S*[@?]")
+MODEL_OPTIONS = ("--base-model", "--base-model-path", "--ea-model", "--ea-model-path", "--init-head")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?", re.ASCII)
 
 
 def provenance(device: torch.device | None = None) -> dict[str, object]:
@@ -29,6 +38,42 @@ def provenance(device: torch.device | None = None) -> dict[str, object]:
         "device": torch.cuda.get_device_name(device) if cuda else processor(),
         "threads": torch.get_num_threads(),
     }
+
+
+def public_command(command: str) -> str:
+    """A recorded command line without what is its user's own: directories and secrets.
+
+    Of a path the base name stays, of the project's scripts their folder too (train/train_head.py). Hub ids
+    stay where they follow an option that names a model. What looks like a secret becomes `...`.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError:  # quotes that do not match: cut by hand, or by another program
+        words = command.split()
+    made: list[str] = []
+    option = ""
+    for word in words:
+        name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if name:
+            option = name
+            word = name + equals + (public_value(option, value) if equals else "")
+        elif word.startswith("-") and "/" not in word:
+            option = word
+        else:
+            word = public_value(option, word)
+        made.append(word)
+    return shlex.join(made)
+
+
+def public_value(option: str, value: str) -> str:
+    """A value of an option ("" before the first one), without directories and secrets."""
+    if SECRET_OPTION.search(option) or SECRET_VALUE.search(value):
+        return "..."
+    if option in MODEL_OPTIONS and HUB_ID.fullmatch(value) and not Path(value).exists():
+        return value
+    parts = re.split(r"[/\\]+", value.rstrip("/\\"))
+    script = parts[-1].endswith(".py") and parts[-2:-1] in (["train"], ["eval"])
+    return "/".join(parts[-2:]) if script else parts[-1]
 
 
 def processor() -> str:

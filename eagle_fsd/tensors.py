@@ -52,4 +52,11 @@ def read_tensors(path: Path, kind: str = "weights file") -> dict[str, Tensor]:
         raise ValueError(
             f"{shown} is no dict of named tensors: it must be a head's state_dict; save that alone"
         )
+    for key, value in tensors.items():
+        # Such a tensor may claim any size in a small file: what reads it whole would take all memory.
+        if value.layout != torch.strided or value.device.type != "cpu" or not value.is_contiguous():
+            raise ValueError(
+                f"{shown}: {one_line(key, 80)} is no plain tensor: each must lie whole in the file; save "
+                "contiguous tensors"
+            )
     return tensors

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -302,6 +303,13 @@ def tiny_head(vocab_size: int = 64, hidden_size: int = 32, seed: int = 0, kv_hea
             if weight.ndim > 1:
                 torch.nn.init.normal_(weight, std=1.0 / weight.shape[1] ** 0.5)
     return head
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend to every earlier position and to oneself: the plain `attend` of a head for a whole sequence."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class TinyVocabulary:

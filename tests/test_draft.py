@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from stubs import TinyVocabulary, depths_of, generator, tiny_head
+from stubs import TinyVocabulary, causal_attention, depths_of, generator, tiny_head
 from torch import Tensor
 
 import eagle_fsd.draft as draft_module
 import eagle_fsd.tree as tree_module
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.draft import EagleDrafter, NoDrafter, Vocabulary
-from eagle_fsd.head import DraftHead, causal_attention
+from eagle_fsd.head import DraftHead
 from eagle_fsd.tree import DraftTree
 from eagle_fsd.vocabulary import DraftVocabulary
 

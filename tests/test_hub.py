@@ -201,6 +201,19 @@ def test_folders_that_cannot_be_targets(copy: Path, tmp_path: Path) -> None:
     one_line_error(lambda: hub.load_target(str(copy)), "config.json", "JSON object")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".hidden", "a\\b", "C:a", "", 3, None],
+)
+def test_a_shard_outside_the_folder_is_refused(tiny: Path, tmp_path: Path, name: object) -> None:
+    """Before any weights are read, although the file is there."""
+    folder = write(tmp_path / "shards", sharded(tiny))
+    (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes())
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": name, "y": "model-00001-of-00002.safetensors"}}))
+    one_line_error(lambda: hub.load_target(str(folder)), "names the file", "must lie beside it")
+
+
 def test_a_shard_or_an_index_that_is_not_there(tiny: Path, tmp_path: Path) -> None:
     folder = write(tmp_path / "shards", sharded(tiny))
     (folder / "model-00002-of-00002.safetensors").unlink()
@@ -479,15 +492,12 @@ def test_a_head_is_read_back_as_it_was_written(tmp_path: Path, fc_bias: bool, qk
     folder = hub.save_head(head, tmp_path / "new" / "head", extra={"eagle_fsd": {"tau": 2.0}})
     again = load(folder)
     assert not again.training
-    assert again.config == replace(config, fc_bias=True)
+    assert again.config == config
+    assert again.state_dict().keys() == head.state_dict().keys()
     for key, value in head.state_dict().items():
         assert torch.equal(again.state_dict()[key], value)
-    if not fc_bias:
-        assert torch.equal(again.fc.bias, torch.zeros(WIDTH))
     written = json.loads((folder / "config.json").read_text())
-    assert (
-        written["bias"] is True and written["torch_dtype"] == "float32" and written["num_hidden_layers"] == 1
-    )
+    assert written["torch_dtype"] == "float32" and written["num_hidden_layers"] == 1
     assert written["eagle_fsd"] == {"tau": 2.0}
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
@@ -500,12 +510,34 @@ def test_a_head_is_stored_and_loaded_in_the_dtypes_asked_for(tmp_path: Path) -> 
     assert {value.dtype for value in half.parameters()} == {torch.float16}
 
 
-def test_a_head_without_fc_bias_in_its_file_has_none(head_folder: Path) -> None:
-    edit_head(head_folder, lambda tensors: tensors.pop("fc.bias"))
-    assert (
-        json.loads((head_folder / "config.json").read_text())["bias"] is True
-    )  # the keys decide, not the flag
+@pytest.mark.parametrize("fc_bias", [True, False])
+@pytest.mark.parametrize("qkv_bias", [True, False])
+def test_an_engine_makes_exactly_the_biases_that_the_file_has(
+    tmp_path: Path, fc_bias: bool, qkv_bias: bool
+) -> None:
+    """By the rules of other engines: EAGLE's `fc` has a bias where `bias` is true; vLLM's Llama takes
+    qkv_bias for q, k and v, and `bias` or `attention_bias` for o, which no head has."""
+    config = replace(HEAD_CONFIG, fc_bias=fc_bias, qkv_bias=qkv_bias)
+    folder = checkpoint.save_head(DraftHead(config), tmp_path / "head")
+    flags = json.loads((folder / "config.json").read_text())
+    biases = {key for key in load_file(folder / "model.safetensors") if key.endswith("bias")}
+    assert flags["bias"] is fc_bias is ("fc.bias" in biases)
+    assert flags["attention_bias"] is False and not any("o_proj" in key for key in biases)
+    assert flags["qkv_bias"] is qkv_bias is any("q_proj" in key for key in biases)
+    if not fc_bias:
+        assert not (flags["bias"] or flags["attention_bias"]), "vLLM would make an uninitialised o_proj.bias"
+
+
+def test_new_heads_have_no_bias_of_fc() -> None:
+    assert DraftHead(HEAD_CONFIG).fc.bias is None and HEAD_CONFIG.to_dict()["bias"] is False
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_the_keys_decide_on_fc_bias_and_not_the_flag(head_folder: Path, flag: bool) -> None:
+    set_fields(head_folder, bias=flag)
     assert load(head_folder).fc.bias is None
+    edit_head(head_folder, lambda tensors: tensors.update({"fc.bias": torch.ones(WIDTH)}))
+    assert torch.equal(load(head_folder).fc.bias, torch.ones(WIDTH))
 
 
 def test_an_embedding_is_checked_and_dropped(head_folder: Path) -> None:
@@ -582,7 +614,15 @@ def test_heads_whose_tensors_are_not_the_layout(head_folder: Path, edit: Edit, w
         ({"rope_scaling": "linear"}, "rope parameters are 'linear'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
         ({"rope_theta": 0}, "rope_theta is 0"),
-        ({"hidden_size": 10**18, "head_dim": None}, "draft head"),
+        ({"hidden_size": 10**18, "head_dim": None}, "hidden_size is 1000000000000000000: "),
+        ({"intermediate_size": 2**63}, "intermediate_size is 9223372036854775808: "),
+        ({"intermediate_size": 2**31 - 1}, "_proj.weight is ["),
+        ({"num_attention_heads": 2**63}, "num_attention_heads is 9223372036854775808"),
+        ({"num_attention_heads": 2**30, "num_key_value_heads": 2**30}, "_proj.weight is ["),
+        ({"head_dim": 2**64}, "head_dim is 18446744073709551616"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+        ({"hidden_act": "x" * 10**6}, "hidden_act is 'xxxx"),
         ({"rope_theta": "high"}, "rope_theta is 'high'"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
         ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0"),

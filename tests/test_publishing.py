@@ -16,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from tiny_models import HIDDEN, VOCAB, tiny_head
 
 from eagle_fsd.hub import load_head, save_head
+from eagle_fsd.provenance import public_command
 from eagle_fsd.training import publishing
 
 SCRIPT = Path(__file__).parents[1] / "train" / "publish.py"
@@ -121,11 +122,74 @@ def test_the_card_says_what_the_runs_recorded(runs: Path, monkeypatch: pytest.Mo
         "| 0 | lossless |  |  | 0 | 2.39 | 2.39 | +0% | 0.00 |",
         "2,027 steps in 33 minutes on x86_64, 5,996 sequences, 1,280,661 tokens, 931,962 of which",
         "best in 50.2 / 43.2 % of 5,297 positions at drafting steps 1 to 2",
-        TRAINING["command"],
-        ROW["command"],
+        "\npython train/train_head.py --data own.jsonl --output head\n",
+        "\npython eval/measure_tau.py --prompts own.jsonl\n",
         "commit 0123456789ab",
     ):
         assert words in card.text
+
+
+PRIVATE = "/home/ada/secret plans"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "shown"),
+    [
+        (
+            f"python '{PRIVATE}/eagle/train/train_head.py' --data '{PRIVATE}/rows.jsonl' ../b/more.jsonl",
+            "python train/train_head.py --data rows.jsonl more.jsonl",
+        ),
+        (f"python x.py '--output={PRIVATE}/head'", "python x.py --output=head"),
+        ("python x.py --base-model owner/target@main", "python x.py --base-model owner/target@main"),
+        (f"python x.py --base-model '{PRIVATE}/target/'", "python x.py --base-model target"),
+        ("python x.py --data owner/rows", "python x.py --data rows"),
+        ("python x.py --token abc --rows 3", "python x.py --token ... --rows 3"),
+        ("python x.py --api-key=abc --batch-tokens 4", "python x.py --api-key=... --batch-tokens 4"),
+        ("python x.py --data hf_abcdefghijkl", "python x.py --data ..."),
+        ("python x.py --data https://ada:pw@host/rows.jsonl", "python x.py --data ..."),
+        (r"python x.py --data 'C:\Users\ada\rows.jsonl'", "python x.py --data rows.jsonl"),
+        ("python x.py --data '/home/ada/quote", "python x.py --data quote"),
+    ],
+)
+def test_a_public_command_names_no_folder_and_no_secret(recorded: str, shown: str) -> None:
+    assert public_command(recorded) == shown
+
+
+def test_a_card_shows_no_folder_and_no_secret_and_a_dry_run_says_what_it_shows(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"python '{PRIVATE}/train/train_head.py' --data '{PRIVATE}/rows.jsonl' --token hf_abcdefghijkl"
+    (runs / "run" / "provenance.json").write_text(json.dumps(TRAINING | {"command": command}))
+    rows_of(runs, {"command": f"python '{PRIVATE}/eval/measure_tau.py' --prompts '{PRIVATE}/own.jsonl'"})
+    run(runs, monkeypatch, "--dry-run")
+    said = capsys.readouterr().err
+    for file in (runs / "out").iterdir():
+        assert not any(word in file.read_bytes() for word in (b"/home", b"ada/", b"plans", b"hf_abc"))
+    card = (runs / "out" / "README.md").read_text()
+    for shown in (
+        "python train/train_head.py --data rows.jsonl --token ...",
+        "python eval/measure_tau.py --prompts own.jsonl",
+    ):
+        assert shown in card and f"publish: the card shows: {shown}\n" in said
+
+
+def test_a_published_config_says_of_biases_what_the_weights_hold(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the trained head's config says; and a bias of fc comes with a warning."""
+    path = runs / "head" / "config.json"
+    older = {key: value for key, value in json.loads(path.read_text()).items() if key != "attention_bias"}
+    path.write_text(json.dumps(older | {"bias": True}))
+    run(runs, monkeypatch, "--dry-run")
+    flags = json.loads((runs / "out" / "config.json").read_text())
+    assert [flags[name] for name in ("bias", "attention_bias", "qkv_bias")] == [False] * 3
+    assert "bias" not in capsys.readouterr().err
+    save_head(tiny_head(fc_bias=True), runs / "head")
+    run(runs, monkeypatch, "--dry-run")
+    flags = json.loads((runs / "out" / "config.json").read_text())
+    assert [flags[name] for name in ("bias", "attention_bias", "qkv_bias")] == [True, False, False]
+    said = capsys.readouterr().err
+    assert "publish: fc.bias is in the weights: vLLM" in said and "train/fold_bias.py" in said
 
 
 def test_a_push_creates_the_repository_and_uploads_the_folder(

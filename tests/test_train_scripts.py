@@ -8,6 +8,7 @@ import logging
 import platform
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,8 @@ from training_world import (
     script,
 )
 
-from eagle_fsd.hub import load_head, resolve_head
+from eagle_fsd.head import DraftHead
+from eagle_fsd.hub import load_head, resolve_head, save_head
 from eagle_fsd.jsonl import read_jsonl
 from eagle_fsd.training.runs import BEST, read_checkpoint, read_log, sole_run
 from eagle_fsd.training.trainer import Trainer
@@ -57,7 +59,7 @@ class Training:
         rows = [conversation(f"Count to {n}.", " ".join(map(str, range(n)))) for n in range(4, 12)]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-        def load(source: Any, dtype: str, device: str) -> tuple[Any, LetterTokenizer]:
+        def load(source: Any, dtype: str, device: str = "cpu") -> tuple[Any, LetterTokenizer]:
             return model.to(getattr(torch, dtype)), LetterTokenizer()
 
         monkeypatch.setattr(self.module.hub, "resolve_target", lambda name: SimpleNamespace(name=name))
@@ -138,6 +140,71 @@ def test_a_head_is_trained_on_from_another(tmp_path: Path, monkeypatch: pytest.M
     assert heads[1].config.trained_positions == 40, "what the first run saw is not forgotten"
     with pytest.raises(SystemExit, match=r"is of another run \(.*start was \w+, now \w+"):
         train("second", "--float32 --learning-rate 1e-12 --max-length 30")
+
+
+def test_new_heads_have_no_bias_and_a_biased_one_is_trained_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    train("first", "--export {}/head --float32")
+    head = load_head(resolve_head(str(tmp_path / "head"), "x"), 32, 128)
+    assert head.fc.bias is None
+    with torch.no_grad():
+        biased = DraftHead(replace(head.config, fc_bias=True))
+        biased.load_state_dict(head.state_dict() | {"fc.bias": torch.full((32,), 0.25)})
+    save_head(biased, tmp_path / "biased")
+    still = "--init-head {}/biased --float32 --learning-rate 1e-12"
+    train("second", f"{still} --export {{}}/again")
+    again = load_head(resolve_head(str(tmp_path / "again"), "x"), 32, 128)
+    torch.testing.assert_close(again.fc.bias, torch.full((32,), 0.25), atol=1e-3, rtol=1e-3)
+
+
+def test_a_run_that_was_begun_with_a_bias_goes_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As every run of an earlier version was; also to export it again."""
+    train = Training(tmp_path, monkeypatch, "llama")
+    earlier = train.module.head_config
+    with monkeypatch.context() as before:
+        before.setattr(train.module, "head_config", lambda target: replace(earlier(target), fc_bias=True))
+        before.setattr(train.module, "begun_with_bias", lambda output: True)
+        first = train("run")
+    again = train("run", "--export {}/head")
+    assert again["steps"] == first["steps"]
+    assert load_head(resolve_head(str(tmp_path / "head"), "x"), 32, 128).fc.bias is not None
+
+
+def test_a_bias_is_folded_away_by_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    train("run", "--features {}/kept --export {}/plain --extract-dtype float32")
+    head = load_head(resolve_head(str(tmp_path / "plain"), "x"), 32, 128)
+    biased = DraftHead(replace(head.config, fc_bias=True))
+    biased.load_state_dict(head.state_dict() | {"fc.bias": torch.linspace(-0.1, 0.1, 32)})
+    save_head(biased.restrict(torch.arange(40)), tmp_path / "head", {"note": "mine"}, torch.float16)
+    module = script("fold_bias")
+    argv = f"x --base-model tiny --ea-model {tmp_path}/head --shards {tmp_path}/kept/rows --held-out 2"
+    argv += f" --extract-dtype float32 --output {tmp_path}/folded"
+    monkeypatch.setattr(sys, "argv", argv.split())
+    module.main()
+    said = capsys.readouterr().out
+    assert (
+        "% is kept on true features and " in said and "before: {'top1'" in said and "after: {'top1'" in said
+    )
+    folded = load_head(resolve_head(str(tmp_path / "folded"), "x"), 32, 128)
+    config = json.loads((tmp_path / "folded" / "config.json").read_text())
+    assert folded.fc.bias is None and not torch.equal(folded.fc.weight, biased.fc.weight)
+    assert torch.equal(folded.draft_tokens, torch.arange(40))
+    assert config["note"] == "mine" and config["torch_dtype"] == "float16" and config["bias"] is False
+    for changes, message in (
+        (f"--ea-model {tmp_path}/plain", "has no fc.bias: there is nothing to fold"),
+        ("--steps 1", "steps is 1: .*change --steps"),
+        ("--held-out 99", "held_out is 99"),
+    ):
+        monkeypatch.setattr(sys, "argv", f"{argv} {changes}".split())
+        with pytest.raises(SystemExit, match=f"fold_bias: .*{message}"):
+            module.main()
 
 
 def test_features_of_an_earlier_run_are_ready_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

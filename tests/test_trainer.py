@@ -217,9 +217,9 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_it_does_harm(tmp_path
 
 def test_gradients_are_clipped(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, replace(FAST, clip=0.01))
-    report = trainer.train_step(next(trainer.shares()))
+    report = trainer.train_step(next(trainer.lessons()))
     squares = [parameter.grad.square().sum() for parameter in trainer.head.parameters()]
-    assert report["norm"] > 0.02 and torch.stack(squares).sum().sqrt().item() == pytest.approx(0.01, rel=1e-3)
+    assert report.norm > 0.02 and torch.stack(squares).sum().sqrt().item() == pytest.approx(0.01, rel=1e-3)
 
 
 def test_drafting_steps_begin_after_their_share_of_the_run(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_toy_is_learned_at_every_depth(
 
 
 def test_a_head_starts_by_passing_the_feature_through() -> None:
-    head = tiny_head()
+    head = tiny_head(fc_bias=True)
     initialise(head, 0, lm_head())
     rest = torch.cat([value.flatten() for name, value in head.named_parameters() if "weight" in name])
     assert torch.equal(head.fc.weight[:, WIDTH:], torch.eye(WIDTH))

@@ -141,6 +141,36 @@ def test_empty_answers_are_skipped_and_counted(tmp_path: Path) -> None:
         load_examples(path, LetterTokenizer(), 40)
 
 
+def test_rows_whose_history_a_template_changes_are_skipped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Qwen3's template does, which drops the thinking of earlier answers."""
+
+    class Forgetful(LetterTokenizer):
+        def apply_chat_template(
+            self, turns: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool
+        ) -> str:
+            kept = [
+                turn | {"content": turn["content"].rpartition("</think>")[2]}
+                if turn["role"] == "assistant"
+                else turn
+                for turn in turns
+            ]
+            return super().apply_chat_template(kept, tokenize, add_generation_prompt)
+
+    path = tmp_path / "rows.jsonl"
+    thoughts = conversation("hi", "<think>hm</think>yes", "why", "so")
+    rows = [conversation("a", "b"), thoughts, conversation("hi", "yes", "why", "so"), thoughts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    examples, skipped = load_examples(path, Forgetful(), 90)
+    assert len(examples) == 2
+    assert skipped.counts == {"the chat template renders earlier turns differently": 2}
+    assert f"skipped rows: {skipped.counts}" in caplog.text
+    path.write_text(json.dumps(thoughts) + "\n")
+    with pytest.raises(ValueError, match=r"no usable row \(.*renders earlier turns differently"):
+        load_examples(path, Forgetful(), 90)
+
+
 def test_the_corpus_is_read_whole(data_folder: Path) -> None:
     path = data_folder / "smollm2_corpus.jsonl"
     if not path.is_file():

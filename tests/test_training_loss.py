@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from stubs import causal_attention
 from tiny_models import tiny_model
 from torch import Tensor
 from training_world import (
@@ -20,8 +21,9 @@ from training_world import (
 )
 
 from eagle_fsd.architecture import LogitsTransform
-from eagle_fsd.head import DraftHead, causal_attention
+from eagle_fsd.head import DraftHead
 from eagle_fsd.target import TargetModel
+from eagle_fsd.training import loss as loss_module
 from eagle_fsd.training.batching import (
     collate,
 )
@@ -115,6 +117,41 @@ def test_unroll_equals_drafting_one_position_at_a_time() -> None:
                 torch.testing.assert_close(
                     predictions[step][:, start + step], slow[step][:, 0], atol=2e-3, rtol=1e-3
                 )
+
+
+@pytest.mark.parametrize("scores", [1, 2 * 4 * 11, 2 * 4 * 11 * 4, 2 * 4 * 11 * 10])
+def test_attention_in_blocks_equals_attention_at_once_with_its_gradients(
+    monkeypatch: pytest.MonkeyPatch, scores: int
+) -> None:
+    """Blocks of 1, 1, 4 and 10 of 11 queries."""
+    head, features, embeddings = tiny_head(), noise(2, 11, WIDTH), noise(2, 11, WIDTH, seed=1)
+    results = []
+    for most in (loss_module.SCORES, scores):
+        monkeypatch.setattr(loss_module, "SCORES", most)
+        head.zero_grad()
+        predictions = torch.stack(unroll(head, features, embeddings, 4))
+        (predictions * noise(4, 2, 11, WIDTH, seed=2)).sum().backward()
+        results.append([predictions, *(parameter.grad for parameter in head.parameters())])
+    for once, blocks in zip(*results, strict=True):
+        assert (blocks - once).abs().max() < 1e-5 * once.abs().max()
+
+
+def test_a_long_sequence_never_keeps_all_its_attention_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither forward nor for the gradient: n * n scores of each head at every step would be gigabytes."""
+    length = 300
+    head, features, embeddings = tiny_head(), noise(1, length, WIDTH), noise(1, length, WIDTH, seed=1)
+    kept: list[int] = []
+
+    def largest(most: int) -> int:
+        kept.clear()
+        monkeypatch.setattr(loss_module, "SCORES", most)
+        watch = (lambda one: kept.append(one.numel()) or one, lambda one: one)
+        with torch.autograd.graph.saved_tensors_hooks(*watch):
+            unroll(head, features, embeddings, 3)
+        return max(kept)
+
+    assert largest(loss_module.SCORES) >= 4 * length**2
+    assert largest(16 * 4 * length) <= 2 * length * WIDTH
 
 
 def test_the_first_step_is_plain_causal_attention() -> None:

@@ -38,8 +38,8 @@ class LetterTokenizer:
         return text + ("<a>" if add_generation_prompt else "")
 
 
-def tiny_head(seed: int = 0, scale: float = 0.3) -> DraftHead:
-    head = DraftHead(HeadConfig(WIDTH, 24, 4, 2, 4, VOCAB))
+def tiny_head(seed: int = 0, scale: float = 0.3, fc_bias: bool = False) -> DraftHead:
+    head = DraftHead(HeadConfig(WIDTH, 24, 4, 2, 4, VOCAB, fc_bias=fc_bias))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():

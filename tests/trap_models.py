@@ -80,6 +80,7 @@ def exact_pair(sharpness: float = 10.0, seed: int = 0) -> tuple[LlamaForCausalLM
         num_key_value_heads=2,
         rope_theta=THETA,
         max_position_embeddings=512,
+        fc_bias=True,
     )
     head = DraftHead(shape).eval()
     one_back, two_back, far_back = LAGGED

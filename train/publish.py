@@ -3,8 +3,9 @@
     python train/publish.py --head runs/head/export --run runs/head --tau runs/tau.jsonl --dry-run \\
         --base-model owner/target --repo-id me/EAGLE-target --data "The target's answers to ..., MIT."
 
-With --dry-run the repository is only written to --output. An earlier one there is replaced; a card that said
-something else is kept beside it, as OUTPUT.README.md.old.
+With --dry-run the repository is only written to --output, and the command lines that its card shows are
+printed to stderr. They are the recorded ones without directories and secrets. An earlier repository in
+--output is replaced; a card that said something else is kept beside it, as OUTPUT.README.md.old.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from eagle_fsd.checkpoint import read_config
 from eagle_fsd.evaluation.rows import read_rows
 from eagle_fsd.evaluation.tau import table
 from eagle_fsd.messages import one_line
-from eagle_fsd.training.publishing import Card, push, read_training, refuse_mixed_rows, write_repository
+from eagle_fsd.training.publishing import (
+    Card,
+    bias_warning,
+    push,
+    read_training,
+    refuse_mixed_rows,
+    write_repository,
+)
 
 
 def main() -> None:
@@ -48,6 +56,11 @@ def main() -> None:
         training = read_training(args.run)
         card = Card(args.base_model, args.license, args.data, training, rows, table(rows), config)
         folder = write_repository(args.head, card, args.repo_id, args.output or args.head.parent / "publish")
+        if warning := bias_warning(folder):
+            print(f"publish: {warning}", file=sys.stderr)
+        if args.dry_run:
+            for command in card.commands():
+                print(f"publish: the card shows: {command}", file=sys.stderr)
         print(folder if args.dry_run else push(folder, args.repo_id, args.private))
     except (ValueError, OSError) as error:
         sys.exit(f"publish: {one_line(error)}")

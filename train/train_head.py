@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
+from eagle_fsd.checkpoint import FC_BIAS_KEY
 from eagle_fsd.config import HeadConfig, require_integer
 from eagle_fsd.files import write_atomically
 from eagle_fsd.head import DraftHead
@@ -49,11 +50,11 @@ from eagle_fsd.training.features import OnlineFeatures, estimate, extract_all
 from eagle_fsd.training.loss import LossWeights
 from eagle_fsd.training.ranking import learned_tokens
 from eagle_fsd.training.readout import Readout
-from eagle_fsd.training.runs import BEST, read_checkpoint, sole_run
+from eagle_fsd.training.runs import BEST, CHECKPOINT, flat, read_checkpoint, sole_run
 from eagle_fsd.training.schedule import TrainConfig, initialise
 from eagle_fsd.training.shards import Features, StoredFeatures
 from eagle_fsd.training.trackers import TRACKERS, require_tracker
-from eagle_fsd.training.trainer import Trainer, flat
+from eagle_fsd.training.trainer import Trainer
 
 logger = logging.getLogger("train_head")
 
@@ -270,7 +271,7 @@ def prepare_features(
 def starting_head(args: argparse.Namespace, target: TargetModel, target_name: str) -> DraftHead:
     """A new head for the target, or --init-head's, to go on with."""
     if args.init_head is None:
-        head = DraftHead(head_config(target))
+        head = DraftHead(replace(head_config(target), fc_bias=begun_with_bias(args.output)))
         initialise(head, args.seed, target.model.get_input_embeddings().weight)
         return head
     found = hub.resolve_head(args.init_head, target_name)
@@ -278,8 +279,15 @@ def starting_head(args: argparse.Namespace, target: TargetModel, target_name: st
     return hub.load_head(found, target.hidden_size, target.vocab_size).train().restrict(None)
 
 
+def begun_with_bias(output: Path) -> bool:
+    """Whether the run to go on with trains a bias of `fc`, as runs of earlier versions do."""
+    path = output / CHECKPOINT
+    return path.is_file() and FC_BIAS_KEY in read_checkpoint(path)["head"]
+
+
 def head_config(target: TargetModel) -> HeadConfig:
-    """A head of the target's own layer shape, with EAGLE's rotary base, 10000: all loaders agree on it."""
+    """A head of the target's own layer shape, with EAGLE's rotary base, 10000, and no bias of `fc`: all
+    loaders agree on these."""
     config, heads = target.config, target.config.num_attention_heads
     return HeadConfig(
         hidden_size=target.hidden_size,

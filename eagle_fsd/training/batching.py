@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,18 @@ from eagle_fsd.training.data import batches_by_length
 from eagle_fsd.training.loss import Batch, pair
 from eagle_fsd.training.schedule import root_mean_square
 from eagle_fsd.training.shards import FeatureSequence
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A batch and the tokens [S] of its softmax, on the host; `pinned` for a GPU."""
+
+    batch: Batch
+    tokens: Tensor
+
+    def pinned(self) -> Lesson:
+        """The same in memory that a GPU copies from on its own."""
+        return Lesson(self.batch.pinned(), self.tokens.pin_memory())
 
 
 def collate(sequences: Sequence[FeatureSequence]) -> Batch:

@@ -22,6 +22,10 @@ ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names, beside the ro
 logger = logging.getLogger(__name__)
 
 
+class ChangedHistory(ValueError):
+    """A chat template that renders a turn in another way once others follow it."""
+
+
 @dataclass(frozen=True)
 class Example:
     """One token sequence; `learn[i]` says whether the feature at token i is something to learn."""
@@ -90,6 +94,9 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
     It is marked, and so is the token before it, after which the target writes the first of its own.
     `learn_all` marks every token after the template's own opening (everything before the first turn's
     content) instead of the answers alone.
+
+    Raises ChangedHistory where the template renders an earlier turn differently, as those do that drop the
+    thinking of earlier answers: there is no one sequence of tokens that holds all answers then.
     """
     tokens: list[int] = []
     learn: list[bool] = []
@@ -105,7 +112,7 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
             continue
         before = tokenizer.apply_chat_template(turns[:index], tokenize=False, add_generation_prompt=True)
         if not before.startswith(rendered):
-            raise ValueError(
+            raise ChangedHistory(
                 "the chat template renders a conversation's start differently; train on single-turn rows"
             )
         opening = turns[0]["content"].strip()
@@ -145,7 +152,11 @@ def load_examples(
         if turns[0]["role"] == "assistant":  # ShareGPT's rows that are the later part of a conversation
             skipped.add("answer before any question")
             continue
-        example = encode_turns(turns, tokenizer, learn_all)
+        try:
+            example = encode_turns(turns, tokenizer, learn_all)
+        except ChangedHistory:
+            skipped.add("the chat template renders earlier turns differently")
+            continue
         example = Example(example.tokens[:max_length], example.learn[:max_length])
         if not any(example.learn[1:]):
             skipped.add("nothing to learn within max_length")

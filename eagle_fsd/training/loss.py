@@ -8,11 +8,13 @@ positions that carry loss, S tokens in the softmax. Pure functions, no files, no
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from eagle_fsd.architecture import PLAIN
 from eagle_fsd.config import require_number
@@ -24,7 +26,8 @@ from eagle_fsd.training.readout import Readout
 class Batch:
     """Padded sequences, paired.
 
-    features [B, n, d]; next_tokens [B, n]; goals [B, n, d], f_{j+1}; learn [B, n], of token j+1.
+    features [B, n, d]; next_tokens [B, n]; goals [B, n, d], f_{j+1}; learn [B, n], of token j+1, which stays
+    on the host: how many places are learned must be known there without waiting for a device.
     """
 
     features: Tensor
@@ -33,13 +36,29 @@ class Batch:
     learn: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on a device."""
-        return Batch(*(part.to(device) for part in (self.features, self.next_tokens, self.goals, self.learn)))
+        """The same batch on a device, but for `learn`."""
+        moved = (moved_to(device, part) for part in (self.features, self.next_tokens, self.goals))
+        return Batch(*moved, self.learn)
+
+    def pinned(self) -> Batch:
+        """The same batch in memory that a GPU copies from on its own."""
+        parts = (part.pin_memory() for part in (self.features, self.next_tokens, self.goals))
+        return Batch(*parts, self.learn)
+
+
+def moved_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """A tensor of the host on a device; a GPU copies it while the host goes on."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()  # as it is where it is pinned
+    return tensor.to(device, non_blocking=True)
 
 
 def pair(tokens: Tensor, features: Tensor, learn: Tensor) -> Batch:
     """Pair padded sequences: tokens [B, n + 1], features [B, n + 1, d], learn [B, n + 1] (no padding)."""
     return Batch(features[:, :-1], tokens[:, 1:], features[:, 1:], learn[:, 1:])
+
+
+SCORES = 2**26  # attention scores held at once: 256 MB in float32
 
 
 class UnrollAttention:
@@ -51,6 +70,10 @@ class UnrollAttention:
     sees the keys of step 1 (made from true features) up to position t - k + 1 and the key of step i at
     position t - (k - i) for i = 2..k, itself included. Rows with t < k - 1 have no such past; they come out
     finite and carry no loss.
+
+    The scores [B, H, n, n] of a long sequence would take gigabytes at every step, and all of them would be
+    kept for the gradient. Where there are more than SCORES of them, they are computed in blocks of queries,
+    and once more in the backward pass.
     """
 
     def __init__(self) -> None:
@@ -60,25 +83,44 @@ class UnrollAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.keys.append(k)
         self.values.append(v)
-        step = len(self.keys)
-        batch, heads, length, width = q.shape
-        groups = k.shape[1]
-        # One query head group per key head, so that keys are never copied: [B, Hkv, H / Hkv, n, D]
-        q = q.view(batch, groups, heads // groups, length, width) * width**-0.5
-        scores = torch.matmul(q.flatten(2, 3), self.keys[0].transpose(2, 3)).view(*q.shape[:4], length)
-        time = torch.arange(length, device=q.device)
-        scores = scores.masked_fill(time > time[:, None] - (step - 1), torch.finfo(scores.dtype).min)
-        later = range(1, step)
-        diagonals = [(q * shift(self.keys[i], step - 1 - i)[:, :, None]).sum(-1, keepdim=True) for i in later]
-        weights = (
-            torch.cat([scores, *diagonals], dim=-1).softmax(-1).to(v.dtype)
-        )  # [B, Hkv, H / Hkv, n, n + step - 1]
-        mixed = torch.matmul(weights[..., :length].flatten(2, 3), self.values[0]).view_as(q)
-        for column, i in enumerate(later):
-            mixed = (
-                mixed + weights[..., length + column, None] * shift(self.values[i], step - 1 - i)[:, :, None]
-            )
-        return mixed.reshape(batch, heads, length, width)
+        keys, values = tuple(self.keys), tuple(self.values)
+        batch, heads, length, _ = q.shape
+        rows = max(SCORES // (batch * heads * length), 1)
+        if rows >= length:
+            return attend_rows(q, 0, keys, values)
+        parts = [
+            checkpoint(attend_rows, q[:, :, start : start + rows], start, keys, values, use_reentrant=False)
+            for start in range(0, length, rows)
+        ]
+        return torch.cat(parts, dim=2)
+
+
+def attend_rows(q: Tensor, start: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """UnrollAttention of the queries [B, H, m, D] from position `start` on: [B, H, m, D].
+
+    keys, values: of all steps so far, [B, Hkv, n, D] each; the step is the last of them.
+    """
+    step = len(keys)
+    batch, heads, count, width = q.shape
+    end = start + count  # no query sees a later key
+    groups = keys[0].shape[1]
+    first_keys, first_values = keys[0][:, :, :end], values[0][:, :, :end]
+    # One query head group per key head, so that keys are never copied: [B, Hkv, H / Hkv, m, D]
+    q = q.reshape(batch, groups, heads // groups, count, width) * width**-0.5
+    scores = torch.matmul(q.flatten(2, 3), first_keys.transpose(2, 3)).view(*q.shape[:4], end)
+    time = torch.arange(end, device=q.device)
+    scores = scores.masked_fill(time > time[start:, None] - (step - 1), torch.finfo(scores.dtype).min)
+    later = range(1, step)
+    diagonals = [
+        (q * shift(keys[i], step - 1 - i)[:, :, None, start:end]).sum(-1, keepdim=True) for i in later
+    ]
+    weights = torch.cat([scores, *diagonals], dim=-1).softmax(-1)  # [B, Hkv, H / Hkv, m, end + step - 1]
+    weights = weights.to(values[0].dtype)
+    mixed = torch.matmul(weights[..., :end].flatten(2, 3), first_values).view_as(q)
+    for column, i in enumerate(later):
+        shifted = shift(values[i], step - 1 - i)[:, :, None, start:end]
+        mixed = mixed + weights[..., end + column, None] * shifted
+    return mixed.reshape(batch, heads, count, width)
 
 
 def shift(x: Tensor, steps: int) -> Tensor:
@@ -210,20 +252,23 @@ def head_loss(
     embeddings = F.embedding(batch.next_tokens, embedding.detach()).float()
     goals = batch.goals.detach()
     predictions = unroll(head, features, embeddings, steps)
-    p = target_probabilities(goals[batch.learn], readout)  # [N, S], a row for each index of the first mask
-    row_of = torch.full(batch.learn.shape, -1, device=p.device)
-    row_of[batch.learn] = torch.arange(len(p), device=p.device)
+    goals = goals.flatten(0, 1)  # [B n, d]
+    # What is learned where is worked out on the host: the device is never waited for.
+    places = [mask.flatten().nonzero().squeeze(1) for mask in learn_masks(batch.learn, steps)]  # [N_k] each
+    row_of = batch.learn.flatten().cumsum(0) - 1  # [B n], of p
+    p = target_probabilities(goals[moved_to(goals.device, places[0])], readout)  # [N, S], by first place
     # Bound to the head even where nothing is learned: data-parallel processes all wait for its gradients.
     total = predictions[-1].sum() * 0.0
     scale = 0.0
     entropies = torch.full((steps,), math.nan, device=p.device)
-    for step, (prediction, mask) in enumerate(zip(predictions, learn_masks(batch.learn, steps), strict=True)):
-        if not mask.any():
+    for step, (prediction, learned) in enumerate(zip(predictions, places, strict=True)):
+        if not len(learned):
             continue
-        predicted = prediction[mask]  # [N_k, d]
-        goal_p = p if step == 0 else p[row_of[mask]]
+        here = moved_to(p.device, learned)
+        predicted = prediction.flatten(0, 1)[here]  # [N_k, d]
+        goal_p = p if step == 0 else p[moved_to(p.device, row_of[learned])]
         cross_entropy = soft_cross_entropy(predicted, goal_p, readout)
-        regression = F.smooth_l1_loss(predicted.float() / feature_std, goals[mask].float() / feature_std)
+        regression = F.smooth_l1_loss(predicted.float() / feature_std, goals[here].float() / feature_std)
         factor = weights.decay**step
         total = total + factor * (weights.cross_entropy * cross_entropy + weights.regression * regression)
         scale += factor

@@ -1,4 +1,7 @@
-"""A trained head as a repository of the Hub: a model card made of what the runs recorded, and the push."""
+"""A trained head as a repository of the Hub: a model card made of what the runs recorded, and the push.
+
+The runs' records hold whole command lines; the card shows them without directories and secrets.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,17 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from eagle_fsd.checkpoint import (
     BIN_NAME,
     CONFIG_NAME,
+    FC_BIAS_KEY,
+    QKV_BIAS_KEY,
     SAFETENSORS_NAME,
     VOCABULARY_NAME,
     find_head_file,
+    read_config,
 )
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.messages import one_line
+from eagle_fsd.provenance import public_command
+from eagle_fsd.tensors import read_tensors
 
 CARD = "README.md"
 LIBRARY = "eagle-fsd"
@@ -73,9 +81,14 @@ class Card:
         ]
         return "\n\n".join(parts) + "\n"
 
+    def commands(self) -> list[str]:
+        """The command lines that the card shows: of the measurements, then of the training."""
+        recorded = [*(row["command"] for row in self.taus), self.training["command"]]
+        return list(dict.fromkeys(map(public_command, recorded)))
+
     def _measured(self) -> str:
         first = self.taus[0]
-        commands = "\n".join(dict.fromkeys(row["command"] for row in self.taus))
+        commands = "\n".join(dict.fromkeys(public_command(row["command"]) for row in self.taus))
         return (
             "tau, tokens emitted per step of the target, its own token included, on the first "
             f"{self._prompts()}, {first['max_new_tokens']} new tokens, {first.get('dtype', 'float32')}; a "
@@ -101,7 +114,7 @@ class Card:
             f"{run['device']}, {run['sequences']:,} sequences, {run['tokens']:,} tokens, "
             f"{run['learned_tokens']:,} of which carry loss. Held out, the target's greedy token is the "
             f"head's best in {steps} % of {held_out['positions']:,} positions at drafting steps 1 to "
-            f"{len(held_out['top1'])}.\n\n```bash\n{run['command']}\n```\n\n"
+            f"{len(held_out['top1'])}.\n\n```bash\n{public_command(run['command'])}\n```\n\n"
             f"eagle_fsd {run['eagle_fsd']}, commit {run['commit']}, torch {run['torch']}, transformers "
             f"{run['transformers']}."
         )
@@ -155,13 +168,16 @@ def write_repository(head: Path, card: Card, repo_id: str, folder: Path) -> Path
     An earlier card that says something else is kept beside the folder, as FOLDER.README.md.old.
     """
     earlier = refuse_other_folder(folder, head)
-    files = [head / CONFIG_NAME, find_head_file(head, str(head)), head / VOCABULARY_NAME]
+    weights = find_head_file(head, str(head))
+    files = [weights, head / VOCABULARY_NAME]
+    config = read_config(head, "draft head") | bias_flags(weights)
     text = card.text(repo_id)
     folder.mkdir(parents=True, exist_ok=True)
     place = folder.resolve()  # of a linked folder too, so that the parts move within one disk
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".publish-") as parts:
         for file in filter(Path.is_file, files):
             shutil.copyfile(file, Path(parts) / file.name)
+        (Path(parts) / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (Path(parts) / CARD).write_bytes(text.encode())
         made = {file.name for file in Path(parts).iterdir()}
         if CARD in earlier and (place / CARD).read_bytes() != text.encode():
@@ -171,6 +187,27 @@ def write_repository(head: Path, card: Card, repo_id: str, folder: Path) -> Path
     for name in earlier - made:
         (place / name).unlink()
     return folder
+
+
+def bias_flags(weights: Path) -> dict[str, bool]:
+    """What a config.json must say of biases so that every engine makes those that the file has, and no other.
+
+    Older versions of this package, and other trainers, write flags that do not match.
+    """
+    tensors = read_tensors(weights)
+    qkv = any(QKV_BIAS_KEY.fullmatch(key) for key in tensors)
+    return {"bias": FC_BIAS_KEY in tensors, "attention_bias": False, "qkv_bias": qkv}
+
+
+def bias_warning(folder: Path) -> str:
+    """What must be said of a published head whose `fc` has a bias; empty for one without."""
+    if not read_config(folder, "draft head")["bias"]:
+        return ""
+    return (
+        "fc.bias is in the weights: vLLM makes none for fc, and for bias: true an uninitialised one in its "
+        "attention, so that none of its drafts is accepted; fold the bias into fc.weight with "
+        "train/fold_bias.py and publish that head"
+    )
 
 
 def refuse_other_folder(folder: Path, head: Path) -> set[str]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import pickle
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from filelock import FileLock, Timeout
+from torch import Tensor
 
 from eagle_fsd.files import whole_file, write_atomically
 from eagle_fsd.jsonl import read_jsonl
@@ -72,6 +76,64 @@ def cut_log(folder: Path, step: int) -> None:
     if (folder / LOG).is_file():
         kept = [record for record in read_log(folder) if record["step"] <= step]
         write_atomically(folder / LOG, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+@dataclass
+class Report:
+    """What came of a step. values: its loss, its gradient's norm and the cross-entropy of each drafting step,
+    on the device until they are asked for. memory: bytes, where they were measured.
+    """
+
+    step: int  # steps before it
+    rate: float
+    values: Tensor  # [2 + depth]
+    seconds: float = 0.0
+    memory: int | None = None
+
+    @cached_property
+    def numbers(self) -> list[float]:
+        """The values; this waits for the device."""
+        return self.values.tolist()
+
+    @property
+    def loss(self) -> float:
+        return self.numbers[0]
+
+    @property
+    def norm(self) -> float:
+        return self.numbers[1]
+
+    def record(self) -> dict[str, Any]:
+        """What the log says of the step."""
+        return {
+            "step": self.step + 1,
+            "seconds": round(self.seconds, 1),
+            "loss": self.loss,
+            # None where no draft was so deep
+            "cross_entropy": [None if math.isnan(value) else value for value in self.numbers[2:]],
+            "norm": self.norm,
+            "lr": self.rate,
+            **({} if self.memory is None else {"memory": self.memory}),
+        }
+
+
+def fixed(run: dict[str, Any]) -> dict[str, Any]:
+    """The part of a run's identity that a resumed run may not change; its length and its pauses it may."""
+    free = ("epochs", "minutes", "eval_every", "checkpoint_every", "accumulate")  # see batches_per_step
+    return run | {"config": {name: value for name, value in run["config"].items() if name not in free}}
+
+
+def flat(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """A record's numbers by dotted names, for trackers."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            found |= flat({str(index): number for index, number in enumerate(value, 1)}, f"{prefix}{name}.")
+        elif value is not None and name != "step":
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 class Stoppable(Protocol):

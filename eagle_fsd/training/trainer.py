@@ -11,8 +11,8 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from itertools import count, islice
 from pathlib import Path
@@ -27,6 +27,7 @@ from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import differences, digest, spread
 from eagle_fsd.jsonl import append_row
 from eagle_fsd.training.batching import (
+    Lesson,
     add_noise,
     batch_plan,
     collate,
@@ -35,15 +36,19 @@ from eagle_fsd.training.batching import (
     tokens_of_batch,
 )
 from eagle_fsd.training.evaluation import evaluate, hold_out
-from eagle_fsd.training.loss import Batch, LossWeights, head_loss
+from eagle_fsd.training.loss import Batch, LossWeights, head_loss, moved_to
 from eagle_fsd.training.memory import memory_in_use, release_freed_memory
 from eagle_fsd.training.optimizer import HeadOptimizer
+from eagle_fsd.training.prefetch import prefetched
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.runs import (
     BEST,
     CHECKPOINT,
     LOG,
+    Report,
     cut_log,
+    fixed,
+    flat,
     read_checkpoint,
     read_log,
     save_atomically,
@@ -55,6 +60,8 @@ from eagle_fsd.training.shards import Features, FeatureSequence
 logger = logging.getLogger(__name__)
 
 RELEASE_EVERY = 20  # steps
+AHEAD = 2  # batches that are read and padded while a GPU works on the one before
+REPORT_EVERY = 20  # steps that a GPU takes before the host asks for their losses
 SAMPLE = 64  # sequences that tell how large features and embeddings are
 
 
@@ -99,7 +106,7 @@ class Trainer:
         self.data, self.numbers, self.config = data, list(numbers), config
         self.embedding, self.readout = embedding.to(self.device), readout.to(self.device)
         self.held_out = hold_out(held_out, self.readout, device=self.device)
-        self.common = common.to(self.device)
+        self.common = common.cpu()  # where batches are made
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lengths = [len(data.tokens[number]) for number in self.numbers]
@@ -114,6 +121,10 @@ class Trainer:
         self.steps_per_epoch = len(plan) / self.batches_per_step
         self.step, self.seconds, self.best = 0, 0.0, -1.0
         self.stop = 0  # the signal that asked for it
+        # On a CPU there is nothing to overlap, and the loss of a step is known when it ends.
+        cpu = self.device.type == "cpu"
+        self.ahead, self.report_every = (0, 1) if cpu else (AHEAD, REPORT_EVERY)
+        self.unread: list[Report] = []
 
     def progress(self) -> float:
         """How much of the run is done: from 0, it ends at 1."""
@@ -136,40 +147,68 @@ class Trainer:
             whole = list(islice(stream, self.batches_per_step))
             yield whole[self.accelerator.process_index :: self.accelerator.num_processes]
 
-    def train_step(self, share: Sequence[tuple[int, list[int]]]) -> dict[str, Any]:
-        """One update of the head from this process's batches; what the log says of it."""
+    def lessons(self) -> Generator[list[Lesson], None, None]:
+        """What `train_step` takes, of every step from the current one on; close it to end its thread."""
+        return prefetched(lambda share: [self.lesson(*one) for one in share], self.shares(), self.ahead)
+
+    def lesson(self, place: int, numbers: Sequence[int]) -> Lesson:
+        """The batch at a place of the run; it depends on nothing else, whenever and wherever it is made."""
+        batch = collate(self.data.read(numbers))
+        seed = self.config.seed * 1_000_003 + place
+        batch = add_noise(batch, self.config.noise, self.feature_std, seed)
+        tokens = tokens_of_batch(self.common, batch)
+        lesson = Lesson(batch, tokens)
+        return lesson.pinned() if self.device.type == "cuda" else lesson
+
+    def train_step(self, share: Sequence[Lesson]) -> Report:
+        """One update of the head from this process's batches, and what came of it."""
         progress = self.progress()
         rate = learning_rate_at(progress, self.config)
         depth = self.config.unroll if progress >= self.config.unroll_after else 1
         self.head.zero_grad()
         parts = []
-        for index, (place, numbers) in enumerate(share):
+        for index, lesson in enumerate(share):
             # Gradients travel between processes once a step, with the last batch.
             last = index == len(share) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss, entropies = self.loss_of(place, numbers, depth)
+                loss, entropies = self.loss_of(lesson, depth)
                 self.accelerator.backward(loss / len(share))
             parts.append(torch.cat((loss.detach()[None], entropies)))
         parts = self.accelerator.gather(torch.stack(parts))
-        loss, entropies = parts[:, 0].mean().item(), parts[:, 1:].nanmean(0).tolist()
-        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip))
-        if not math.isfinite(loss + norm):  # before the step: no checkpoint ever holds a NaN
-            raise ValueError(
-                f"the loss is {loss} and its gradient's norm {norm} at step {self.step}: both must be "
-                "finite; lower --learning-rate, or check the features"
-            )
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        values = torch.cat((parts[:, 0].mean()[None], norm.detach()[None], parts[:, 1:].nanmean(0)))
+        report = Report(self.step, rate, values)
+        self.unread.append(report)
+        if len(self.unread) >= self.report_every:
+            self.check()  # before the step: on a CPU no head ever holds a NaN
         self.optimizer.step(rate)
         self.step += 1
-        entropies = [None if math.isnan(value) else value for value in entropies]  # no draft was so deep
-        return {"loss": loss, "cross_entropy": entropies, "norm": norm, "lr": rate}
+        return report
 
-    def loss_of(self, place: int, numbers: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:
+    def check(self) -> None:
+        """Wait for the steps that are not logged yet; ValueError where a loss or a gradient is not finite.
+
+        Nothing is evaluated or written before it has passed, so that no checkpoint ever holds a NaN.
+        """
+        for report in self.unread:
+            if not math.isfinite(report.loss + report.norm):
+                raise ValueError(
+                    f"the loss is {report.loss} and its gradient's norm {report.norm} at step {report.step}: "
+                    "both must be finite; lower --learning-rate, or check the features"
+                )
+
+    def log_steps(self) -> None:
+        """Log the steps that are not yet; see `check`."""
+        self.check()
+        for report in self.unread:
+            self.log(report.record())
+        self.unread.clear()
+
+    def loss_of(self, lesson: Lesson, depth: int) -> tuple[Tensor, Tensor]:
         """The loss, and the cross-entropy [depth] of every drafting step, of one batch."""
-        batch = collate(self.data.read(numbers))
-        seed = self.config.seed * 1_000_003 + place
-        batch = add_noise(batch, self.config.noise, self.feature_std, seed).to(self.device)
+        batch, tokens = lesson.batch.to(self.device), moved_to(self.device, lesson.tokens)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.bfloat16):
-            readout = self.readout.restricted(tokens_of_batch(self.common, batch)).to(self.dtype)
+            readout = self.readout.restricted(tokens).to(self.dtype)
             return self.model(batch, self.embedding, readout, depth)
 
     def run(self) -> dict[str, Any]:
@@ -184,24 +223,29 @@ class Trainer:
         result: dict[str, Any] = {}
         total = None if self.config.minutes else round(self.config.epochs * self.steps_per_epoch)
         bar = tqdm(total=total, initial=self.step, unit="step", mininterval=10, disable=not main)
-        with stop_on_signals(self), bar:
-            for share in self.shares():
+        with stop_on_signals(self), bar, closing(self.lessons()) as lessons:
+            while True:
                 self.agree()
                 if self.stop or self.progress() >= 1:
                     break
                 started = time.monotonic()
-                report = self.train_step(share)
+                report = self.train_step(next(lessons))
                 self.seconds += time.monotonic() - started
+                report.seconds = self.seconds
                 bar.update()
-                bar.set_postfix(loss=f"{report['loss']:.3f}", done=f"{self.progress():.1%}", refresh=False)
                 if self.step % RELEASE_EVERY == 0:
                     release_freed_memory()
-                    report["memory"] = memory_in_use(self.device)
-                self.log({"step": self.step, "seconds": round(self.seconds, 1), **report})
-                if self.step % self.config.eval_every == 0:
+                    report.memory = memory_in_use(self.device)
+                evaluates = self.step % self.config.eval_every == 0
+                saves = self.step % self.config.checkpoint_every == 0
+                if evaluates or saves or len(self.unread) >= self.report_every:
+                    self.log_steps()
+                    bar.set_postfix(loss=f"{report.loss:.3f}", done=f"{self.progress():.1%}", refresh=False)
+                if evaluates:
                     result = self.evaluate_and_keep()
-                if self.step % self.config.checkpoint_every == 0:
+                if saves:
                     self.save()
+        self.log_steps()
         if not self.stop:
             result = self.known_result() or self.evaluate_and_keep()
         self.save()
@@ -286,22 +330,3 @@ class Trainer:
             "optimizer": "Muon",  # before, AdamW: such a run cannot be gone on with
             "feature_std": f"{self.feature_std:.4g}",  # its last digits vary with the number of threads
         }
-
-
-def fixed(run: dict[str, Any]) -> dict[str, Any]:
-    """The part of a run's identity that a resumed run may not change; its length and its pauses it may."""
-    free = ("epochs", "minutes", "eval_every", "checkpoint_every", "accumulate")  # see batches_per_step
-    return run | {"config": {name: value for name, value in run["config"].items() if name not in free}}
-
-
-def flat(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """A record's numbers by dotted names, for trackers."""
-    found: dict[str, float] = {}
-    for name, value in record.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
-        elif isinstance(value, list):
-            found |= flat({str(index): number for index, number in enumerate(value, 1)}, f"{prefix}{name}.")
-        elif value is not None and name != "step":
-            found[f"{prefix}{name}"] = value
-    return found

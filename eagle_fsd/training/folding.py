@@ -1,0 +1,140 @@
+"""The bias of a head's `fc` folded into its weights, so that engines whose `fc` has none read the head.
+
+Some engines build `fc` without a bias (vLLM), and a file's bias is lost there. But features come out of the
+target's final norm, so there is a direction u in which nearly every input x = concat(embedding, feature) has
+u.x = 1. Then W x + b = (W + b u^T) x, and the bias is no longer needed. u is the least-squares solution of
+u.x = 1 over real inputs, in closed form from their second moments: the error of `fc`'s output is
+b (u.x - 1), so E|error|^2 = |b|^2 E(u.x - 1)^2. No bias at all has E|error|^2 = |b|^2.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_fsd.head import DraftHead
+from eagle_fsd.training.loss import learn_masks, unroll
+from eagle_fsd.training.shards import FeatureSequence
+
+RIDGE = 1e-6  # of the inputs' own sizes: far below what they vary by, far above float64's rounding
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The moments of `count` of `fc`'s inputs, in float64: mean [2 d], product [2 d, 2 d]."""
+
+    mean: Tensor
+    product: Tensor
+    count: int
+
+    @classmethod
+    def of(cls, inputs: Tensor) -> Moments:
+        """Of inputs [N, 2 d]; ValueError for none."""
+        if not len(inputs):
+            raise ValueError("no inputs to fold the bias over: give sequences with something to learn")
+        rows = inputs.double()
+        return cls(rows.mean(0), rows.T @ rows / len(rows), len(rows))
+
+    def mixed(self, other: Moments, share: float) -> Moments:
+        """Of a mixture: `share` of the other's distribution, the rest of this one's."""
+        mean, product = (
+            torch.lerp(mine, its, share)
+            for mine, its in ((self.mean, other.mean), (self.product, other.product))
+        )
+        return Moments(mean, product, self.count + other.count)
+
+    def joined(self, other: Moments) -> Moments:
+        """Of the rows of both."""
+        return self.mixed(other, other.count / (self.count + other.count))
+
+    def unit_direction(self, ridge: float = RIDGE) -> Tensor:
+        """u [2 d] with E(u.x - 1)^2 least, but for a small preference for a short u."""
+        sizes = self.product.diagonal().sqrt()
+        sizes = torch.where(sizes > 0, sizes, 1.0)  # a dimension that is always 0 gets nothing of u
+        scaled = self.product / sizes[:, None] / sizes
+        scaled.diagonal().add_(ridge)
+        factor = torch.linalg.cholesky(scaled)
+        return torch.cholesky_solve((self.mean / sizes)[:, None], factor).squeeze(1) / sizes
+
+    def residual(self, direction: Tensor) -> float:
+        """E(u.x - 1)^2 for u = direction: 0 is an exact fold, 1 no better than dropping the bias."""
+        squared = direction @ self.product @ direction - 2 * direction @ self.mean + 1
+        return max(float(squared), 0.0)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A head without a bias, and what is left of the bias's effect: shares of E|b|^2, by kind of input."""
+
+    head: DraftHead
+    true: float
+    predicted: float
+    inputs: int
+
+    def __str__(self) -> str:
+        return (
+            f"folded over {self.inputs:,} inputs; of the bias's effect on fc, {100 * (1 - self.true):.2f} % "
+            f"is kept on true features and {100 * (1 - self.predicted):.2f} % on predicted ones (R^2)"
+        )
+
+
+@torch.no_grad()
+def fc_inputs(
+    head: DraftHead, sequence: FeatureSequence, embedding: Tensor, steps: int
+) -> tuple[Tensor, Tensor]:
+    """What `fc` reads while drafting along a sequence: [N, 2 d] with true features, [M, 2 d] with predicted.
+
+    Places are those that are learned; predicted features are those of drafting steps 2 to `steps`.
+    embedding: the target's table [V, d].
+    """
+    features = sequence.features[None, :-1].float()
+    embeddings = F.embedding(sequence.tokens[None, 1:], embedding).float()
+    read: list[Tensor] = []
+    hook = head.fc.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0][0]))
+    try:
+        unroll(head, features, embeddings, steps)
+    finally:
+        hook.remove()
+    masks = learn_masks(sequence.learn[None, 1:], steps)
+    true, *predicted = (rows[mask[0]] for rows, mask in zip(read, masks, strict=True))
+    return true, torch.cat(predicted) if predicted else true[:0]
+
+
+def input_moments(
+    head: DraftHead, sequences: Iterable[FeatureSequence], embedding: Tensor, steps: int
+) -> tuple[Moments, Moments]:
+    """The moments of `fc`'s inputs over sequences: with true features, and with predicted ones."""
+    found: list[Moments | None] = [None, None]
+    for sequence in sequences:
+        for kind, rows in enumerate(fc_inputs(head, sequence, embedding, steps)):
+            if len(rows):
+                new = Moments.of(rows)
+                before = found[kind]
+                found[kind] = new if before is None else before.joined(new)
+    true, predicted = found
+    if true is None or predicted is None:
+        raise ValueError("no inputs to fold the bias over: give sequences with something to learn")
+    return true, predicted
+
+
+def fold_bias(head: DraftHead, true: Moments, predicted: Moments, ridge: float = RIDGE) -> Folded:
+    """A copy of a head whose `fc` does without its bias, as nearly the same as can be on these inputs.
+
+    true, predicted: moments of inputs with the target's features and with the head's own, which weigh the
+    same: a draft's first step reads the former, all others the latter. A head without a bias is copied.
+    """
+    direction = true.mixed(predicted, 0.5).unit_direction(ridge)  # [2 d]
+    made = DraftHead(replace(head.config, fc_bias=False, draft_vocab_size=None)).to(head.fc.weight)
+    tensors = {name: value for name, value in head.state_dict().items() if name != "fc.bias"}
+    if head.fc.bias is not None:
+        weight = head.fc.weight.detach().double() + torch.outer(head.fc.bias.detach().double(), direction)
+        tensors["fc.weight"] = weight.to(head.fc.weight.dtype)
+    made.load_state_dict(tensors)
+    made.restrict(copy.deepcopy(head.draft_tokens)).train(head.training)
+    count = true.count + predicted.count
+    return Folded(made, true.residual(direction), predicted.residual(direction), count)
