@@ -19,17 +19,19 @@ LAYERS = [
         "attention",
         "config",
         "divergence",
+        "files",
         "flash",
         "graphs",
         "identity",
         "jsonl",
-        "libraries",
         "padding",
         "provenance",
         "stats",
     },
+    {"remembered"},
+    {"libraries"},
     {"layer_attention", "packing", "prompts", "tensors"},
-    {"files", "sampling", "tree", "vocabulary"},
+    {"sampling", "tree", "vocabulary"},
     {"head"},
     {"cache", "checkpoint"},
     {"acceptance", "target", "draft", "placement", "download"},
@@ -118,6 +120,7 @@ def test_runtime_modules_import_nothing_outside_the_requirements(path: Path) -> 
     if module_of(path) in {"training", "evaluation"}:
         return
     required = {"torch", "transformers", "safetensors", "huggingface_hub", "gguf", "accelerate", "jinja2"}
+    required.add("filelock")
     if module_of(path) == "flash":  # which goes without where it is not installed
         required.add("flash_attn")
     roots = {name.split(".")[0] for name in IMPORTS[path]}
