@@ -103,6 +103,7 @@ class EagleFSD:
         pack: bool = True,
         graphs: bool = True,
         full_vocabulary: bool = False,
+        weights_cache: bool = True,
     ) -> EagleFSD:
         """Load a target and its head.
 
@@ -114,7 +115,8 @@ class EagleFSD:
         graphs: on CUDA record the parts of a step as CUDA graphs when they come a second time; not with a
         device_map.
         full_vocabulary: draft over all of the target's tokens, also with a head that has a list of frequent
-        ones. Raises ValueError for anything that cannot be had, does not fit or is not supported.
+        ones. weights_cache: keep what was converted of a .gguf file on disk and read that the next time.
+        Raises ValueError for anything that cannot be had, does not fit or is not supported.
         """
         base_model = os.fspath(base_model)
         ea_model = None if ea_model is None else os.fspath(ea_model)
@@ -129,6 +131,7 @@ class EagleFSD:
             device_map=device_map,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            weights_cache=weights_cache,
         )
         movable = device_map is not None  # a packed layer would be packed again wherever it goes
         library = fastest_library(model) if pack and not movable else None
