@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -41,7 +40,7 @@ from eagle_fsd.measuring import (
     observe,
 )
 from eagle_fsd.packing import libraries_of
-from eagle_fsd.provenance import processor
+from eagle_fsd.provenance import cores, processor
 from eagle_fsd.remembered import digest, recall, remember
 from eagle_fsd.target import TargetModel
 from eagle_fsd.timing import BUSY
@@ -254,15 +253,6 @@ def warpers(sampling: SamplingConfig) -> list[bool]:
     if sampling.greedy:
         return [True]
     return [False, sampling.top_k > 0, sampling.top_p < 1]
-
-
-def cores() -> int | None:
-    """How many processor cores this process may use.
-
-    That and the processor's name tell a machine from another. Its host name does not: a container has a new
-    one at each start.
-    """
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 # -- on disk ----------------------------------------

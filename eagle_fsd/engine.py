@@ -30,7 +30,7 @@ from eagle_fsd.draft import EagleDrafter, Vocabulary
 from eagle_fsd.graphs import EAGER, Graphs, cuda_recorder
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import models_identity
-from eagle_fsd.libraries import fastest_library
+from eagle_fsd.libraries import remembered_library
 from eagle_fsd.outputs import BatchStream, GenerationOutput, TokenStream
 from eagle_fsd.packing import pack_linears
 from eagle_fsd.padding import as_ids, right_padded
@@ -134,7 +134,7 @@ class EagleFSD:
             weights_cache=weights_cache,
         )
         movable = device_map is not None  # a packed layer would be packed again wherever it goes
-        library = fastest_library(model) if pack and not movable else None
+        library = remembered_library(model) if pack and not movable else None
         pack_linears(model, library)
         graphs = graphs and device_map is None and model.device.type == "cuda"
         target = TargetModel(model, Graphs(cuda_recorder(model.device)) if graphs else EAGER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import subprocess
@@ -39,6 +40,15 @@ def processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return next(filter(None, names), platform.machine())
+
+
+def cores() -> int | None:
+    """How many processor cores this process may use.
+
+    That and the processor's name tell a machine from another. Its host name does not: a container has a new
+    one at each start.
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def commit() -> str | None:

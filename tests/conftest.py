@@ -58,7 +58,7 @@ def smollm2() -> EagleFSD:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests choose and convert is kept for the tests alone; half a gigabyte of weights only for as long."""
+    """What tests choose and convert is kept for the tests alone, and no longer: weights are large."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLE_FSD_CACHE", str(folder))
