@@ -31,7 +31,7 @@ from eagle_fsd.draft import EagleDrafter, Vocabulary
 from eagle_fsd.graphs import EAGER, Graphs, cuda_recorder
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import models_identity
-from eagle_fsd.libraries import fastest_library
+from eagle_fsd.libraries import remembered_library
 from eagle_fsd.outputs import BatchStream, GenerationOutput, TokenStream
 from eagle_fsd.packing import pack_changed, pack_linears
 from eagle_fsd.padding import as_ids, right_padded
@@ -107,6 +107,7 @@ class EagleFSD:
         pack: bool = True,
         graphs: bool = True,
         full_vocabulary: bool = False,
+        weights_cache: bool = True,
     ) -> EagleFSD:
         """Load a target and its head.
 
@@ -118,7 +119,8 @@ class EagleFSD:
         graphs: on CUDA record the parts of a step as CUDA graphs when they come a second time; not with a
         device_map.
         full_vocabulary: draft over all of the target's tokens, also with a head that has a list of frequent
-        ones. Raises ValueError for anything that cannot be had, does not fit or is not supported.
+        ones. weights_cache: keep what was converted of a .gguf file on disk and read that the next time.
+        Raises ValueError for anything that cannot be had, does not fit or is not supported.
         """
         base_model = os.fspath(base_model)
         ea_model = None if ea_model is None else os.fspath(ea_model)
@@ -133,9 +135,10 @@ class EagleFSD:
             device_map=device_map,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            weights_cache=weights_cache,
         )
         movable = device_map is not None  # a packed layer would be packed again wherever it goes
-        library = fastest_library(model) if pack and not movable else None
+        library = remembered_library(model) if pack and not movable else None
         pack_linears(model, library)
         graphs = graphs and device_map is None and model.device.type == "cuda"
         target = TargetModel(model, Graphs(cuda_recorder(model.device)) if graphs else EAGER)

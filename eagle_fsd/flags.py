@@ -118,6 +118,12 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_false",
         help="on CUDA, launch every operation instead of replaying CUDA graphs: slower, for finding faults",
     )
+    group.add_argument(
+        "--no-weights-cache",
+        dest="weights_cache",
+        action="store_false",
+        help="convert a .gguf file's weights anew, and keep no copy in ~/.cache/eagle_fsd",
+    )
 
     group = parser.add_argument_group("acceptance")
     group.add_argument(

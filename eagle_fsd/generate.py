@@ -198,6 +198,7 @@ def load_model(args: Namespace) -> EagleFSD:
         pack=args.pack,
         graphs=args.graphs,
         full_vocabulary=args.full_vocabulary,
+        weights_cache=args.weights_cache,
     )
 
 

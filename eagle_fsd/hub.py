@@ -150,14 +150,18 @@ def load_target(
     device_map: str | dict[str, Any] | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    weights_cache: bool = True,
 ) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase | None]:
     """The target in eval mode, and its tokenizer (None where the source has none).
 
-    `device_map` places the layers and overrides `device`. A weight that the files lack is an error.
+    `device_map` places the layers and overrides `device`. weights_cache: keep what was converted of a .gguf
+    file and read that the next time. A weight that the files lack is an error.
     """
     if isinstance(source, str):
         source = resolve_target(source, trust_remote_code=trust_remote_code)
-    return load_model(source, dtype, device, device_map, attn_implementation, trust_remote_code)
+    return load_model(
+        source, dtype, device, device_map, attn_implementation, trust_remote_code, weights_cache
+    )
 
 
 def load_head(

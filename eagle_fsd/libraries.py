@@ -6,6 +6,7 @@ to MKL with a packed weight, and up to how many rows, is another thing on anothe
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,12 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagle_fsd.timing import timed
+from eagle_fsd.provenance import cores, processor
+from eagle_fsd.remembered import LIBRARIES as LIBRARIES_FILE
+from eagle_fsd.remembered import digest, recall, remember
+from eagle_fsd.timing import BUSY, Call, disagreement, timed_in_turn
 
 ROWS = (1, 4, 16)  # a plain step, a small tree and a large one
 SAMPLE = 2**28  # bytes of weights that are timed: more than most caches hold
 LEAST = 2**24  # bytes of weights below which there is nothing to be gained or measured
 GAIN = 1.05  # a second copy of the weights must be so much faster than the stock layers
+STOCK = "none"  # the name under which stock layers are remembered
 BLOCK = 16  # rows that a weight is packed for; it serves any number
 
 
@@ -77,27 +82,63 @@ def library_for(weight: Tensor, preferred: Library = ONEDNN) -> Library | None:
     return next((one for one in (preferred, *LIBRARIES) if one.takes(weight)), None)
 
 
-@torch.inference_mode()
-def fastest_library(module: nn.Module, rows: Sequence[int] = ROWS) -> Library | None:
-    """The library that multiplies so many rows with this module's linear layers fastest; None: stock layers.
+def remembered_library(module: nn.Module) -> Library | None:
+    """`fastest_library`, measured once for layers of these shapes on this machine and remembered on disk.
 
-    Each number of rows counts alike. Measured on up to SAMPLE bytes of the layers, in about a second; a
-    module of less than LEAST is not measured and gets the first library that takes its weights.
+    What was measured on a busy machine, where the repeats disagree, is not remembered.
     """
-    layers = (layer for layer in module.modules() if type(layer) is nn.Linear and library_for(layer.weight))
-    weights = list({id(layer.weight): layer.weight for layer in layers}.values())  # a tied one once
+    if not (sample := sample_of(module)):
+        return fastest_library(module)
+    shapes = [[str(weight.dtype), *weight.shape] for weight in sample]
+    here = [processor(), cores(), torch.get_num_threads(), torch.__version__]
+    key = digest("library", here, shapes, ROWS, [library.name for library in LIBRARIES])
+    by_name = {library.name: library for library in LIBRARIES} | {STOCK: None}
+    if (name := recall(key, str, LIBRARIES_FILE)) in by_name:
+        return by_name[name]
+    spreads: list[float] = []
+    found = fastest_library(module, spreads=spreads)
+    if statistics.median(spreads) <= BUSY:
+        remember(key, found.name if found else STOCK, LIBRARIES_FILE)
+    return found
+
+
+def sample_of(module: nn.Module) -> list[Tensor]:
+    """Up to SAMPLE bytes of the weights that a library takes; none where there are less than LEAST."""
+    weights = weights_of(module)
     if sum(weight.nbytes for weight in weights) < LEAST:
-        return library_for(weights[0]) if weights else None
+        return []
     sample, room = [], SAMPLE
     for weight in weights:
         if not sample or weight.nbytes <= room:
             sample.append(weight)
             room -= weight.nbytes
-    stock = seconds_of([lambda x, weight=weight: F.linear(x, weight) for weight in sample], sample, rows)
+    return sample
+
+
+def weights_of(module: nn.Module) -> list[Tensor]:
+    """The weights of the linear layers that a library takes; a tied one once."""
+    layers = (layer for layer in module.modules() if type(layer) is nn.Linear and library_for(layer.weight))
+    return list({id(layer.weight): layer.weight for layer in layers}.values())
+
+
+@torch.inference_mode()
+def fastest_library(
+    module: nn.Module, rows: Sequence[int] = ROWS, spreads: list[float] | None = None
+) -> Library | None:
+    """The library that multiplies so many rows with this module's linear layers fastest; None: stock layers.
+
+    Each number of rows counts alike. Measured on up to SAMPLE bytes of the layers, in about a second; a
+    module of less than LEAST is not measured and gets the first library that takes its weights. spreads: is
+    given the disagreement of the repeats (timing.disagreement) of everything that is timed.
+    """
+    if not (sample := sample_of(module)):
+        return next((library_for(weight) for weight in weights_of(module)), None)
+    stock = [lambda x, weight=weight: F.linear(x, weight) for weight in sample]
+    stock = seconds_of(stock, sample, rows, spreads)
     best, least = None, [seconds / GAIN for seconds in stock]
     for library in LIBRARIES:
         if all(library.takes(weight) for weight in sample):
-            seconds = seconds_of(products(library, sample), sample, rows)
+            seconds = seconds_of(products(library, sample), sample, rows, spreads)
             if sum(mine / theirs for mine, theirs in zip(seconds, least, strict=True)) < len(least):
                 best, least = library, seconds
     return best
@@ -110,16 +151,23 @@ def products(library: Library, weights: Sequence[Tensor]) -> list[Callable[[Tens
 
 
 def seconds_of(
-    multiply: Sequence[Callable[[Tensor], Tensor]], weights: Sequence[Tensor], rows: Sequence[int]
+    multiply: Sequence[Callable[[Tensor], Tensor]],
+    weights: Sequence[Tensor],
+    rows: Sequence[int],
+    spreads: list[float] | None = None,
 ) -> list[float]:
     """How long all these products with the weights take one after the other, by the number of rows."""
-    found = []
-    for count in rows:
+
+    def call(count: int) -> Call:
         inputs = [torch.ones(count, weight.shape[1], dtype=weight.dtype) for weight in weights]
 
-        def run(inputs: Sequence[Tensor] = inputs) -> None:
+        def run() -> None:
             for product, x in zip(multiply, inputs, strict=True):
                 product(x)
 
-        found.append(timed(run, weights[0].device))
-    return found
+        return Call(run)
+
+    repeats = timed_in_turn({count: call(count) for count in rows}, weights[0].device)
+    if spreads is not None:
+        spreads += map(disagreement, repeats.values())
+    return [statistics.median(repeats[count]) for count in rows]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +15,18 @@ from typing import Any
 import torch
 import transformers
 
-from eagle_fsd.architecture import ATTENTION, check_supported, end_tokens, longest_text
-from eagle_fsd.checkpoint import BIN_NAME, CONFIG_NAME, SAFETENSORS_NAME, read_config
+from eagle_fsd.architecture import ATTENTION, end_tokens, longest_text
+from eagle_fsd.checkpoint import CONFIG_NAME
 from eagle_fsd.config import require_choice
-from eagle_fsd.download import TOKENIZER_FILES, bars_wanted, has_whole_weights, shard_names
+from eagle_fsd.download import CHAT_FILES, TOKENIZER_FILES, bars_wanted
 from eagle_fsd.messages import one_line
 from eagle_fsd.placement import resolve_device, resolve_dtype
+from eagle_fsd.target_files import check_decoder, check_folder, check_plausible, check_sizes
+from eagle_fsd.weights_cache import Origin, find, is_whole, keep, origin_of
 
+logger = logging.getLogger(__name__)
+
+CONVERTER = f"transformers {transformers.__version__}"
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -46,6 +53,20 @@ class TargetText:
     eos_token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Placing:
+    """How a target is read: see load_model, whose arguments these are, checked."""
+
+    dtype: torch.dtype
+    device: torch.device
+    device_map: str | dict[str, Any] | None = None
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+
+Loaded = tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase | None]
+
+
 def load_model(
     source: TargetSource,
     dtype: str | torch.dtype | None = None,
@@ -53,35 +74,60 @@ def load_model(
     device_map: str | dict[str, Any] | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
-) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase | None]:
+    weights_cache: bool = True,
+) -> Loaded:
     """The target in eval mode, and its tokenizer (None where the source has none).
 
     `device_map` places the layers and overrides `device`. A weight that the files lack is an error.
+    weights_cache: keep what was converted of a .gguf file, and read that the next time; see weights_cache.py.
     """
     place = resolve_device(device)
-    dtype = resolve_dtype(dtype, place)
+    placing = Placing(resolve_dtype(dtype, place), place, device_map, attn_implementation, trust_remote_code)
     if attn_implementation is not None:
         require_choice("attn_implementation", attn_implementation, ATTENTION)
     if isinstance(device_map, str):
         require_choice("device_map", device_map, DEVICE_MAPS)
     if source.gguf_file is None:
-        check_folder(source, trust_remote_code)
-    options = options_of(source, trust_remote_code)
+        tell(f"loading {source.name} ...")
+        return load_files(source, placing)
+    origin = origin_of_gguf(source) if weights_cache else None
+    if origin is not None and (folder := find(origin, serving(placing.dtype))):
+        tell(f"loading {source.name}, as it was kept in {folder} ...")
+        try:
+            return under_its_name(source, load_files(TargetSource(source.name, folder), placing))
+        except ValueError:
+            if is_whole(folder):  # else another process has dropped it meanwhile
+                raise
+    tell(f"converting {source.gguf_file} ...")
+    loaded = load_files(source, placing)
+    # With a device_map a part may be on no device at all.
+    if origin is not None and device_map is None and (folder := keep_converted(origin, *loaded)):
+        tell(f"kept what was converted in {folder}, for the next start")
+    return loaded
+
+
+def load_files(source: TargetSource, placing: Placing) -> Loaded:
+    """The target by the source's own files."""
+    if source.gguf_file is None:
+        check_folder(source.folder, source.name, placing.trust_remote_code)
+    options = options_of(source, placing.trust_remote_code)
     config = load_config(source, options)
+    if source.gguf_file is None:
+        check_plausible(config, source.folder, source.name)
     with one_line_errors(source.name), quiet_loading(source.gguf_file is not None):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=config,
-            dtype=dtype,
-            device_map=device_map,
-            attn_implementation=attn_implementation,
+            dtype=placing.dtype,
+            device_map=placing.device_map,
+            attn_implementation=placing.attn_implementation,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # check_whole says it better
             **options,
             **(unpacked() if source.gguf_file is not None else {}),
         )
-        if device_map is None:
-            model = model.to(place)
+        if placing.device_map is None:
+            model = model.to(placing.device)
     check_whole(report, source.name)
     if source.gguf_file is not None:
         forget_quantization(model)
@@ -91,7 +137,9 @@ def load_model(
 def load_text(source: TargetSource, trust_remote_code: bool = False) -> TargetText:
     """What a target says of its text, from its small files: its weights need not be there."""
     if source.gguf_file is None:
-        check_folder(source, trust_remote_code, weights=False)
+        check_folder(source.folder, source.name, trust_remote_code, weights=False)
+    elif (origin := origin_of_gguf(source)) and (folder := find(origin)):
+        source = TargetSource(source.name, folder)
     options = options_of(source, trust_remote_code)
     config = load_config(source, options)
     generation = None
@@ -108,6 +156,57 @@ def load_text(source: TargetSource, trust_remote_code: bool = False) -> TargetTe
     )
 
 
+# -- converted .gguf files ----------------------------------------
+
+
+def origin_of_gguf(source: TargetSource) -> Origin | None:
+    """A .gguf file with all that may have a say in what is read of it; None where nothing is to be kept."""
+    names = (CONFIG_NAME, *CHAT_FILES, *TOKENIZER_FILES)
+    beside = [path for name in names for path in source.folder.glob(name)]
+    return origin_of(source.folder / source.gguf_file, beside, CONVERTER)
+
+
+def serving(dtype: torch.dtype) -> tuple[str, ...]:
+    """The dtypes that converted weights may be kept in to serve this one: it, and float32.
+
+    For a .gguf file is unpacked to float32 and then rounded too.
+    """
+    return str(torch.float32), str(dtype)
+
+
+def keep_converted(
+    origin: Origin, model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase
+) -> Path | None:
+    """Keep what was read from a .gguf file, in the folder that is returned, where there is room."""
+
+    def save(folder: Path) -> None:
+        with quiet_loading(gguf=False):
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+    size = sum({weight.data_ptr(): weight.nbytes for weight in model.state_dict().values()}.values())
+    return keep(origin, str(model.dtype), size, save)
+
+
+def under_its_name(source: TargetSource, loaded: Loaded) -> Loaded:
+    """A model and tokenizer that name the place they were asked for, not the cache."""
+    model, tokenizer = loaded
+    model.config._name_or_path = model.name_or_path = str(source.folder)
+    tokenizer.name_or_path = str(source.folder)
+    return loaded
+
+
+# -- reading ----------------------------------------
+
+
+def tell(text: str) -> None:
+    """Show people what takes a while; a pipe or a file only with --verbose."""
+    if bars_wanted():
+        sys.stderr.write(f"{text}\n")
+    else:
+        logger.info("%s", text)
+
+
 def options_of(source: TargetSource, trust_remote_code: bool) -> dict[str, Any]:
     """What every reader of transformers is told of a source."""
     gguf = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
@@ -118,6 +217,7 @@ def load_config(source: TargetSource, options: dict[str, Any]) -> transformers.P
     """The config of a decoder; ValueError for what is none."""
     with one_line_errors(source.name):
         config = transformers.AutoConfig.from_pretrained(source.folder, **options)
+    check_sizes(config.to_dict(), source.name)  # of a .gguf file; of a folder, before
     check_decoder(config, source.name)
     return config
 
@@ -130,50 +230,6 @@ def load_tokenizer(
         return None
     with one_line_errors(source.name):
         return transformers.AutoTokenizer.from_pretrained(source.folder, **options)
-
-
-def check_folder(source: TargetSource, trust_remote_code: bool, weights: bool = True) -> None:
-    """A folder must have a config and whole weights, where these are asked for; said here, since
-    transformers' errors are long."""
-    folder, where = source.folder, f"target {source.name!r}"
-    files = sorted(folder.glob("*.gguf"))
-    if files and not (folder / CONFIG_NAME).is_file():
-        raise ValueError(
-            f"{where} has no {CONFIG_NAME}: a folder must have one; name its file {str(files[0])!r}"
-        )
-    config = read_config(folder, "target")
-    foreign = config.get("auto_map") and config.get("model_type") not in transformers.CONFIG_MAPPING
-    if foreign and not trust_remote_code:
-        raise ValueError(
-            f"{where} needs its own code: that runs only on request; set trust_remote_code if you trust it"
-        )
-    if not weights or has_whole_weights(folder):
-        return
-    shards = shard_names(folder)
-    lost = [name for name in shards if not (folder / name).is_file()]
-    if lost:
-        raise ValueError(f"{where} lacks the weights file {lost[0]!r}: all must be there; download it again")
-    if not shards:
-        raise ValueError(f"{where} has no weights: {SAFETENSORS_NAME} or {BIN_NAME} must be there; add one")
-
-
-def check_decoder(config: transformers.PreTrainedConfig, name: str) -> None:
-    """Refuse what is no causal decoder; which decoders trees can be verified on is target.py's to say."""
-    rule = "it must be a decoder; choose a causal language model"
-    kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"target {name!r} is an encoder-decoder ({kind}): {rule}")
-    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    causal = remote or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    # BERT and its kin have a causal class too, but attend both ways unless the config says is_decoder.
-    # Others, GPT-NeoX among them, say False and do not mean it.
-    both_ways = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder
-    if not causal or both_ways:
-        raise ValueError(f"target {name!r} is not a decoder ({kind}): {rule}")
-    try:
-        check_supported(config)
-    except ValueError as error:
-        raise ValueError(f"target {name!r} cannot be used: {one_line(error, 300)}") from error
 
 
 def check_whole(report: dict[str, Any], name: str) -> None:

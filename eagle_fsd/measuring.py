@@ -24,12 +24,13 @@ from eagle_fsd.padding import right_padded
 from eagle_fsd.sampling import RowRandom
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel, TargetSession
-from eagle_fsd.timing import synchronizer, timed
+from eagle_fsd.timing import RECORDED, Call, disagreement, synchronizer, timed_in_turn
 from eagle_fsd.tree import DraftTree, root_only
-from eagle_fsd.tuning import DEPTHS, Costs, Observation, Witness
+from eagle_fsd.tuning import DEPTHS, Costs, Forwards, Observation, Rest, Witness
 
 WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BEAMS = (1, 2, 4, 8, 10)
+LEVELS = 5  # a draft of so many is timed for the cost of its further ones
 WIDE = (max(WIDTHS), max(DEPTHS), max(BEAMS))  # what is watched; smaller trees follow from it
 NEW_TOKENS = 80  # of each text that is watched
 TIMED_TOKENS = 16  # of the texts that only time accept and keep
@@ -90,7 +91,6 @@ def observe(
     return witness.observations
 
 
-@torch.inference_mode()
 def measure_costs(
     target: TargetModel,
     make_drafter: MakeDrafter,
@@ -100,7 +100,21 @@ def measure_costs(
     rule: AcceptanceRule,
     sampling: SamplingConfig,
 ) -> Costs:
-    """Time every part of a step on a cache of so many slots; what lies in them does not matter."""
+    """All that a step costs: measure_forwards and measure_rest."""
+    forwards, _ = measure_forwards(target, make_drafter, beams, batch, context)
+    rest, _ = measure_rest(target, make_drafter, max(beams), batch, rule, sampling)
+    return forwards.with_rest(rest)
+
+
+@torch.inference_mode()
+def measure_forwards(
+    target: TargetModel, make_drafter: MakeDrafter, beams: Sequence[int], batch: int, context: int
+) -> tuple[Forwards, float]:
+    """Time the forwards of a step on a cache of `context` slots; what the slots hold does not matter.
+
+    Neither the rule nor the sampling changes them. The second value is the median disagreement of the repeats
+    (timing.disagreement): above timing.BUSY the machine had other work to do, and the times are not its own.
+    """
     deepest, widest = max(DEPTHS), max(WIDTHS)
     room = max(2, min(context, target.max_positions - deepest - 2))
     capacity = room + widest + max(beams) * deepest + 1
@@ -112,30 +126,53 @@ def measure_costs(
     for cache in (session.cache, drafter.cache):
         cache.reserve(room - 1)
         cache.advance([room - 1] * batch)
-    verify = {
-        width: timed(lambda width=width: session.verify(star(roots, width, target.vocab_size)), target.device)
-        for width in (1, *WIDTHS)
-    }
 
-    def seconds_of_draft(tree: TreeConfig) -> float:
+    def verify(width: int) -> Call:
+        tree = star(roots, width, target.vocab_size)
+        return Call(lambda: session.verify(tree))
+
+    def draft(beam: int, depth: int) -> Call:
         # A verify forward comes before it in a step too, and leaves nothing of the head in a CPU's caches.
         verify_root = functools.partial(session.verify, root_only(roots, target.vocab_size))
-        return timed(lambda: drafter.draft(roots, tree), target.device, before=verify_root)
+        return Call(lambda: drafter.draft(roots, TreeConfig(1 + depth, depth, beam)), verify_root)
 
-    draft = {}
+    calls = {("verify", width): verify(width) for width in (1, *WIDTHS)}
+    calls |= {("draft", (beam, depth)): draft(beam, depth) for beam in beams for depth in (1, LEVELS)}
+    repeats = timed_in_turn(calls, target.device, RECORDED if target.stepper.view else 1)
+    median = {key: statistics.median(seconds) for key, seconds in repeats.items()}
+    drafts = {}
     for beam in beams:
-        first, all_five = (seconds_of_draft(TreeConfig(1 + depth, depth, beam)) for depth in (1, 5))
-        draft[beam] = (first, max(all_five - first, 0.0) / 4)
+        first, all_levels = (median["draft", (beam, depth)] for depth in (1, LEVELS))
+        drafts[beam] = (first, max(all_levels - first, 0.0) / (LEVELS - 1))
+    forwards = Forwards({width: median["verify", width] for width in (1, *WIDTHS)}, drafts)
+    return forwards, statistics.median(map(disagreement, repeats.values()))
 
-    def rest_of(make: MakeDrafter, tree: TreeConfig) -> float:
-        prompts = [[0] * 4] * batch
-        for _ in range(2):  # the first one is warm-up
-            seconds = run_texts(target, make, prompts, rule, sampling, tree, TIMED_TOKENS)
-        return seconds
 
-    plain = verify[1] + rest_of(lambda *_: NoDrafter(target.vocab_size), TreeConfig(1))
-    rest = rest_of(make_drafter, TreeConfig.within(16, 5, min(8, max(beams))))
-    return Costs(verify, draft, rest, plain)
+def measure_rest(
+    target: TargetModel,
+    make_drafter: MakeDrafter,
+    beam: int,
+    batch: int,
+    rule: AcceptanceRule,
+    sampling: SamplingConfig,
+) -> tuple[Rest, float]:
+    """Time what a step does beside its forwards, with a draft of usual size and without one.
+
+    beam: the widest beam that the head drafts. What takes time is the kind of rule and which warpers are on;
+    a threshold, the temperature, the values of top-k and top-p do not matter. The second value is by how much
+    two runs disagree.
+    """
+    ways = {
+        "drafted": (make_drafter, TreeConfig.within(16, 5, min(8, beam))),
+        "plain": (lambda *_: NoDrafter(target.vocab_size), TreeConfig(1)),
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(2):
+        for name, (make, tree) in ways.items():
+            prompts = [[0] * 4] * batch
+            found[name].append(run_texts(target, make, prompts, rule, sampling, tree, TIMED_TOKENS))
+    rest = Rest(**{name: statistics.median(seconds) for name, seconds in found.items()})
+    return rest, disagreement(found["drafted"])
 
 
 def star(roots: Tensor, width: int, vocab_size: int) -> DraftTree:

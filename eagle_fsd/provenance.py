@@ -5,6 +5,7 @@ The record is the user's own: it holds the whole command line. `public_command` 
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shlex
@@ -84,6 +85,15 @@ def processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return next(filter(None, names), platform.machine())
+
+
+def cores() -> int | None:
+    """How many processor cores this process may use.
+
+    That and the processor's name tell a machine from another. Its host name does not: a container has a new
+    one at each start.
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def commit() -> str | None:

@@ -1,32 +1,84 @@
-"""How long a call takes on a device."""
+"""How long calls take on a device, and whether their repeats agree."""
 
 from __future__ import annotations
 
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-REPEATS, ENOUGH = 5, 0.5  # calls that are timed, fewer where they and what comes before take more seconds
+REPEATS = 5  # how often a call is timed
+ENOUGH = 0.5  # seconds after which a call is not timed again
+RECORDED = 3  # untimed calls of what records itself: the first runs as it comes, the second records
+BUSY = 0.25  # by how much the quartiles of a call's repeats may differ on a machine with nothing else to do
+
+Key = TypeVar("Key", bound=Hashable)
+Work = Callable[[], object]
 
 
-def timed(
-    work: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None
-) -> float:
-    """Median seconds of a call, after an untimed one. before: run ahead of each, and not timed."""
+@dataclass(frozen=True)
+class Call:
+    """Something to time. before: run ahead of each call, and not timed."""
+
+    work: Work
+    before: Work = lambda: None
+
+
+def timed(work: Work, device: torch.device, before: Work = lambda: None) -> float:
+    """Median seconds of a call, after an untimed one."""
+    return statistics.median(timed_in_turn({None: Call(work, before)}, device)[None])
+
+
+def timed_in_turn(
+    calls: Mapping[Key, Call],
+    device: torch.device,
+    untimed: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Key, list[float]]:
+    """The seconds of each call's repeats: at least one, at most REPEATS, fewer once they took ENOUGH seconds.
+
+    The calls take turns, so that a disturbance meets a few repeats of every call instead of all repeats of
+    one: the medians bear it, and `disagreement` shows it. untimed: how often each is called before the clock
+    starts, RECORDED where it is recorded in the second call. A single untimed call that alone takes ENOUGH
+    seconds counts as a repeat, and the only one.
+    """
     wait = synchronizer(device) or (lambda: None)
-    seconds: list[float] = []
-    end = time.perf_counter() + ENOUGH
-    while len(seconds) <= REPEATS and (not seconds or time.perf_counter() < end):
-        before()
+    found: dict[Key, list[float]] = {key: [] for key in calls}
+
+    def once(call: Call) -> tuple[float, float]:
+        """The seconds of the call, and with what comes before it."""
+        begin = clock()
+        call.before()
         wait()
-        start = time.perf_counter()
-        work()
+        start = clock()
+        call.work()
         wait()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:] or seconds)
+        end = clock()
+        return end - start, end - begin
+
+    spent = dict.fromkeys(calls, 0.0)
+    for key, call in calls.items():
+        for _ in range(untimed):
+            seconds, whole = once(call)
+        if untimed == 1 and whole >= ENOUGH:
+            found[key], spent[key] = [seconds], whole
+    for _ in range(REPEATS):
+        for key, call in calls.items():
+            if spent[key] < ENOUGH:
+                seconds, whole = once(call)
+                found[key].append(seconds)
+                spent[key] += whole
+    return found
+
+
+def disagreement(repeats: Sequence[float]) -> float:
+    """How much longer the slower repeats of a call took: the upper quartile over the lower one, less 1."""
+    ordered, quarter = sorted(repeats), len(repeats) // 4
+    return ordered[-1 - quarter] / max(ordered[quarter], 1e-9) - 1
 
 
 def synchronizer(device: torch.device) -> Callable[[], None] | None:

@@ -42,6 +42,26 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class Rest:
+    """Seconds that accept and keep take in a step, with a draft tree and without one, for one batch size."""
+
+    drafted: float
+    plain: float
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """Seconds of a step's forwards, for one batch size and context; see Costs."""
+
+    verify: dict[int, float]
+    draft: dict[int, tuple[float, float]]
+
+    def with_rest(self, rest: Rest) -> Costs:
+        """The costs of whole steps."""
+        return Costs(self.verify, self.draft, rest.drafted, self.verify[1] + rest.plain)
+
+
+@dataclass(frozen=True)
 class Costs:
     """Seconds of a step's parts, for one batch size and context.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,10 +58,12 @@ def smollm2() -> EagleFSD:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Trees that tests choose are remembered for the tests alone."""
+    """What tests choose and convert is kept for the tests alone, and no longer: weights are large."""
+    folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EAGLE_FSD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("EAGLE_FSD_CACHE", str(folder))
         yield
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,6 +19,7 @@ import torch
 import transformers
 from hub_server import FakeHub
 from safetensors.torch import load_file, save_file
+from tiny_gguf import write_gguf
 from torch import Tensor
 
 from eagle_fsd import checkpoint, generate, hub
@@ -319,51 +320,8 @@ def test_names_that_are_nothing(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def gguf_file(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny target as a GGUF file, float32, in llama.cpp's names and row order."""
-    gguf = pytest.importorskip("gguf")
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    tensors = load_file(tiny / "model.safetensors")
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(2)
-    writer.add_context_length(2048)
-    writer.add_embedding_length(WIDTH)
-    writer.add_feed_forward_length(32)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(VOCAB)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*"abcdefghijklmnopqrstuvwxyz", "ab", *(f"<{i}>" for i in range(VOCAB - 27))])
-    writer.add_token_types([1] * VOCAB)
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    layer_names = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    names |= {
-        f"model.layers.{i}.{old}": f"blk.{i}.{new}" for i in range(2) for old, new in layer_names.items()
-    }
-    for key, value in tensors.items():
-        heads = 2 if "q_proj" in key else 1 if "k_proj" in key else 0
-        if heads:  # llama.cpp pairs neighbouring rows for its rotary positions
-            value = value.reshape(heads, 2, -1, WIDTH).transpose(1, 2).reshape(-1, WIDTH)
-        writer.add_tensor(f"{names[key.removesuffix('.weight')]}.weight", value.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    pytest.importorskip("gguf")
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", load_file(tiny / "model.safetensors"))
 
 
 def test_a_gguf_file_loads_quietly_as_plain_weights(
@@ -371,7 +329,7 @@ def test_a_gguf_file_loads_quietly_as_plain_weights(
 ) -> None:
     source = hub.resolve_target(str(gguf_file))
     assert source == hub.TargetSource(str(gguf_file), gguf_file.parent, "tiny.gguf")
-    model, tokenizer = hub.load_target(source)
+    model, tokenizer = hub.load_target(source, weights_cache=False)
     printed = capfd.readouterr()
     assert printed.out == "" and "it/s" not in printed.err and "%" not in printed.err
     torch.testing.assert_close(logits(model), logits(hub.load_target(str(tiny))[0]), atol=1e-5, rtol=1e-5)
@@ -386,7 +344,7 @@ def test_gguf_weights_are_unpacked_where_kernels_would_keep_them_packed(
 ) -> None:
     quantizer = pytest.importorskip("transformers.quantizers.quantizer_gguf", reason="this release unpacks")
     monkeypatch.setattr(quantizer, "get_gguf_kernel", lambda *_: pytest.fail("kernels were asked for"))
-    model, _ = hub.load_target(str(gguf_file), dtype="bfloat16")
+    model, _ = hub.load_target(str(gguf_file), dtype="bfloat16", weights_cache=False)
     assert {type(part) for name, part in model.named_modules() if name.endswith("_proj")} == {torch.nn.Linear}
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
     assert "packed" not in capfd.readouterr().err

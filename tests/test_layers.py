@@ -19,27 +19,30 @@ LAYERS = [
         "attention",
         "config",
         "divergence",
+        "files",
         "flash",
         "graphs",
         "identity",
         "jsonl",
-        "libraries",
         "padding",
         "provenance",
         "stats",
     },
+    {"remembered"},
+    {"libraries"},
     {"layer_attention", "packing", "prompts", "tensors"},
-    {"files", "sampling", "tree", "vocabulary"},
+    {"sampling", "tree", "vocabulary"},
     {"head"},
     {"cache", "checkpoint"},
-    {"acceptance", "target", "draft", "placement", "download"},
+    {"acceptance", "target", "draft", "placement", "download", "weights_cache"},
+    {"target_files"},
     {"baseline", "judge", "law", "loading", "outputs", "relaxed", "requests", "tuning"},
     {"decoding", "hub", "rules", "text", "workspace"},
     {"measuring"},
     {"autotree", "calibration"},
     {"engine"},
     {"training", "evaluation"},
-    {"flags", "report"},
+    {"flags", "report", "storage"},
     {"generate"},
 ]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
@@ -52,6 +55,7 @@ KNOWS_HUGGING_FACE = {
     "hub",
     "download",
     "loading",
+    "target_files",
     "architecture",
     "engine",
     "text",
@@ -118,7 +122,7 @@ def test_runtime_modules_import_nothing_outside_the_requirements(path: Path) -> 
     if module_of(path) in {"training", "evaluation"}:
         return
     required = {"torch", "transformers", "safetensors", "huggingface_hub", "gguf", "accelerate", "jinja2"}
-    required |= {"numpy"}
+    required |= {"numpy", "filelock"}
     if module_of(path) == "flash":  # which goes without where it is not installed
         required.add("flash_attn")
     roots = {name.split(".")[0] for name in IMPORTS[path]}

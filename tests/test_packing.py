@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,15 @@ from tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 from torch import nn
 
 from eagle_fsd import EagleFSD, libraries
-from eagle_fsd.libraries import LIBRARIES, MKL, ONEDNN, Library, fastest_library, library_for
+from eagle_fsd.libraries import (
+    LIBRARIES,
+    MKL,
+    ONEDNN,
+    Library,
+    fastest_library,
+    library_for,
+    remembered_library,
+)
 from eagle_fsd.packing import PackedLinear, libraries_of, linear_of_rows, pack_linears, plain_linears
 from eagle_fsd.target import TargetModel
 from eagle_fsd.vocabulary import DraftVocabulary
@@ -215,6 +224,28 @@ def test_a_library_is_chosen_by_running_it(library: Library, monkeypatch: pytest
     assert fastest_library(small) is library_for(small[0].weight) and not calls
     assert fastest_library(large) is library and set(calls) == set(libraries.ROWS)
     assert fastest_library(nn.Sequential(nn.LayerNorm(4))) is None
+
+
+def test_the_library_is_measured_once_on_a_quiet_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    monkeypatch.setattr(libraries, "LEAST", 1)
+    results = [(ONEDNN, 0.5), (ONEDNN, 0.5), (None, 0.01), (ONEDNN, 0.01), (MKL, 0.01)]  # the first two busy
+    left = iter(results)
+
+    def measure(*_: object, spreads: list[float]) -> Library | None:
+        library, spread = next(left)
+        spreads.append(spread)
+        return library
+
+    monkeypatch.setattr(libraries, "fastest_library", measure)
+    model = nn.Sequential(layer())
+    found = [remembered_library(model) for _ in range(5)]
+    assert found == [ONEDNN, ONEDNN, None, None, None], "stock layers are remembered too"
+    assert remembered_library(nn.Sequential(nn.Linear(24, 8))) is ONEDNN
+    (tmp_path / "libraries.json").write_text("{")
+    assert remembered_library(model) is MKL and next(left, None) is None
 
 
 @pytest.mark.parametrize("packed", [True, False])

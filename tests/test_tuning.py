@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from eagle_fsd import AutoTree, EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd import autotree as autotree_module
-from eagle_fsd.autotree import cache_file, read_choices
 from eagle_fsd.draft import Drafter
 from eagle_fsd.measuring import WIDTHS, bucket, measure_costs, observe, run_texts
+from eagle_fsd.remembered import cache_file
 from eagle_fsd.target import TargetModel
 from eagle_fsd.text import watched_prompts
 from eagle_fsd.tree import DraftTree
@@ -231,12 +231,20 @@ def test_each_beam_is_judged_by_its_own_observations() -> None:
     assert choose(costs(), {1: wide, 2: [CHAIN]}, AutoTree()).tree.top_k == 2
 
 
-def test_a_relaxed_rule_is_watched_with_each_narrow_beam() -> None:
+def test_a_relaxed_rule_is_watched_with_each_narrow_beam(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lossless decoding is watched once: its path in a narrower tree is the same draws'."""
-    for rule, beams in ((Lossless(), {10}), (Fuzzy(0.5), {1, 2, 4, 10})):
-        model = engine()
-        model.choose_tree(AutoTree(), rule, GREEDY, 1, 50, prompts_of([5]))
-        assert {wide.top_k for _, _, wide in model._chooser.observed} == beams
+    for rule, beams in ((Lossless(), [10]), (Fuzzy(0.7), [1, 2, 4, 10])):
+        watched = []
+
+        def watching(*parts: Any, watched: list[int] = watched) -> list[Observation]:
+            watched.append(parts[-1].top_k)
+            return observe(*parts)
+
+        monkeypatch.setattr(autotree_module, "observe", watching)
+        EagleFSD(TargetModel(tiny_model()), tiny_head(3), base_model="watched").choose_tree(
+            AutoTree(), rule, GREEDY, 1, 50, prompts_of([5])
+        )
+        assert watched == beams
 
 
 def test_costs_are_of_every_width_and_beam() -> None:
@@ -249,55 +257,6 @@ def test_costs_are_of_every_width_and_beam() -> None:
 
 def test_contexts_have_buckets() -> None:
     assert [bucket(n) for n in (1, 128, 129, 1000, 4096)] == [128, 128, 256, 1024, 4096]
-
-
-# --- measured once ---
-
-
-def test_a_choice_is_measured_once_and_remembered(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
-    with caplog.at_level(logging.WARNING):
-        first = engine().choose_tree(AutoTree(), Lossless(), GREEDY, 1, 50, prompts_of([5]))
-        assert caplog.text.count("measuring") == 1
-        monkeypatch.setattr(autotree_module, "measure_costs", lambda *_: pytest.fail("remembered"))
-        again = engine()
-        assert again.choose_tree(AutoTree(), Lossless(), GREEDY, 1, 99, prompts_of([7])) == first
-        assert again.generate(prompts_of([5]), max_new_tokens=4, tree=AutoTree()).new_tokens
-    assert caplog.text.count("measuring") == 1
-    assert list(read_choices().values()) == [first]
-    for other in (
-        lambda: again.choose_tree(AutoTree(depth=2), Lossless(), GREEDY, 1, 50, [[1]]),
-        lambda: again.choose_tree(AutoTree(min_confidence=0), Lossless(), GREEDY, 1, 50, [[1]]),
-        lambda: again.choose_tree(AutoTree(), Fuzzy(0.3), GREEDY, 1, 50, [[1]]),
-        lambda: again.choose_tree(AutoTree(), Lossless(), SamplingConfig(1.0), 1, 50, [[1]]),
-        lambda: again.choose_tree(AutoTree(), Lossless(), GREEDY, 2, 50, [[1]]),
-        lambda: again.choose_tree(AutoTree(), Lossless(), GREEDY, 1, 200, [[1]]),
-        lambda: EagleFSD(again.target, tiny_head(1), base_model="tiny").choose_tree(
-            AutoTree(), Lossless(), GREEDY, 1, 50, [[1]]
-        ),
-    ):
-        with pytest.raises(pytest.fail.Exception, match="remembered"):
-            other()
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}', '{"a": {"tree": {"total_tokens": 0}}}', "\xff"])
-def test_a_damaged_file_costs_a_measurement(
-    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
-    cache_file().write_text(text, encoding="latin-1")
-    assert read_choices() == {}
-    autotree_module.remember("key", Choice(TreeConfig(4, 3, 2), 2.0, 3.0, 1.0))
-    assert read_choices() == {"key": Choice(TreeConfig(4, 3, 2), 2.0, 3.0, 1.0)}
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "file"))
-    autotree_module.remember("key", Choice(TreeConfig(1), 1.0, 1.0, 1.0))
-    assert read_choices() == {}
 
 
 def test_a_measured_tree_writes_the_targets_greedy_text() -> None:
@@ -350,7 +309,7 @@ def test_a_head_of_two_tokens() -> None:
 def test_trees_that_cannot_be_measured(
     wanted: AutoTree, prompts: list[list[int]], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(autotree_module, "measure_costs", lambda *_: pytest.fail("refused before"))
+    monkeypatch.setattr(autotree_module, "measure_forwards", lambda *_: pytest.fail("refused before"))
     with pytest.raises(ValueError, match=complaint):
         engine().choose_tree(wanted, Lossless(), SamplingConfig(0.25), 1, 50, prompts)
 
@@ -391,9 +350,9 @@ def test_out_of_memory_takes_the_usual_tree(monkeypatch: pytest.MonkeyPatch, tmp
     def full(*_: object) -> Costs:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(autotree_module, "measure_costs", full)
+    monkeypatch.setattr(autotree_module, "observe", full)
     assert engine().generate(prompts_of([5]), max_new_tokens=2, tree=AutoTree()).tree == TreeConfig()
-    assert read_choices() == {}
+    assert not cache_file().exists()
 
 
 def test_a_wide_tree_that_is_cut_still_ranks_what_it_holds() -> None:

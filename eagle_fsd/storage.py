@@ -1,0 +1,77 @@
+"""`python -m eagle_fsd.storage`: what the package keeps on disk, how much of it, and --clear to drop it.
+
+Kept are what was measured to choose trees and libraries (two small files) and the weights of converted GGUF
+files. All of it is made again when it is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+
+from eagle_fsd import weights_cache
+from eagle_fsd.files import cache_folder, read_records
+from eagle_fsd.remembered import LIBRARIES, TREES, cache_file
+
+ALL, WEIGHTS, MEASUREMENTS = "all", "weights", "measurements"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eagle_fsd.storage",
+        description="Show what eagle_fsd keeps on disk. EAGLE_FSD_CACHE names another folder than "
+        "~/.cache/eagle_fsd.",
+    )
+    parser.add_argument(
+        "--clear",
+        nargs="?",
+        choices=(ALL, WEIGHTS, MEASUREMENTS),
+        const=ALL,
+        help="drop everything, or only the converted weights or the measurements",
+    )
+    return parser
+
+
+def lines() -> list[str]:
+    """What is kept, for people."""
+    found = [f"{cache_folder()}"]
+    for name in (TREES, LIBRARIES):
+        if (file := cache_file(name)).is_file():
+            records = read_records(file)
+            found.append(f"  {name}: {len(records)} measurements, {file.stat().st_size / 1e6:.1f} MB")
+    for folder in reversed(weights_cache.folders()):
+        record = read_records(folder / weights_cache.RECORD)
+        used = datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "minutes")
+        size = weights_cache.size_of(folder) / 1e6
+        dtype = str(record.get("dtype")).removeprefix("torch.")
+        name = f"{weights_cache.FOLDER}/{folder.name}"
+        found.append(f"  {name}: {record.get('gguf')} in {dtype}, {size:.0f} MB, used {used}")
+    return found if len(found) > 1 else [f"{found[0]}: nothing is kept"]
+
+
+def clear(what: str) -> None:
+    """Drop what is kept, or a part of it."""
+    if what in (ALL, WEIGHTS):
+        weights_cache.clear()
+    if what in (ALL, MEASUREMENTS):
+        for name in (TREES, LIBRARIES):
+            file = cache_file(name)
+            file.unlink(missing_ok=True)  # not its lock, which another process may hold
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        if args.clear is not None:
+            clear(args.clear)
+        sys.stdout.write("\n".join(lines()) + "\n")
+    except (OSError, RuntimeError) as error:
+        sys.stderr.write(f"python -m eagle_fsd.storage: error: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

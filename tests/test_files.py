@@ -1,0 +1,196 @@
+"""Files that many threads and processes use at once: nothing torn, nothing lost, nothing erased."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from eagle_fsd import files, remembered
+from eagle_fsd.files import read_records, update_records, whole_file, write_atomically
+from eagle_fsd.remembered import cache_file, recall, remember
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def in_threads(count: int, work) -> list[BaseException]:
+    """Run work(number) in so many threads at once; what they raised."""
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:  # noqa: BLE001 (shown by the caller)
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_threads_that_write_one_file_never_tear_it(tmp_path: Path) -> None:
+    path, texts = tmp_path / "file.txt", [f"{number}" * 20_000 for number in range(3)]
+    write_atomically(path, texts[0])
+
+    def write_and_read(number: int) -> None:
+        for _ in range(100):
+            write_atomically(path, texts[number])
+            assert path.read_text(encoding="utf-8") in texts
+
+    assert in_threads(3, write_and_read) == []
+    assert list(tmp_path.iterdir()) == [path], "a partial file was left behind"
+
+
+def test_what_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    write_atomically(path, "old")
+    with pytest.raises(OSError, match="cannot be written"), whole_file(path) as partial:
+        partial.write_text("half")
+        raise RuntimeError("no space")
+    with pytest.raises(KeyboardInterrupt), whole_file(path) as partial:
+        partial.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_written_file_has_the_users_own_permissions(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "mine", "text")
+    (tmp_path / "usual").write_text("text")
+    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == stat.S_IMODE(
+        (tmp_path / "usual").stat().st_mode
+    )
+
+
+def test_threads_that_remember_at_once_lose_nothing() -> None:
+    def many(number: int) -> None:
+        for count in range(20):
+            remember(f"{number}/{count}", [number, count])
+            assert recall(f"{number}/{count}", list) == [number, count]
+
+    assert in_threads(3, many) == []
+    assert {key: one["measured"] for key, one in read_records(cache_file()).items()} == {
+        f"{number}/{count}": [number, count] for number in range(3) for count in range(20)
+    }
+
+
+PROCESS = """
+import sys
+from eagle_fsd.remembered import remember
+for count in range(20):
+    remember(f"{sys.argv[1]}/{count}", [int(sys.argv[1]), count])
+"""
+
+
+def test_processes_that_remember_at_once_lose_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(files.__file__).parents[1])}
+    running = [
+        subprocess.Popen([sys.executable, "-c", PROCESS, str(number)], env=environment) for number in range(4)
+    ]
+    seen = 0
+    while any(process.poll() is None for process in running):
+        if cache_file().exists():
+            records = json.loads(cache_file().read_bytes())
+            assert len(records) >= seen, "a reader saw what was there before"
+            seen = len(records)
+        time.sleep(0.001)
+    assert [process.returncode for process in running] == [0] * 4
+    assert len(read_records(cache_file())) == 80
+    assert not list(tmp_path.glob("*.partial"))
+
+
+STRANGE = {
+    "newer": {"version": 99, "measured": 1, "more": [2]},
+    "unknown field": {"tree": {"total_tokens": 4, "unheard": 1}},
+    "no record": "text",
+    "nothing": None,
+}
+
+
+def test_records_that_are_not_understood_are_passed_over_and_kept() -> None:
+    cache_file().write_text(json.dumps(STRANGE), encoding="utf-8")
+    for count in range(3):
+        remember(f"mine/{count}", count)
+    assert [recall(key, lambda found: found) for key in STRANGE] == [None] * 4
+    assert recall("mine/0", lambda found: found) == 0
+    assert read_records(cache_file()).items() > STRANGE.items()
+
+
+def test_only_our_own_oldest_records_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "MOST", 3)
+    cache_file().write_text(json.dumps(STRANGE), encoding="utf-8")
+    for count in (0, 1, 2, 0, 3, 4):
+        remember(f"mine/{count}", count)
+    assert list(read_records(cache_file())) == [*STRANGE, "mine/0", "mine/3", "mine/4"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', "\xff", "[" * 100_000])
+def test_a_damaged_file_costs_a_measurement(text: str) -> None:
+    cache_file().write_text(text, encoding="latin-1")
+    assert recall("key", list) is None
+    remember("key", [1])
+    assert recall("key", list) == [1]
+
+
+def test_a_file_that_cannot_be_read_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    remember("key", [1])
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda _: (_ for _ in ()).throw(PermissionError("no")))
+        assert recall("key", list) is None
+        remember("other", [2])
+    assert recall("key", list) == [1] and recall("other", list) is None
+
+
+def test_a_folder_that_cannot_be_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "file"))
+    remember("key", [1])
+    assert recall("key", list) is None
+    monkeypatch.delenv("EAGLE_FSD_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    remember("key", [1])
+    assert recall("key", list) is None
+
+
+def test_a_lock_that_another_holds_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PATIENCE", 0.2)
+    with FileLock(tmp_path / "trees.json.lock"):
+        start = time.monotonic()
+        remember("key", [1])
+        assert time.monotonic() - start < 5
+        assert recall("key", list) is None
+    remember("key", [1])
+    assert recall("key", list) == [1]
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError("read-only"), NotImplementedError("no locks"), RuntimeError("odd")]
+)
+def test_a_file_system_without_locks_costs_the_memory_alone(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def acquire(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    remember("key", [1])
+    assert recall("key", list) is None
+    with pytest.raises(OSError):
+        update_records(cache_file(), lambda records: records)

@@ -1,0 +1,47 @@
+"""The command that shows and clears what is kept on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle_fsd import storage, weights_cache
+from eagle_fsd.remembered import LIBRARIES, recall, remember
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two measurements, a library and the weights of one file."""
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
+    remember("a", 1)
+    remember("b", 2)
+    remember("c", "MKL", LIBRARIES)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    origin = weights_cache.origin_of(tmp_path / "model.gguf", [], "a test")
+    weights_cache.keep(origin, "torch.float32", 3, lambda folder: (folder / "weights").write_bytes(b"abc"))
+    return tmp_path / "cache"
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert storage.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_what_is_kept_is_shown(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys)
+    assert text.startswith(f"{kept}\n") and "trees.json: 2 measurements" in text
+    assert "libraries.json: 1 measurements" in text and "model.gguf in float32, 0 MB, used 2" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "weights", "measurements"),
+    [(["--clear"], 0, 0), (["--clear", "weights"], 0, 1), (["--clear", "measurements"], 1, 0)],
+)
+def test_what_is_kept_can_be_cleared(
+    arguments: list[str], weights: int, measurements: int, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = shown(capsys, *arguments)
+    assert len(weights_cache.folders()) == weights and ("model.gguf" in text) == bool(weights)
+    assert (recall("a", int) is not None) == bool(measurements) == ("trees.json" in text)
+    assert shown(capsys, "--clear") == f"{kept}: nothing is kept\n" == shown(capsys)

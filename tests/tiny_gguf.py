@@ -1,0 +1,57 @@
+"""A tiny Llama as a GGUF file, in llama.cpp's names and row order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+
+def write_gguf(path: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """Write a Llama of two layers, two heads and one key-value head with these float32 weights."""
+    import gguf
+
+    vocab, width = tensors["model.embed_tokens.weight"].shape
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(2048)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(vocab)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*"abcdefghijklmnopqrstuvwxyz", "ab", *(f"<{i}>" for i in range(vocab - 27))])
+    writer.add_token_types([1] * vocab)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    layer_names = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    names |= {
+        f"model.layers.{i}.{old}": f"blk.{i}.{new}" for i in range(2) for old, new in layer_names.items()
+    }
+    for key, value in tensors.items():
+        heads = 2 if "q_proj" in key else 1 if "k_proj" in key else 0
+        if heads:  # llama.cpp pairs neighbouring rows for its rotary positions
+            value = value.reshape(heads, 2, -1, width).transpose(1, 2).reshape(-1, width)
+        writer.add_tensor(f"{names[key.removesuffix('.weight')]}.weight", value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
