@@ -165,7 +165,7 @@ def end_tokens(config: PretrainedConfig, generation: GenerationConfig | None) ->
     """Every token that ends a text, as `generate` sees it; empty if there is none."""
     ids = getattr(generation, "eos_token_id", None)
     ids = getattr(config, "eos_token_id", None) if ids is None else ids
-    ids = () if ids is None else (ids,) if isinstance(ids, (int, str)) else tuple(ids)
+    ids = () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
     for token in ids:
         if not isinstance(token, int):
             raise ValueError(

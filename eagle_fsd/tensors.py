@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
+import zipfile
 from pathlib import Path
 
 import torch
@@ -32,6 +33,10 @@ def read_tensors(path: Path, kind: str = "weights file") -> dict[str, Tensor]:
             ) from error
     if path.suffix not in BIN_SUFFIXES:
         raise ValueError(f"{shown} has an unknown suffix: it must be .safetensors or .bin; convert it")
+    if unpacked_size(path) > path.stat().st_size:  # torch never compresses: this would fill the memory
+        raise ValueError(
+            f"{shown} is compressed inside: it must be as torch.save writes it; download it again"
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickle protocols: what is wrong is said below
@@ -60,3 +65,12 @@ def read_tensors(path: Path, kind: str = "weights file") -> dict[str, Tensor]:
                 "contiguous tensors"
             )
     return tensors
+
+
+def unpacked_size(path: Path) -> int:
+    """Bytes of what a zip file holds; 0 for a file of another kind, as of old versions of torch."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return sum(record.file_size for record in archive.infolist())
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
+        return 0

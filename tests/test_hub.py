@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -519,6 +520,37 @@ def test_bin_heads_and_single_files(head_folder: Path) -> None:
     (head_folder / "model.safetensors").unlink()
     assert hub.resolve_head(str(head_folder), "any").file.name == "pytorch_model.bin"
     assert load(head_folder).state_dict().keys() == expected.keys()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(1).expand(2**31 - 1, WIDTH),
+        torch.zeros(WIDTH, 2 * WIDTH).to_sparse(),
+        torch.zeros(WIDTH, 2 * WIDTH, device="meta"),
+    ],
+    ids=["expanded", "sparse", "meta"],
+)
+def test_a_bin_whose_tensors_are_not_whole_in_it_is_refused(head_folder: Path, tensor: torch.Tensor) -> None:
+    """A file of a kilobyte may claim gigabytes, and a config that agrees would have them allocated."""
+    tensors = load_file(head_folder / "model.safetensors")
+    for name in ("gate_proj", "up_proj"):
+        tensors[f"layers.0.mlp.{name}.weight"] = tensor
+    torch.save(tensors, head_folder / "head.bin")
+    set_fields(head_folder, intermediate_size=2**31 - 1)
+    assert (head_folder / "head.bin").stat().st_size < 2**17
+    one_line_error(lambda: load(head_folder / "head.bin"), "gate_proj.weight is no plain tensor")
+
+
+def test_a_compressed_bin_is_refused_before_it_fills_the_memory(head_folder: Path) -> None:
+    torch.save(load_file(head_folder / "model.safetensors"), head_folder / "plain.bin")
+    with zipfile.ZipFile(head_folder / "plain.bin") as plain:
+        records = {name: plain.read(name) for name in plain.namelist()}
+    with zipfile.ZipFile(head_folder / "bomb.bin", "w", zipfile.ZIP_DEFLATED) as bomb:
+        for name, data in records.items():
+            bomb.writestr(name, data + bytes(2**24) if "/data/" in name else data)
+    assert load(head_folder / "plain.bin")
+    one_line_error(lambda: load(head_folder / "bomb.bin"), "bomb.bin' is compressed inside")
 
 
 @pytest.mark.parametrize(
