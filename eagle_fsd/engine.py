@@ -362,7 +362,9 @@ class EagleFSD:
             sampling=sampling,
             observer=observer,
         )
-        workspace = self._workspaces.take(len(prompts), prompts.longest_text, tree, self.make_drafter)
+        workspace = self._workspaces.take(
+            len(prompts), max(prompts.lengths), prompts.longest_text, tree, self.make_drafter
+        )
         random = RowRandom(seed, len(prompts), self.device)
         stats = [GenerationStats() for _ in prompts.lengths]
         watch = Stopwatch()
