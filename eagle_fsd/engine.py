@@ -23,11 +23,12 @@ from eagle_fsd.autotree import TreeChooser
 from eagle_fsd.baseline import generate_alone
 from eagle_fsd.calibration import FILE as CALIBRATION
 from eagle_fsd.calibration import Calibration, read_calibration
+from eagle_fsd.capture import cuda_recorder
 from eagle_fsd.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig, require_integer
 from eagle_fsd.decoding import Observer, Request, decode
 from eagle_fsd.divergence import require_sparse
 from eagle_fsd.draft import EagleDrafter, Vocabulary
-from eagle_fsd.graphs import EAGER, Graphs, cuda_recorder
+from eagle_fsd.graphs import EAGER, Graphs
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import models_identity
 from eagle_fsd.libraries import fastest_library

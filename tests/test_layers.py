@@ -28,7 +28,7 @@ LAYERS = [
         "provenance",
         "stats",
     },
-    {"layer_attention", "packing", "prompts", "tensors"},
+    {"capture", "layer_attention", "packing", "prompts", "tensors"},
     {"files", "sampling", "tree", "vocabulary"},
     {"head"},
     {"cache", "checkpoint"},
