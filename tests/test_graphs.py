@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, cache, draft, flash, sampling, tree
 from eagle_fsd import target as target_module
-from eagle_fsd.acceptance import AcceptanceRule, Verified
+from eagle_fsd.acceptance import AcceptanceRule, Verdict, Verified
 from eagle_fsd.attention import grouped_attention
 from eagle_fsd.engine import GenerationOutput
 from eagle_fsd.graphs import EAGER, MOST, Graphs, Recording, Replayed
@@ -187,6 +187,103 @@ def test_a_rule_that_cannot_be_named_is_not_recorded() -> None:
     model = engine(recorder)
     assert text(model, [5], rule).new_tokens == text(engine(None), [5], Lossless()).new_tokens
     assert len(rule) == text(model, [5], Lossless()).stats[0].steps
+
+
+# --- batches ---
+
+BATCHES = [(2, [4, 6]), (4, [4, 6, 8, 7]), (8, [1, 20, 8, 1, 24, 10, 24, 7])]
+
+
+@pytest.mark.parametrize(("batch", "lengths"), BATCHES)
+def test_rows_that_finish_cost_few_recordings_and_none_in_the_end(batch: int, lengths: list[int]) -> None:
+    """Rows end one after the other, in three generations: all texts and counts as without recording.
+
+    A recording serves one number of rows, which is halved at most, and what was recorded serves again.
+    """
+    recorder = OpRecorder()
+    recorded, plain = engine(recorder), engine(None)
+    prompts = list(range(5, 5 + batch))
+    whole = text(plain, prompts, Lossless()).new_tokens
+    ends = sorted({words[min(3 + 2 * row, 20)] for row, words in enumerate(whole)})[:3]
+    wanted = text(plain, prompts, Lossless(), eos_token_id=ends)
+    assert [len(words) for words in wanted.new_tokens] == lengths
+    counts = []
+    for _ in range(3):
+        before = recorder.recordings
+        found = text(recorded, prompts, Lossless(), eos_token_id=ends)
+        counts.append(recorder.recordings - before)
+        assert found.new_tokens == wanted.new_tokens
+        for mine, its in zip(found.stats, wanted.stats, strict=True):
+            assert (mine.steps, mine.new_tokens, mine.finish_reason) == (
+                its.steps,
+                its.new_tokens,
+                its.finish_reason,
+            )
+    rows = batch.bit_length()  # as many numbers of rows: 8, 4, 2, 1
+    assert counts[2] == 0 and sum(counts) <= 6 * rows
+
+
+def test_a_row_that_is_done_stays_as_it_is_beside_the_others() -> None:
+    """Its text, its cache and its counts do not grow, and its neighbours' texts are their own."""
+    recorder = OpRecorder()
+    recorded, plain = engine(recorder), engine(None)
+    prompts = [6, 9, 7, 8]
+    ids, mask = left_padded(prompts_of(prompts), 0)
+    stop = text(plain, prompts, Lossless()).new_tokens[1][2]
+    options = {"max_new_tokens": 40, "tree": TREE, "eos_token_id": [stop]}
+    wanted = plain.generate(ids, mask, **options)
+    stream = recorded.stream_batch(ids, mask, **options)
+    session, seen, chunks = None, [], [[], [], [], []]
+    verify = target_module.TargetSession.verify
+
+    def watched(self: target_module.TargetSession, draft: tree.DraftTree) -> tuple[Tensor, Tensor]:
+        nonlocal session
+        session = self
+        return verify(self, draft)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target_module.TargetSession, "verify", watched)
+        for step in stream.steps:
+            seen.append(session.cache.row_lengths.copy())
+            for row, chunk in enumerate(step):
+                chunks[row] += chunk
+    assert chunks == wanted.new_tokens
+    assert len(chunks[1]) + 10 < sorted(map(len, chunks))[1]
+    together = [lengths[1] for lengths in seen if len(lengths) == 4]
+    done = together[stream.stats[1].steps :]
+    assert len(done) > 5 and set(done) == {together[stream.stats[1].steps - 1]}
+    assert done[0] <= 9 + len(chunks[1])
+    for mine, its in zip(stream.stats, wanted.stats, strict=True):
+        assert mine.accept_histogram == its.accept_histogram and mine.finish_reason == its.finish_reason
+
+
+def test_an_observer_sees_the_rows_that_go_on_only() -> None:
+    sizes = []
+
+    def watch(verified: Verified, verdict: Verdict, emitted: dict[int, int]) -> None:
+        assert len(verified.logits) == len(verdict.path) == len(emitted) and all(emitted.values())
+        sizes.append(len(emitted))
+
+    recorded, plain = engine(OpRecorder()), engine(None)
+    stop = text(plain, [6, 9, 7], Lossless()).new_tokens[1][2]
+    options = {"eos_token_id": [stop], "observer": watch}
+    found = text(recorded, [6, 9, 7], Lossless(), **options)
+    recorded_sizes = sizes.copy()
+    sizes.clear()
+    assert found.new_tokens == text(plain, [6, 9, 7], Lossless(), **options).new_tokens
+    assert recorded_sizes == sizes and 2 in sizes
+
+
+def test_the_judge_reads_logits_where_verify_left_them() -> None:
+    """Also behind views of several widths, whose recordings have one memory for their results."""
+    model = engine(OpRecorder())
+    for _ in range(3):
+        text(model, [5], Lossless(), max_new_tokens=60)
+    workspace = model._workspaces.spare
+    verified = recordings_of(workspace.session._verify_step)
+    (judged,) = recordings_of(workspace.judge._judged)
+    assert len(verified) >= 4
+    assert {id(one.result[0]) for one in verified} == {id(judged.inputs[0])}
 
 
 # --- how many there are ---
