@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
     from eagle_fsd.config import AutoThreshold, AutoTree, HeadConfig, SamplingConfig, TreeConfig
+    from eagle_fsd.decoding import NonFiniteLogits
     from eagle_fsd.engine import EagleFSD
     from eagle_fsd.head import DraftHead
     from eagle_fsd.outputs import GenerationOutput
@@ -28,6 +29,7 @@ _HOMES = {
     "GenerationStats": "stats",
     "HeadConfig": "config",
     "Lossless": "acceptance",
+    "NonFiniteLogits": "decoding",
     "SamplingConfig": "config",
     "TreeConfig": "config",
     "Typical": "relaxed",
@@ -43,6 +45,7 @@ __all__ = [
     "GenerationStats",
     "HeadConfig",
     "Lossless",
+    "NonFiniteLogits",
     "SamplingConfig",
     "TreeConfig",
     "Typical",

@@ -38,7 +38,8 @@ class Verdict:
     the number of tokens that the step emits. tokens: [B, depth + 1] the emitted tokens, -1 padded: the path's
     drafted tokens, then next_token [B]. fuzzy: [B, depth + 1] bool, whether that node of the path was a fuzzy
     accept. asked: [B, depth + 1] bool, whether the rule had a say at that node (see max_consecutive,
-    exact_prefix). chances: [B, N], the rule's own; None where it has none.
+    exact_prefix). finite: [B] bool, whether the target's logits are those of a distribution at every node of
+    the path. chances: [B, N], the rule's own; None where it has none.
     """
 
     path: Tensor
@@ -47,6 +48,7 @@ class Verdict:
     next_token: Tensor
     fuzzy: Tensor
     asked: Tensor
+    finite: Tensor
     chances: Tensor | None = None
 
 
@@ -106,7 +108,8 @@ class Verified:
         raw = self.probs is None
         allowed = self.of_token(self.logits) > -torch.inf if raw else self.of_token(self.probs) > 0
         if exact_eos:
-            allowed &= ~torch.isin(self.tree.tokens, self.eos)
+            # torch.isin makes the host wait for the device where there are more than a few end tokens.
+            allowed &= ~(self.tree.tokens[..., None] == self.eos).any(-1)
         return allowed & (self.tree.parents >= 0)
 
 
@@ -309,13 +312,14 @@ def accept(rule: AcceptanceRule, verified: Verified, random: Uniforms, emitted: 
     relaxed = torch.full_like(exact, -1)
     if chances is not None:
         relaxed = choose(tree, chances, uniforms[:, most : most + nodes])
-    return replace(walk(rule, tree, draws, exact, relaxed, emitted), chances=chances)
+    return replace(walk(rule, verified, draws, exact, relaxed, emitted), chances=chances)
 
 
 def walk(
-    rule: AcceptanceRule, tree: DraftTree, draws: Tensor, exact: Tensor, relaxed: Tensor, emitted: Tensor
+    rule: AcceptanceRule, verified: Verified, draws: Tensor, exact: Tensor, relaxed: Tensor, emitted: Tensor
 ) -> Verdict:
     """Follow exact or relaxed children [B, N] from the root, as the rule's mode says, to the end."""
+    tree = verified.tree
     node = torch.zeros_like(emitted)  # [B]
     alive = torch.ones_like(emitted, dtype=torch.bool)
     in_a_row = torch.zeros_like(emitted)
@@ -341,4 +345,7 @@ def walk(
     tokens = torch.cat((tokens[:, 1:], tokens.new_full((len(tokens), 1), -1)), dim=1)
     tokens = tokens.scatter(1, length[:, None] - 1, next_token[:, None])
     fuzzy, asked = torch.stack(fuzzy, dim=1), torch.stack(asked, dim=1)
-    return Verdict(path, length, tokens, next_token, fuzzy, asked)
+    # What NaN, +inf or nothing but -inf does to a node's logits, it does to the largest of them.
+    rows = torch.arange(len(path), device=path.device)[:, None]
+    finite = verified.logits[rows, path.clamp(min=0)].amax(-1).isfinite().all(1)  # of [B, depth + 1, V]
+    return Verdict(path, length, tokens, next_token, fuzzy, asked, finite)

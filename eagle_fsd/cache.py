@@ -21,7 +21,9 @@ class KVCache:
     """Keys and values of every layer, [B, H, S, D] each, allocated when a layer first writes.
 
     lengths: the committed tokens of each row, on the host (`row_lengths`) and on the device (`lengths` [B]
-    int64, one tensor for as long as the rows are the same). step: views are multiples of it and writes go by
+    int64, in the same memory for as long as `buffers` is the same). rows: the texts that the buffers have
+    room for; the rows that go on are always the first ones. limit: the slots that the texts need at most,
+    beyond which capacity does not double; None: unknown. step: views are multiples of it and writes go by
     index, whatever the lengths, so that a recorded forward is good for other lengths; 0: views end where the
     tokens end.
     """
@@ -29,18 +31,25 @@ class KVCache:
     def __init__(self, batch: int, capacity: int, device: torch.device, step: int = 0) -> None:
         self.step = step
         self.capacity = self._rounded(capacity)
+        self.limit: int | None = None
         self.device = device
+        self.rows = batch
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.buffers = object()  # another one when the buffers are others
         self.view, self.exact = 0, True
         self.slots = torch.empty(batch, 0, dtype=torch.int64, device=device)
         self.span: slice | None = None  # the slots as one slice, where all rows have the same
         self.row_lengths = [0] * batch
-        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.lengths = self._all_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
 
-    def reset(self) -> None:
-        """Forget the texts of all rows."""
-        self._set_lengths([0] * len(self.row_lengths))
+    @torch.inference_mode()
+    def reset(self, limit: int | None = None) -> None:
+        """Forget the texts and make all rows ready for new ones, which need at most `limit` slots each."""
+        self.limit = limit
+        for buffers in self.layers.values():
+            for buffer in buffers:
+                buffer.zero_()  # a text whose logits were NaN left NaN here; see `update`
+        self._set_lengths([0] * self.rows)
 
     def reserve(self, width: int, offset: int = 0, exact: bool = False) -> None:
         """Make room for `width` tokens per row, `offset` past its length: the cache grows if they do not fit.
@@ -52,7 +61,8 @@ class KVCache:
         end = max(self.row_lengths) + offset + width
         self.view = end if self.exact else self._rounded(end)
         if self.view > self.capacity:
-            self.grow(max(self.view, 2 * self.capacity))
+            double = 2 * self.capacity
+            self.grow(max(self.view, double if self.limit is None else min(double, self.limit)))
 
     def place(self, width: int, offset: int = 0) -> Tensor:
         """Where the next forward writes, in what was reserved: `width` slots per row, `offset` past its
@@ -70,9 +80,9 @@ class KVCache:
         if layer_idx not in self.layers:
             # Zeros, not empty: a NaN in scratch memory would pass through attention's multiplication by 0.
             self.layers[layer_idx] = tuple(
-                x.new_zeros(x.shape[0], x.shape[1], self.capacity, x.shape[3]) for x in (keys, values)
+                x.new_zeros(self.rows, x.shape[1], self.capacity, x.shape[3]) for x in (keys, values)
             )
-        stored_keys, stored_values = self.layers[layer_idx]
+        stored_keys, stored_values = (x[: keys.shape[0]] for x in self.layers[layer_idx])
         if self.span is not None:
             stored_keys[:, :, self.span] = keys
             stored_values[:, :, self.span] = values
@@ -107,12 +117,25 @@ class KVCache:
         self._set_lengths([length + count for length, count in zip(self.row_lengths, counts, strict=True)])
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of the batch."""
+        """Go on with these rows of the batch, in this order.
+
+        They move to the front of the buffers, so that recordings stay good. Only more rows than the buffers
+        have room for get new buffers.
+        """
+        lengths = [self.row_lengths[row] for row in rows]
+        count, used, index = len(lengths), max(lengths), on_device(rows, self.device)
         for layer, buffers in self.layers.items():
-            self.layers[layer] = tuple(buffer[list(rows)] for buffer in buffers)
-        self.buffers = object()
+            index = index.to(buffers[0].device)
+            if count > self.rows:
+                self.layers[layer] = tuple(buffer[index] for buffer in buffers)
+            else:
+                for buffer in buffers:
+                    buffer[:count, :, :used] = buffer[index, :, :used]
         self.slots = self.slots[list(rows)]
-        self._set_lengths([self.row_lengths[row] for row in rows])
+        if count > self.rows:
+            self.rows, self.buffers = count, object()
+            self._all_lengths = torch.zeros(count, dtype=torch.int64, device=self.device)
+        self._set_lengths(lengths)
 
     def replace(self, rows: Sequence[int], other: KVCache) -> None:
         """Put the texts of another cache, one for each, in the place of these rows."""
@@ -120,31 +143,29 @@ class KVCache:
             self.grow(other.view)
         for layer, news in other.layers.items():
             for buffer, new in zip(self.layers[layer], news, strict=True):
-                buffer[list(rows), :, : other.view] = new[:, :, : other.view]
+                buffer[list(rows), :, : other.view] = new[: len(rows), :, : other.view]
         lengths = self.row_lengths.copy()
         for row, length in zip(rows, other.row_lengths, strict=True):
             lengths[row] = length
         self._set_lengths(lengths)
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` slots; what is stored stays."""
-        capacity = self._rounded(capacity)
+        """Make room for `capacity` slots in the rows that go on; what they store stays."""
+        capacity, rows = self._rounded(capacity), len(self.row_lengths)
         for layer, buffers in self.layers.items():
             self.layers[layer] = tuple(
-                torch.cat((b, b.new_zeros(*b.shape[:2], capacity - self.capacity, b.shape[3])), dim=2)
+                torch.cat((b[:rows], b.new_zeros(rows, b.shape[1], capacity - self.capacity, b.shape[3])), 2)
                 for b in buffers
             )
-        self.buffers = object()
-        self.capacity = capacity
+        self.rows, self.buffers, self.capacity = rows, object(), capacity
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The longest row's length (transformers' protocol; positions are always passed explicitly)."""
         return max(self.row_lengths)
 
     def _set_lengths(self, lengths: list[int]) -> None:
-        fresh = on_device(lengths, self.device)
-        # In place: a recorded forward reads the tensor that it knows.
-        self.lengths = self.lengths.copy_(fresh) if len(lengths) == len(self.row_lengths) else fresh
+        # In place: a recorded forward reads the memory that it knows.
+        self.lengths = self._all_lengths[: len(lengths)].copy_(on_device(lengths, self.device))
         self.row_lengths = lengths
 
     def _rounded(self, slots: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,10 +24,25 @@ from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetSession
 
 
+class NonFiniteLogits(FloatingPointError):
+    """The target's logits on an accepted path are NaN, +inf or all -inf, so that no token can be emitted.
+
+    step: counted from 1; row: by its place in the request.
+    """
+
+    def __init__(self, step: int, row: int) -> None:
+        super().__init__(
+            f"step {step} of row {row}: the target's logits are not finite, as where float16 overflows or "
+            "weights are damaged; load the model in bfloat16 or float32 (dtype), or check its files"
+        )
+        self.step, self.row = step, row
+
+
 class Observer(Protocol):
     """Looks at every step of a batch and changes nothing.
 
-    emitted: how many tokens each row of the tree, by its place in the request, got of the verdict's.
+    emitted: how many tokens each row of the tree, by its place in the request, got of the verdict's. Where
+    steps are recorded (see graphs.py) the next one overwrites all these tensors: copy what is kept.
     """
 
     def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None: ...
@@ -65,9 +80,10 @@ def decode(
     judge = judge or Judge()
     with watch("prefill"):
         roots = prefill(request, target, drafter)
-    rows = list(range(len(request.lengths)))  # the rows still decoding, by their place in the request
+    rows = list(range(len(request.lengths)))  # the batch, by place in the request; see `rows_kept`
+    going = rows  # those that are not done
     eos = torch.tensor(request.eos_token_ids, dtype=torch.int64, device=roots.device)
-    while rows:
+    while going:
         with watch("draft"):
             tree = drafter.draft(roots, request.tree)
         with watch("verify"):
@@ -75,21 +91,38 @@ def decode(
         with watch("accept"):
             emitted = on_device([stats[row].new_tokens for row in rows], roots.device)
             verified, verdict = judge(request.rule, request.sampling, eos, tree, logits, random, emitted)
-            steps = to_host(verdict)  # the one place where a step waits for the device
-            news = {row: emit(request, row, stats[row], *step) for row, step in zip(rows, steps, strict=True)}
+            steps = dict(zip(rows, to_host(verdict), strict=True))  # the one place where a step waits
+            news = {row: emit(request, row, stats[row], steps[row]) for row in going}
         if request.observer is not None:
             request.observer(verified, verdict, {row: len(news[row]) for row in rows})
         with watch("keep"):
-            counts = [count for count, _, _ in steps]
-            going = [i for i, row in enumerate(rows) if stats[row].finish_reason is None]
+            going = [row for row in going if stats[row].finish_reason is None]
             if going:
+                counts = [steps[row].count if row in going else 0 for row in rows]
                 roots = keep(target, drafter, verdict, features, counts)
-            if 0 < len(going) < len(rows):
-                for part in (target, drafter, random):
-                    part.select(going)
-                roots = roots[going]
-            rows = [rows[i] for i in going]
+                kept = rows_kept(rows, going, judge.stepper.records and request.observer is None)
+                if len(kept) < len(rows):
+                    places = [rows.index(row) for row in kept]
+                    for part in (target, drafter, random):
+                        part.select(places)
+                    rows, roots = kept, roots[places]
         yield [news.get(row, []) for row in range(len(request.lengths))]
+
+
+def rows_kept(rows: Sequence[int], going: Sequence[int], recorded: bool) -> list[int]:
+    """Choose the rows of the next step's batch, in order. going: the rows that are not done.
+
+    Without recording only these stay. A recording is good for one number of rows: with recording, rows that
+    are done stay until half of the batch can leave at once. They commit no token, so that neither their texts
+    nor their caches grow, and nothing of theirs is emitted or counted.
+    """
+    count = len(going)
+    if recorded:
+        count = len(rows)
+        while (half := (count + 1) // 2) < count and len(going) <= half:
+            count = half
+    done = [row for row in rows if row not in going][: count - len(going)]
+    return [row for row in rows if row in going or row in done]
 
 
 def prefill(request: Request, target: TargetSession, drafter: Drafter) -> Tensor:
@@ -119,20 +152,35 @@ def keep(
     return verdict.next_token
 
 
-def to_host(verdict: Verdict) -> list[tuple[int, list[int], list[bool]]]:
-    """Per row: the path's length, the tokens emitted, and which drafted ones were fuzzy accepts."""
-    packed = torch.cat((verdict.length[:, None], verdict.tokens, verdict.fuzzy[:, 1:].long()), dim=1).tolist()
+class Step(NamedTuple):
+    """One row's part of a verdict, on the host.
+
+    count: nodes on the path. tokens: the `count` tokens that it emits. fuzzy: for each but the last, whether
+    it was a fuzzy accept. finite: see Verdict.
+    """
+
+    count: int
+    tokens: list[int]
+    fuzzy: list[bool]
+    finite: bool
+
+
+def to_host(verdict: Verdict) -> list[Step]:
+    """Fetch what the host needs of a verdict, in one transfer."""
+    parts = (verdict.finite[:, None], verdict.length[:, None], verdict.tokens, verdict.fuzzy[:, 1:])
+    packed = torch.cat([part.long() for part in parts], dim=1).tolist()
     width = verdict.tokens.shape[1]
     return [
-        (row[0], row[1 : 1 + row[0]], [bool(flag) for flag in row[1 + width : width + row[0]]])
-        for row in packed
+        Step(count, row[:count], [bool(flag) for flag in row[width : width + count - 1]], bool(finite))
+        for finite, count, *row in packed
     ]
 
 
-def emit(
-    request: Request, row: int, stats: GenerationStats, count: int, tokens: list[int], fuzzy: list[bool]
-) -> list[int]:
+def emit(request: Request, row: int, stats: GenerationStats, step: Step) -> list[int]:
     """Cut a step's tokens at the row's limit and after its first end token, and record what is left."""
+    if not step.finite:
+        raise NonFiniteLogits(stats.steps + 1, row)
+    count, tokens, fuzzy, _ = step
     room = request.limits[row] - stats.new_tokens
     ends = [i for i, token in enumerate(tokens) if token in request.eos_token_ids]
     emitted = tokens[: min(room, ends[0] + 1 if ends else room)]

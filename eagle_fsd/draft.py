@@ -30,7 +30,10 @@ class Drafter(Protocol):
     """Whatever proposes trees for a batch of texts; after every step it is told the truth."""
 
     def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Learn counts[row] new pairs: the target's features [B, P, d], the tokens [B, P] after them."""
+        """Learn counts[row] new pairs: the target's features [B, P, d], the tokens [B, P] after them.
+
+        The first call reads the prompts. Later, 0 is for a row that is done and still in the batch.
+        """
 
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
         """Propose a tree below roots [B], the last emitted tokens."""
@@ -81,6 +84,7 @@ class EagleDrafter:
         self.head = head
         self.vocabulary = vocabulary
         self.cache = KVCache(batch, capacity, device, stepper.view)
+        self._read_step = EAGER.of(self._extend)
         self._extend_step = stepper.of(self._extend)
         self._draft_step = stepper.of(self._draft)
         # What the head predicts at each root
@@ -89,16 +93,17 @@ class EagleDrafter:
     def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
         """Commit new true pairs to the head's cache and predict the roots' features.
 
-        Rows are right-padded: what lies past counts[row] >= 1 is read, hidden by the masks and overwritten
-        later.
+        Rows are right-padded: what lies past counts[row] is read, hidden by the masks and overwritten later.
         """
         cache, outputs = self.cache, []
+        prompt = not any(cache.row_lengths)  # prompts are of any length: no recording would come again
+        step = self._read_step if prompt else self._extend_step
         for start in range(0, tokens.shape[1], EXTEND_CHUNK):
             chunk = slice(start, start + EXTEND_CHUNK)
-            cache.reserve(tokens[:, chunk].shape[1], offset=start)
+            cache.reserve(tokens[:, chunk].shape[1], offset=start, exact=prompt)
             static = (start, cache.view)
-            outputs.append(self._extend_step(cache.buffers, static, features[:, chunk], tokens[:, chunk]))
-        last = on_device(counts, tokens.device)[:, None, None] - 1
+            outputs.append(step(cache.buffers, static, features[:, chunk], tokens[:, chunk]))
+        last = on_device([max(count, 1) for count in counts], tokens.device)[:, None, None] - 1
         output = torch.cat(outputs, dim=1)
         self.root_features = output.gather(1, last.expand(-1, -1, output.shape[-1]))[:, 0]
         cache.advance(counts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -24,11 +25,12 @@ from eagle_fsd.autotree import TreeChooser
 from eagle_fsd.baseline import generate_alone
 from eagle_fsd.calibration import FILE as CALIBRATION
 from eagle_fsd.calibration import Calibration, read_calibration
+from eagle_fsd.capture import cuda_recorder
 from eagle_fsd.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig, require_integer
 from eagle_fsd.decoding import Observer, Request, decode
 from eagle_fsd.divergence import require_sparse
 from eagle_fsd.draft import EagleDrafter, Vocabulary
-from eagle_fsd.graphs import EAGER, Graphs, cuda_recorder
+from eagle_fsd.graphs import EAGER, Graphs
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import models_identity
 from eagle_fsd.libraries import remembered_library
@@ -90,6 +92,7 @@ class EagleFSD:
         self.ea_model = ea_model
         self.head_folder: Path | None = None  # where its calibration is looked for
         self._chooser: TreeChooser | None = None
+        self._choosing = threading.Lock()  # times measured beside each other would be too long
         self._workspaces = Workspaces(target)
 
     @classmethod
@@ -189,7 +192,8 @@ class EagleFSD:
         row's stream, so that seed=[(s, r)] gives row r again on its own. eos_token_id: None is the model's
         own. observer: is shown every step, for measurements. Without an attention_mask the model's pad
         tokens are padding, as in Hugging Face. Texts end after an end token, at max_new_tokens, or where the
-        model's positions end. Raises ValueError for bad arguments.
+        model's positions end. Raises ValueError for bad arguments, NonFiniteLogits where a step's logits are
+        no numbers to choose a token by.
         """
         input_ids = as_ids(input_ids)
         started = self._start(
@@ -291,15 +295,20 @@ class EagleFSD:
         if self.head is None:
             raise ValueError("there is no draft head to choose a tree for: pass one to EagleFSD")
         self._check_beam(wanted.top_k or 1)
-        if self._chooser is None:
-            self._chooser = TreeChooser(
-                self.target, self.head, self.make_drafter, self._drafted, self.base_model
+        with self._choosing:
+            if self._chooser is None:
+                self._chooser = TreeChooser(
+                    self.target, self.head, self.make_drafter, self._drafted, self.base_model
+                )
+            choice = self._chooser(
+                wanted, lambda: watched_prompts(self.tokenizer) or prompts, rule, sampling, batch, context
             )
-        choice = self._chooser(
-            wanted, lambda: watched_prompts(self.tokenizer) or prompts, rule, sampling, batch, context
-        )
         logger.info("%s", choice)
         return choice
+
+    def free_memory(self) -> None:
+        """Drop the caches and recordings that are kept on a GPU for the next batch; it makes its own."""
+        self._workspaces.clear()
 
     def calibration(self, sampling: SamplingConfig) -> Calibration:
         """The thresholds found for this target and head, sampled so; ValueError where there are none."""
@@ -377,9 +386,11 @@ class EagleFSD:
             sampling=sampling,
             observer=observer,
         )
-        workspace = self._workspaces.take(len(prompts), prompts.longest_text, tree, self.make_drafter)
         seed = fresh_seed() if seed is None else seed
         random = RowRandom(seed, len(prompts), self.device)
+        workspace = self._workspaces.take(
+            len(prompts), max(prompts.lengths), prompts.longest_text, tree, self.make_drafter
+        )
         stats = [GenerationStats() for _ in prompts.lengths]
         watch = Stopwatch()
         steps = self._decode(request, workspace, random, stats, watch)

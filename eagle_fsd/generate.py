@@ -256,6 +256,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         sys.stderr.write(f"{parser.prog}: error: {error}\n")
         return USAGE
+    except FloatingPointError as error:  # logits that are not finite
+        sys.stderr.write(f"{parser.prog}: error: {one_line(error)}\n")
+        return USAGE
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
+from numbers import Number
 
 from torch import Tensor
 
 from eagle_fsd.acceptance import AcceptanceRule, Verdict, Verified, accept
 from eagle_fsd.config import SamplingConfig
-from eagle_fsd.graphs import EAGER, Stepper, Work
+from eagle_fsd.graphs import EAGER, Stepper
 from eagle_fsd.sampling import Uniforms
 from eagle_fsd.tree import DraftTree
+
+Static = tuple[AcceptanceRule, SamplingConfig, int, int]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Judge:
 
     def __init__(self, stepper: Stepper = EAGER) -> None:
         self.stepper = stepper
-        self._known: dict[Hashable, Work] = {}
+        self._judged, self._judged_anew = stepper.of(judged), EAGER.of(judged)
 
     def __call__(
         self,
@@ -44,34 +45,41 @@ class Judge:
     ) -> tuple[Verified, Verdict]:
         """logits [B, N, V], eos [E] and emitted [B], tokens so far, as Verified and `accept` take them."""
         numbers = None if sampling.greedy else random.uniform(2 * tree.largest)
-        static = (tree.depth, tree.most)
+        static = (rule, sampling, tree.depth, tree.most)
         parts = (tree.tokens, tree.parents, tree.depths, tree.log_q, tree.owners, tree.drafted, tree.columns)
-        return self._work(rule, sampling)(None, static, logits, numbers, emitted, eos, *parts)
+        step = self._judged if self.stepper.records and never_changes(rule) else self._judged_anew
+        return step(None, static, logits, numbers, emitted, eos, *parts)
 
-    def _work(self, rule: AcceptanceRule, sampling: SamplingConfig) -> Work:
-        """The work for one rule, always the same one, so that a recording is found again."""
-        try:
-            hash(rule)
-        except TypeError:  # a rule of somebody's own: it may change, so nothing of it can be recorded
-            return EAGER.of(partial(judged, rule, sampling))
-        if (rule, sampling) not in self._known:
-            self._known[rule, sampling] = self.stepper.of(partial(judged, rule, sampling))
-        return self._known[rule, sampling]
+
+def never_changes(thing: object) -> bool:
+    """Whether everything that equals this behaves as it does, for ever: what a recorded rule needs.
+
+    True for numbers, texts, None, tuples of such things, and frozen dataclasses whose fields are such things
+    and which hold nothing else. Any other object may change between two calls.
+    """
+    if thing is None or isinstance(thing, (Number, str, bytes)):
+        return True
+    if type(thing) is tuple:
+        return all(map(never_changes, thing))
+    settings = vars(type(thing)).get("__dataclass_params__")  # its own, not those of a class it derives from
+    if settings is None or not (settings.frozen and settings.eq):
+        return False
+    names = {field.name for field in fields(thing) if field.compare}
+    held = set(getattr(thing, "__dict__", names)) | {field.name for field in fields(thing)}
+    return held == names and all(never_changes(getattr(thing, name)) for name in names)
 
 
 def judged(
-    rule: AcceptanceRule,
-    sampling: SamplingConfig,
-    static: tuple[int, int],
+    static: Static,
     logits: Tensor,
     numbers: Tensor | None,
     emitted: Tensor,
     eos: Tensor,
     *parts: Tensor | None,
 ) -> tuple[Verified, Verdict]:
-    """See Judge; static: the tree's depth and most, parts: its tensors."""
+    """See Judge; static: rule, sampling, and the tree's depth and most; parts: the tree's tensors."""
+    rule, sampling, depth, most = static
     tokens, parents, depths, log_q, owners, drafted, columns = parts
-    depth, most = static
     tree = DraftTree(tokens, parents, depths, log_q, owners, depth, drafted, columns, most)
     verified = Verified.of(tree, logits, sampling, eos)
     return verified, accept(rule, verified, Drawn(numbers), emitted)

@@ -1,16 +1,23 @@
-"""Where a batch is decoded: its session on the target, its drafter and its judge, with what they recorded."""
+"""Where a batch is decoded: its session on the target, its drafter and its judge, with what they recorded.
+
+Memory follows the texts: caches begin with room for the prompts and AHEAD more tokens, and double as they
+fill. Growth drops recordings, which costs little: it happens where a wider view is recorded anew anyway.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from eagle_fsd.cache import KVCache
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter
 from eagle_fsd.judge import Judge
 from eagle_fsd.target import TargetModel, TargetSession
 
-LEAST = 1024  # slots of a workspace that is used again: most texts fit then
+AHEAD = 512  # new tokens that there is room for at first
+LEAST = 1024  # slots of a workspace that is used again: most texts fit, and none loses its recordings
 
 
 @dataclass(frozen=True)
@@ -23,24 +30,25 @@ class Workspace:
     batch: int
 
     @property
-    def whole(self) -> bool:
-        """Whether it still has all its rows: the buffers of fewer are others, with nothing recorded."""
-        return len(self.session.cache.row_lengths) == self.batch
-
-    def fits(self, batch: int, capacity: int, draft_capacity: int) -> bool:
-        """Whether so many texts of so many slots have room here; draft_capacity: 0 for no drafter."""
-        drafter = self.drafter.cache.capacity if isinstance(self.drafter, EagleDrafter) else 0
-        return (
-            self.batch == batch
-            and self.session.cache.capacity >= capacity
-            and (drafter >= draft_capacity if draft_capacity else not drafter)
-        )
-
-    def reset(self) -> None:
-        """Forget the texts."""
-        self.session.cache.reset()
+    def caches(self) -> Iterator[KVCache]:
+        """The target's, and the head's if it has one."""
+        yield self.session.cache
         if isinstance(self.drafter, EagleDrafter):
-            self.drafter.cache.reset()
+            yield self.drafter.cache
+
+    @property
+    def whole(self) -> bool:
+        """Whether all its rows still have memory: a cache that grows keeps only the rows that go on."""
+        return all(cache.rows == self.batch for cache in self.caches)
+
+    def fits(self, batch: int, drafts: bool) -> bool:
+        """Whether so many texts can be decoded here; drafts: with a drafter or without."""
+        return self.batch == batch and isinstance(self.drafter, EagleDrafter) == drafts
+
+    def reset(self, *limits: int) -> None:
+        """Forget the texts. limits: the slots of a row that the next ones need at most, by cache."""
+        for cache, limit in zip(self.caches, limits, strict=False):
+            cache.reset(limit)
 
 
 class Workspaces:
@@ -49,27 +57,47 @@ class Workspaces:
     def __init__(self, target: TargetModel) -> None:
         self.target = target
         self.spare: Workspace | None = None
+        self._lock = threading.Lock()  # two threads never get the same one
 
     def take(
-        self, batch: int, capacity: int, tree: TreeConfig, make_drafter: Callable[[int, int], Drafter]
+        self,
+        batch: int,
+        prompt: int,
+        longest: int,
+        tree: TreeConfig,
+        make_drafter: Callable[[int, int], Drafter],
     ) -> Workspace:
-        """The spare one if it fits, else a new one, for so many texts of at most `capacity` tokens each.
+        """The spare one if it fits, else a new one, for texts that are `prompt` tokens long at most, and may
+        come to `longest`.
 
-        make_drafter: of so many texts, of at most so many pairs and beam nodes each.
+        make_drafter: of so many texts, with room for so many pairs and beam nodes each at first.
         """
-        capacity += tree.total_tokens
-        drafted = 0 if tree.total_tokens == 1 else capacity + tree.top_k * (tree.reach - 1)
-        spare, self.spare = self.spare, None
-        if spare is not None and spare.fits(batch, capacity, drafted):
-            spare.reset()
-            return spare
-        if self.target.stepper.view:
-            capacity, drafted = max(capacity, LEAST), max(drafted, LEAST) if drafted else 0
-        session = TargetSession(self.target, batch, capacity)
-        drafter = make_drafter(batch, drafted) if drafted else NoDrafter(self.target.vocab_size)
-        return Workspace(session, drafter, Judge(self.target.stepper), batch)
+        drafts = tree.total_tokens > 1
+        nodes = tree.total_tokens
+        beams = nodes + tree.top_k * (tree.reach - 1) if drafts else 0
+        workspace = self._swapped(None)
+        if workspace is None or not workspace.fits(batch, drafts):
+            first = min(longest, prompt + AHEAD)
+            least = LEAST if self.target.stepper.view else 0
+            session = TargetSession(self.target, batch, max(first + nodes, least))
+            drafter = NoDrafter(self.target.vocab_size)
+            if drafts:
+                drafter = make_drafter(batch, max(first + beams, least))
+            workspace = Workspace(session, drafter, Judge(self.target.stepper), batch)
+        workspace.reset(longest + nodes, longest + beams)
+        return workspace
 
     def give_back(self, workspace: Workspace) -> None:
         """Keep it, where another batch has any good of it."""
         if self.target.stepper.view and workspace.whole:
-            self.spare = workspace
+            self._swapped(workspace)
+
+    def clear(self) -> None:
+        """Drop the spare one and free its caches and recordings."""
+        self._swapped(None)
+
+    def _swapped(self, workspace: Workspace | None) -> Workspace | None:
+        """Put another one, or none, in the place of the spare one, and return that."""
+        with self._lock:
+            spare, self.spare = self.spare, workspace
+        return spare

@@ -11,9 +11,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-# What no stream can capture: the host would wait for an answer, or bring numbers of its own.
-NEVER = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::lift_fresh"}
+from eagle_fsd.graphs import NothingRecorded, leaves
+
 ASKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "cpu"}
+# Operations whose result's shape or value the host must know: it would wait for the device.
+WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
 class NoAnswers(TorchFunctionMode):
@@ -25,7 +28,25 @@ class NoAnswers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Tape(TorchDispatchMode):
+class Capturing(TorchDispatchMode):
+    """Refuses what no stream can capture: the host would wait for an answer, or bring numbers of its own."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, given = op._schema.name, tensors((args, kwargs))
+        if name in INDEXING:  # a mask is turned into indices, whose number is not known
+            refused = any(index.dtype in (torch.bool, torch.uint8) for index in tensors(args[1]))
+        elif name == "aten::isin":  # beyond so many elements it goes through `unique`
+            refused = len(given) > 1 and given[1].numel() >= 10 * given[0].numel() ** 0.145
+        else:
+            refused = name == "aten::lift_fresh" or bool(WAITS & set(op.tags))
+        made = None if refused else op(*args, **kwargs)
+        if refused or len({tensor.device.type for tensor in (*given, *tensors(made))}) > 1:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        return made
+
+
+class Tape(Capturing):
     """Notes operations with the very tensors that they read and made, and what they wrote over."""
 
     def __init__(self) -> None:
@@ -35,13 +56,11 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if op._schema.name in NEVER:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {op._schema.name}")
         given = tensors((args, kwargs))
-        for tensor in given if op._schema.is_mutable else ():
+        for tensor in written(op, args, kwargs):
             storage = tensor.untyped_storage()
             self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
-        made = op(*args, **kwargs)
+        made = super().__torch_dispatch__(op, types, args, kwargs)
         read = {tensor.untyped_storage().data_ptr() for tensor in given}
         # A view shares the memory of what it was made of, and to write in place is the operation itself.
         new = {
@@ -56,6 +75,14 @@ class Tape(TorchDispatchMode):
     def put_back(self) -> None:
         for storage, saved in self.before.values():
             storage.copy_(saved)
+
+    def spoil(self, result: object) -> None:
+        """NaN in what the recording fills of a result: a capture computes nothing."""
+        filled = {out.untyped_storage().data_ptr() for *_, new in self.calls for out in new.values()}
+        filled |= set(self.before)
+        for tensor in leaves(result):
+            if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() in filled:
+                tensor.fill_(torch.nan)
 
     def replay(self) -> None:
         for op, args, kwargs, kept in self.calls:
@@ -76,8 +103,9 @@ class OpRecorder:
         with NoAnswers(), Tape() as tape:
             result = work()
         tape.put_back()  # a capture runs nothing
-        for tensor in tensors(vars(result) if hasattr(result, "__dict__") else result):
-            assert not tensor.is_floating_point() or tensor.fill_(torch.nan) is tensor
+        if not tape.calls:
+            raise NothingRecorded("nothing ran")
+        tape.spoil(result)
         self.recordings += 1
 
         def replay() -> None:
@@ -85,6 +113,13 @@ class OpRecorder:
             tape.replay()
 
         return replay, result
+
+
+def written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operation writes over."""
+    named = [*zip(op._schema.arguments, args, strict=False)]
+    named += [(one, kwargs[one.name]) for one in op._schema.arguments if one.name in kwargs]
+    return tensors([value for one, value in named if one.alias_info is not None and one.alias_info.is_write])
 
 
 def tensors(parts: object) -> list[Tensor]:

@@ -91,7 +91,8 @@ class ChainTarget:
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
         assert self.tree is not None
         tokens = self.tree.tokens.gather(1, path.clamp(min=0))
-        self.last = tokens.gather(1, torch.tensor(counts)[:, None] - 1)[:, 0]
+        # Of a row that is done nothing is committed, and nothing is asked any more.
+        self.last = tokens.gather(1, torch.tensor(counts).clamp(min=1)[:, None] - 1)[:, 0]
         if self.texts is not None:
             for text, row, count in zip(self.texts, tokens.tolist(), counts, strict=True):
                 text.extend(row[:count])

@@ -790,3 +790,37 @@ def test_lossless_law_of_a_real_model(sampling: SamplingConfig, drafted: int | N
         accepted += sum(entry.exact_accepts for entry in out.stats)
     assert accepted > 0.2 * 50_000
     check_pairs(torch.cat(pairs), law)
+
+
+# --- what is no number ---
+
+
+@pytest.mark.parametrize("child", ["draft", "likeliest", "target"])
+@pytest.mark.parametrize("threshold", [0.5, INF])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_draft_with_a_nan_is_followed_nowhere(name: str, threshold: float, child: str) -> None:
+    """One NaN in q at a node, at a token of the tree or at any other: its children have no chance, and the
+    other nodes' children have theirs."""
+    tree, logits = random_tree(2, 9, 3, 3, vocab_size=20, seed=4), torch.randn(2, 9, 20)
+    rule = Fuzzy(threshold, name, mode="paper", child=child)
+    eos = torch.empty(0, dtype=torch.int64)
+    for sampling in (SamplingConfig(), SamplingConfig(1.0)):
+        clean = rule.chances(Verified.of(tree, logits, sampling, eos))
+        for token in (int(tree.tokens[0, tree.parents[0] == 0][0]), 19):
+            log_q = tree.log_q.clone()
+            log_q[0, tree.owners[0] == 0, token] = NAN
+            found = rule.chances(Verified.of(replace(tree, log_q=log_q), logits, sampling, eos))
+            below_root = torch.zeros(2, 9, dtype=torch.bool)
+            below_root[0] = tree.parents[0] == 0
+            assert not found[below_root].any()
+            assert torch.equal(found[~below_root], clean[~below_root])
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(0.8)], ids=["greedy", "sampled"])
+def test_a_verdict_says_of_every_row_whether_its_path_is_finite(sampling: SamplingConfig) -> None:
+    tree, eos = random_tree(6, 9, 3, 3, vocab_size=20, seed=4), torch.empty(0, dtype=torch.int64)
+    logits = torch.randn(6, 9, 20, generator=torch.Generator().manual_seed(1))
+    logits[1, 0, 3], logits[2, 0, 3], logits[3, 0], logits[4, 0, 3] = NAN, INF, -INF, -INF
+    verified = Verified.of(tree, logits, sampling, eos)
+    verdict = accept(Lossless(), verified, RowRandom(0, 6), torch.zeros(6, dtype=torch.int64))
+    assert verdict.finite.tolist() == [True, False, False, False, True, True]

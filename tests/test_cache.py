@@ -213,3 +213,62 @@ def test_replace_puts_other_texts_in_the_rows(capacity: int) -> None:
     cache.replace([1], KVCache(1, 8, CPU))  # a text of which nothing is read yet
     twin.rows[1] = []
     check(cache, twin, layers)
+
+
+# --- memory ---
+
+
+def filled(cache: KVCache, tokens: int, width: int = 3) -> list[int]:
+    """Write and commit so many tokens, `width` at a time; the capacities on the way."""
+    capacities = []
+    for start in range(0, tokens, width):
+        cache.reserve(width)
+        cache.place(width)
+        new = stored(torch.arange(start, start + width).expand(len(cache.row_lengths), -1), 0)
+        cache.update(*new, 0)
+        cache.advance([width] * len(cache.row_lengths))
+        capacities.append(cache.capacity)
+    return capacities
+
+
+@pytest.mark.parametrize("step", [0, 16])
+def test_growth_doubles_up_to_the_limit_and_passes_it_only_where_it_must(step: int) -> None:
+    cache = KVCache(2, 16, CPU, step)
+    cache.reset(limit=100)
+    capacities = filled(cache, 99)
+    assert sorted(set(capacities)) == [16, 32, 64, 112 if step else 100]
+    assert filled(cache, 30)[-1] <= 144
+    free = KVCache(2, 16, CPU, step)
+    assert sorted(set(filled(free, 99))) == [16, 32, 64, 128]
+
+
+def test_rows_that_are_left_move_within_their_memory() -> None:
+    """Recordings of any number of rows know it. A cache that grows has memory for the rows that go on."""
+    cache = KVCache(4, 32, CPU, 16)
+    filled(cache, 6)
+    buffers, memory = cache.buffers, [x.data_ptr() for x in cache.layers[0]]
+    lengths = cache.lengths.data_ptr()
+    cache.select([1, 3])
+    filled(cache, 3)
+    cache.select([1])
+    filled(cache, 3)
+    assert cache.row_lengths == cache.lengths.tolist() == [12]
+    assert cache.buffers is buffers and [x.data_ptr() for x in cache.layers[0]] == memory
+    assert cache.lengths.data_ptr() == lengths and cache.rows == 4
+    cache.reset()
+    assert cache.row_lengths == cache.lengths.tolist() == [0] * 4 and cache.buffers is buffers
+    filled(cache, 6)
+    cache.select([0, 2])
+    filled(cache, 36)
+    assert cache.buffers is not buffers and cache.rows == 2
+    assert [x.shape[0] for x in cache.layers[0]] == [2, 2]
+
+
+def test_a_text_that_went_wrong_leaves_nothing_to_the_next() -> None:
+    """NaN behind a mask would pass through attention's multiplication by 0."""
+    cache = KVCache(2, 16, CPU)
+    filled(cache, 6)
+    for buffer in cache.layers[0]:
+        buffer[1, :, 2:5] = torch.nan
+    cache.reset()
+    assert all(buffer.isfinite().all() for buffer in cache.layers[0])

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable
 
 import pytest
+import torch
 from tiny_models import KnowingDrafter, greedy_alone, prompts_of, run_loop, tiny_head, tiny_model
+from torch import Tensor
 
-from eagle_fsd import Fuzzy, GenerationStats, Lossless, SamplingConfig, TreeConfig, Typical
+from eagle_fsd import (
+    EagleFSD,
+    Fuzzy,
+    GenerationStats,
+    Lossless,
+    SamplingConfig,
+    TreeConfig,
+    Typical,
+    decoding,
+)
 from eagle_fsd import draft as draft_module
 from eagle_fsd import target as target_module
-from eagle_fsd.acceptance import AcceptanceRule
+from eagle_fsd.acceptance import AcceptanceRule, Verdict
+from eagle_fsd.decoding import NonFiniteLogits, rows_kept
 from eagle_fsd.draft import NoDrafter
-from eagle_fsd.target import TargetModel
+from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.tree import DraftTree
 
 LENGTHS = (6, 1, 19, 11)
 NEW_TOKENS = 26
@@ -293,3 +308,147 @@ def test_no_row_runs_after_its_end() -> None:
     for step in made.steps[2:]:
         assert step[0] == [] == step[2]
         assert step[1] or step[3]
+
+
+# --- logits that are no numbers ---
+
+NAN, INF = float("nan"), float("inf")
+WARM = SamplingConfig(temperature=0.9)
+SAMPLINGS = [SamplingConfig(), WARM, SAMPLED, SamplingConfig(1.0, top_p=0.9), SamplingConfig(1e-4)]
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch, poison: Callable[[Tensor, int], None]) -> None:
+    """Every tree's logits [B, N, V] are changed in place; the number of the step counts from 1."""
+    right, steps = TargetSession.verify, itertools.count(1)
+
+    def verify(session: TargetSession, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        logits, features = right(session, tree)
+        poison(logits, next(steps))
+        return logits, features
+
+    monkeypatch.setattr(TargetSession, "verify", verify)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("bad", [[NAN], [INF], [NAN, INF], None], ids=["nan", "inf", "both", "nothing"])
+def test_logits_that_are_not_finite_end_with_an_error_and_no_text(
+    sampling: SamplingConfig, bad: list[float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the third step, in one row of four, at the root: its step and row are named."""
+
+    def poison(logits: Tensor, step: int) -> None:
+        if step == 3 and bad:
+            logits[2, 0, 7 : 7 + len(bad)] = torch.tensor(bad)
+        elif step == 3:
+            logits[2, 0] = -INF
+
+    poisoned(monkeypatch, poison)
+    with pytest.raises(NonFiniteLogits, match=r"^step 3 of row 2: .* bfloat16 or float32") as raised:
+        run_loop(target(), PROMPTS, tiny_head(), 24, sampling=sampling)
+    assert (raised.value.step, raised.value.row) == (3, 2)
+    assert isinstance(raised.value, ArithmeticError) and "\n" not in str(raised.value)
+
+
+def test_the_row_is_named_by_its_place_in_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when rows before it have left the batch."""
+
+    def poison(logits: Tensor, step: int) -> None:
+        if step == 9:
+            logits[-1] = NAN
+
+    poisoned(monkeypatch, poison)
+    with pytest.raises(NonFiniteLogits, match=r"^step 9 of row 3: "):
+        run_loop(target(), PROMPTS, KnowingDrafter(greedy_texts(), wrong=True), [2, 3, 4, 24])
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), WARM], ids=["greedy", "sampled"])
+def test_every_node_of_the_path_counts_and_no_other(
+    sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step's path, with NaN at each of its nodes, or at all the others."""
+    paths, right = [], decoding.to_host
+
+    def noted(verdict: Verdict) -> list[decoding.Step]:
+        paths.append(verdict.path)
+        return right(verdict)
+
+    monkeypatch.setattr(decoding, "to_host", noted)
+    settings = {"sampling": sampling, "rule": Fuzzy(threshold=float("inf"), mode="paper", child="target")}
+    whole = run_loop(target(), PROMPTS, KnowingDrafter(greedy_texts(), check=False), 12, **settings)
+    first = paths[0].clone()
+
+    def off_the_path(logits: Tensor, step: int) -> None:
+        if step == 1:
+            for row, path in enumerate(first.tolist()):
+                others = [node for node in range(logits.shape[1]) if node not in path]
+                logits[row, others] = NAN
+
+    with monkeypatch.context() as patch:
+        poisoned(patch, off_the_path)
+        drafter = KnowingDrafter(greedy_texts(), check=False)
+        made = run_loop(target(), PROMPTS, drafter, 12, **settings)
+    assert made.texts == whole.texts and made.stats == whole.stats
+    on_path = int((first[1] >= 0).sum())
+    assert on_path > 2
+    for place in range(on_path):
+        with monkeypatch.context() as patch:
+            poisoned(patch, lambda logits, step, place=place: logits[1, first[1, place]].fill_(NAN))
+            with pytest.raises(NonFiniteLogits, match=r"^step 1 of row 1: "):
+                drafter = KnowingDrafter(greedy_texts(), check=False)
+                run_loop(target(), PROMPTS, drafter, 12, **settings)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_a_token_that_a_model_rules_out_is_no_error(
+    sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poisoned(monkeypatch, lambda logits, step: logits[:, :, 40:].fill_(-INF))
+    made = run_loop(target(), PROMPTS, tiny_head(), 24, sampling=sampling)
+    assert all(len(text) == 24 and max(text) < 40 for text in made.texts)
+
+
+def test_a_stream_ends_with_the_error_after_what_was_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EagleFSD(target(), tiny_head())
+    wanted = run_loop(target(), PROMPTS[:1], tiny_head(), 24, tree=TREE)
+    poisoned(monkeypatch, lambda logits, step: logits.fill_(NAN) if step == 3 else None)
+    stream = engine.stream(PROMPTS[:1], max_new_tokens=24, tree=TREE)
+    chunks = []
+    with pytest.raises(NonFiniteLogits, match=r"^step 3 of row 0: "):
+        for chunk in stream:
+            chunks.append(chunk)
+    assert chunks == [step[0] for step in wanted.steps[:2]]
+    with pytest.raises(NonFiniteLogits):
+        poisoned(monkeypatch, lambda logits, step: logits.fill_(INF))
+        engine.generate(PROMPTS[:1], max_new_tokens=24, tree=TREE)
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "rule", [Lossless(), Fuzzy(0.5), Fuzzy(float("inf"), "tv", mode="paper")], ids=["lossless", "js", "all"]
+)
+def test_a_draft_of_nan_is_never_accepted_for_its_distribution(
+    rule: AcceptanceRule, sampling: SamplingConfig
+) -> None:
+    """A head that has overflowed: the text is the target's own, and no accept is fuzzy."""
+    head = tiny_head()
+    with torch.no_grad():
+        head.fc.weight.fill_(NAN)
+    made = run_loop(target(), PROMPTS, head, 16, rule=rule, sampling=sampling, tree=TREE)
+    assert all(stats.fuzzy_accepts == 0 for stats in made.stats)
+    if sampling.greedy:
+        assert made.texts == [text[:16] for text in greedy_texts()]
+
+
+# --- which rows go on ---
+
+
+def test_rows_that_are_done_leave_at_once_or_where_steps_are_recorded_by_halves() -> None:
+    assert rows_kept([0, 1, 2, 3], [1, 3], recorded=False) == [1, 3]
+    eight = list(range(8))
+    for count, wanted in ((8, 8), (7, 8), (5, 8), (4, 4), (3, 4), (2, 2), (1, 1)):
+        going = eight[8 - count :]
+        kept = rows_kept(eight, going, recorded=True)
+        assert len(kept) == wanted and set(going) <= set(kept) and kept == sorted(kept)
+    assert len(rows_kept(range(5), [4], recorded=True)) == 1
+    assert rows_kept(range(5), [0, 1, 4], recorded=True) == [0, 1, 4]
+    assert rows_kept([2, 3, 6], [6, 3], recorded=True) == [3, 6]

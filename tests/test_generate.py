@@ -26,6 +26,7 @@ from eagle_fsd import (
     Fuzzy,
     GenerationStats,
     Lossless,
+    NonFiniteLogits,
     TreeConfig,
     Typical,
     generate,
@@ -664,6 +665,20 @@ def test_an_unexpected_exception_keeps_its_traceback(model: ScriptedModel, step:
     model.during = fail
     with pytest.raises(RuntimeError, match="a fault"):
         generate.main(["Hello?"])
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_logits_that_are_not_finite_are_one_line(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, step: int
+) -> None:
+    def fail(now: int) -> None:
+        if now == step:
+            raise NonFiniteLogits(step + 1, 0)
+
+    model.during = fail
+    code, _, err = run(capsys, "Hello?")
+    assert code == 2 and err.count("\n") == 1
+    assert f"error: step {step + 1} of row 0: the target's logits are not finite" in err and "dtype" in err
 
 
 def test_a_value_error_in_mid_run_is_a_fault(model: ScriptedModel) -> None:

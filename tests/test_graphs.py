@@ -6,7 +6,10 @@ stream cannot capture.
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -17,11 +20,11 @@ from torch import Tensor
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, cache, draft, flash, sampling, tree
 from eagle_fsd import target as target_module
-from eagle_fsd.acceptance import AcceptanceRule
+from eagle_fsd.acceptance import AcceptanceRule, Verdict, Verified
 from eagle_fsd.attention import grouped_attention
 from eagle_fsd.engine import GenerationOutput
-from eagle_fsd.graphs import EAGER, Graphs
-from eagle_fsd.judge import Judge
+from eagle_fsd.graphs import EAGER, MOST, Graphs, Recording, Replayed
+from eagle_fsd.judge import never_changes
 from eagle_fsd.padding import left_padded
 from eagle_fsd.relaxed import Cactus, Ensemble
 from eagle_fsd.target import TargetModel
@@ -53,9 +56,13 @@ def engine(recorder: OpRecorder | None, family: str = "llama", drafted: int | No
     return EagleFSD(TargetModel(tiny_model(family, attention), stepper), tiny_head().restrict(tokens))
 
 
+def recordings_of(piece: Replayed) -> list[Recording]:
+    return [one for one in piece.known.values() if isinstance(one, Recording)]
+
+
 def text(model: EagleFSD, lengths: list[int], rule: AcceptanceRule, **options: object) -> GenerationOutput:
     ids, mask = left_padded(prompts_of(lengths), 0)
-    return model.generate(ids, mask, max_new_tokens=24, rule=rule, **{"tree": TREE, **options})
+    return model.generate(ids, mask, rule=rule, **{"max_new_tokens": 24, "tree": TREE, **options})
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -139,31 +146,6 @@ def test_a_replay_runs_no_model_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.new_tokens == first.new_tokens and calls.count(8) == 0
 
 
-def test_a_workspace_is_used_again_only_where_it_fits() -> None:
-    """Not by another batch, nor while it is in use; a longer text grows it."""
-    model = engine(OpRecorder())
-    text(model, [5], Lossless())
-    spare = model._workspaces.spare
-    text(model, [9], Lossless())
-    assert spare is not None and model._workspaces.spare is spare
-    stream = model.stream(prompts_of([5]), max_new_tokens=8, tree=TREE)
-    assert model._workspaces.spare is None
-    chunks = iter(stream)
-    first = next(chunks)
-    text(model, [5], Lossless())
-    other = model._workspaces.spare
-    assert other is not None and other is not spare
-    rest = [token for chunk in chunks for token in chunk]
-    assert [*first, *rest] == engine(None).generate(prompts_of([5]), max_new_tokens=8, tree=TREE).new_tokens[
-        0
-    ]
-    text(model, [5, 6], Lossless())
-    left = model._workspaces.spare
-    assert left is None or left.batch == 2
-    plain = model.generate(prompts_of([5]), max_new_tokens=8, tree=TreeConfig(1))
-    assert plain.new_tokens[0] == [*first, *rest]
-
-
 def test_a_stream_that_is_dropped_leaves_a_clean_workspace() -> None:
     model = engine(OpRecorder())
     wanted = text(engine(None), [5], Lossless()).new_tokens
@@ -191,7 +173,7 @@ def test_what_cannot_be_recorded_runs_as_it_comes(
         assert text(model, [5], Lossless()).new_tokens == wanted
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1 and warnings[0].startswith("no CUDA graphs for this model (operation not")
-    assert model.target.stepper.record is None
+    assert not model.target.stepper.records
 
 
 def test_a_rule_that_cannot_be_named_is_not_recorded() -> None:
@@ -207,9 +189,211 @@ def test_a_rule_that_cannot_be_named_is_not_recorded() -> None:
     assert len(rule) == text(model, [5], Lossless()).stats[0].steps
 
 
-def test_one_rule_has_one_work() -> None:
-    judge = Judge(Graphs(OpRecorder()))
-    greedy, warm = sampling.SamplingConfig(), sampling.SamplingConfig(1.0)
-    assert judge._work(Fuzzy(0.3), greedy) is judge._work(Fuzzy(0.3), greedy)
-    assert judge._work(Fuzzy(0.3), greedy) is not judge._work(Fuzzy(0.31), greedy)
-    assert judge._work(Fuzzy(0.3), greedy) is not judge._work(Fuzzy(0.3), warm)
+# --- batches ---
+
+BATCHES = [(2, [4, 6]), (4, [4, 6, 8, 7]), (8, [1, 20, 8, 1, 24, 10, 24, 7])]
+
+
+@pytest.mark.parametrize(("batch", "lengths"), BATCHES)
+def test_rows_that_finish_cost_few_recordings_and_none_in_the_end(batch: int, lengths: list[int]) -> None:
+    """Rows end one after the other, in three generations: all texts and counts as without recording.
+
+    A recording serves one number of rows, which is halved at most, and what was recorded serves again.
+    """
+    recorder = OpRecorder()
+    recorded, plain = engine(recorder), engine(None)
+    prompts = list(range(5, 5 + batch))
+    whole = text(plain, prompts, Lossless()).new_tokens
+    ends = sorted({words[min(3 + 2 * row, 20)] for row, words in enumerate(whole)})[:3]
+    wanted = text(plain, prompts, Lossless(), eos_token_id=ends)
+    assert [len(words) for words in wanted.new_tokens] == lengths
+    counts = []
+    for _ in range(3):
+        before = recorder.recordings
+        found = text(recorded, prompts, Lossless(), eos_token_id=ends)
+        counts.append(recorder.recordings - before)
+        assert found.new_tokens == wanted.new_tokens
+        for mine, its in zip(found.stats, wanted.stats, strict=True):
+            assert (mine.steps, mine.new_tokens, mine.finish_reason) == (
+                its.steps,
+                its.new_tokens,
+                its.finish_reason,
+            )
+    rows = batch.bit_length()  # as many numbers of rows: 8, 4, 2, 1
+    assert counts[2] == 0 and sum(counts) <= 6 * rows
+
+
+def test_a_row_that_is_done_stays_as_it_is_beside_the_others() -> None:
+    """Its text, its cache and its counts do not grow, and its neighbours' texts are their own."""
+    recorder = OpRecorder()
+    recorded, plain = engine(recorder), engine(None)
+    prompts = [6, 9, 7, 8]
+    ids, mask = left_padded(prompts_of(prompts), 0)
+    stop = text(plain, prompts, Lossless()).new_tokens[1][2]
+    options = {"max_new_tokens": 40, "tree": TREE, "eos_token_id": [stop]}
+    wanted = plain.generate(ids, mask, **options)
+    stream = recorded.stream_batch(ids, mask, **options)
+    session, seen, chunks = None, [], [[], [], [], []]
+    verify = target_module.TargetSession.verify
+
+    def watched(self: target_module.TargetSession, draft: tree.DraftTree) -> tuple[Tensor, Tensor]:
+        nonlocal session
+        session = self
+        return verify(self, draft)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target_module.TargetSession, "verify", watched)
+        for step in stream.steps:
+            seen.append(session.cache.row_lengths.copy())
+            for row, chunk in enumerate(step):
+                chunks[row] += chunk
+    assert chunks == wanted.new_tokens
+    assert len(chunks[1]) + 10 < sorted(map(len, chunks))[1]
+    together = [lengths[1] for lengths in seen if len(lengths) == 4]
+    done = together[stream.stats[1].steps :]
+    assert len(done) > 5 and set(done) == {together[stream.stats[1].steps - 1]}
+    assert done[0] <= 9 + len(chunks[1])
+    for mine, its in zip(stream.stats, wanted.stats, strict=True):
+        assert mine.accept_histogram == its.accept_histogram and mine.finish_reason == its.finish_reason
+
+
+def test_an_observer_sees_the_rows_that_go_on_only() -> None:
+    sizes = []
+
+    def watch(verified: Verified, verdict: Verdict, emitted: dict[int, int]) -> None:
+        assert len(verified.logits) == len(verdict.path) == len(emitted) and all(emitted.values())
+        sizes.append(len(emitted))
+
+    recorded, plain = engine(OpRecorder()), engine(None)
+    stop = text(plain, [6, 9, 7], Lossless()).new_tokens[1][2]
+    options = {"eos_token_id": [stop], "observer": watch}
+    found = text(recorded, [6, 9, 7], Lossless(), **options)
+    recorded_sizes = sizes.copy()
+    sizes.clear()
+    assert found.new_tokens == text(plain, [6, 9, 7], Lossless(), **options).new_tokens
+    assert recorded_sizes == sizes and 2 in sizes
+
+
+def test_the_judge_reads_logits_where_verify_left_them() -> None:
+    """Also behind views of several widths, whose recordings have one memory for their results."""
+    model = engine(OpRecorder())
+    for _ in range(3):
+        text(model, [5], Lossless(), max_new_tokens=60)
+    workspace = model._workspaces.spare
+    verified = recordings_of(workspace.session._verify_step)
+    (judged,) = recordings_of(workspace.judge._judged)
+    assert len(verified) >= 4
+    assert {id(one.result[0]) for one in verified} == {id(judged.inputs[0])}
+
+
+# --- how many there are ---
+
+
+def test_prompts_are_not_recorded() -> None:
+    """Forty lengths, twice: what is recorded is a step's, whose shapes recur."""
+    recorder = OpRecorder()
+    model = engine(recorder)
+    for _ in range(2):
+        for length in range(2, 42):
+            text(model, [length], Lossless(), max_new_tokens=4)
+    extended = recordings_of(model._workspaces.spare.drafter._extend_step)
+    assert {one.inputs[1].shape[1] for one in extended} == {TREE.depth + 1}
+    assert recorder.recordings <= 4 * 4 + 2, "by view of 16 slots, of verify, draft and extend"
+
+
+def test_recordings_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifty temperatures, and more views than are kept; what was used last is there."""
+    recorder = OpRecorder()
+    model = engine(recorder)
+    for number in range(50):
+        text(model, [5], Lossless(), max_new_tokens=4, temperature=0.5 + number / 100)
+    known = model._workspaces.spare.judge._judged.known
+    assert len(known) == MOST and len(model._workspaces.spare.judge._judged.memory) <= 8
+    before = recorder.recordings
+    text(model, [5], Lossless(), max_new_tokens=4, temperature=0.99)
+    assert recorder.recordings == before
+    piece = Graphs(recorder).of(lambda static, tensor: tensor + static)
+    for static in [*range(MOST + 5), *range(MOST + 5), *range(MOST + 5)]:
+        assert float(piece(None, static, torch.ones(1))[0]) == 1 + static
+    assert len(piece.known) == MOST and not recordings_of(piece), "each had gone when it came again"
+
+
+# --- what a recording may depend on ---
+
+
+@dataclass(frozen=True)
+class Closer(Fuzzy):
+    """A rule of somebody's own that is what its fields say."""
+
+    more: tuple[float, ...] = (0.1, 0.2)
+
+
+class Changing:
+    """One that is not."""
+
+    mode, max_consecutive, exact_prefix = "hybrid", None, 0
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    def chances(self, verified: Verified) -> Tensor | None:
+        return Fuzzy(self.threshold, "reverse_kl").chances(verified)
+
+
+@dataclass(frozen=True)
+class Holding(Fuzzy):
+    inner: object = None
+
+
+class Derived(Fuzzy):
+    pass
+
+
+def test_a_rule_that_changes_between_calls_is_never_recorded() -> None:
+    rule, recorder = Changing(0.0), OpRecorder()
+    model, plain = engine(recorder), engine(None)
+    for threshold in (0.0, 5.0, 0.0):
+        rule.threshold = threshold
+        found = [text(model, [5], rule) for _ in range(2)]
+        wanted = text(plain, [5], rule)
+        for one in found:
+            assert one.new_tokens == wanted.new_tokens
+            assert one.stats[0].fuzzy_accepts == wanted.stats[0].fuzzy_accepts
+        assert (wanted.stats[0].fuzzy_accepts > 0) == (threshold > 0)
+    assert not model._workspaces.spare.judge._judged.known
+
+
+def test_only_frozen_dataclasses_of_plain_values_never_change() -> None:
+    extra = Derived(0.3)
+    object.__setattr__(extra, "threshold_of_today", 0.5)
+    for rule in (*RULES, Closer(0.2), Holding(inner=(1, "a", None, Fuzzy(0.5))), Fuzzy(0.3)):
+        assert never_changes(rule) and hash(rule) is not None
+    for rule in (Changing(0.3), Holding(inner=[1]), Holding(inner=Changing(1.0)), Derived(0.3), extra, len):
+        assert not never_changes(rule)
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_session_goes_with_its_last_user(recorded: bool) -> None:
+    """At once, and not when garbage is next collected: it holds the memory of a whole text."""
+    model = engine(OpRecorder() if recorded else None)
+    gone = []
+    start = target_module.TargetSession.__init__
+
+    def noted(self: target_module.TargetSession, *args: object) -> None:
+        start(self, *args)
+        gone.append(weakref.ref(self))
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(target_module.TargetSession, "__init__", noted)
+            text(model, [5, 6], Lossless())
+            text(model, [5], Lossless())
+            model._workspaces.clear()
+        assert [one() for one in gone] == [None, None]
+    finally:
+        gc.enable()

@@ -30,7 +30,7 @@ LAYERS = [
     },
     {"remembered"},
     {"libraries"},
-    {"layer_attention", "packing", "prompts", "tensors"},
+    {"capture", "layer_attention", "packing", "prompts", "tensors"},
     {"sampling", "tree", "vocabulary"},
     {"head"},
     {"cache", "checkpoint"},

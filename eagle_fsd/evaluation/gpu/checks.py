@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from eagle_fsd import hub
-from eagle_fsd.engine import cuda_recorder
+from eagle_fsd.capture import cuda_recorder
 from eagle_fsd.evaluation.gpu import costs, failures, recordings, sampled, texts, waits
 from eagle_fsd.evaluation.gpu.bench import Bench
 from eagle_fsd.evaluation.gpu.projection import EIGHT_B, projection
