@@ -108,7 +108,7 @@ def find(origin: Origin, dtypes: Collection[str] = ()) -> Path | None:
             return None
         note(folder, lambda record: record["seen"].update(origin.seen))
         with contextlib.suppress(OSError):
-            os.utime(folder)
+            os.utime(folder, ns=(time.time_ns(),) * 2)  # the kernel's own clock ticks too seldom
         return folder
     except READ_ERRORS as error:
         logger.info("the converted weights of %s are not read: %s", origin.gguf.name, error)

@@ -24,7 +24,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -38,7 +40,9 @@ from eagle_fsd.config import HeadConfig, SamplingConfig, TreeConfig
 from eagle_fsd.download import shard_names
 from eagle_fsd.head import DraftHead
 from eagle_fsd.loading import TargetSource, load_text
-from eagle_fsd.tuning import Choice
+from eagle_fsd.measuring import WIDTHS
+from eagle_fsd.remembered import TREES, recall, remember
+from eagle_fsd.tuning import Choice, Forwards, Observation
 
 SECONDS = 20  # of one case, on a busy machine
 MEMORY = 400 * 2**20  # bytes that a case may add
@@ -195,11 +199,22 @@ def shard_index(draw: random.Random, folder: Path) -> Callable[[], object]:
 
 
 def trees(draw: random.Random, folder: Path) -> Callable[[], object]:
-    """A cache: whatever is in it, reading it is no error."""
-    path = folder / "trees.json"
-    spoilt_json(draw, path, {"x": {"tree": {}}})
+    """What is remembered of measurements: whatever is in the file, reading it is no error."""
+    spoilt_json(draw, folder / TREES, {"x": {"version": 2, "measured": {}}})
     os.environ["EAGLE_FSD_CACHE"] = str(folder)
-    return autotree.read_choices
+    return lambda: [recall(key, unpack) for key, (_, _, unpack) in measurements().items()]
+
+
+def measurements() -> dict[str, tuple[object, Callable[[Any], object], Callable[[Any], object]]]:
+    """One of every kind that is remembered: what is packed, how, and how it is read again."""
+    forwards = Forwards(dict.fromkeys((1, *WIDTHS), 0.01), {2: (0.01, 0.002)})
+    steps = [Observation([-1, 0, 0, 1], [0, 1, 1, 2], [0.0, -0.5, -1.0, -1.5], [1, 3])]
+    choice = Choice(TreeConfig(16, 5, 8), 2.5, 40.0, 20.0)
+    return {
+        "forwards": (forwards, autotree.packed_forwards, autotree.unpacked_forwards),
+        "steps": (steps, autotree.packed_observations, autotree.unpacked_observations),
+        "choice": (choice, asdict, autotree.unpacked_choice),
+    }
 
 
 KINDS: dict[str, Kind] = {
@@ -224,8 +239,8 @@ def good_files(folder: Path) -> None:
         folder / "calibration.json"
     )
     os.environ["EAGLE_FSD_CACHE"] = str(folder)
-    for number in range(3):
-        autotree.remember(f"key{number}", Choice(tree, 2.5, 40.0, 20.0 + number))
+    for key, (found, pack, _) in measurements().items():
+        remember(key, pack(found))
     for family in TARGETS:
         tiny_model(family).save_pretrained(folder / family)
         transformers.GenerationConfig(eos_token_id=1).save_pretrained(folder / family)

@@ -87,7 +87,7 @@ def test_a_row_is_the_sum_of_its_prompts_whatever_the_batch(engine: EagleFSD, ba
             top_p=0.9,
             rule=Fuzzy(0.5, "js"),
             tree=TREE,
-            seed=7 + number,
+            seed=[(7, number)],
         ).stats
         steps, tokens, fuzzy = steps + stats.steps, tokens + stats.new_tokens, fuzzy + stats.fuzzy_accepts
     assert (row["steps"], row["new_tokens"], row["fuzzy_accepts"]) == (steps, tokens, fuzzy)

@@ -26,10 +26,6 @@ KINDS = (
     *("target_weights", "shard_index", "trees"),
 )
 
-# transformers allocates what a config claims, whatever the files hold: until loading compares the two, such a
-# target may take all memory.
-UNBOUNDED = ("target_weights",)
-
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded and measured as on Linux")
 
 
@@ -53,15 +49,7 @@ def found() -> dict[str, dict[str, Any]]:
     return {one["kind"]: one for one in map(json.loads, process.stdout.splitlines())}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.xfail(reason="unbounded", strict=False))
-        if kind in UNBOUNDED
-        else kind
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_malformed_file_loads_or_ends_in_one_clear_line(
     found: dict[str, dict[str, Any]], kind: str
 ) -> None:

@@ -187,7 +187,7 @@ def test_trap_06_padded_paths_in_a_batch() -> None:
     for rule in (Lossless(), dataclasses.replace(ALWAYS, threshold=0.35)):
         settings = {"max_new_tokens": 24, "temperature": 1.0, "rule": rule, "tree": TREE}
         together = engine.generate(prompts, seed=7, **settings)
-        alone = [engine.generate(prompts[i : i + 1], seed=7 + i, **settings) for i in range(4)]
+        alone = [engine.generate(prompts[i : i + 1], seed=[(7, i)], **settings) for i in range(4)]
         assert together.new_tokens == [output.new_tokens[0] for output in alone]
         assert all(0 <= token < engine.target.vocab_size for row in together.new_tokens for token in row)
         histograms = [stats.accept_histogram for stats in together.stats]

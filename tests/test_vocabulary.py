@@ -213,10 +213,10 @@ def test_greedy_text_is_the_targets_and_tau_says_what_the_vocabulary_holds() -> 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_all_tokens_in_any_order_are_no_restriction(rule: object, temperature: float) -> None:
     """The same texts and the same accepts as with the full vocabulary, under every rule."""
-    whole = drafted_with(None, rule=rule, temperature=temperature)
+    whole = drafted_with(None, rule=rule, temperature=temperature, seed=0)
     assert all(stats.exact_accepts for stats in whole.stats)
     for tokens in (torch.arange(EXACT_VOCAB), some_tokens(EXACT_VOCAB, EXACT_VOCAB)):
-        made = drafted_with(tokens, rule=rule, temperature=temperature)
+        made = drafted_with(tokens, rule=rule, temperature=temperature, seed=0)
         assert made.new_tokens == whole.new_tokens
         for ours, theirs in zip(made.stats, whole.stats, strict=True):
             assert ours.accept_histogram == theirs.accept_histogram

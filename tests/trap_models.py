@@ -56,7 +56,7 @@ def exact_pair(sharpness: float = 10.0, seed: int = 0) -> tuple[LlamaForCausalLM
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
-        pad_token_id=0,
+        pad_token_id=None,
     )
     target = LlamaForCausalLM(config).eval()
     layer, logits = target.model.layers[0], target.lm_head.weight
@@ -139,7 +139,7 @@ def random_llama(vocab_size: int = 64, seed: int = 0, **changes: object) -> Llam
         "initializer_range": 0.2,
         "bos_token_id": None,
         "eos_token_id": None,
-        "pad_token_id": 0,
+        "pad_token_id": None,
     }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
