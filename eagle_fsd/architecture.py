@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from eagle_fsd.messages import one_line
+
 ATTENTION = ("sdpa", "eager")  # implementations that take our masks
 FULL, SLIDING = "full_attention", "sliding_attention"
 # What a generation_config can ask of `generate` that is not done here, and the value that asks for nothing.
@@ -169,7 +171,7 @@ def end_tokens(config: PretrainedConfig, generation: GenerationConfig | None) ->
     for token in ids:
         if not isinstance(token, int):
             raise ValueError(
-                f"the target's eos_token_id is {ids!r}: end tokens must be token ids; check its "
-                "generation_config.json"
+                f"the target's eos_token_id is {one_line(repr(ids), 60)}: end tokens must be token ids; "
+                "check its generation_config.json"
             )
     return ids
