@@ -63,7 +63,7 @@ PARTS = (
     ),
     Part("projection", "Speed-ups that these times allow at published tau.", 1, projection),
     Part("flash-attn", "A tree's logits are those without flash-attn.", 20, costs.flash_attention),
-    Part("threads", "Two engines in two threads write what each writes alone.", 30, texts.threads),
+    Part("threads", "Engines in threads, two of one model, write what each writes alone.", 30, texts.threads),
     Part("failed capture", "A model that cannot be recorded runs as it is.", 20, failures.failed_capture),
     Part("out of memory", "Memory that runs out in a recording is survived.", 20, failures.out_of_memory),
     Part(
