@@ -73,6 +73,11 @@ def check_supported(config: PretrainedConfig) -> None:
         raise ValueError(
             f"target is a {name!r} model: encoder-decoders are not supported; use a decoder-only causal LM"
         )
+    if not isinstance(text, PretrainedConfig):
+        raise ValueError(
+            f"target is a {name!r} model whose text_config is {one_line(repr(text), 60)}: it must be a "
+            "config of its own; correct its config.json, or use another target"
+        )
     kinds = set(layer_kinds(text))
     if kinds - {FULL, SLIDING}:
         raise ValueError(

@@ -1,14 +1,15 @@
-"""What a config does to lm_head's product, and the slope of it."""
+"""What a config does to lm_head's product, and the slope of it; fields that cannot be."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
 
-from eagle_fsd.architecture import PLAIN, LogitsTransform, logits_transform
+from eagle_fsd.architecture import PLAIN, LogitsTransform, check_supported, end_tokens, logits_transform
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,21 @@ def test_the_slope_is_the_derivative(scale: float, cap: float | None) -> None:
     found = torch.as_tensor(transform.slope(transformed.detach()), dtype=torch.float64)
     torch.testing.assert_close(found.expand_as(wanted), wanted)
     assert PLAIN(product) is product
+
+
+@pytest.mark.parametrize("ids", [1.5, "</s>", [1, "2"], {"a": 1}, "x" * 10**5])
+def test_end_tokens_that_are_no_token_ids_are_named_in_a_line(ids: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"^the target's eos_token_id is .*: end tokens must be token ids"
+    ) as error:
+        end_tokens(SimpleNamespace(eos_token_id=ids), None)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("inner", [3, "llama", {"hidden_size": 8}])
+def test_a_text_config_that_is_none_is_named_in_a_line(inner: Any) -> None:
+    """As a config.json of a plain decoder may hold by mistake: transformers takes it as it is."""
+    with pytest.raises(
+        ValueError, match=r"target is a 'llama' model whose text_config is .*: it must be a config"
+    ):
+        check_supported(LlamaConfig(text_config=inner))
