@@ -386,7 +386,8 @@ class EagleFSD:
             sampling=sampling,
             observer=observer,
         )
-        seed = fresh_seed() if seed is None else seed
+        if seed is None:  # what draws nothing leaves torch's generator alone
+            seed = 0 if sampling.greedy else fresh_seed()
         random = RowRandom(seed, len(prompts), self.device)
         workspace = self._workspaces.take(
             len(prompts), max(prompts.lengths), prompts.longest_text, tree, self.make_drafter

@@ -58,10 +58,12 @@ class PackedLinear(nn.Linear):
             self._pack()
 
     def _pack(self) -> None:
-        self.version, self.some = version_of(self.weight), some_of(self.weight)
-        self.some_then = self.some.clone()
-        self.library = library_for(self.weight, self.preferred)
-        self.packed: Tensor | None = self.library and self.library.pack(self.weight.detach())
+        version, some = version_of(self.weight), some_of(self.weight)
+        library = library_for(self.weight, self.preferred)
+        packed = library and library.pack(self.weight.detach())
+        # The version last: until it is there, other threads pack for themselves.
+        self.library, self.packed = library, packed
+        self.some, self.some_then, self.version = some, some.clone(), version
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

@@ -458,7 +458,9 @@ def test_without_a_seed_every_call_draws_another_and_names_it() -> None:
     streamed = engine().stream([PROMPTS[0]], **settings)
     text = [token for chunk in streamed for token in chunk]
     assert engine().generate([PROMPTS[0]], seed=streamed.seed, **settings).new_tokens == [text]
+    state = torch.random.get_rng_state()
     assert engine().generate([PROMPTS[0]], max_new_tokens=2).seed is None  # greedy: nothing was drawn
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_torchs_manual_seed_rules_a_call_without_a_seed() -> None:
