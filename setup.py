@@ -6,13 +6,13 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-PACKAGE = (ROOT / "eagle_fsd" / "__init__.py").read_text(encoding="utf-8")
+VERSION = (ROOT / "eagle_fsd" / "version.py").read_text(encoding="utf-8")
 IFEVAL = "if-verifiable>=0.1.2; python_version >= '3.11'"
 PLOTS = ("matplotlib>=3.7", "tqdm>=4.60")  # and progress bars
 
 setup(
     name="eagle-fsd",
-    version=re.search(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE).group(1),
+    version=re.search(r'^__version__ = "(.+)"$', VERSION, re.MULTILINE).group(1),
     description="EAGLE-2 draft trees verified by Fuzzy Speculative Decoding, on stock Hugging Face models",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

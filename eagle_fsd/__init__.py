@@ -6,17 +6,19 @@ The names below are loaded on first use, so that `import eagle_fsd` and `--help`
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from eagle_fsd.version import __version__
+
 if TYPE_CHECKING:
-    from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
-    from eagle_fsd.config import AutoThreshold, AutoTree, HeadConfig, SamplingConfig, TreeConfig
+    from eagle_fsd.acceptance import AcceptanceRule, Lossless
+    from eagle_fsd.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
     from eagle_fsd.decoding import NonFiniteLogits
+    from eagle_fsd.eagle_config import HeadConfig
     from eagle_fsd.engine import EagleFSD
+    from eagle_fsd.fuzzy import Fuzzy
     from eagle_fsd.head import DraftHead
     from eagle_fsd.outputs import GenerationOutput
     from eagle_fsd.relaxed import Typical
     from eagle_fsd.stats import GenerationStats
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "AcceptanceRule": "acceptance",
@@ -24,10 +26,10 @@ _HOMES = {
     "AutoTree": "config",
     "DraftHead": "head",
     "EagleFSD": "engine",
-    "Fuzzy": "acceptance",
+    "Fuzzy": "fuzzy",
     "GenerationOutput": "outputs",
     "GenerationStats": "stats",
-    "HeadConfig": "config",
+    "HeadConfig": "eagle_config",
     "Lossless": "acceptance",
     "NonFiniteLogits": "decoding",
     "SamplingConfig": "config",
@@ -49,6 +51,7 @@ __all__ = [
     "SamplingConfig",
     "TreeConfig",
     "Typical",
+    "__version__",
 ]
 
 

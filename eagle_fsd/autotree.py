@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from eagle_fsd import __version__
 from eagle_fsd.acceptance import AcceptanceRule, Lossless
 from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.head import DraftHead
@@ -45,6 +44,7 @@ from eagle_fsd.remembered import digest, recall, remember
 from eagle_fsd.target import TargetModel
 from eagle_fsd.timing import BUSY
 from eagle_fsd.tuning import Choice, Forwards, Observation, Rest, choose
+from eagle_fsd.version import __version__
 
 logger = logging.getLogger(__name__)
 

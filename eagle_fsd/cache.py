@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagle_fsd.graphs import may_ask
 from eagle_fsd.padding import on_device
+from eagle_fsd.placement import may_ask
 
 
 class KVCache:

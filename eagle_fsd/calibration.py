@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.config import SamplingConfig, TreeConfig, require_integer, require_number, shown
+from eagle_fsd.checks import one_line, require_integer, require_number, shown
+from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.files import write_atomically
 from eagle_fsd.identity import differences
-from eagle_fsd.messages import one_line
 
 FILE = "calibration.json"
 VERSION = 1

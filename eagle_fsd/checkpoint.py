@@ -24,9 +24,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle_fsd.config import CHECK, HeadConfig, shown
+from eagle_fsd.checks import one_line, shown
+from eagle_fsd.eagle_config import CHECK, HeadConfig
 from eagle_fsd.head import DraftHead
-from eagle_fsd.messages import one_line
 from eagle_fsd.tensors import read_tensors
 from eagle_fsd.vocabulary import check_draft_tokens
 

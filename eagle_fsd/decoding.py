@@ -7,21 +7,20 @@ the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eagle_fsd.acceptance import AcceptanceRule, Verdict, Verified
-from eagle_fsd.config import SamplingConfig, TreeConfig
-from eagle_fsd.draft import Drafter
+from eagle_fsd.acceptance import Verdict
+from eagle_fsd.drafter import Drafter
 from eagle_fsd.judge import Judge
 from eagle_fsd.padding import on_device
+from eagle_fsd.requests import Request
 from eagle_fsd.sampling import RowRandom
+from eagle_fsd.session import TargetSession
 from eagle_fsd.stats import GenerationStats, Stopwatch
-from eagle_fsd.target import TargetSession
 
 
 class NonFiniteLogits(FloatingPointError):
@@ -36,34 +35,6 @@ class NonFiniteLogits(FloatingPointError):
             "weights are damaged; load the model in bfloat16 or float32 (dtype), or check its files"
         )
         self.step, self.row = step, row
-
-
-class Observer(Protocol):
-    """Looks at every step of a batch and changes nothing.
-
-    emitted: how many tokens each row of the tree, by its place in the request, got of the verdict's. Where
-    steps are recorded (see graphs.py) the next one overwrites all these tensors: copy what is kept.
-    """
-
-    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Request:
-    """One batch to decode.
-
-    tokens: [B, L] right-padded prompts; lengths: each at least 1; limits: most new tokens per row.
-    observer: is shown every step.
-    """
-
-    tokens: Tensor
-    lengths: Sequence[int]
-    limits: Sequence[int]
-    eos_token_ids: Sequence[int]
-    rule: AcceptanceRule
-    tree: TreeConfig
-    sampling: SamplingConfig
-    observer: Observer | None = None
 
 
 @torch.inference_mode()

@@ -26,8 +26,7 @@ from eagle_fsd.checkpoint import (
     refuse_half_vocabulary,
     refuse_other_config,
 )
-from eagle_fsd.config import shown
-from eagle_fsd.messages import one_line
+from eagle_fsd.checks import one_line, shown
 
 SAFETENSORS_INDEX = SAFETENSORS_NAME + ".index.json"
 BIN_INDEX = BIN_NAME + ".index.json"

@@ -20,16 +20,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
-from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
+from eagle_fsd.acceptance import AcceptanceRule, Lossless
 from eagle_fsd.autotree import TreeChooser
 from eagle_fsd.baseline import generate_alone
 from eagle_fsd.calibration import FILE as CALIBRATION
 from eagle_fsd.calibration import Calibration, read_calibration
 from eagle_fsd.capture import cuda_recorder
-from eagle_fsd.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig, require_integer
-from eagle_fsd.decoding import Observer, Request, decode
+from eagle_fsd.checks import require_integer
+from eagle_fsd.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
+from eagle_fsd.decoding import decode
 from eagle_fsd.divergence import require_sparse
-from eagle_fsd.draft import EagleDrafter, Vocabulary
+from eagle_fsd.draft import EagleDrafter
+from eagle_fsd.drafter import Vocabulary
+from eagle_fsd.fuzzy import Fuzzy
 from eagle_fsd.graphs import EAGER, Graphs
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import models_identity
@@ -38,7 +41,7 @@ from eagle_fsd.outputs import BatchStream, GenerationOutput, TokenStream
 from eagle_fsd.packing import pack_changed, pack_linears
 from eagle_fsd.padding import as_ids, right_padded
 from eagle_fsd.placement import resolve_device, resolve_dtype
-from eagle_fsd.requests import Prompts, end_token_ids
+from eagle_fsd.requests import Observer, Prompts, Request, end_token_ids
 from eagle_fsd.sampling import RowRandom, Seed, fresh_seed
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel

@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock
 from safetensors import SafetensorError
 
-from eagle_fsd.messages import one_line
+from eagle_fsd.checks import one_line
 
 PATIENCE = 10.0  # seconds to wait for another writer of a small file
 

@@ -20,8 +20,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from eagle_fsd.flags import USAGE, build_parser, generation_options
-from eagle_fsd.messages import one_line
+from eagle_fsd.arguments import generation_options
+from eagle_fsd.checks import one_line
+from eagle_fsd.flags import USAGE, build_parser
 from eagle_fsd.prompts import decode_text, read_prompts
 from eagle_fsd.report import Answer, summary, to_json
 
@@ -70,7 +71,8 @@ def answer_prompt(
     model: EagleFSD, prompt: str, args: Namespace, options: dict[str, Any], out: TextIO
 ) -> Answer:
     """Run one prompt, writing its text to `out` as it is made unless --json holds it back."""
-    from eagle_fsd.text import Detokenizer, encode
+    from eagle_fsd.detokenizer import Detokenizer
+    from eagle_fsd.text import encode
 
     with users_mistakes():
         input_ids = encode(model.tokenizer, prompt, args.system, args.raw)

@@ -19,18 +19,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from eagle_fsd.messages import one_line
+from eagle_fsd.checks import one_line
 
 logger = logging.getLogger(__name__)
 
 VIEW = 256  # slots of a cache come into view by so many at a time, so that few shapes occur
 MOST = 32  # recordings of one piece of work: those of a text of 8,192 tokens
 SHAPES = 8  # shapes of results of one piece of work, each in memory of its own
-
-
-def may_ask(tensor: Tensor) -> bool:
-    """Whether to choose a way by what a tensor holds: free on a CPU, elsewhere the host would wait."""
-    return tensor.device.type == "cpu"
 
 
 Work = Callable[..., Any]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagle_fsd.config import HeadConfig
+from eagle_fsd.eagle_config import HeadConfig
 from eagle_fsd.vocabulary import check_draft_tokens
 
 # (q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, D]), q and k rotated -> [B, H, n, D]; the caller owns

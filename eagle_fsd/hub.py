@@ -16,11 +16,11 @@ import transformers
 
 from eagle_fsd.checkpoint import CONFIG_NAME, find_head_file, read_head
 from eagle_fsd.checkpoint import save_head as save_head
+from eagle_fsd.checks import one_line
 from eagle_fsd.download import download_head, download_target
 from eagle_fsd.head import DraftHead
 from eagle_fsd.loading import TargetSource, load_model
 from eagle_fsd.loading import load_text as load_text
-from eagle_fsd.messages import one_line
 from eagle_fsd.tensors import BIN_SUFFIXES
 
 DEFAULT_TARGET = "smollm2-135m"

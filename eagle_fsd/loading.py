@@ -17,9 +17,8 @@ import transformers
 
 from eagle_fsd.architecture import ATTENTION, end_tokens, longest_text
 from eagle_fsd.checkpoint import CONFIG_NAME
-from eagle_fsd.config import require_choice
+from eagle_fsd.checks import one_line, require_choice
 from eagle_fsd.download import CHAT_FILES, TOKENIZER_FILES, bars_wanted
-from eagle_fsd.messages import one_line
 from eagle_fsd.placement import resolve_device, resolve_dtype
 from eagle_fsd.target_files import check_decoder, check_folder, check_plausible, check_sizes
 from eagle_fsd.weights_cache import Origin, find, is_whole, keep, origin_of

@@ -17,13 +17,15 @@ from torch import Tensor
 
 from eagle_fsd.acceptance import AcceptanceRule
 from eagle_fsd.config import SamplingConfig, TreeConfig
-from eagle_fsd.decoding import Observer, Request, decode
-from eagle_fsd.draft import Drafter, NoDrafter
+from eagle_fsd.decoding import decode
+from eagle_fsd.drafter import Drafter, NoDrafter
 from eagle_fsd.judge import Judge
 from eagle_fsd.padding import right_padded
+from eagle_fsd.requests import Observer, Request
 from eagle_fsd.sampling import RowRandom
+from eagle_fsd.session import TargetSession
 from eagle_fsd.stats import GenerationStats, Stopwatch
-from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.target import TargetModel
 from eagle_fsd.timing import RECORDED, Call, disagreement, synchronizer, timed_in_turn
 from eagle_fsd.tree import DraftTree, root_only
 from eagle_fsd.tuning import DEPTHS, Costs, Forwards, Observation, Rest, Witness

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from eagle_fsd.messages import one_line
+from eagle_fsd.checks import one_line
 
 DTYPES = {
     "float32": torch.float32,
@@ -46,3 +47,8 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
         names = "float32, bfloat16 or float16"
         raise ValueError(f"dtype {str(dtype)!r} is not there: it must be {names}; use one of them")
     return found
+
+
+def may_ask(tensor: Tensor) -> bool:
+    """Whether to choose a way by what a tensor holds: free on a CPU, elsewhere the host would wait."""
+    return tensor.device.type == "cpu"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from eagle_fsd import __version__
+from eagle_fsd.version import __version__
 
 SECRET_OPTION = re.compile(r"(^|[-_])(token|key|secret|password|credentials?|auth)$", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"\b(hf|sk|ghp|gho|github_pat|glpat|xox[bp])[-_][\w-]{8,}|://\S*[@?]")

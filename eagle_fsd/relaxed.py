@@ -15,8 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from eagle_fsd.acceptance import Verified, likeliest
-from eagle_fsd.config import HYBRID, PAPER, require_guards, require_integer, require_number
+from eagle_fsd.acceptance import Verified, likeliest, require_guards
+from eagle_fsd.checks import require_integer, require_number
+from eagle_fsd.config import HYBRID, PAPER
 
 
 @dataclass(frozen=True)

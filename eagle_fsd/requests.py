@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Protocol
 
 from torch import Tensor
 
-from eagle_fsd.config import require_integer
+from eagle_fsd.acceptance import AcceptanceRule, Verdict, Verified
+from eagle_fsd.checks import require_integer
+from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.padding import inferred_mask, unpad
 from eagle_fsd.target import TargetModel
 
@@ -79,3 +82,31 @@ def end_token_ids(target: TargetModel, eos_token_id: int | Sequence[int] | None)
                 f"0..{target.vocab_size - 1}; None takes the model's own"
             )
     return tuple(int(token) for token in ids)
+
+
+class Observer(Protocol):
+    """Looks at every step of a batch and changes nothing.
+
+    emitted: how many tokens each row of the tree, by its place in the request, got of the verdict's. Where
+    steps are recorded (see graphs.py) the next one overwrites all these tensors: copy what is kept.
+    """
+
+    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """One batch to decode.
+
+    tokens: [B, L] right-padded prompts; lengths: each at least 1; limits: most new tokens per row.
+    observer: is shown every step.
+    """
+
+    tokens: Tensor
+    lengths: Sequence[int]
+    limits: Sequence[int]
+    eos_token_ids: Sequence[int]
+    rule: AcceptanceRule
+    tree: TreeConfig
+    sampling: SamplingConfig
+    observer: Observer | None = None

@@ -6,8 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
-from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
+from eagle_fsd.acceptance import AcceptanceRule, Lossless
 from eagle_fsd.divergence import DIVERGENCES
+from eagle_fsd.fuzzy import Fuzzy
 from eagle_fsd.relaxed import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
 
 RULES: dict[str, type[Any]] = {

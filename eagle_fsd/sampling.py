@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_fsd.config import SamplingConfig
-from eagle_fsd.graphs import may_ask
+from eagle_fsd.placement import may_ask
 
 _BLOCK = 256  # draw() looks for the block first, then inside it
 _HEAD = 1024  # as many of the likeliest tokens as top-p alone looks at first

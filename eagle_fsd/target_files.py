@@ -14,8 +14,8 @@ import transformers
 
 from eagle_fsd.architecture import check_supported
 from eagle_fsd.checkpoint import BIN_NAME, CONFIG_NAME, SAFETENSORS_NAME, read_config
+from eagle_fsd.checks import one_line
 from eagle_fsd.download import has_whole_weights, shard_names
-from eagle_fsd.messages import one_line
 
 # The sizes that a config may name, and the most that each may be: far beyond any model that there is.
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")

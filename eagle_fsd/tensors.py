@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle_fsd.messages import one_line
+from eagle_fsd.checks import one_line
 
 BIN_SUFFIXES = (".bin", ".pt", ".pth")
 

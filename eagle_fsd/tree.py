@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_fsd.graphs import may_ask
+from eagle_fsd.placement import may_ask
 
 
 @dataclass(frozen=True)

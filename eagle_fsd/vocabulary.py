@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from eagle_fsd.config import require_integer
+from eagle_fsd.checks import require_integer
 from eagle_fsd.packing import PackedLinear, linear_of_rows
 
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 from eagle_fsd.cache import KVCache
 from eagle_fsd.config import TreeConfig
-from eagle_fsd.draft import Drafter, EagleDrafter, NoDrafter
+from eagle_fsd.draft import EagleDrafter
+from eagle_fsd.drafter import Drafter, NoDrafter
 from eagle_fsd.judge import Judge
-from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.session import TargetSession
+from eagle_fsd.target import TargetModel
 
 AHEAD = 512  # new tokens that there is room for at first
 LEAST = 1024  # slots of a workspace that is used again: most texts fit, and none loses its recordings

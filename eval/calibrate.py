@@ -17,13 +17,13 @@ from pathlib import Path
 
 from eagle_fsd import Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.calibration import FILE, Calibration
-from eagle_fsd.config import CHILDREN, require_integer, require_number
+from eagle_fsd.checks import one_line, require_integer, require_number
+from eagle_fsd.config import CHILDREN
 from eagle_fsd.evaluation.arguments import check_sizes, load_engine, model_parser
 from eagle_fsd.evaluation.budgets import calibrate, table, trial_table
 from eagle_fsd.evaluation.sweep import Cell, Questions
 from eagle_fsd.evaluation.thresholds import Work, fuzzy, kinds_of
 from eagle_fsd.files import write_atomically
-from eagle_fsd.messages import one_line
 from eagle_fsd.provenance import provenance
 
 

@@ -17,7 +17,7 @@ import logging
 import sys
 from typing import NoReturn
 
-from eagle_fsd.messages import one_line
+from eagle_fsd.checks import one_line
 
 
 def main() -> None:

@@ -8,11 +8,10 @@ all weights once, nor than multiplying with them n times.
 
 from __future__ import annotations
 
-from eagle_fsd.config import require_integer
+from eagle_fsd.checks import one_line, require_integer
 from eagle_fsd.evaluation.arguments import load_engine, model_parser
 from eagle_fsd.evaluation.limits import forwards, machine, table
 from eagle_fsd.measuring import BEAMS
-from eagle_fsd.messages import one_line
 from eagle_fsd.packing import libraries_of
 from eagle_fsd.provenance import provenance
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd import Fuzzy, SamplingConfig, TreeConfig
+from eagle_fsd.checks import one_line
 from eagle_fsd.config import CHILDREN
 from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
 from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.evaluation.tau import Cell, run, table
-from eagle_fsd.messages import one_line
 from eagle_fsd.provenance import provenance
 
 

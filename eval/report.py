@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from eagle_fsd.checks import one_line
 from eagle_fsd.evaluation.bootstrap import Bootstrap
 from eagle_fsd.evaluation.frontier import LOSSES
 from eagle_fsd.evaluation.markdown import QUALITIES, Report, write_report
 from eagle_fsd.evaluation.measures import SPEED, TAU
 from eagle_fsd.evaluation.plots import require_matplotlib
 from eagle_fsd.evaluation.rows import read_raw_rows
-from eagle_fsd.messages import one_line
 
 
 def main() -> None:

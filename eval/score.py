@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from eagle_fsd.checks import one_line
 from eagle_fsd.evaluation.scoring import score_file, table
 from eagle_fsd.jsonl import read_jsonl
-from eagle_fsd.messages import one_line
 
 
 def main() -> None:

@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig, hub
-from eagle_fsd.config import require_integer
+from eagle_fsd.checks import one_line, require_integer
 from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
 from eagle_fsd.evaluation.comparison import results, table
-from eagle_fsd.evaluation.likelihood import judged
+from eagle_fsd.evaluation.law_meter import judged
 from eagle_fsd.evaluation.plots import plot_speed, require_matplotlib
 from eagle_fsd.evaluation.prompts import prompt_sets
 from eagle_fsd.evaluation.speed import Setting, method, race, tree_of
 from eagle_fsd.jsonl import append_row
-from eagle_fsd.messages import one_line
 from eagle_fsd.packing import libraries_of
 from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel

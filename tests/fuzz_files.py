@@ -36,8 +36,9 @@ from tiny_models import HIDDEN, VOCAB, randomize, tiny_model
 from eagle_fsd import autotree, hub
 from eagle_fsd.calibration import Calibrated, Calibration, read_calibration
 from eagle_fsd.checkpoint import read_head, save_head
-from eagle_fsd.config import HeadConfig, SamplingConfig, TreeConfig
+from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.download import shard_names
+from eagle_fsd.eagle_config import HeadConfig
 from eagle_fsd.head import DraftHead
 from eagle_fsd.loading import TargetSource, load_text
 from eagle_fsd.measuring import WIDTHS

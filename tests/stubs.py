@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_fsd.config import HeadConfig, TreeConfig
-from eagle_fsd.draft import Drafter
+from eagle_fsd.config import TreeConfig
+from eagle_fsd.drafter import Drafter
+from eagle_fsd.eagle_config import HeadConfig
 from eagle_fsd.head import DraftHead
 from eagle_fsd.tree import DraftTree
 

@@ -17,12 +17,14 @@ from scipy.stats import chisquare
 from stubs import Chain, ChainDrafter, ChainTarget, generator, random_tree, tiny_head, tiny_llama
 from torch import Tensor
 
-from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless, Verdict, Verified, accept, choose, of_owners
+from eagle_fsd.acceptance import AcceptanceRule, Lossless, Verdict, Verified, accept, choose, of_owners
 from eagle_fsd.config import CHILDREN, SamplingConfig, TreeConfig
-from eagle_fsd.decoding import Request, decode
+from eagle_fsd.decoding import decode
 from eagle_fsd.divergence import DIVERGENCES, divergence_named, largest_value
 from eagle_fsd.engine import EagleFSD
+from eagle_fsd.fuzzy import Fuzzy
 from eagle_fsd.relaxed import RelaxedTopK, Typical
+from eagle_fsd.requests import Request
 from eagle_fsd.sampling import RowRandom, warp
 from eagle_fsd.stats import GenerationStats, Stopwatch
 from eagle_fsd.target import TargetModel

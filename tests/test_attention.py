@@ -9,7 +9,8 @@ from tiny_models import prompts_of, tiny_model
 
 from eagle_fsd import attention as module
 from eagle_fsd.attention import grouped_attention
-from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.session import TargetSession
+from eagle_fsd.target import TargetModel
 from eagle_fsd.tree import additive
 
 

@@ -25,8 +25,9 @@ from eagle_fsd import draft as draft_module
 from eagle_fsd import target as target_module
 from eagle_fsd.acceptance import AcceptanceRule, Verdict
 from eagle_fsd.decoding import NonFiniteLogits, rows_kept
-from eagle_fsd.draft import NoDrafter
-from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.drafter import NoDrafter
+from eagle_fsd.session import TargetSession
+from eagle_fsd.target import TargetModel
 from eagle_fsd.tree import DraftTree
 
 LENGTHS = (6, 1, 19, 11)

@@ -16,7 +16,8 @@ from torch import Tensor
 import eagle_fsd.draft as draft_module
 import eagle_fsd.tree as tree_module
 from eagle_fsd.config import TreeConfig
-from eagle_fsd.draft import EagleDrafter, NoDrafter, Vocabulary
+from eagle_fsd.draft import EagleDrafter
+from eagle_fsd.drafter import NoDrafter, Vocabulary
 from eagle_fsd.head import DraftHead
 from eagle_fsd.tree import DraftTree
 from eagle_fsd.vocabulary import DraftVocabulary

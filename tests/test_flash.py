@@ -27,7 +27,8 @@ from eagle_fsd.flash import (
 )
 from eagle_fsd.layer_attention import grouped_attention_forward
 from eagle_fsd.padding import left_padded, right_padded
-from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.session import TargetSession
+from eagle_fsd.target import TargetModel
 from eagle_fsd.tree import DraftTree, additive, ancestors, visible_slots
 
 FLOATS = (torch.float32, torch.float64, *HALVES)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from training_world import VOCAB, WIDTH, lm_head, noise, sequences, tiny_head
 
-from eagle_fsd.config import HeadConfig
+from eagle_fsd.eagle_config import HeadConfig
 from eagle_fsd.head import DraftHead
 from eagle_fsd.hub import load_head, resolve_head, save_head
 from eagle_fsd.training.folding import Moments, fc_inputs, fold_bias, input_moments

@@ -31,11 +31,12 @@ from eagle_fsd import (
     Typical,
     generate,
 )
+from eagle_fsd.arguments import make_rule, make_tree
 from eagle_fsd.config import AutoThreshold
-from eagle_fsd.flags import build_parser, make_rule, make_tree
+from eagle_fsd.detokenizer import Detokenizer
+from eagle_fsd.flags import build_parser
 from eagle_fsd.relaxed import Cactus, Ensemble, RelaxedTopK, SGLang
 from eagle_fsd.report import JSON_KEYS
-from eagle_fsd.text import Detokenizer
 
 REPLY = "Grüße, 世界 🌍!"
 END = 256

@@ -21,10 +21,10 @@ from test_until import cut
 from tiny_models import greedy_alone, tiny_head, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
-from eagle_fsd.acceptance import Fuzzy
 from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.harness_arguments import ending_of, seeds, settings_of
+from eagle_fsd.fuzzy import Fuzzy
 from eagle_fsd.hub import save_head
 from eagle_fsd.relaxed import Cactus
 from eagle_fsd.rules import RULES, describe

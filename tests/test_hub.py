@@ -24,7 +24,7 @@ from tiny_gguf import write_gguf
 from torch import Tensor
 
 from eagle_fsd import checkpoint, generate, hub
-from eagle_fsd.config import HeadConfig
+from eagle_fsd.eagle_config import HeadConfig
 from eagle_fsd.head import DraftHead
 from eagle_fsd.placement import resolve_device, resolve_dtype
 from eagle_fsd.target import TargetModel

@@ -10,8 +10,9 @@ from scipy.stats import chisquare
 from stubs import generator, random_tree
 from torch import Tensor
 
-from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless, Verdict, Verified, accept
+from eagle_fsd.acceptance import AcceptanceRule, Lossless, Verdict, Verified, accept
 from eagle_fsd.config import SamplingConfig
+from eagle_fsd.fuzzy import Fuzzy
 from eagle_fsd.law import distances, path_laws
 from eagle_fsd.relaxed import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
 from eagle_fsd.sampling import RowRandom

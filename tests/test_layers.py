@@ -13,11 +13,13 @@ PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 # Lowest first. Two modules of one layer never import each other: acceptance, target and draft stay apart, and
 # so do training and evaluation. A subpackage counts as one module.
 LAYERS = [
-    {"messages", "timing"},
+    {"checks", "timing", "version"},
     {
         "architecture",
         "attention",
         "config",
+        "eagle_config",
+        "placement",
         "divergence",
         "files",
         "flash",
@@ -33,16 +35,19 @@ LAYERS = [
     {"capture", "layer_attention", "packing", "prompts", "tensors"},
     {"sampling", "tree", "vocabulary"},
     {"head"},
-    {"cache", "checkpoint"},
-    {"acceptance", "target", "draft", "placement", "download", "weights_cache"},
-    {"target_files"},
-    {"baseline", "judge", "law", "loading", "outputs", "relaxed", "requests", "tuning"},
-    {"decoding", "hub", "rules", "text", "workspace"},
+    {"cache", "checkpoint", "drafter"},
+    {"acceptance", "session", "draft", "download", "weights_cache"},
+    {"admission", "fuzzy", "target_files"},
+    {"relaxed", "target"},
+    {"baseline", "judge", "law", "loading", "outputs", "requests", "tuning"},
+    {"decoding", "detokenizer", "hub", "rules", "text", "workspace"},
+    {"stop_strings"},
     {"measuring"},
     {"autotree", "calibration"},
     {"engine"},
     {"training", "evaluation"},
     {"flags", "report", "storage"},
+    {"arguments"},
     {"generate"},
 ]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
@@ -50,6 +55,9 @@ RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 # Who may know Hugging Face's libraries, and so text; the rest knows tensors and token ids.
 HUGGING_FACE = {"transformers", "huggingface_hub", "tokenizers"}
 KNOWS_HUGGING_FACE = {
+    "admission",
+    "detokenizer",
+    "stop_strings",
     "target",
     "layer_attention",
     "hub",

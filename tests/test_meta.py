@@ -23,7 +23,8 @@ from eagle_fsd.decoding import keep
 from eagle_fsd.draft import EagleDrafter
 from eagle_fsd.judge import Judge
 from eagle_fsd.relaxed import Cactus, Ensemble, RelaxedTopK, SGLang
-from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.session import TargetSession
+from eagle_fsd.target import TargetModel
 from eagle_fsd.tree import DraftTree
 from eagle_fsd.vocabulary import DraftVocabulary
 

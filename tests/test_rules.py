@@ -11,9 +11,10 @@ import torch
 from stubs import generator, random_tree
 from torch import Tensor
 
-from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless, Verified, accept
+from eagle_fsd.acceptance import AcceptanceRule, Lossless, Verified, accept
 from eagle_fsd.config import SamplingConfig
 from eagle_fsd.flags import RULE_NAMES
+from eagle_fsd.fuzzy import Fuzzy
 from eagle_fsd.law import path_laws
 from eagle_fsd.relaxed import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
 from eagle_fsd.rules import RULES, describe, parse_rule, rule_named

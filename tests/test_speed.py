@@ -20,7 +20,7 @@ from eagle_fsd import provenance
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.comparison import quartiles, results, table
-from eagle_fsd.evaluation.likelihood import judged
+from eagle_fsd.evaluation.law_meter import judged
 from eagle_fsd.evaluation.speed import Answers, Method, Setting, method, race, stretched
 from eagle_fsd.packing import PackedLinear, pack_linears
 from eagle_fsd.stats import GenerationStats

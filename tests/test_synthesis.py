@@ -23,7 +23,8 @@ from torch import Tensor
 from eagle_fsd import SamplingConfig
 from eagle_fsd.prompts import prompt_of
 from eagle_fsd.sampling import warp
-from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.session import TargetSession
+from eagle_fsd.target import TargetModel
 from eagle_fsd.training import conversations
 from eagle_fsd.training.conversations import (
     Plan,

@@ -26,7 +26,8 @@ from eagle_fsd import target as target_module
 from eagle_fsd.architecture import check_supported, longest_text
 from eagle_fsd.hub import save_head
 from eagle_fsd.padding import left_padded
-from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.session import TargetSession
+from eagle_fsd.target import TargetModel
 from eagle_fsd.tree import DraftTree, additive
 
 NEW_TOKENS = 20
@@ -499,7 +500,7 @@ def test_the_head_goes_where_the_last_layers_features_come_out(monkeypatch: pyte
         return output
 
     monkeypatch.setattr(model.model, "forward", forward_elsewhere)
-    monkeypatch.setattr(TargetModel, "_check_tree_verification", lambda self: None)
+    monkeypatch.setattr("eagle_fsd.target.check_tree_verification", lambda target: None)
     target = TargetModel(model)
     assert target.device == torch.device("meta")
     assert target.input_device == torch.device("cpu")

@@ -31,7 +31,7 @@ from training_world import (
 )
 
 from eagle_fsd.architecture import LogitsTransform
-from eagle_fsd.config import HeadConfig
+from eagle_fsd.eagle_config import HeadConfig
 from eagle_fsd.files import write_atomically
 from eagle_fsd.head import DraftHead
 from eagle_fsd.training import runs as runs_module

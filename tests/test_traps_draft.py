@@ -21,7 +21,8 @@ from eagle_fsd.checkpoint import read_head, read_tensors, save_head
 from eagle_fsd.draft import EagleDrafter
 from eagle_fsd.head import DraftHead
 from eagle_fsd.hub import load_target
-from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.session import TargetSession
+from eagle_fsd.target import TargetModel
 from eagle_fsd.tree import DraftTree, rerank
 
 TREE = TreeConfig(16, 5, 8)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd import EagleFSD, Lossless, TreeConfig
-from eagle_fsd.target import TargetSession
+from eagle_fsd.session import TargetSession
 from eagle_fsd.text import encode
 from eagle_fsd.tree import DraftTree
 

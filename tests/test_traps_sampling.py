@@ -20,7 +20,7 @@ import eagle_fsd
 from eagle_fsd import EagleFSD, Fuzzy, GenerationStats, Lossless, SamplingConfig, TreeConfig, decoding, flags
 from eagle_fsd.acceptance import Verdict, Verified, accept
 from eagle_fsd.config import CHILDREN
-from eagle_fsd.decoding import Request
+from eagle_fsd.requests import Request
 from eagle_fsd.sampling import RowRandom, draw, warp
 from eagle_fsd.stats import Stopwatch
 from eagle_fsd.tree import DraftTree

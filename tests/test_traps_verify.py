@@ -19,7 +19,8 @@ from eagle_fsd.acceptance import Verdict, Verified, accept
 from eagle_fsd.cache import KVCache
 from eagle_fsd.divergence import DIVERGENCES, js
 from eagle_fsd.sampling import RowRandom
-from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.session import TargetSession
+from eagle_fsd.target import TargetModel
 from eagle_fsd.tree import DraftTree
 
 TREE = TreeConfig(16, 5, 8)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle_fsd import AutoTree, EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd import autotree as autotree_module
-from eagle_fsd.draft import Drafter
+from eagle_fsd.drafter import Drafter
 from eagle_fsd.measuring import WIDTHS, bucket, measure_costs, observe, run_texts
 from eagle_fsd.remembered import cache_file
 from eagle_fsd.target import TargetModel

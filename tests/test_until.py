@@ -11,11 +11,13 @@ import pytest
 from tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
-from eagle_fsd.acceptance import AcceptanceRule, Fuzzy, Lossless
+from eagle_fsd.acceptance import AcceptanceRule, Lossless
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.until import Answer, Ask, Ending, TextUntil, answers, end_tokens
+from eagle_fsd.evaluation.until import Answer, Ask, Ending, answers, end_tokens
+from eagle_fsd.fuzzy import Fuzzy
 from eagle_fsd.stats import GenerationStats
+from eagle_fsd.stop_strings import TextUntil
 from eagle_fsd.target import TargetModel
 
 PROMPTS = prompts_of((5, 13, 1, 9, 13))

@@ -12,7 +12,7 @@ from op_recorder import OpRecorder
 from tiny_models import KnowingDrafter, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Lossless, TreeConfig, cache, draft, sampling, tree, workspace
-from eagle_fsd.draft import NoDrafter
+from eagle_fsd.drafter import NoDrafter
 from eagle_fsd.graphs import EAGER, Graphs
 from eagle_fsd.padding import left_padded
 from eagle_fsd.target import TargetModel

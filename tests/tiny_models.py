@@ -17,15 +17,19 @@ import transformers
 from torch import Tensor
 
 from eagle_fsd.acceptance import AcceptanceRule, Lossless
-from eagle_fsd.config import HeadConfig, SamplingConfig, TreeConfig
-from eagle_fsd.decoding import Request, decode
-from eagle_fsd.draft import Drafter, EagleDrafter
+from eagle_fsd.config import SamplingConfig, TreeConfig
+from eagle_fsd.decoding import decode
+from eagle_fsd.draft import EagleDrafter
+from eagle_fsd.drafter import Drafter
+from eagle_fsd.eagle_config import HeadConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.head import DraftHead
 from eagle_fsd.padding import right_padded
+from eagle_fsd.requests import Request
 from eagle_fsd.sampling import RowRandom
+from eagle_fsd.session import TargetSession
 from eagle_fsd.stats import GenerationStats, Stopwatch
-from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.target import TargetModel
 from eagle_fsd.tree import DraftTree
 
 VOCAB, HIDDEN, WINDOW = 96, 32, 8

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_fsd.config import HeadConfig
+from eagle_fsd.eagle_config import HeadConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.head import DraftHead
 from eagle_fsd.target import TargetModel

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from eagle_fsd import hub
 from eagle_fsd.checkpoint import extra_fields, stored_dtype
-from eagle_fsd.config import require_integer
+from eagle_fsd.checks import require_integer
 from eagle_fsd.identity import target_identity
 from eagle_fsd.target import TargetModel
 from eagle_fsd.training.batching import split_held_out

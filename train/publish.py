@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 
 from eagle_fsd.checkpoint import read_config
+from eagle_fsd.checks import one_line
 from eagle_fsd.evaluation.rows import read_rows
 from eagle_fsd.evaluation.tau import table
-from eagle_fsd.messages import one_line
 from eagle_fsd.training.publishing import (
     Card,
     bias_warning,

@@ -30,7 +30,8 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
 from eagle_fsd.checkpoint import FC_BIAS_KEY
-from eagle_fsd.config import HeadConfig, require_integer
+from eagle_fsd.checks import require_integer
+from eagle_fsd.eagle_config import HeadConfig
 from eagle_fsd.files import write_atomically
 from eagle_fsd.head import DraftHead
 from eagle_fsd.identity import target_identity
@@ -39,10 +40,12 @@ from eagle_fsd.provenance import provenance
 from eagle_fsd.target import TargetModel
 from eagle_fsd.training.batching import softmax_tokens, split_held_out
 from eagle_fsd.training.command import (
+    TRACKERS,
     add_compute_arguments,
     add_shards,
     add_text_arguments,
     read_examples,
+    require_tracker,
     run_command,
 )
 from eagle_fsd.training.curves import plot_curves
@@ -53,7 +56,6 @@ from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.runs import BEST, CHECKPOINT, flat, read_checkpoint, sole_run
 from eagle_fsd.training.schedule import TrainConfig, initialise
 from eagle_fsd.training.shards import Features, StoredFeatures
-from eagle_fsd.training.trackers import TRACKERS, require_tracker
 from eagle_fsd.training.trainer import Trainer
 
 logger = logging.getLogger("train_head")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from eagle_fsd.config import require_integer
+from eagle_fsd.checks import require_integer
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompts import require_own_names, require_range
 from eagle_fsd.hub import DEFAULT_TARGET

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eagle_fsd.config import require_choice
+from eagle_fsd.checks import require_choice
 from eagle_fsd.evaluation.bootstrap import Bootstrap, Change, Estimate
 from eagle_fsd.evaluation.measures import MEASURES, SCORE, SPEED, TAU, compared, paired
 from eagle_fsd.evaluation.points import Panel, Point

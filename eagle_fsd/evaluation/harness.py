@@ -15,10 +15,10 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from eagle_fsd.checks import one_line
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.harness_arguments import MODELS, SWITCHES, ending_of, seeds, settings_of
 from eagle_fsd.evaluation.until import Answer, Ask, answers
-from eagle_fsd.messages import one_line
 from eagle_fsd.rules import describe
 from eagle_fsd.stats import GenerationStats
 

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_fsd.acceptance import AcceptanceRule, Fuzzy
-from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig, require_integer
+from eagle_fsd.acceptance import AcceptanceRule
+from eagle_fsd.checks import require_integer
+from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.until import Ending
+from eagle_fsd.fuzzy import Fuzzy
 from eagle_fsd.hub import DEFAULT_TARGET
 from eagle_fsd.rules import parse_rule
 

@@ -1,16 +1,19 @@
-"""How far a rule's own law is from the target's, summed over the tokens of texts while they are made."""
+"""How far a rule's own law is from the target's, and how likely the target finds a text."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from eagle_fsd.acceptance import Verdict, Verified
 from eagle_fsd.law import distances, path_laws
+from eagle_fsd.session import TargetSession
+from eagle_fsd.target import TargetModel
 
 
 class LawMeter:
@@ -45,3 +48,28 @@ class LawMeter:
         """The sums of a row as JSON can hold them: an infinite KL is null."""
         kl = self.kl[row] if math.isfinite(self.kl[row]) else None
         return {"law": {"kl": kl, "tv": self.tv[row]}}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Of a text's new tokens, by the target's raw law at temperature 1.
+
+    log_p: their mean log-probability, in nats. It flatters a rule that picks likely tokens: text sharper than
+    the target's own scores higher than it. agreement: the share that is the argmax of its context.
+    """
+
+    log_p: float
+    agreement: float
+
+
+@torch.inference_mode()
+def judged(target: TargetModel, prompt: Sequence[int], tokens: Sequence[int]) -> Judgement | None:
+    """What the target says of the tokens after the prompt (ids); None for no tokens."""
+    if not tokens:
+        return None
+    text = torch.tensor([[*prompt, *tokens]], device=target.device)
+    session = TargetSession(target, 1, text.shape[1])
+    features = session.prefill(text[:, :-1], [text.shape[1] - 1])[0, len(prompt) - 1 :]
+    logits, new = target.logits(features), text[0, len(prompt) :]
+    log_p = logits.log_softmax(-1).gather(1, new[:, None])
+    return Judgement(float(log_p.mean()), float((logits.argmax(-1) == new).float().mean()))

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eagle_fsd import __version__
 from eagle_fsd.evaluation.bootstrap import Bootstrap
 from eagle_fsd.evaluation.caveats import caveats
 from eagle_fsd.evaluation.frontier import (
@@ -29,6 +28,7 @@ from eagle_fsd.evaluation.rule_labels import LOSSLESS
 from eagle_fsd.evaluation.table_lines import table_lines
 from eagle_fsd.evaluation.tables import csv_text, flat_rows, quality_table, speed_table, spoken
 from eagle_fsd.files import write_atomically
+from eagle_fsd.version import __version__
 
 QUALITIES = ("log_p", "law_tv")
 COMMANDS = 10  # most commands that are listed

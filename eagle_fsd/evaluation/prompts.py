@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.config import require_integer
+from eagle_fsd.checks import require_integer
 from eagle_fsd.prompts import read_prompts
 from eagle_fsd.text import encode
 

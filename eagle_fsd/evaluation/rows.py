@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.config import SamplingConfig, TreeConfig, require_choice, require_integer, require_number
+from eagle_fsd.checks import require_choice, require_integer, require_number
+from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.jsonl import read_jsonl
 
 NUMBER = (int, float)

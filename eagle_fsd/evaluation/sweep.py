@@ -18,10 +18,8 @@ from tqdm import tqdm
 
 from eagle_fsd.acceptance import AcceptanceRule
 from eagle_fsd.config import SamplingConfig, TreeConfig
-from eagle_fsd.decoding import Observer
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.law_meter import LawMeter
-from eagle_fsd.evaluation.likelihood import judged
+from eagle_fsd.evaluation.law_meter import LawMeter, judged
 from eagle_fsd.evaluation.prompts import batches, prompts_of, set_name
 from eagle_fsd.evaluation.rows import rows_of_answers
 from eagle_fsd.evaluation.rule_labels import rule_label
@@ -31,6 +29,7 @@ from eagle_fsd.evaluation.tasks.source import Source
 from eagle_fsd.jsonl import append_row, drop_torn_line
 from eagle_fsd.outputs import GenerationOutput
 from eagle_fsd.padding import left_padded
+from eagle_fsd.requests import Observer
 from eagle_fsd.rules import describe
 from eagle_fsd.text import encode_chat
 

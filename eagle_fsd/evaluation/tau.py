@@ -14,12 +14,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from eagle_fsd.acceptance import Fuzzy, Lossless
+from eagle_fsd.acceptance import Lossless
 from eagle_fsd.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompts import batches
 from eagle_fsd.evaluation.rows import rows_by
 from eagle_fsd.evaluation.table_lines import table_lines
+from eagle_fsd.fuzzy import Fuzzy
 from eagle_fsd.jsonl import append_row, drop_torn_line
 from eagle_fsd.padding import left_padded
 from eagle_fsd.stats import GenerationStats

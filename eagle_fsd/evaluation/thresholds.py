@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from eagle_fsd.acceptance import Fuzzy, Verdict, Verified
+from eagle_fsd.acceptance import Verdict, Verified
 from eagle_fsd.calibration import Kind
 from eagle_fsd.divergence import DIVERGENCES
 from eagle_fsd.engine import EagleFSD
@@ -32,6 +32,7 @@ from eagle_fsd.evaluation.bootstrap import Sums
 from eagle_fsd.evaluation.prompts import batches
 from eagle_fsd.evaluation.rows import rows_of_answers
 from eagle_fsd.evaluation.sweep import Cell, Questions, answer, run, unanswered
+from eagle_fsd.fuzzy import Fuzzy
 from eagle_fsd.jsonl import append_row, drop_torn_line
 from eagle_fsd.law import distances, path_laws
 

@@ -6,13 +6,14 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
-from eagle_fsd.messages import one_line
+from eagle_fsd.checks import one_line
 from eagle_fsd.training.data import Example, load_examples
 
 LONGEST = 512  # tokens of a row, where nothing else is asked for
@@ -96,3 +97,15 @@ def read_examples(
             )
         found[path.stem], _ = load_examples(path, tokenizer, longest, learn_all, args.rows)
     return found
+
+
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
+def require_tracker(name: str) -> str | None:
+    """The tracker's name for accelerate, None for "none"; ValueError for one that is not installed."""
+    if name == "none":
+        return None
+    if find_spec(name) is None:
+        raise ValueError(f"--report-to is {name}: the package is missing; pip install {name}")
+    return name

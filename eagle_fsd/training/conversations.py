@@ -17,11 +17,11 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.config import SamplingConfig, require_integer
+from eagle_fsd.checks import one_line, require_integer
+from eagle_fsd.config import SamplingConfig
 from eagle_fsd.files import write_atomically
 from eagle_fsd.identity import differences, target_identity
 from eagle_fsd.jsonl import drop_torn_line, read_jsonl
-from eagle_fsd.messages import one_line
 from eagle_fsd.prompts import prompt_of, read_prompts
 from eagle_fsd.target import TargetModel
 from eagle_fsd.text import encode

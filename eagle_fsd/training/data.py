@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.config import require_integer
+from eagle_fsd.checks import require_integer
 from eagle_fsd.jsonl import read_jsonl
 
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names, beside the roles' own

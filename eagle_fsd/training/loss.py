@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from eagle_fsd.architecture import PLAIN
-from eagle_fsd.config import require_number
+from eagle_fsd.checks import require_number
 from eagle_fsd.head import DraftHead
 from eagle_fsd.training.readout import Readout
 

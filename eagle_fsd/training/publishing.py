@@ -26,8 +26,8 @@ from eagle_fsd.checkpoint import (
     find_head_file,
     read_config,
 )
+from eagle_fsd.checks import one_line
 from eagle_fsd.config import TreeConfig
-from eagle_fsd.messages import one_line
 from eagle_fsd.provenance import public_command
 from eagle_fsd.tensors import read_tensors
 

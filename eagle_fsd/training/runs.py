@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import math
+import os
 import pickle
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +21,9 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from eagle_fsd.checks import one_line
 from eagle_fsd.files import whole_file, write_atomically
 from eagle_fsd.jsonl import read_jsonl
-from eagle_fsd.messages import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -161,3 +164,23 @@ def stop_on_signals(run: Stoppable) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def release_freed_memory() -> None:
+    """Give freed memory back to the system, where the C library can.
+
+    Batches of many shapes leave glibc's heap full of holes that it keeps: without this a run's memory grows
+    for hundreds of steps (figures in train/EXPERIMENTS.md).
+    """
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
+
+
+def memory_in_use(device: torch.device) -> int | None:
+    """Bytes: the process's resident memory on a CPU, what tensors take on CUDA; None where it is not told."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle_fsd.checks import one_line
 from eagle_fsd.files import whole_file
 from eagle_fsd.identity import differences
-from eagle_fsd.messages import one_line
 
 MANIFEST = "manifest.json"
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_fsd.config import SamplingConfig, require_integer
+from eagle_fsd.checks import require_integer
+from eagle_fsd.config import SamplingConfig
 from eagle_fsd.padding import right_padded
 from eagle_fsd.sampling import RowRandom, draw, warp
-from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.session import TargetSession
+from eagle_fsd.target import TargetModel
 from eagle_fsd.tree import root_only
 
 

@@ -37,7 +37,6 @@ from eagle_fsd.training.batching import (
 )
 from eagle_fsd.training.evaluation import evaluate, hold_out
 from eagle_fsd.training.loss import Batch, LossWeights, head_loss, moved_to
-from eagle_fsd.training.memory import memory_in_use, release_freed_memory
 from eagle_fsd.training.optimizer import HeadOptimizer
 from eagle_fsd.training.prefetch import prefetched
 from eagle_fsd.training.readout import Readout
@@ -49,8 +48,10 @@ from eagle_fsd.training.runs import (
     cut_log,
     fixed,
     flat,
+    memory_in_use,
     read_checkpoint,
     read_log,
+    release_freed_memory,
     save_atomically,
     stop_on_signals,
 )

@@ -19,7 +19,8 @@ from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut
 from eagle_fsd.flash import flash_available
 from eagle_fsd.graphs import Stepper
 from eagle_fsd.measuring import star
-from eagle_fsd.target import TargetModel, TargetSession
+from eagle_fsd.session import TargetSession
+from eagle_fsd.target import TargetModel
 from eagle_fsd.timing import timed
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from eagle_fsd.checks import one_line
 from eagle_fsd.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.gpu.bench import FAMILIES, Bench, engine_of, ids_of, prompts_of, tiny_model
 from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut
 from eagle_fsd.evaluation.greedy import Difference, compare, first_difference, reference
 from eagle_fsd.graphs import EAGER
-from eagle_fsd.messages import one_line
 from eagle_fsd.padding import left_padded
 from eagle_fsd.text import watched_prompts
 

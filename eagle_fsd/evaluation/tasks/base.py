@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.config import require_integer
+from eagle_fsd.checks import one_line, require_integer
 from eagle_fsd.evaluation.tasks.source import Source, rows_of
-from eagle_fsd.messages import one_line
 
 PROMPTS = "prompts/"  # what begins the name of a set of prompts, a task without a score
 Message = dict[str, str]  # {"role": "user", "content": "..."}

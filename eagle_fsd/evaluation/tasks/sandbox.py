@@ -41,7 +41,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from eagle_fsd.messages import one_line
+from eagle_fsd.checks import one_line
 
 CHILD = Path(__file__).with_name("confinement.py")
 LAYERS = ("namespaces", "seccomp")

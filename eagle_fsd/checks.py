@@ -1,0 +1,47 @@
+"""Values checked where they enter, and errors as a user reads them: one line each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+
+
+def one_line(error: object, limit: int | None = None) -> str:
+    """An error or a text on one line, an empty error by its type's name; cut at `limit` characters."""
+    text = " ".join(str(error).split())
+    if not text and isinstance(error, BaseException):
+        text = type(error).__name__
+    return text if limit is None or len(text) <= limit else text[: limit - 3] + "..."
+
+
+def require_integer(name: str, value: object, minimum: int, remedy: str, maximum: int | None = None) -> None:
+    """Raise ValueError unless `value` is an integer (numpy's too, no bool) within [minimum, maximum]."""
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_integer or value < minimum or (maximum is not None and value > maximum):
+        span = f"of at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
+        raise ValueError(f"{name} is {shown(value)}: it must be an integer {span}; {remedy}")
+
+
+def require_number(name: str, value: object, low: float, high: float, remedy: str) -> None:
+    """Raise ValueError unless `value` is a real number within [low, high]; NaN is never within."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    try:
+        inside = is_number and low <= float(value) <= high
+    except OverflowError:  # an integer beyond all floats, as JSON may hold
+        inside = False
+    if not inside:
+        span = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
+        raise ValueError(f"{name} is {shown(value)}: it must be a number {span}; {remedy}")
+
+
+def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is one of the names."""
+    if value not in choices:
+        raise ValueError(f"{name} is {shown(value)}: it must be one of {', '.join(choices)}; choose one")
+
+
+def shown(value: object) -> str:
+    """A wrong value for an error line: a file may hold one of any length, which is cut."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
