@@ -9,32 +9,32 @@ from typing import TYPE_CHECKING
 from eagle_fsd.version import __version__
 
 if TYPE_CHECKING:
-    from eagle_fsd.acceptance import AcceptanceRule, Lossless
-    from eagle_fsd.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
-    from eagle_fsd.decoding import NonFiniteLogits
-    from eagle_fsd.eagle_config import HeadConfig
+    from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
+    from eagle_fsd.acceptance.fuzzy import Fuzzy
+    from eagle_fsd.acceptance.other_rules import Typical
+    from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
+    from eagle_fsd.core.stats import GenerationStats
+    from eagle_fsd.decoding.loop import NonFiniteLogits
+    from eagle_fsd.decoding.outputs import GenerationOutput
+    from eagle_fsd.drafting.eagle_config import HeadConfig
+    from eagle_fsd.drafting.eagle_head import DraftHead
     from eagle_fsd.engine import EagleFSD
-    from eagle_fsd.fuzzy import Fuzzy
-    from eagle_fsd.head import DraftHead
-    from eagle_fsd.outputs import GenerationOutput
-    from eagle_fsd.relaxed import Typical
-    from eagle_fsd.stats import GenerationStats
 
 _HOMES = {
-    "AcceptanceRule": "acceptance",
-    "AutoThreshold": "config",
-    "AutoTree": "config",
-    "DraftHead": "head",
+    "AcceptanceRule": "acceptance.accept",
+    "AutoThreshold": "core.config",
+    "AutoTree": "core.config",
+    "DraftHead": "drafting.eagle_head",
     "EagleFSD": "engine",
-    "Fuzzy": "fuzzy",
-    "GenerationOutput": "outputs",
-    "GenerationStats": "stats",
-    "HeadConfig": "eagle_config",
-    "Lossless": "acceptance",
-    "NonFiniteLogits": "decoding",
-    "SamplingConfig": "config",
-    "TreeConfig": "config",
-    "Typical": "relaxed",
+    "Fuzzy": "acceptance.fuzzy",
+    "GenerationOutput": "decoding.outputs",
+    "GenerationStats": "core.stats",
+    "HeadConfig": "drafting.eagle_config",
+    "Lossless": "acceptance.accept",
+    "NonFiniteLogits": "decoding.loop",
+    "SamplingConfig": "core.config",
+    "TreeConfig": "core.config",
+    "Typical": "acceptance.other_rules",
 }
 __all__ = [
     "AcceptanceRule",

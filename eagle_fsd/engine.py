@@ -20,35 +20,35 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
-from eagle_fsd.acceptance import AcceptanceRule, Lossless
-from eagle_fsd.autotree import TreeChooser
-from eagle_fsd.baseline import generate_alone
-from eagle_fsd.calibration import FILE as CALIBRATION
-from eagle_fsd.calibration import Calibration, read_calibration
-from eagle_fsd.capture import cuda_recorder
-from eagle_fsd.checks import require_integer
-from eagle_fsd.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
-from eagle_fsd.decoding import decode
-from eagle_fsd.divergence import require_sparse
-from eagle_fsd.draft import EagleDrafter
-from eagle_fsd.drafter import Vocabulary
-from eagle_fsd.fuzzy import Fuzzy
-from eagle_fsd.graphs import EAGER, Graphs
-from eagle_fsd.head import DraftHead
-from eagle_fsd.identity import models_identity
-from eagle_fsd.libraries import remembered_library
-from eagle_fsd.outputs import BatchStream, GenerationOutput, TokenStream
-from eagle_fsd.packing import pack_changed, pack_linears
-from eagle_fsd.padding import as_ids, right_padded
-from eagle_fsd.placement import resolve_device, resolve_dtype
-from eagle_fsd.requests import Observer, Prompts, Request, end_token_ids
-from eagle_fsd.sampling import RowRandom, Seed, fresh_seed
-from eagle_fsd.stats import GenerationStats, Stopwatch
-from eagle_fsd.target import TargetModel
-from eagle_fsd.text import watched_prompts
-from eagle_fsd.tuning import Choice
-from eagle_fsd.vocabulary import DraftVocabulary
-from eagle_fsd.workspace import Workspace, Workspaces
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
+from eagle_fsd.acceptance.calibration import FILE as CALIBRATION
+from eagle_fsd.acceptance.calibration import Calibration, read_calibration
+from eagle_fsd.acceptance.divergence import require_sparse
+from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.autotune.tree_chooser import TreeChooser
+from eagle_fsd.autotune.tree_search import Choice
+from eagle_fsd.core.checks import require_integer
+from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
+from eagle_fsd.core.devices import resolve_device, resolve_dtype
+from eagle_fsd.core.padding import as_ids, right_padded
+from eagle_fsd.core.sampling import RowRandom, Seed, fresh_seed
+from eagle_fsd.core.stats import GenerationStats, Stopwatch
+from eagle_fsd.decoding.loop import decode
+from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, TokenStream
+from eagle_fsd.decoding.request import Observer, Prompts, Request, end_token_ids
+from eagle_fsd.decoding.workspace import Workspace, Workspaces
+from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
+from eagle_fsd.drafting.drafter import Vocabulary
+from eagle_fsd.drafting.eagle_drafter import EagleDrafter
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.files.fingerprints import models_identity
+from eagle_fsd.runtime.cuda_graphs import cuda_recorder
+from eagle_fsd.runtime.matmul_backends import remembered_library
+from eagle_fsd.runtime.packed_linear import pack_changed, pack_linears
+from eagle_fsd.runtime.step_recorder import EAGER, Graphs
+from eagle_fsd.target.hf_generate import generate_alone
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.chat import watched_prompts
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from eagle_fsd.arguments import generation_options
-from eagle_fsd.checks import one_line
-from eagle_fsd.flags import USAGE, build_parser
-from eagle_fsd.prompts import decode_text, read_prompts
-from eagle_fsd.report import Answer, summary, to_json
+from eagle_fsd.cli.answer_report import Answer, summary, to_json
+from eagle_fsd.cli.arguments import generation_options
+from eagle_fsd.cli.flags import USAGE, build_parser
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.text.prompt_files import decode_text, read_prompts
 
 # torch and transformers take seconds to import: only what runs a model imports them, so that --help and a
 # mistake answer at once.
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from eagle_fsd.decoding.outputs import TokenStream
     from eagle_fsd.engine import EagleFSD
-    from eagle_fsd.outputs import TokenStream
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
 
@@ -71,8 +71,8 @@ def answer_prompt(
     model: EagleFSD, prompt: str, args: Namespace, options: dict[str, Any], out: TextIO
 ) -> Answer:
     """Run one prompt, writing its text to `out` as it is made unless --json holds it back."""
-    from eagle_fsd.detokenizer import Detokenizer
-    from eagle_fsd.text import encode
+    from eagle_fsd.text.chat import encode
+    from eagle_fsd.text.detokenizer import Detokenizer
 
     with users_mistakes():
         input_ids = encode(model.tokenizer, prompt, args.system, args.raw)
@@ -178,9 +178,9 @@ def load_model(args: Namespace) -> EagleFSD:
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is first imported: progress bars
     import transformers
 
+    from eagle_fsd.core.devices import resolve_device, resolve_dtype
     from eagle_fsd.engine import EagleFSD
-    from eagle_fsd.hub import DEFAULT_TARGET
-    from eagle_fsd.placement import resolve_device, resolve_dtype
+    from eagle_fsd.hub.resolve import DEFAULT_TARGET
 
     resolve_dtype(args.dtype, resolve_device(args.device))  # before a download, not after it
     if args.verbose:
@@ -206,7 +206,7 @@ def load_model(args: Namespace) -> EagleFSD:
 
 def run(args: Namespace, out: TextIO) -> int:
     """Check everything that needs no model, load it, answer the prompts in turn; return the exit code."""
-    from eagle_fsd.sampling import fresh_seed
+    from eagle_fsd.core.sampling import fresh_seed
 
     with users_mistakes():
         prompts = prompts_named(args)

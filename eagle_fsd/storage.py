@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 
-from eagle_fsd import weights_cache
-from eagle_fsd.files import cache_folder, read_records
-from eagle_fsd.remembered import LIBRARIES, TREES, cache_file
+from eagle_fsd.files.atomic import cache_folder, read_records
+from eagle_fsd.files.records import LIBRARIES, TREES, cache_file
+from eagle_fsd.hub import weights_cache
 
 ALL, WEIGHTS, MEASUREMENTS = "all", "weights", "measurements"
 

@@ -16,15 +16,15 @@ import json
 from pathlib import Path
 
 from eagle_fsd import Lossless, SamplingConfig, TreeConfig
-from eagle_fsd.calibration import FILE, Calibration
-from eagle_fsd.checks import one_line, require_integer, require_number
-from eagle_fsd.config import CHILDREN
-from eagle_fsd.evaluation.arguments import check_sizes, load_engine, model_parser
-from eagle_fsd.evaluation.budgets import calibrate, table, trial_table
-from eagle_fsd.evaluation.sweep import Cell, Questions
-from eagle_fsd.evaluation.thresholds import Work, fuzzy, kinds_of
-from eagle_fsd.files import write_atomically
-from eagle_fsd.provenance import provenance
+from eagle_fsd.acceptance.calibration import FILE, Calibration
+from eagle_fsd.core.checks import one_line, require_integer, require_number
+from eagle_fsd.core.config import CHILDREN
+from eagle_fsd.evaluation.calibrate.recorded_pass import Work, fuzzy, kinds_of
+from eagle_fsd.evaluation.calibrate.threshold_search import calibrate, table, trial_table
+from eagle_fsd.evaluation.cli import check_sizes, load_engine, model_parser
+from eagle_fsd.evaluation.measure.sweep import Cell, Questions
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.provenance import provenance
 
 
 def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:

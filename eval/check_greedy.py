@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd import TreeConfig
-from eagle_fsd.checks import one_line
-from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
-from eagle_fsd.evaluation.greedy import compare, reference
-from eagle_fsd.evaluation.prompts import prompt_sets
-from eagle_fsd.provenance import provenance
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.evaluation.cli import check_sizes, load_engine, parser_of
+from eagle_fsd.evaluation.measure.greedy_equality import compare, reference
+from eagle_fsd.evaluation.prompt_sets import prompt_sets
+from eagle_fsd.files.provenance import provenance
 
 MOST_EXCUSED = 2  # prompts whose text may part at a near tie
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from eagle_fsd.checks import one_line
-from eagle_fsd.evaluation.bootstrap import Bootstrap
-from eagle_fsd.evaluation.exchange import exchange_table
-from eagle_fsd.evaluation.points import panels
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap
+from eagle_fsd.evaluation.analysis.points import panels
+from eagle_fsd.evaluation.report.exchange_rate import exchange_table
 from eagle_fsd.evaluation.rows import read_raw_rows
 
 

@@ -50,11 +50,11 @@ def main() -> None:
         )
         sys.exit(2)
 
-    from eagle_fsd.checks import one_line, require_number
+    from eagle_fsd.core.checks import one_line, require_number
     from eagle_fsd.evaluation.gpu.checks import broken, chosen, machine, make_bench
     from eagle_fsd.evaluation.gpu.report import progress, ready, table
     from eagle_fsd.evaluation.gpu.runner import run_parts
-    from eagle_fsd.files import write_atomically
+    from eagle_fsd.files.atomic import write_atomically
 
     with contextlib.redirect_stdout(sys.stderr):  # stdout is the result's, whatever a library prints
         try:

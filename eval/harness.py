@@ -17,12 +17,12 @@ import logging
 import sys
 from typing import NoReturn
 
-from eagle_fsd.checks import one_line
+from eagle_fsd.core.checks import one_line
 
 
 def main() -> None:
     try:
-        import eagle_fsd.evaluation.harness  # noqa: F401  # registers the model
+        import eagle_fsd.integrations.lm_eval.model  # noqa: F401  # registers the model
 
         logging.basicConfig(format="%(message)s")
         logging.getLogger("eagle_fsd").setLevel(logging.INFO)

@@ -8,12 +8,12 @@ all weights once, nor than multiplying with them n times.
 
 from __future__ import annotations
 
-from eagle_fsd.checks import one_line, require_integer
-from eagle_fsd.evaluation.arguments import load_engine, model_parser
-from eagle_fsd.evaluation.limits import forwards, machine, table
-from eagle_fsd.measuring import BEAMS
-from eagle_fsd.packing import libraries_of
-from eagle_fsd.provenance import provenance
+from eagle_fsd.autotune.step_costs import BEAMS
+from eagle_fsd.core.checks import one_line, require_integer
+from eagle_fsd.evaluation.cli import load_engine, model_parser
+from eagle_fsd.evaluation.measure.hardware_limits import forwards, machine, table
+from eagle_fsd.files.provenance import provenance
+from eagle_fsd.runtime.packed_linear import libraries_of
 
 
 def main() -> None:

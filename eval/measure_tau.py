@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd import Fuzzy, SamplingConfig, TreeConfig
-from eagle_fsd.checks import one_line
-from eagle_fsd.config import CHILDREN
-from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
-from eagle_fsd.evaluation.prompts import prompt_sets
-from eagle_fsd.evaluation.tau import Cell, run, table
-from eagle_fsd.provenance import provenance
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.config import CHILDREN
+from eagle_fsd.evaluation.cli import check_sizes, load_engine, parser_of
+from eagle_fsd.evaluation.measure.acceptance_length import Cell, run, table
+from eagle_fsd.evaluation.prompt_sets import prompt_sets
+from eagle_fsd.files.provenance import provenance
 
 
 def main() -> None:

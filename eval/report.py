@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from eagle_fsd.checks import one_line
-from eagle_fsd.evaluation.bootstrap import Bootstrap
-from eagle_fsd.evaluation.frontier import LOSSES
-from eagle_fsd.evaluation.markdown import QUALITIES, Report, write_report
-from eagle_fsd.evaluation.measures import SPEED, TAU
-from eagle_fsd.evaluation.plots import require_matplotlib
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap
+from eagle_fsd.evaluation.analysis.frontier import LOSSES
+from eagle_fsd.evaluation.analysis.measures import SPEED, TAU
+from eagle_fsd.evaluation.report.plots import require_matplotlib
+from eagle_fsd.evaluation.report.report import QUALITIES, Report, write_report
 from eagle_fsd.evaluation.rows import read_raw_rows
 
 

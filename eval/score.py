@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from eagle_fsd.checks import one_line
-from eagle_fsd.evaluation.scoring import score_file, table
-from eagle_fsd.jsonl import read_jsonl
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.evaluation.analysis.scoring import score_file, table
+from eagle_fsd.files.jsonl import read_jsonl
 
 
 def main() -> None:

@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig, hub
-from eagle_fsd.checks import one_line, require_integer
-from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
-from eagle_fsd.evaluation.comparison import results, table
-from eagle_fsd.evaluation.law_meter import judged
-from eagle_fsd.evaluation.plots import plot_speed, require_matplotlib
-from eagle_fsd.evaluation.prompts import prompt_sets
-from eagle_fsd.evaluation.speed import Setting, method, race, tree_of
-from eagle_fsd.jsonl import append_row
-from eagle_fsd.packing import libraries_of
-from eagle_fsd.provenance import provenance
-from eagle_fsd.target import TargetModel
+from eagle_fsd.core.checks import one_line, require_integer
+from eagle_fsd.evaluation.cli import check_sizes, load_engine, parser_of
+from eagle_fsd.evaluation.measure.observers import judged
+from eagle_fsd.evaluation.measure.speed import Setting, method, race, tree_of
+from eagle_fsd.evaluation.prompt_sets import prompt_sets
+from eagle_fsd.evaluation.report.plots import plot_speed, require_matplotlib
+from eagle_fsd.evaluation.report.speed_ratios import results, table
+from eagle_fsd.files.jsonl import append_row
+from eagle_fsd.files.provenance import provenance
+from eagle_fsd.runtime.packed_linear import libraries_of
+from eagle_fsd.target.model import TargetModel
 
 METHODS = ("hf", "hf-compiled", "lookup", "plain", "lossless")
 

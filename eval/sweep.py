@@ -15,15 +15,15 @@ import logging
 from pathlib import Path
 
 from eagle_fsd import SamplingConfig, TreeConfig
-from eagle_fsd.checks import one_line, require_integer
-from eagle_fsd.evaluation.arguments import load_engine, model_parser
+from eagle_fsd.acceptance.rule_names import parse_rule
+from eagle_fsd.core.checks import one_line, require_integer
+from eagle_fsd.evaluation.cli import load_engine, model_parser
 from eagle_fsd.evaluation.grids import GRIDS
-from eagle_fsd.evaluation.prompts import require_own_names
-from eagle_fsd.evaluation.refine import refined
-from eagle_fsd.evaluation.sweep import Cell, Questions, run
+from eagle_fsd.evaluation.measure.refine import refined
+from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run
+from eagle_fsd.evaluation.prompt_sets import require_own_names
 from eagle_fsd.evaluation.tasks import TASKS, task_named
-from eagle_fsd.provenance import provenance
-from eagle_fsd.rules import parse_rule
+from eagle_fsd.files.provenance import provenance
 
 logger = logging.getLogger("sweep")
 

@@ -33,17 +33,18 @@ import transformers
 from fuzzing import odd_value, spoil_safetensors, spoil_text, spoil_value
 from tiny_models import HIDDEN, VOCAB, randomize, tiny_model
 
-from eagle_fsd import autotree, hub
-from eagle_fsd.calibration import Calibrated, Calibration, read_calibration
-from eagle_fsd.checkpoint import read_head, save_head
-from eagle_fsd.config import SamplingConfig, TreeConfig
-from eagle_fsd.download import shard_names
-from eagle_fsd.eagle_config import HeadConfig
-from eagle_fsd.head import DraftHead
-from eagle_fsd.loading import TargetSource, load_text
-from eagle_fsd.measuring import WIDTHS
-from eagle_fsd.remembered import TREES, recall, remember
-from eagle_fsd.tuning import Choice, Forwards, Observation
+from eagle_fsd import hub
+from eagle_fsd.acceptance.calibration import Calibrated, Calibration, read_calibration
+from eagle_fsd.autotune import tree_chooser
+from eagle_fsd.autotune.step_costs import WIDTHS
+from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation
+from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.drafting.eagle_config import HeadConfig
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.files.records import TREES, recall, remember
+from eagle_fsd.hub.download import shard_names
+from eagle_fsd.hub.head_checkpoint import read_head, save_head
+from eagle_fsd.hub.target_loader import TargetSource, load_text
 
 SECONDS = 20  # of one case, on a busy machine
 MEMORY = 400 * 2**20  # bytes that a case may add
@@ -212,9 +213,9 @@ def measurements() -> dict[str, tuple[object, Callable[[Any], object], Callable[
     steps = [Observation([-1, 0, 0, 1], [0, 1, 1, 2], [0.0, -0.5, -1.0, -1.5], [1, 3])]
     choice = Choice(TreeConfig(16, 5, 8), 2.5, 40.0, 20.0)
     return {
-        "forwards": (forwards, autotree.packed_forwards, autotree.unpacked_forwards),
-        "steps": (steps, autotree.packed_observations, autotree.unpacked_observations),
-        "choice": (choice, asdict, autotree.unpacked_choice),
+        "forwards": (forwards, tree_chooser.packed_forwards, tree_chooser.unpacked_forwards),
+        "steps": (steps, tree_chooser.packed_observations, tree_chooser.unpacked_observations),
+        "choice": (choice, asdict, tree_chooser.unpacked_choice),
     }
 
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from eagle_fsd.graphs import NothingRecorded, leaves
+from eagle_fsd.runtime.step_recorder import NothingRecorded, leaves
 
 ASKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "cpu"}
 # Operations whose result's shape or value the host must know: it would wait for the device.

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_fsd.config import TreeConfig
-from eagle_fsd.drafter import Drafter
-from eagle_fsd.eagle_config import HeadConfig
-from eagle_fsd.head import DraftHead
-from eagle_fsd.tree import DraftTree
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.drafting.drafter import Drafter
+from eagle_fsd.drafting.eagle_config import HeadConfig
+from eagle_fsd.drafting.eagle_head import DraftHead
 
 
 def generator(seed: int) -> torch.Generator:

@@ -17,19 +17,19 @@ from scipy.stats import chisquare
 from stubs import Chain, ChainDrafter, ChainTarget, generator, random_tree, tiny_head, tiny_llama
 from torch import Tensor
 
-from eagle_fsd.acceptance import AcceptanceRule, Lossless, Verdict, Verified, accept, choose, of_owners
-from eagle_fsd.config import CHILDREN, SamplingConfig, TreeConfig
-from eagle_fsd.decoding import decode
-from eagle_fsd.divergence import DIVERGENCES, divergence_named, largest_value
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified, accept, choose, of_owners
+from eagle_fsd.acceptance.divergence import DIVERGENCES, divergence_named, largest_value
+from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.acceptance.other_rules import RelaxedTopK, Typical
+from eagle_fsd.core.config import CHILDREN, SamplingConfig, TreeConfig
+from eagle_fsd.core.sampling import RowRandom, warp
+from eagle_fsd.core.stats import GenerationStats, Stopwatch
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding.loop import decode
+from eagle_fsd.decoding.request import Request
+from eagle_fsd.drafting.draft_vocabulary import ranked_tokens
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.fuzzy import Fuzzy
-from eagle_fsd.relaxed import RelaxedTopK, Typical
-from eagle_fsd.requests import Request
-from eagle_fsd.sampling import RowRandom, warp
-from eagle_fsd.stats import GenerationStats, Stopwatch
-from eagle_fsd.target import TargetModel
-from eagle_fsd.tree import DraftTree
-from eagle_fsd.vocabulary import ranked_tokens
+from eagle_fsd.target.model import TargetModel
 
 INF, NAN = math.inf, math.nan
 ALPHA = 1e-6

@@ -9,7 +9,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig
 
-from eagle_fsd.architecture import PLAIN, LogitsTransform, check_supported, end_tokens, logits_transform
+from eagle_fsd.target.architecture import (
+    PLAIN,
+    LogitsTransform,
+    check_supported,
+    end_tokens,
+    logits_transform,
+)
 
 
 @pytest.mark.parametrize(

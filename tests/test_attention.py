@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from tiny_models import prompts_of, tiny_model
 
-from eagle_fsd import attention as module
-from eagle_fsd.attention import grouped_attention
-from eagle_fsd.session import TargetSession
-from eagle_fsd.target import TargetModel
-from eagle_fsd.tree import additive
+from eagle_fsd.core.tree import additive
+from eagle_fsd.runtime import grouped_attention as module
+from eagle_fsd.runtime.grouped_attention import grouped_attention
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 
 @pytest.mark.parametrize("additively", [True, False])

@@ -13,19 +13,12 @@ from typing import Any
 import pytest
 from tiny_models import prompts_of, tiny_head, tiny_model
 
-from eagle_fsd import (
-    AutoTree,
-    EagleFSD,
-    Fuzzy,
-    Lossless,
-    SamplingConfig,
-    TreeConfig,
-    autotree,
-    measuring,
-    timing,
-)
-from eagle_fsd.acceptance import AcceptanceRule
-from eagle_fsd.autotree import (
+from eagle_fsd import AutoTree, EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
+from eagle_fsd.acceptance.accept import AcceptanceRule
+from eagle_fsd.acceptance.other_rules import Typical
+from eagle_fsd.autotune import step_costs, tree_chooser
+from eagle_fsd.autotune.step_costs import WIDTHS
+from eagle_fsd.autotune.tree_chooser import (
     kind_of,
     kind_of_rest,
     packed_forwards,
@@ -33,12 +26,11 @@ from eagle_fsd.autotree import (
     unpacked_forwards,
     unpacked_observations,
 )
-from eagle_fsd.config import SamplingConfig as Sampling
-from eagle_fsd.measuring import WIDTHS
-from eagle_fsd.relaxed import Typical
-from eagle_fsd.remembered import cache_file
-from eagle_fsd.target import TargetModel
-from eagle_fsd.tuning import Choice, Observation
+from eagle_fsd.autotune.tree_search import Choice, Observation
+from eagle_fsd.core.config import SamplingConfig as Sampling
+from eagle_fsd.files.records import cache_file
+from eagle_fsd.runtime import timing
+from eagle_fsd.target.model import TargetModel
 
 GREEDY, SAMPLED = Sampling(), Sampling(0.6, 50, 0.9)
 MEASUREMENTS = ("observe", "measure_forwards", "measure_rest")
@@ -57,7 +49,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Microseconds never agree where tests run beside each other; tests of a busy machine set it back."""
-    monkeypatch.setattr(autotree, "BUSY", float("inf"))
+    monkeypatch.setattr(tree_chooser, "BUSY", float("inf"))
 
 
 def canned(name: str, *parts: Any) -> Any:
@@ -65,9 +57,9 @@ def canned(name: str, *parts: Any) -> Any:
     if name == "observe":
         return [Observation([-1, 0, 0, 1], [0, 1, 1, 2], [0.0, -0.1, -2.5, -0.2], [1, 3])]
     if name == "measure_rest":
-        return measuring.Rest(drafted=0.25, plain=0.125), 0.0
+        return step_costs.Rest(drafted=0.25, plain=0.125), 0.0
     verify = {width: 1 + 0.01 * width for width in (1, *WIDTHS)}
-    return measuring.Forwards(verify, dict.fromkeys(parts[2], (0.25, 0.125))), 0.0
+    return step_costs.Forwards(verify, dict.fromkeys(parts[2], (0.25, 0.125))), 0.0
 
 
 @pytest.fixture
@@ -80,7 +72,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             made.append(name)
             return canned(name, *parts)
 
-        monkeypatch.setattr(autotree, name, counting)
+        monkeypatch.setattr(tree_chooser, name, counting)
     return made
 
 
@@ -98,8 +90,8 @@ def choose(
 def test_what_is_really_measured_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     first = choose(engine(), Fuzzy(0.3), SAMPLED)
     for name in MEASUREMENTS:
-        monkeypatch.setattr(autotree, name, lambda *_: pytest.fail("remembered"))
-    monkeypatch.setattr(autotree, "choose", lambda *_: pytest.fail("remembered"))
+        monkeypatch.setattr(tree_chooser, name, lambda *_: pytest.fail("remembered"))
+    monkeypatch.setattr(tree_chooser, "choose", lambda *_: pytest.fail("remembered"))
     assert choose(engine(), Fuzzy(0.3), SAMPLED) == first
 
 
@@ -182,7 +174,7 @@ def test_a_container_with_a_new_host_name_finds_what_was_measured(
     monkeypatch.setattr(platform, "node", lambda: "another")
     choose(engine())
     assert len(measured) == 3
-    monkeypatch.setattr(autotree, "cores", lambda: 1000)
+    monkeypatch.setattr(tree_chooser, "cores", lambda: 1000)
     choose(engine())
     assert measured[3:] == ["measure_forwards", "measure_rest"], "what a head gets accepted is no machine's"
 
@@ -233,12 +225,12 @@ def clocked(monkeypatch: pytest.MonkeyPatch, made: list[str], *factors: float) -
 
     def measure(*parts: Any) -> Any:
         made.append("measure_forwards")
-        return measuring.measure_forwards(*parts)
+        return step_costs.measure_forwards(*parts)
 
     real = timing.timed_in_turn
-    monkeypatch.setattr(measuring, "timed_in_turn", lambda *parts: real(*parts, clock=clock))
-    monkeypatch.setattr(autotree, "measure_forwards", measure)
-    monkeypatch.setattr(autotree, "BUSY", timing.BUSY)
+    monkeypatch.setattr(step_costs, "timed_in_turn", lambda *parts: real(*parts, clock=clock))
+    monkeypatch.setattr(tree_chooser, "measure_forwards", measure)
+    monkeypatch.setattr(tree_chooser, "BUSY", timing.BUSY)
 
 
 def test_a_busy_machine_is_named_and_its_times_are_not_remembered(
@@ -266,7 +258,7 @@ def test_a_busy_machine_is_named_and_its_times_are_not_remembered(
 def test_what_was_measured_is_read_back_as_it_was() -> None:
     seen = [Observation([-1, 0, 1], [0, 1, 2], [0.0, -0.5, -1.25], [1, 2]), Observation([-1], [0], [0.0], [])]
     assert unpacked_observations(json.loads(json.dumps(packed_observations(seen)))) == seen
-    forwards = measuring.Forwards(dict.fromkeys((1, *WIDTHS), 0.5), {1: (0.25, 0.0), 8: (0.5, 0.125)})
+    forwards = step_costs.Forwards(dict.fromkeys((1, *WIDTHS), 0.5), {1: (0.25, 0.0), 8: (0.5, 0.125)})
     assert unpacked_forwards(json.loads(json.dumps(packed_forwards(forwards)))) == forwards
 
 

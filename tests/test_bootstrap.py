@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from eagle_fsd.evaluation import bootstrap
-from eagle_fsd.evaluation.bootstrap import (
+from eagle_fsd.evaluation.analysis import bootstrap
+from eagle_fsd.evaluation.analysis.bootstrap import (
     Bootstrap,
     Change,
     Estimate,

@@ -7,7 +7,7 @@ import torch
 from stubs import generator
 from torch import Tensor
 
-from eagle_fsd.cache import KVCache
+from eagle_fsd.runtime.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 HEADS, SIZE = 2, 3

@@ -18,20 +18,28 @@ import torch
 from tiny_models import Letters, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
-from eagle_fsd.acceptance import Verdict, Verified
-from eagle_fsd.calibration import FILE, Calibrated, Calibration, read_calibration
-from eagle_fsd.config import AutoThreshold, AutoTree
-from eagle_fsd.divergence import divergence_named
-from eagle_fsd.evaluation import sweep
-from eagle_fsd.evaluation.bootstrap import Sums
-from eagle_fsd.evaluation.budgets import bound, calibrate, largest, splits, table, trial_table, tv_of
+from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.acceptance.calibration import FILE, Calibrated, Calibration, read_calibration
+from eagle_fsd.acceptance.divergence import divergence_named
+from eagle_fsd.core.config import AutoThreshold, AutoTree
+from eagle_fsd.evaluation.analysis.bootstrap import Sums
+from eagle_fsd.evaluation.calibrate.recorded_pass import LADDER, Kind, Recorder, Records, Work, kinds_of
+from eagle_fsd.evaluation.calibrate.threshold_search import (
+    bound,
+    calibrate,
+    largest,
+    splits,
+    table,
+    trial_table,
+    tv_of,
+)
+from eagle_fsd.evaluation.measure import sweep
+from eagle_fsd.evaluation.measure.sweep import Cell, Questions
 from eagle_fsd.evaluation.rows import read_rows
-from eagle_fsd.evaluation.sweep import Cell, Questions
 from eagle_fsd.evaluation.tasks import Sample, Task
 from eagle_fsd.evaluation.tasks.source import Source
-from eagle_fsd.evaluation.thresholds import LADDER, Kind, Recorder, Records, Work, kinds_of
-from eagle_fsd.identity import models_identity
-from eagle_fsd.target import TargetModel
+from eagle_fsd.files.fingerprints import models_identity
+from eagle_fsd.target.model import TargetModel
 
 WARM = SamplingConfig(0.9, 20, 0.95)
 TREE = TreeConfig(8, 3, 3)

@@ -19,10 +19,13 @@ import torch
 from tiny_models import prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
-from eagle_fsd import EagleFSD, TreeConfig, cache, draft, sampling, tree
-from eagle_fsd.capture import cuda_recorder
-from eagle_fsd.graphs import EAGER, Graphs, NothingRecorded
-from eagle_fsd.target import TargetModel
+from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd.core import sampling, tree
+from eagle_fsd.drafting import eagle_drafter
+from eagle_fsd.runtime import kv_cache
+from eagle_fsd.runtime.cuda_graphs import cuda_recorder
+from eagle_fsd.runtime.step_recorder import EAGER, Graphs, NothingRecorded
+from eagle_fsd.target.model import TargetModel
 
 DEVICE = torch.device("cuda", 1)
 
@@ -231,7 +234,7 @@ def test_an_empty_capture_is_refused_and_says_nothing() -> None:
 
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (cache, draft, sampling, tree):
+    for module in (kv_cache, eagle_drafter, sampling, tree):
         monkeypatch.setattr(module, "may_ask", lambda tensor: False)
 
 

@@ -11,24 +11,16 @@ import torch
 from tiny_models import KnowingDrafter, greedy_alone, prompts_of, run_loop, tiny_head, tiny_model
 from torch import Tensor
 
-from eagle_fsd import (
-    EagleFSD,
-    Fuzzy,
-    GenerationStats,
-    Lossless,
-    SamplingConfig,
-    TreeConfig,
-    Typical,
-    decoding,
-)
-from eagle_fsd import draft as draft_module
-from eagle_fsd import target as target_module
-from eagle_fsd.acceptance import AcceptanceRule, Verdict
-from eagle_fsd.decoding import NonFiniteLogits, rows_kept
-from eagle_fsd.drafter import NoDrafter
-from eagle_fsd.session import TargetSession
-from eagle_fsd.target import TargetModel
-from eagle_fsd.tree import DraftTree
+from eagle_fsd import EagleFSD, Fuzzy, GenerationStats, Lossless, SamplingConfig, TreeConfig, Typical
+from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding import loop
+from eagle_fsd.decoding.loop import NonFiniteLogits, rows_kept
+from eagle_fsd.drafting import eagle_drafter as draft_module
+from eagle_fsd.drafting.drafter import NoDrafter
+from eagle_fsd.target import model as target_module
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 LENGTHS = (6, 1, 19, 11)
 NEW_TOKENS = 26
@@ -367,13 +359,13 @@ def test_every_node_of_the_path_counts_and_no_other(
     sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first step's path, with NaN at each of its nodes, or at all the others."""
-    paths, right = [], decoding.to_host
+    paths, right = [], loop.to_host
 
-    def noted(verdict: Verdict) -> list[decoding.Step]:
+    def noted(verdict: Verdict) -> list[loop.Step]:
         paths.append(verdict.path)
         return right(verdict)
 
-    monkeypatch.setattr(decoding, "to_host", noted)
+    monkeypatch.setattr(loop, "to_host", noted)
     settings = {"sampling": sampling, "rule": Fuzzy(threshold=float("inf"), mode="paper", child="target")}
     whole = run_loop(target(), PROMPTS, KnowingDrafter(greedy_texts(), check=False), 12, **settings)
     first = paths[0].clone()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_fsd.divergence import (
+from eagle_fsd.acceptance.divergence import (
     DIVERGENCES,
     SPARSE_DIVERGENCES,
     TOP_K,

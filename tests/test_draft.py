@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from stubs import TinyVocabulary, causal_attention, depths_of, generator, tiny_head
 from torch import Tensor
 
-import eagle_fsd.draft as draft_module
-import eagle_fsd.tree as tree_module
-from eagle_fsd.config import TreeConfig
-from eagle_fsd.draft import EagleDrafter
-from eagle_fsd.drafter import NoDrafter, Vocabulary
-from eagle_fsd.head import DraftHead
-from eagle_fsd.tree import DraftTree
-from eagle_fsd.vocabulary import DraftVocabulary
+import eagle_fsd.core.tree as tree_module
+import eagle_fsd.drafting.eagle_drafter as draft_module
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
+from eagle_fsd.drafting.drafter import NoDrafter, Vocabulary
+from eagle_fsd.drafting.eagle_drafter import EagleDrafter
+from eagle_fsd.drafting.eagle_head import DraftHead
 
 CPU = torch.device("cpu")
 VOCAB, HIDDEN = 40, 32

@@ -16,9 +16,9 @@ import torch
 from tiny_models import prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, TreeConfig
-from eagle_fsd.packing import pack_linears
-from eagle_fsd.padding import left_padded
-from eagle_fsd.target import TargetModel
+from eagle_fsd.core.padding import left_padded
+from eagle_fsd.runtime.packed_linear import pack_linears
+from eagle_fsd.target.model import TargetModel
 
 STATM, HANDLES = Path("/proc/self/statm"), Path("/proc/self/fd")
 GENERATIONS, SETTLED = 1000, 300  # by then every pool and cache of torch's has its size

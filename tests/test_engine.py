@@ -20,11 +20,11 @@ import transformers
 from tiny_models import FAMILIES, VOCAB, KnowingEngine, greedy_alone, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, hub
+from eagle_fsd.core.padding import left_padded, right_padded
 from eagle_fsd.hub import save_head
-from eagle_fsd.libraries import library_for
-from eagle_fsd.packing import PackedLinear
-from eagle_fsd.padding import left_padded, right_padded
-from eagle_fsd.target import TargetModel
+from eagle_fsd.runtime.matmul_backends import library_for
+from eagle_fsd.runtime.packed_linear import PackedLinear
+from eagle_fsd.target.model import TargetModel
 
 LENGTHS = (5, 13, 1, 9)
 PROMPTS = prompts_of(LENGTHS)
@@ -788,7 +788,10 @@ def test_a_head_in_bfloat16_drafts_for_a_target_in_float32(tmp_path: Path, draft
 
 @pytest.mark.parametrize("name", ["~nosuchuser/x", "x" * 300])
 def test_names_that_are_no_paths(name: str) -> None:
-    for resolve, kind in ((hub.resolve_target, "target"), (lambda n: hub.resolve_head(n, ""), "draft head")):
+    for resolve, kind in (
+        (hub.resolve_target, "target"),
+        (lambda n: hub.resolve_head(n, ""), "draft head"),
+    ):
         with pytest.raises(ValueError, match=f"{kind} '{name}' is no path .* or a Hub id; check it"):
             resolve(name)
 

@@ -13,10 +13,10 @@ import torch
 from tiny_models import KnowingEngine, greedy_alone, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
-from eagle_fsd.evaluation import greedy, tau
-from eagle_fsd.evaluation.arguments import load_engine, model_parser
-from eagle_fsd.evaluation.prompts import batches, chat_prompts, prompt_sets, set_name
-from eagle_fsd.target import TargetModel
+from eagle_fsd.evaluation.cli import load_engine, model_parser
+from eagle_fsd.evaluation.measure import acceptance_length, greedy_equality
+from eagle_fsd.evaluation.prompt_sets import batches, chat_prompts, prompt_sets, set_name
+from eagle_fsd.target.model import TargetModel
 
 ROOT = Path(__file__).parents[1]
 TREE = TreeConfig(16, 5, 3)
@@ -29,8 +29,8 @@ def engine() -> EagleFSD:
     return EagleFSD(TargetModel(tiny_model("llama")), tiny_head(), base_model="tiny", ea_model="tiny-head")
 
 
-def cell(**fields: Any) -> tau.Cell:
-    return tau.Cell(
+def cell(**fields: Any) -> acceptance_length.Cell:
+    return acceptance_length.Cell(
         **{
             "prompts": "a",
             "prompt_count": 4,
@@ -76,7 +76,7 @@ def test_a_row_is_the_sum_of_its_prompts_whatever_the_batch(engine: EagleFSD, ba
     """Prompts are sorted by length inside; the seed goes with the prompt, not with its place."""
     prompts = prompts_of((9, 2, 14, 5))
     measured = cell(threshold=0.5, divergence="js", mode="hybrid", child="draft", seed=7)
-    row = tau.measure(engine, measured, prompts, batch_size)
+    row = acceptance_length.measure(engine, measured, prompts, batch_size)
     steps = tokens = fuzzy = 0
     for number, prompt in enumerate(prompts):
         (stats,) = engine.generate(
@@ -101,24 +101,28 @@ def test_a_grid_is_resumed_and_not_measured_twice(
     prompts = {"a": prompts_of((3, 4, 5, 6)), "b": prompts_of((7, 8), seed=1)}
     cells = [cell(), cell(prompts="b", prompt_count=2), cell(threshold=0.5, divergence="js")]
     output = tmp_path / "new" / "rows.jsonl"
-    first = tau.run(engine, cells[:2], prompts, output, 2, {"commit": "abc"})
+    first = acceptance_length.run(engine, cells[:2], prompts, output, 2, {"commit": "abc"})
     assert [row["prompts"] for row in first] == ["a", "b"]
     assert all(
         (row["base_model"], row["ea_model"], row["commit"]) == ("tiny", "tiny-head", "abc") for row in first
     )
-    asked: list[tau.Cell] = []
-    measure = tau.measure
-    monkeypatch.setattr(tau, "measure", lambda e, c, *rest: asked.append(c) or measure(e, c, *rest))
-    rows = tau.run(engine, cells, prompts, output, 2, {"commit": "abc"})
+    asked: list[acceptance_length.Cell] = []
+    measure = acceptance_length.measure
+    monkeypatch.setattr(
+        acceptance_length, "measure", lambda e, c, *rest: asked.append(c) or measure(e, c, *rest)
+    )
+    rows = acceptance_length.run(engine, cells, prompts, output, 2, {"commit": "abc"})
     assert asked == cells[2:]
     assert rows[:2] == first
     assert [json.loads(line) for line in output.read_text().splitlines()] == rows
     whole = output.read_bytes()
     output.write_bytes(whole + b'{"half')
-    assert tau.run(engine, cells, prompts, output, 2, {}) == rows and output.read_bytes() == whole
+    assert (
+        acceptance_length.run(engine, cells, prompts, output, 2, {}) == rows and output.read_bytes() == whole
+    )
     output.write_bytes(b'{"half\n' + whole)
     with pytest.raises(ValueError, match=r"rows.jsonl:1: is not JSON .* delete it"):
-        tau.run(engine, cells, prompts, output, 2, {})
+        acceptance_length.run(engine, cells, prompts, output, 2, {})
 
 
 def row_of(steps: int, new_tokens: int, fuzzy_accepts: int = 0, **fields: Any) -> dict[str, Any]:
@@ -139,7 +143,7 @@ def test_the_table_weighs_sets_by_their_steps() -> None:
         row_of(10, 40, tree=wide),
         row_of(10, 50, tree=wide, **fuzzy),
     ]
-    lines = tau.table(rows).splitlines()
+    lines = acceptance_length.table(rows).splitlines()
     assert lines[0] == (
         "| tree | temperature | divergence | mode | child | T | a | b | all | vs lossless | fuzzy / step |"
     )
@@ -154,20 +158,20 @@ def test_the_table_weighs_sets_by_their_steps() -> None:
 
 def test_comparison_finds_no_difference_in_lossless_texts(engine: EagleFSD) -> None:
     prompts = prompts_of((9, 2, 14, 5, 3))
-    expected = greedy.reference(engine, prompts, NEW_TOKENS)
+    expected = greedy_equality.reference(engine, prompts, NEW_TOKENS)
     assert expected == greedy_alone(engine.target.model, prompts, NEW_TOKENS)
-    differences, stats = greedy.compare(engine, prompts, expected, TREE, 2, NEW_TOKENS)
+    differences, stats = greedy_equality.compare(engine, prompts, expected, TREE, 2, NEW_TOKENS)
     assert differences == []
     assert stats.new_tokens == 5 * NEW_TOKENS
 
 
 def test_comparison_names_every_difference_and_its_gap(engine: EagleFSD) -> None:
     prompts = prompts_of((9, 2, 14))
-    expected = greedy.reference(engine, prompts, NEW_TOKENS)
+    expected = greedy_equality.reference(engine, prompts, NEW_TOKENS)
     other = [text.copy() for text in expected]
     other[0][5] = (other[0][5] + 1) % 96
     del other[2][8:]
-    differences, _ = greedy.compare(engine, prompts, other, TREE, 2, NEW_TOKENS)
+    differences, _ = greedy_equality.compare(engine, prompts, other, TREE, 2, NEW_TOKENS)
     assert differences[0].best[0] == expected[0][5]
     assert [(d.prompt, d.position, d.expected, d.found) for d in differences] == [
         (0, 5, other[0][5], expected[0][5]),
@@ -194,17 +198,17 @@ def test_comparison_names_every_difference_and_its_gap(engine: EagleFSD) -> None
 def test_a_near_tie_excuses_the_two_tokens_that_tie(
     expected: int | None, found: int | None, gap: float, excused: bool
 ) -> None:
-    assert greedy.Difference(0, 0, expected, found, best=(1, 2), gap=gap).excused is excused
+    assert greedy_equality.Difference(0, 0, expected, found, best=(1, 2), gap=gap).excused is excused
 
 
 def test_comparison_catches_a_rule_that_is_not_lossless(
     engine: EagleFSD, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = prompts_of((9, 2))
-    expected = greedy.reference(engine, prompts, NEW_TOKENS)
-    monkeypatch.setattr(greedy, "Lossless", lambda: Fuzzy(float("inf"), mode="paper"))
+    expected = greedy_equality.reference(engine, prompts, NEW_TOKENS)
+    monkeypatch.setattr(greedy_equality, "Lossless", lambda: Fuzzy(float("inf"), mode="paper"))
     wrong = KnowingEngine(engine.target, [[7] * 64] * 2, check=False)
-    differences, _ = greedy.compare(wrong, prompts, expected, TREE, 2, NEW_TOKENS)
+    differences, _ = greedy_equality.compare(wrong, prompts, expected, TREE, 2, NEW_TOKENS)
     assert len(differences) == 2 and not any(difference.excused for difference in differences)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from synthetic_rows import LOSSLESS, Truth, cell_rows, fuzzy
 
-from eagle_fsd.evaluation.bootstrap import Bootstrap
-from eagle_fsd.evaluation.exchange import Exchange, exchange_table
-from eagle_fsd.evaluation.points import Panel, panels
+from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap
+from eagle_fsd.evaluation.analysis.points import Panel, panels
+from eagle_fsd.evaluation.report.exchange_rate import Exchange, exchange_table
 from eagle_fsd.evaluation.rows import Row
 
 HOW = Bootstrap(resamples=500)

@@ -14,10 +14,10 @@ from training_world import (
     tiny_target,
 )
 
-from eagle_fsd.identity import differences, target_identity
-from eagle_fsd.training.data import Example
-from eagle_fsd.training.features import OnlineFeatures, estimate, extract, features_of
-from eagle_fsd.training.shards import FeatureSequence, StoredFeatures
+from eagle_fsd.files.fingerprints import differences, target_identity
+from eagle_fsd.training.data.examples import Example
+from eagle_fsd.training.data.features import OnlineFeatures, estimate, extract, features_of
+from eagle_fsd.training.data.shards import FeatureSequence, StoredFeatures
 
 WHO = {"name": "tiny", "weights": "0", "dtype": "float32"}
 

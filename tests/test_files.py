@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from eagle_fsd import files, remembered
-from eagle_fsd.files import read_records, update_records, whole_file, write_atomically
-from eagle_fsd.remembered import cache_file, recall, remember
+from eagle_fsd.files import atomic, records
+from eagle_fsd.files.atomic import read_records, update_records, whole_file, write_atomically
+from eagle_fsd.files.records import cache_file, recall, remember
 
 
 @pytest.fixture(autouse=True)
@@ -90,14 +90,14 @@ def test_threads_that_remember_at_once_lose_nothing() -> None:
 
 PROCESS = """
 import sys
-from eagle_fsd.remembered import remember
+from eagle_fsd.files.records import remember
 for count in range(20):
     remember(f"{sys.argv[1]}/{count}", [int(sys.argv[1]), count])
 """
 
 
 def test_processes_that_remember_at_once_lose_nothing(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(files.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(atomic.__file__).parents[2])}
     running = [
         subprocess.Popen([sys.executable, "-c", PROCESS, str(number)], env=environment) for number in range(4)
     ]
@@ -131,7 +131,7 @@ def test_records_that_are_not_understood_are_passed_over_and_kept() -> None:
 
 
 def test_only_our_own_oldest_records_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "MOST", 3)
+    monkeypatch.setattr(records, "MOST", 3)
     cache_file().write_text(json.dumps(STRANGE), encoding="utf-8")
     for count in (0, 1, 2, 0, 3, 4):
         remember(f"mine/{count}", count)
@@ -170,7 +170,7 @@ def test_a_folder_that_cannot_be_is_no_error(tmp_path: Path, monkeypatch: pytest
 def test_a_lock_that_another_holds_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "PATIENCE", 0.2)
+    monkeypatch.setattr(atomic, "PATIENCE", 0.2)
     with FileLock(tmp_path / "trees.json.lock"):
         start = time.monotonic()
         remember("key", [1])

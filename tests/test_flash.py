@@ -14,10 +14,11 @@ from fake_flash import HALVES, FakeFlash, plain_prefix
 from tiny_models import VOCAB, KnowingEngine, greedy_alone, prompts_of, tiny_model
 from torch import Tensor
 
-from eagle_fsd import Lossless, TreeConfig, flash
-from eagle_fsd import target as target_module
-from eagle_fsd.attention import grouped_attention
-from eagle_fsd.flash import (
+from eagle_fsd import Lossless, TreeConfig
+from eagle_fsd.core.padding import left_padded, right_padded
+from eagle_fsd.core.tree import DraftTree, additive, ancestors, visible_slots
+from eagle_fsd.runtime import flash_attention
+from eagle_fsd.runtime.flash_attention import (
     FlashPlan,
     flash_available,
     flash_causal,
@@ -25,11 +26,11 @@ from eagle_fsd.flash import (
     prefix_and_tree,
     takes_heads,
 )
-from eagle_fsd.layer_attention import grouped_attention_forward
-from eagle_fsd.padding import left_padded, right_padded
-from eagle_fsd.session import TargetSession
-from eagle_fsd.target import TargetModel
-from eagle_fsd.tree import DraftTree, additive, ancestors, visible_slots
+from eagle_fsd.runtime.grouped_attention import grouped_attention
+from eagle_fsd.target import model as target_module
+from eagle_fsd.target.hf_attention import grouped_attention_forward
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 FLOATS = (torch.float32, torch.float64, *HALVES)
 
@@ -75,7 +76,7 @@ SHAPES = [
 @pytest.mark.parametrize(("shape", "count", "lengths", "view"), SHAPES)
 @pytest.mark.parametrize("prefix", [plain_prefix, flash_prefix])
 def test_two_parts_are_one_softmax(
-    prefix: flash.Prefix,
+    prefix: flash_attention.Prefix,
     shape: str,
     count: int,
     lengths: list[int],
@@ -107,7 +108,7 @@ def test_two_parts_are_one_softmax(
 
 
 @pytest.mark.parametrize("prefix", [plain_prefix, flash_prefix])
-def test_an_empty_prefix_has_no_weight(prefix: flash.Prefix, fake: FakeFlash) -> None:
+def test_an_empty_prefix_has_no_weight(prefix: flash_attention.Prefix, fake: FakeFlash) -> None:
     """flash-attn itself says +inf there, which would be all the weight."""
     g = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(2, 4, 3, 8, generator=g), *torch.randn(2, 2, 2, 5, 8, generator=g)
@@ -185,7 +186,7 @@ def test_a_broken_flash_attn_is_none(source: str, monkeypatch: pytest.MonkeyPatc
 
 def test_the_package_does_not_import_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # to import it is an ImportError
-    assert runpy.run_path(flash.__file__)["flash_available"]
+    assert runpy.run_path(flash_attention.__file__)["flash_available"]
 
 
 def test_it_is_not_used_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from training_world import VOCAB, WIDTH, lm_head, noise, sequences, tiny_head
 
-from eagle_fsd.eagle_config import HeadConfig
-from eagle_fsd.head import DraftHead
+from eagle_fsd.drafting.eagle_config import HeadConfig
+from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub import load_head, resolve_head, save_head
+from eagle_fsd.training.data.shards import FeatureSequence
 from eagle_fsd.training.folding import Moments, fc_inputs, fold_bias, input_moments
 from eagle_fsd.training.loss import unroll
-from eagle_fsd.training.shards import FeatureSequence
 
 
 def inputs_with(constant: float, spread: float, count: int = 400, seed: int = 0) -> Tensor:

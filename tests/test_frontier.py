@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from synthetic_rows import LOSSLESS, PLAIN_TREE, TREE, Truth, cell_rows, fuzzy, typical, write_rows
 
-from eagle_fsd.evaluation.bootstrap import Bootstrap, Change, Estimate
-from eagle_fsd.evaluation.frontier import QUALITIES, quality_named, speedup, undominated, winners
-from eagle_fsd.evaluation.points import Panel, Point, panels
+from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Change, Estimate
+from eagle_fsd.evaluation.analysis.frontier import QUALITIES, quality_named, speedup, undominated, winners
+from eagle_fsd.evaluation.analysis.points import Panel, Point, panels
+from eagle_fsd.evaluation.analysis.rule_labels import rule_family, rule_knobs, rule_label
 from eagle_fsd.evaluation.rows import Row, read_raw_rows, read_rows
-from eagle_fsd.evaluation.rule_labels import rule_family, rule_knobs, rule_label
-from eagle_fsd.jsonl import append_row, drop_torn_line
+from eagle_fsd.files.jsonl import append_row, drop_torn_line
 
 HOW = Bootstrap(resamples=500)
 JS = fuzzy(0.3)

@@ -31,12 +31,12 @@ from eagle_fsd import (
     Typical,
     generate,
 )
-from eagle_fsd.arguments import make_rule, make_tree
-from eagle_fsd.config import AutoThreshold
-from eagle_fsd.detokenizer import Detokenizer
-from eagle_fsd.flags import build_parser
-from eagle_fsd.relaxed import Cactus, Ensemble, RelaxedTopK, SGLang
-from eagle_fsd.report import JSON_KEYS
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang
+from eagle_fsd.cli.answer_report import JSON_KEYS
+from eagle_fsd.cli.arguments import make_rule, make_tree
+from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.core.config import AutoThreshold
+from eagle_fsd.text.detokenizer import Detokenizer
 
 REPLY = "Grüße, 世界 🌍!"
 END = 256

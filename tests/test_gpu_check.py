@@ -21,13 +21,16 @@ import torch
 from op_recorder import OpRecorder
 from scipy.stats import chisquare
 
-from eagle_fsd import EagleFSD, Lossless, cache, draft, sampling, tree
+from eagle_fsd import EagleFSD, Lossless
+from eagle_fsd.core import sampling, tree
+from eagle_fsd.drafting import eagle_drafter
 from eagle_fsd.evaluation.gpu import checks, costs, failures, recordings, sampled, texts, waits
 from eagle_fsd.evaluation.gpu.bench import Bench, Counted, engine_of, tiny_model
 from eagle_fsd.evaluation.gpu.projection import EIGHT_B, PAPERS, PUBLISHED, projected, projection
 from eagle_fsd.evaluation.gpu.report import progress, ready, table
 from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut, Part, run_parts
-from eagle_fsd.graphs import EAGER, Graphs
+from eagle_fsd.runtime import kv_cache
+from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 
 SCRIPT = Path(__file__).parents[1] / "eval" / "gpu_check.py"
 CPU = torch.device("cpu")
@@ -36,7 +39,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A CPU with recordings, on which no way is chosen by what a tensor holds; it has no real target."""
-    for module in (cache, draft, sampling, tree):
+    for module in (kv_cache, eagle_drafter, sampling, tree):
         monkeypatch.setattr(module, "may_ask", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
     return Bench(CPU, quick=True, target="/there/is/none", record=lambda device: OpRecorder())

@@ -18,16 +18,19 @@ from op_recorder import OpRecorder
 from tiny_models import prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
-from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, cache, draft, flash, sampling, tree
-from eagle_fsd import target as target_module
-from eagle_fsd.acceptance import AcceptanceRule, Verdict, Verified
-from eagle_fsd.attention import grouped_attention
+from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical
+from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
+from eagle_fsd.acceptance.accept_step import never_changes
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
+from eagle_fsd.core import sampling, tree
+from eagle_fsd.core.padding import left_padded
+from eagle_fsd.drafting import eagle_drafter
 from eagle_fsd.engine import GenerationOutput
-from eagle_fsd.graphs import EAGER, MOST, Graphs, Recording, Replayed
-from eagle_fsd.judge import never_changes
-from eagle_fsd.padding import left_padded
-from eagle_fsd.relaxed import Cactus, Ensemble
-from eagle_fsd.target import TargetModel
+from eagle_fsd.runtime import flash_attention, kv_cache
+from eagle_fsd.runtime.grouped_attention import grouped_attention
+from eagle_fsd.runtime.step_recorder import EAGER, MOST, Graphs, Recording, Replayed
+from eagle_fsd.target import model as target_module
+from eagle_fsd.target.model import TargetModel
 
 TREE = TreeConfig(8, 3, 3)
 RULES = [
@@ -44,7 +47,7 @@ RULES = [
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """No way is chosen by what a tensor holds, and views are narrow enough to change within a text."""
-    for module in (cache, draft, sampling, tree):
+    for module in (kv_cache, eagle_drafter, sampling, tree):
         monkeypatch.setattr(module, "may_ask", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
 
@@ -101,8 +104,8 @@ def test_flash_attention_is_recorded_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
     plain = [text(engine(None), lengths, Lossless()).new_tokens for lengths in ([6], [6], [4, 11])]
     monkeypatch.setattr(target_module, "flash_available", lambda device, dtype: True)
-    monkeypatch.setattr(flash, "flash_prefix", plain_prefix)
-    monkeypatch.setattr(flash, "flash_causal", causal)
+    monkeypatch.setattr(flash_attention, "flash_prefix", plain_prefix)
+    monkeypatch.setattr(flash_attention, "flash_causal", causal)
     recorder = OpRecorder()
     model = engine(recorder)
     assert model.target.flash
@@ -119,7 +122,7 @@ def test_a_tree_as_large_as_the_draft_is_sure_gives_the_text_that_it_gives_on_a_
     recorder, sure = OpRecorder(), TreeConfig(14, 3, 4, 0.012)
     found = [text(engine(recorder), lengths, Fuzzy(0.5), tree=sure, **warm) for lengths in ([5], [7, 3, 12])]
     assert recorder.recordings >= 4
-    for module in (cache, draft, sampling, tree):
+    for module in (kv_cache, eagle_drafter, sampling, tree):
         monkeypatch.setattr(module, "may_ask", lambda tensor: True)
     for output, lengths in zip(found, ([5], [7, 3, 12]), strict=True):
         wanted = text(engine(None), lengths, Fuzzy(0.5), tree=sure, **warm)
@@ -239,7 +242,7 @@ def test_a_row_that_is_done_stays_as_it_is_beside_the_others() -> None:
     def watched(self: target_module.TargetSession, draft: tree.DraftTree) -> tuple[Tensor, Tensor]:
         nonlocal session
         session = self
-        return verify(self, draft)
+        return verify(self, eagle_drafter)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target_module.TargetSession, "verify", watched)

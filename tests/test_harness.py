@@ -21,14 +21,14 @@ from test_until import cut
 from tiny_models import greedy_alone, tiny_head, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
-from eagle_fsd.config import AutoTree, SamplingConfig, TreeConfig
+from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.acceptance.other_rules import Cactus
+from eagle_fsd.acceptance.rule_names import RULES, describe
+from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.harness_arguments import ending_of, seeds, settings_of
-from eagle_fsd.fuzzy import Fuzzy
 from eagle_fsd.hub import save_head
-from eagle_fsd.relaxed import Cactus
-from eagle_fsd.rules import RULES, describe
-from eagle_fsd.target import TargetModel
+from eagle_fsd.integrations.lm_eval.arguments import ending_of, seeds, settings_of
+from eagle_fsd.target.model import TargetModel
 
 ROOT = Path(__file__).parents[1]
 LENGTH = 20
@@ -68,7 +68,7 @@ def until(chat: bool = False) -> list[str]:
 
 
 def lm(**arguments: Any) -> Any:
-    from eagle_fsd.evaluation.harness import EagleLM
+    from eagle_fsd.integrations.lm_eval.model import EagleLM
 
     return EagleLM(engine(), **arguments)
 
@@ -231,9 +231,9 @@ def test_a_seed_depends_on_its_request_alone() -> None:
 def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("lm_eval", "lm_eval.models"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "eagle_fsd.evaluation.harness", raising=False)
+    monkeypatch.delitem(sys.modules, "eagle_fsd.integrations.lm_eval.model", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'eagle-fsd\[harness\]'"):
-        importlib.import_module("eagle_fsd.evaluation.harness")
+        importlib.import_module("eagle_fsd.integrations.lm_eval.model")
 
 
 @needs_lm_eval
@@ -351,7 +351,7 @@ def test_scores_of_given_text_are_refused() -> None:
 def test_an_engine_or_the_names_of_models() -> None:
     with pytest.raises(ValueError, match="base_model is 'm' beside an engine"):
         lm(base_model="m")
-    from eagle_fsd.evaluation.harness import EagleLM
+    from eagle_fsd.integrations.lm_eval.model import EagleLM
 
     with pytest.raises(ValueError, match="the target has no tokenizer"):
         EagleLM(EagleFSD(engine().target, engine().head))
@@ -362,7 +362,7 @@ def test_lm_evals_flags_yield_to_the_models_arguments(monkeypatch: pytest.Monkey
     """Its command line always names a batch size, and a device that may not be there."""
     import torch
 
-    from eagle_fsd.evaluation.harness import EagleLM
+    from eagle_fsd.integrations.lm_eval.model import EagleLM
 
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(EagleFSD, "from_pretrained", lambda **options: (seen.append(options), engine())[1])
@@ -573,7 +573,7 @@ def test_the_command_without_lm_eval(
 ) -> None:
     for name in ("lm_eval", "lm_eval.models"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "eagle_fsd.evaluation.harness", raising=False)
+    monkeypatch.delitem(sys.modules, "eagle_fsd.integrations.lm_eval.model", raising=False)
     monkeypatch.setattr(sys, "argv", ["harness.py", "--tasks", "gsm8k"])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(ROOT / "eval" / "harness.py"), run_name="__main__")

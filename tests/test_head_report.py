@@ -14,11 +14,11 @@ from stubs import random_tree
 from tiny_models import VOCAB, KnowingEngine, greedy_alone, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig
-from eagle_fsd.acceptance import Lossless, Verified, accept
-from eagle_fsd.evaluation import plots
-from eagle_fsd.evaluation.head import TOP, HeadReport, Witness, calibration, observe
-from eagle_fsd.sampling import RowRandom
-from eagle_fsd.target import TargetModel
+from eagle_fsd.acceptance.accept import Lossless, Verified, accept
+from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.evaluation.measure.head_quality import TOP, HeadReport, Witness, calibration, observe
+from eagle_fsd.evaluation.report import plots
+from eagle_fsd.target.model import TargetModel
 
 ROOT = Path(__file__).parents[1]
 TREE = TreeConfig(16, 5, 3)

@@ -23,11 +23,12 @@ from safetensors.torch import load_file, save_file
 from tiny_gguf import write_gguf
 from torch import Tensor
 
-from eagle_fsd import checkpoint, generate, hub
-from eagle_fsd.eagle_config import HeadConfig
-from eagle_fsd.head import DraftHead
-from eagle_fsd.placement import resolve_device, resolve_dtype
-from eagle_fsd.target import TargetModel
+from eagle_fsd import generate, hub
+from eagle_fsd.core.devices import resolve_device, resolve_dtype
+from eagle_fsd.drafting.eagle_config import HeadConfig
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.hub import head_checkpoint
+from eagle_fsd.target.model import TargetModel
 
 VOCAB, WIDTH = 64, 16
 TARGET_CONFIG = {
@@ -369,7 +370,7 @@ def fake_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
     (package / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF")
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(hub, "DEFAULT_TARGET_PACKAGE", "ships_a_model")
+    monkeypatch.setattr("eagle_fsd.hub.resolve.DEFAULT_TARGET_PACKAGE", "ships_a_model")
     return package
 
 
@@ -396,9 +397,9 @@ def test_shipped_heads_of_known_targets(
 ) -> None:
     package = tmp_path / "eagle_fsd"
     weights = (package if installed else tmp_path) / "weights" / "smollm2-135m-instruct"
-    monkeypatch.setattr(hub, "__file__", str(package / "hub.py"))
+    monkeypatch.setattr("eagle_fsd.hub.resolve.__file__", str(package / "hub" / "resolve.py"))
     one_line_error(lambda: hub.resolve_head(None, "smollm2-135m"), "smollm2-135m-instruct", "--ea-model")
-    checkpoint.save_head(DraftHead(HEAD_CONFIG), weights)
+    head_checkpoint.save_head(DraftHead(HEAD_CONFIG), weights)
     for name in (
         "smollm2-135m",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -418,7 +419,7 @@ def test_shipped_heads_of_known_targets(
 @pytest.fixture
 def head_folder(tmp_path: Path) -> Path:
     torch.manual_seed(1)
-    return checkpoint.save_head(DraftHead(HEAD_CONFIG), tmp_path / "head")
+    return head_checkpoint.save_head(DraftHead(HEAD_CONFIG), tmp_path / "head")
 
 
 def edit_head(folder: Path, edit: Edit) -> None:
@@ -477,7 +478,7 @@ def test_an_engine_makes_exactly_the_biases_that_the_file_has(
     """By the rules of other engines: EAGLE's `fc` has a bias where `bias` is true; vLLM's Llama takes
     qkv_bias for q, k and v, and `bias` or `attention_bias` for o, which no head has."""
     config = replace(HEAD_CONFIG, fc_bias=fc_bias, qkv_bias=qkv_bias)
-    folder = checkpoint.save_head(DraftHead(config), tmp_path / "head")
+    folder = head_checkpoint.save_head(DraftHead(config), tmp_path / "head")
     flags = json.loads((folder / "config.json").read_text())
     biases = {key for key in load_file(folder / "model.safetensors") if key.endswith("bias")}
     assert flags["bias"] is fc_bias is ("fc.bias" in biases)
@@ -683,7 +684,7 @@ def test_saving_over_a_head_is_atomic(
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", broken)
+        patch.setattr(head_checkpoint, "save_file", broken)
         for folder in (head_folder, tmp_path / "fresh"):
             with pytest.raises(OSError, match="disk full"):
                 hub.save_head(other, folder)
@@ -804,7 +805,7 @@ def test_saving_over_a_head_replaces_or_removes_its_draft_vocabulary(
 
     for tokens, word in ((TOKENS, "names no draft_vocab_size"), (None, f"has no {VOCABULARY}")):
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint.os, "replace", torn)
+            patch.setattr(head_checkpoint.os, "replace", torn)
             with pytest.raises(OSError, match="disk full"):
                 hub.save_head(DraftHead(HEAD_CONFIG).restrict(tokens), head_folder)
         one_line_error(lambda: load(head_folder), word)
@@ -834,11 +835,11 @@ def as_code(folder: Path) -> None:
 
 SPOILT_HEADS: dict[str, tuple[Callable[[Path], None], str]] = {
     "width": (
-        lambda f: checkpoint.save_head(DraftHead(replace(HEAD_CONFIG, hidden_size=32)), f),
+        lambda f: head_checkpoint.save_head(DraftHead(replace(HEAD_CONFIG, hidden_size=32)), f),
         "hidden_size 32",
     ),
     "vocabulary": (
-        lambda f: checkpoint.save_head(DraftHead(replace(HEAD_CONFIG, vocab_size=65)), f),
+        lambda f: head_checkpoint.save_head(DraftHead(replace(HEAD_CONFIG, vocab_size=65)), f),
         "vocab_size 65",
     ),
     "missing key": (lambda f: edit_head(f, lambda t: t.pop("fc.weight")), "lacks fc.weight"),
@@ -1000,7 +1001,7 @@ def test_other_weight_layouts_from_the_hub(client: FakeHub, tiny: Path, tmp_path
 def test_the_default_target_falls_back_to_the_hub(
     client: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "DEFAULT_TARGET_PACKAGE", "no_such_package")
+    monkeypatch.setattr("eagle_fsd.hub.resolve.DEFAULT_TARGET_PACKAGE", "no_such_package")
     client.add("HuggingFaceTB/SmolLM2-135M-Instruct", contents(tiny))
     source = hub.resolve_target("smollm2-135m")
     assert source.name == "smollm2-135m" and source.gguf_file is None
@@ -1127,7 +1128,7 @@ def test_the_environment_of_the_hub_client_holds(server: FakeHub, tiny: Path, tm
     """HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE as a user sets them, each in a process of its own."""
     server.add("owner/tiny", contents(tiny) | UNWANTED, token="hf_mine")
     code = (
-        "import sys; from eagle_fsd.download import download_target\n"
+        "import sys; from eagle_fsd.hub.download import download_target\n"
         "try: print(download_target(sys.argv[1], None, trust_remote_code=False))\n"
         "except ValueError as error: print(error)\n"
     )

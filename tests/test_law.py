@@ -10,13 +10,13 @@ from scipy.stats import chisquare
 from stubs import generator, random_tree
 from torch import Tensor
 
-from eagle_fsd.acceptance import AcceptanceRule, Lossless, Verdict, Verified, accept
-from eagle_fsd.config import SamplingConfig
-from eagle_fsd.fuzzy import Fuzzy
-from eagle_fsd.law import distances, path_laws
-from eagle_fsd.relaxed import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
-from eagle_fsd.sampling import RowRandom
-from eagle_fsd.tree import DraftTree
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified, accept
+from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
+from eagle_fsd.acceptance.output_distribution import distances, path_laws
+from eagle_fsd.core.config import SamplingConfig
+from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.tree import DraftTree
 
 ROWS, VOCAB = 20_000, 12
 NONE = torch.empty(0, dtype=torch.int64)

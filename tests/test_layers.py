@@ -1,82 +1,48 @@
-"""The package's layers, read from its imports: a module imports lower layers, never its own."""
+"""The wings of the house, read from the package's imports: they point downward, and there are no circles."""
 
 from __future__ import annotations
 
 import ast
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 
-# Lowest first. Two modules of one layer never import each other: acceptance, target and draft stay apart, and
-# so do training and evaluation. A subpackage counts as one module.
-LAYERS = [
-    {"checks", "timing", "version"},
-    {
-        "architecture",
-        "attention",
-        "config",
-        "eagle_config",
-        "placement",
-        "divergence",
-        "files",
-        "flash",
-        "graphs",
-        "identity",
-        "jsonl",
-        "padding",
-        "provenance",
-        "stats",
-    },
-    {"remembered"},
-    {"libraries"},
-    {"capture", "layer_attention", "packing", "prompts", "tensors"},
-    {"sampling", "tree", "vocabulary"},
-    {"head"},
-    {"cache", "checkpoint", "drafter"},
-    {"acceptance", "session", "draft", "download", "weights_cache"},
-    {"admission", "fuzzy", "target_files"},
-    {"relaxed", "target"},
-    {"baseline", "judge", "law", "loading", "outputs", "requests", "tuning"},
-    {"decoding", "detokenizer", "hub", "rules", "text", "workspace"},
-    {"stop_strings"},
-    {"measuring"},
-    {"autotree", "calibration"},
+# Lowest first. Wings of one line never import each other: target, drafting and acceptance stand side by side.
+WINGS = [
+    {"version", "core"},
+    {"files"},
+    {"runtime"},
+    {"target", "drafting", "acceptance"},
+    {"text", "decoding"},
+    {"hub"},
+    {"autotune"},
     {"engine"},
-    {"training", "evaluation"},
-    {"flags", "report", "storage"},
-    {"arguments"},
-    {"generate"},
+    {"cli", "training", "evaluation", "storage"},
+    {"integrations", "generate"},
 ]
-RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
+RANK = {wing: rank for rank, line in enumerate(WINGS) for wing in line}
 
 # Who may know Hugging Face's libraries, and so text; the rest knows tensors and token ids.
 HUGGING_FACE = {"transformers", "huggingface_hub", "tokenizers"}
 KNOWS_HUGGING_FACE = {
-    "admission",
-    "detokenizer",
-    "stop_strings",
     "target",
-    "layer_attention",
     "hub",
-    "download",
-    "loading",
-    "target_files",
-    "architecture",
     "engine",
     "text",
     "training",
     "evaluation",
+    "integrations",
     "generate",
 }
 
 
-def module_of(path: Path) -> str:
-    """`eagle_fsd/tree.py` is `tree`, and everything under `eagle_fsd/training/` is `training`."""
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
+def wing_of(path: Path) -> str:
+    """`eagle_fsd/engine.py` is `engine`, and everything under `eagle_fsd/core/` is `core`."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imports(source: str, package: str = "eagle_fsd") -> set[str]:
@@ -106,32 +72,53 @@ def test_imports_reads_every_spelling() -> None:
     assert imports("from ..cache import keep", "eagle_fsd.training") == {"eagle_fsd.cache.keep"}
 
 
+def modules_named(name: str) -> set[str]:
+    """Return the module of the package that a dotted name is of, and the packages above it."""
+    parts = name.split(".")
+    found = set()
+    for end in range(1, len(parts) + 1):
+        base = PACKAGE.parent.joinpath(*parts[:end])
+        if base.with_suffix(".py").is_file():
+            found.add(".".join(parts[:end]))
+    return found
+
+
 @pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_a_module_imports_lower_layers_only(path: Path) -> None:
-    module = module_of(path)
-    assert module in RANK, f"eagle_fsd/{module} has no layer: give it one in LAYERS"
+def test_imports_point_downward(path: Path) -> None:
+    wing = wing_of(path)
+    assert wing in RANK, f"eagle_fsd/{wing} has no place: give it one in WINGS"
     for name in IMPORTS[path]:
         parts = name.split(".")
-        if parts[0] != "eagle_fsd" or parts[1] in (module, "__version__"):
+        if parts[0] != "eagle_fsd" or parts[1] == wing:
             continue
-        assert parts[1] in RANK, f"{module} imports {name}: name the module that defines it, not the package"
-        assert RANK[parts[1]] < RANK[module], f"{module} imports {parts[1]}, which is not in a lower layer"
+        assert parts[1] in RANK, (
+            f"{path.name} imports {name}: name the module that defines it, not the package"
+        )
+        assert RANK[parts[1]] < RANK[wing], f"{wing} imports {parts[1]}, which is not below it"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {}
+    for path in FILES:
+        own = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        graph[own] = {module for name in IMPORTS[path] for module in modules_named(name)} - {own}
+    assert len(list(TopologicalSorter(graph).static_order())) >= len(FILES)  # raises CycleError
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
 def test_only_the_edges_know_hugging_face(path: Path) -> None:
     known = {name.split(".")[0] for name in IMPORTS[path]} & HUGGING_FACE
-    assert not known or module_of(path) in KNOWS_HUGGING_FACE, f"{module_of(path)} imports {known}"
+    assert not known or wing_of(path) in KNOWS_HUGGING_FACE, f"{wing_of(path)} imports {known}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
 def test_runtime_modules_import_nothing_outside_the_requirements(path: Path) -> None:
     """Training and evaluation have extras of their own; the rest gets by with what the package requires."""
-    if module_of(path) in {"training", "evaluation"}:
+    if wing_of(path) in {"training", "evaluation", "integrations"}:
         return
     required = {"torch", "transformers", "safetensors", "huggingface_hub", "gguf", "accelerate", "jinja2"}
     required |= {"numpy", "filelock"}
-    if module_of(path) == "flash":  # which goes without where it is not installed
+    if path.stem == "flash_attention":  # which goes without where it is not installed
         required.add("flash_attn")
     roots = {name.split(".")[0] for name in IMPORTS[path]}
     assert not roots - required - {"eagle_fsd", *sys.stdlib_module_names}

@@ -11,11 +11,11 @@ import torch
 from tiny_models import tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.evaluation.limits import Machine, forwards, machine, table
-from eagle_fsd.libraries import library_for
-from eagle_fsd.measuring import WIDTHS
-from eagle_fsd.packing import PackedLinear, libraries_of, pack_linears
-from eagle_fsd.target import TargetModel
+from eagle_fsd.autotune.step_costs import WIDTHS
+from eagle_fsd.evaluation.measure.hardware_limits import Machine, forwards, machine, table
+from eagle_fsd.runtime.matmul_backends import library_for
+from eagle_fsd.runtime.packed_linear import PackedLinear, libraries_of, pack_linears
+from eagle_fsd.target.model import TargetModel
 
 
 def test_a_forward_is_bound_by_reading_or_by_multiplying() -> None:

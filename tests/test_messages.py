@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle_fsd.checks import one_line
+from eagle_fsd.core.checks import one_line
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,16 @@ from tiny_models import FAMILIES, VOCAB, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import Fuzzy, Lossless, TreeConfig, Typical
-from eagle_fsd.acceptance import AcceptanceRule, Verdict
-from eagle_fsd.config import SamplingConfig
-from eagle_fsd.decoding import keep
-from eagle_fsd.draft import EagleDrafter
-from eagle_fsd.judge import Judge
-from eagle_fsd.relaxed import Cactus, Ensemble, RelaxedTopK, SGLang
-from eagle_fsd.session import TargetSession
-from eagle_fsd.target import TargetModel
-from eagle_fsd.tree import DraftTree
-from eagle_fsd.vocabulary import DraftVocabulary
+from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict
+from eagle_fsd.acceptance.accept_step import Judge
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang
+from eagle_fsd.core.config import SamplingConfig
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding.loop import keep
+from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
+from eagle_fsd.drafting.eagle_drafter import EagleDrafter
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 META = torch.device("meta")
 BATCH, TREE = 3, TreeConfig(8, 3, 3)

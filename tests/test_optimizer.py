@@ -8,7 +8,7 @@ import torch
 from torch.optim import AdamW, Muon
 from training_world import WIDTH, noise, tiny_head
 
-from eagle_fsd.head import DraftHead
+from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.training.optimizer import MOMENTUM, HeadOptimizer
 
 RATE = 0.01

@@ -13,8 +13,10 @@ import torch
 from tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 from torch import nn
 
-from eagle_fsd import EagleFSD, libraries
-from eagle_fsd.libraries import (
+from eagle_fsd import EagleFSD
+from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
+from eagle_fsd.runtime import matmul_backends
+from eagle_fsd.runtime.matmul_backends import (
     LIBRARIES,
     MKL,
     ONEDNN,
@@ -23,9 +25,14 @@ from eagle_fsd.libraries import (
     library_for,
     remembered_library,
 )
-from eagle_fsd.packing import PackedLinear, libraries_of, linear_of_rows, pack_linears, plain_linears
-from eagle_fsd.target import TargetModel
-from eagle_fsd.vocabulary import DraftVocabulary
+from eagle_fsd.runtime.packed_linear import (
+    PackedLinear,
+    libraries_of,
+    linear_of_rows,
+    pack_linears,
+    plain_linears,
+)
+from eagle_fsd.target.model import TargetModel
 
 pytestmark = pytest.mark.skipif(not ONEDNN.takes(torch.zeros(2, 2)), reason="torch is built without oneDNN")
 
@@ -202,8 +209,8 @@ def test_the_fastest_library_is_taken(
     if not MKL.takes(torch.zeros(2, 2)):
         pytest.skip("torch is built without MKL")
     asked = iter([None, *(library.name for library in LIBRARIES)])
-    monkeypatch.setattr(libraries, "seconds_of", lambda *_: seconds[next(asked)])
-    monkeypatch.setattr(libraries, "LEAST", 1)
+    monkeypatch.setattr(matmul_backends, "seconds_of", lambda *_: seconds[next(asked)])
+    monkeypatch.setattr(matmul_backends, "LEAST", 1)
     found = fastest_library(nn.Sequential(layer()))
     assert (found and found.name) == wanted and next(asked, "all") == "all"
 
@@ -218,11 +225,11 @@ def test_a_library_is_chosen_by_running_it(library: Library, monkeypatch: pytest
         return x
 
     slow = [replace(one, multiply=wait) for one in LIBRARIES if one != library]
-    monkeypatch.setattr(libraries, "LIBRARIES", (*slow, library))
-    monkeypatch.setattr(libraries.F, "linear", wait)
+    monkeypatch.setattr(matmul_backends, "LIBRARIES", (*slow, library))
+    monkeypatch.setattr(matmul_backends.F, "linear", wait)
     small, large = nn.Sequential(layer()), nn.Sequential(nn.Linear(512, 9000))
     assert fastest_library(small) is library_for(small[0].weight) and not calls
-    assert fastest_library(large) is library and set(calls) == set(libraries.ROWS)
+    assert fastest_library(large) is library and set(calls) == set(matmul_backends.ROWS)
     assert fastest_library(nn.Sequential(nn.LayerNorm(4))) is None
 
 
@@ -230,7 +237,7 @@ def test_the_library_is_measured_once_on_a_quiet_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
-    monkeypatch.setattr(libraries, "LEAST", 1)
+    monkeypatch.setattr(matmul_backends, "LEAST", 1)
     results = [(ONEDNN, 0.5), (ONEDNN, 0.5), (None, 0.01), (ONEDNN, 0.01), (MKL, 0.01)]  # the first two busy
     left = iter(results)
 
@@ -239,7 +246,7 @@ def test_the_library_is_measured_once_on_a_quiet_machine(
         spreads.append(spread)
         return library
 
-    monkeypatch.setattr(libraries, "fastest_library", measure)
+    monkeypatch.setattr(matmul_backends, "fastest_library", measure)
     model = nn.Sequential(layer())
     found = [remembered_library(model) for _ in range(5)]
     assert found == [ONEDNN, ONEDNN, None, None, None], "stock layers are remembered too"

@@ -14,8 +14,8 @@ import pytest
 import torch
 from training_world import FAST, losses, trainer_for
 
-from eagle_fsd.training.prefetch import prefetched
-from eagle_fsd.training.runs import CHECKPOINT, read_log
+from eagle_fsd.training.data.prefetch import prefetched
+from eagle_fsd.training.run.folder import CHECKPOINT, read_log
 
 
 def threads() -> list[threading.Thread]:

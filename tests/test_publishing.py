@@ -15,9 +15,9 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from tiny_models import HIDDEN, VOCAB, tiny_head
 
+from eagle_fsd.files.provenance import public_command
 from eagle_fsd.hub import load_head, save_head
-from eagle_fsd.provenance import public_command
-from eagle_fsd.training import publishing
+from eagle_fsd.training.run import model_card
 
 SCRIPT = Path(__file__).parents[1] / "train" / "publish.py"
 TRAINING = {
@@ -102,7 +102,7 @@ class FakeApi:
 def test_a_dry_run_writes_the_repository_and_pushes_nothing(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(publishing, "HfApi", lambda: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr(model_card, "HfApi", lambda: pytest.fail("the Hub was asked"))
     run(runs, monkeypatch, "--dry-run")
     assert capsys.readouterr().out == f"{runs / 'out'}\n"
     names = sorted(path.name for path in (runs / "out").iterdir())
@@ -196,7 +196,7 @@ def test_a_push_creates_the_repository_and_uploads_the_folder(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api = FakeApi()
-    monkeypatch.setattr(publishing, "HfApi", api)
+    monkeypatch.setattr(model_card, "HfApi", api)
     run(runs, monkeypatch, "--private")
     assert capsys.readouterr().out == "https://hub/me/EAGLE-target\n"
     assert api.calls == [
@@ -214,7 +214,7 @@ def test_a_push_that_is_refused_is_one_line_and_keeps_the_folder(
         huggingface_hub.errors.HFValidationError("bad name"),
         ConnectionError("no network"),
     ):
-        monkeypatch.setattr(publishing, "HfApi", FakeApi(fault))
+        monkeypatch.setattr(model_card, "HfApi", FakeApi(fault))
         with pytest.raises(
             SystemExit, match=r"publish: repository 'me/EAGLE-target' cannot be written \(.*--dry-run$"
         ):
@@ -239,7 +239,7 @@ def test_an_earlier_repository_is_replaced_and_a_changed_card_kept(
     run(runs, monkeypatch, "--dry-run")
     out, old = runs / "out", runs / "out.README.md.old"
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    monkeypatch.setattr(publishing, "HfApi", FakeApi())
+    monkeypatch.setattr(model_card, "HfApi", FakeApi())
     run(runs, monkeypatch)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before and not old.exists()
     (out / "README.md").write_text("library_name: eagle-fsd, by hand")
@@ -331,6 +331,6 @@ def test_what_is_not_there_is_named(
     runs: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, message: str
 ) -> None:
     spoil(runs)
-    monkeypatch.setattr(publishing, "HfApi", lambda: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr(model_card, "HfApi", lambda: pytest.fail("the Hub was asked"))
     with pytest.raises(SystemExit, match=f"publish: .*{message}"):
         run(runs, monkeypatch)

@@ -17,12 +17,12 @@ from training_world import LetterTokenizer, conversation, script
 from trap_models import VOCAB, WIDTH, exact_pair, random_tokens
 
 from eagle_fsd import EagleFSD, TreeConfig
-from eagle_fsd.head import DraftHead
+from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub import load_head, save_head
-from eagle_fsd.target import TargetModel
-from eagle_fsd.training.features import extract
-from eagle_fsd.training.ranking import learned_tokens
-from eagle_fsd.training.shards import StoredFeatures
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.data.features import extract
+from eagle_fsd.training.data.shards import StoredFeatures
+from eagle_fsd.training.data.token_counts import learned_tokens
 
 UNKNOWN, END, OTHER_END = 0, 2, 27  # the tokenizer's special tokens, and the target's own end token
 ALWAYS = {UNKNOWN, END, OTHER_END}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from eagle_fsd import EagleFSD, generate, hub
-from eagle_fsd.flags import build_parser
+from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.hub import load_head
 
 ROOT = Path(__file__).parents[1]

@@ -8,8 +8,8 @@ import pytest
 from conftest import PROMPT_SETS
 
 from eagle_fsd import EagleFSD, TreeConfig
-from eagle_fsd.evaluation.greedy import compare, reference
-from eagle_fsd.text import encode
+from eagle_fsd.evaluation.measure.greedy_equality import compare, reference
+from eagle_fsd.text.chat import encode
 
 PROMPTS = (
     "Name the largest planet.",

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from synthetic_rows import LOSSLESS, PLAIN_TREE, Truth, cell_rows, fuzzy, typical, write_rows
 
-from eagle_fsd.evaluation import markdown
-from eagle_fsd.evaluation.bootstrap import Bootstrap, Estimate
-from eagle_fsd.evaluation.frontier import QUALITIES, Winner
-from eagle_fsd.evaluation.frontier_plots import style, varying_knobs
-from eagle_fsd.evaluation.markdown import Report, sentence, write_report
-from eagle_fsd.evaluation.measures import TAU
-from eagle_fsd.evaluation.points import panels
+from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Estimate
+from eagle_fsd.evaluation.analysis.frontier import QUALITIES, Winner
+from eagle_fsd.evaluation.analysis.measures import TAU
+from eagle_fsd.evaluation.analysis.points import panels
+from eagle_fsd.evaluation.report import report
+from eagle_fsd.evaluation.report.frontier_plots import style, varying_knobs
+from eagle_fsd.evaluation.report.report import Report, sentence, write_report
+from eagle_fsd.evaluation.report.tables import spoken
 from eagle_fsd.evaluation.rows import Row
-from eagle_fsd.evaluation.tables import spoken
 
 ROOT = Path(__file__).parents[1]
 QUICK = Bootstrap(resamples=200)
@@ -39,7 +39,7 @@ def few(samples: int = 12, temperature: float = 0.6) -> list[dict[str, Any]]:
 @pytest.fixture
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots are slow, and have tests of their own."""
-    monkeypatch.setattr(markdown, "plot_frontier", lambda *_: False)
+    monkeypatch.setattr(report, "plot_frontier", lambda *_: False)
 
 
 def written(rows: list[dict[str, Any]], folder: Path, asked: Report) -> str:
@@ -205,7 +205,7 @@ def test_labels_name_the_knob_that_changes() -> None:
 
 def test_a_plot_needs_something_to_draw(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from eagle_fsd.evaluation.frontier_plots import plot_frontier
+    from eagle_fsd.evaluation.report.frontier_plots import plot_frontier
 
     alone = panels([Row.of(row) for row in cell_rows(LOSSLESS, Truth(), 3)], QUICK)
     assert plot_frontier(alone, QUALITIES["log_p"], TAU, [tmp_path / "x.png"]) is False

@@ -11,15 +11,15 @@ import torch
 from stubs import generator, random_tree
 from torch import Tensor
 
-from eagle_fsd.acceptance import AcceptanceRule, Lossless, Verified, accept
-from eagle_fsd.config import SamplingConfig
-from eagle_fsd.flags import RULE_NAMES
-from eagle_fsd.fuzzy import Fuzzy
-from eagle_fsd.law import path_laws
-from eagle_fsd.relaxed import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
-from eagle_fsd.rules import RULES, describe, parse_rule, rule_named
-from eagle_fsd.sampling import RowRandom
-from eagle_fsd.tree import DraftTree
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified, accept
+from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
+from eagle_fsd.acceptance.output_distribution import path_laws
+from eagle_fsd.acceptance.rule_names import RULES, describe, parse_rule, rule_named
+from eagle_fsd.cli.flags import RULE_NAMES
+from eagle_fsd.core.config import SamplingConfig
+from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.tree import DraftTree
 
 VOCAB = 13
 NONE = torch.empty(0, dtype=torch.int64)

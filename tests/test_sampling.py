@@ -12,9 +12,9 @@ from scipy.stats import chisquare
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from eagle_fsd import sampling
-from eagle_fsd.config import SamplingConfig
-from eagle_fsd.sampling import RowRandom, draw, warp
+from eagle_fsd.core import sampling
+from eagle_fsd.core.config import SamplingConfig
+from eagle_fsd.core.sampling import RowRandom, draw, warp
 
 INF = math.inf
 LAST_U = 1 - 2**-24  # the largest number that torch.rand gives

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle_fsd.evaluation.tasks import sandbox
-from eagle_fsd.evaluation.tasks.sandbox import LAYERS, Limits, Outcome, available, run
+from eagle_fsd.evaluation.tasks.sandbox import run as sandbox
+from eagle_fsd.evaluation.tasks.sandbox.run import LAYERS, Limits, Outcome, available, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="generated code is run on Linux alone")
 

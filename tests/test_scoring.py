@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from eagle_fsd.evaluation import scoring
-from eagle_fsd.evaluation.scoring import means, score_file, score_rows, table
+from eagle_fsd.evaluation.analysis import scoring
+from eagle_fsd.evaluation.analysis.scoring import means, score_file, score_rows, table
 from eagle_fsd.evaluation.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]

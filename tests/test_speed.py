@@ -16,15 +16,15 @@ import pytest
 import torch
 from tiny_models import prompts_of, tiny_head, tiny_model
 
-from eagle_fsd import provenance
-from eagle_fsd.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.comparison import quartiles, results, table
-from eagle_fsd.evaluation.law_meter import judged
-from eagle_fsd.evaluation.speed import Answers, Method, Setting, method, race, stretched
-from eagle_fsd.packing import PackedLinear, pack_linears
-from eagle_fsd.stats import GenerationStats
-from eagle_fsd.target import TargetModel
+from eagle_fsd.evaluation.measure.observers import judged
+from eagle_fsd.evaluation.measure.speed import Answers, Method, Setting, method, race, stretched
+from eagle_fsd.evaluation.report.speed_ratios import quartiles, results, table
+from eagle_fsd.files import provenance
+from eagle_fsd.runtime.packed_linear import PackedLinear, pack_linears
+from eagle_fsd.target.model import TargetModel
 
 SETTING = Setting(8, SamplingConfig(), TreeConfig(6, 3, 2))
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from eagle_fsd.stats import PHASES, GenerationStats, Stopwatch
+from eagle_fsd.core.stats import PHASES, GenerationStats, Stopwatch
 
 
 def check_invariants(stats: GenerationStats) -> None:
@@ -134,7 +134,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("eagle_fsd.stats.time.perf_counter", clock)
+    monkeypatch.setattr("eagle_fsd.core.stats.time.perf_counter", clock)
     return clock
 
 

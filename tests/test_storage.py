@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from eagle_fsd import storage, weights_cache
-from eagle_fsd.remembered import LIBRARIES, recall, remember
+from eagle_fsd import storage
+from eagle_fsd.files.records import LIBRARIES, recall, remember
+from eagle_fsd.hub import weights_cache
 
 
 @pytest.fixture

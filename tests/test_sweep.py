@@ -15,19 +15,19 @@ import torch
 from tiny_models import Letters, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
-from eagle_fsd.acceptance import AcceptanceRule, Verdict, Verified
-from eagle_fsd.config import PAPER
-from eagle_fsd.evaluation import sweep
+from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
+from eagle_fsd.acceptance.other_rules import Cactus, SGLang
+from eagle_fsd.acceptance.output_distribution import distances, path_laws
+from eagle_fsd.acceptance.rule_names import describe, parse_rule
+from eagle_fsd.core.config import PAPER
 from eagle_fsd.evaluation.grids import GRIDS
-from eagle_fsd.evaluation.law_meter import LawMeter
+from eagle_fsd.evaluation.measure import sweep
+from eagle_fsd.evaluation.measure.observers import LawMeter
+from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run, turns
 from eagle_fsd.evaluation.rows import read_raw_rows, read_rows
-from eagle_fsd.evaluation.sweep import Cell, Questions, run, turns
 from eagle_fsd.evaluation.tasks import Sample, Task
 from eagle_fsd.evaluation.tasks.source import Source
-from eagle_fsd.law import distances, path_laws
-from eagle_fsd.relaxed import Cactus, SGLang
-from eagle_fsd.rules import describe, parse_rule
-from eagle_fsd.target import TargetModel
+from eagle_fsd.target.model import TargetModel
 
 WARM = SamplingConfig(0.9, 20, 0.95)
 TREE = TreeConfig(8, 3, 3)

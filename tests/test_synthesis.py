@@ -21,12 +21,12 @@ from tiny_models import VOCAB, greedy_alone, prompts_of, tiny_model
 from torch import Tensor
 
 from eagle_fsd import SamplingConfig
-from eagle_fsd.prompts import prompt_of
-from eagle_fsd.sampling import warp
-from eagle_fsd.session import TargetSession
-from eagle_fsd.target import TargetModel
-from eagle_fsd.training import conversations
-from eagle_fsd.training.conversations import (
+from eagle_fsd.core.sampling import warp
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
+from eagle_fsd.text.prompt_files import prompt_of
+from eagle_fsd.training.data import conversations
+from eagle_fsd.training.data.conversations import (
     Plan,
     RowFile,
     answer_prompts,
@@ -35,7 +35,7 @@ from eagle_fsd.training.conversations import (
     user_opening,
     without_overlap,
 )
-from eagle_fsd.training.synthesis import Answer, Question, write_answers
+from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
 
 ENDS = [5, 17, 30, 31]
 NEW_TOKENS = 15

@@ -22,13 +22,13 @@ from tiny_models import (
 )
 
 from eagle_fsd import EagleFSD, Lossless, TreeConfig
-from eagle_fsd import target as target_module
-from eagle_fsd.architecture import check_supported, longest_text
+from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.tree import DraftTree, additive
 from eagle_fsd.hub import save_head
-from eagle_fsd.padding import left_padded
-from eagle_fsd.session import TargetSession
-from eagle_fsd.target import TargetModel
-from eagle_fsd.tree import DraftTree, additive
+from eagle_fsd.target import model as target_module
+from eagle_fsd.target.architecture import check_supported, longest_text
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 NEW_TOKENS = 20
 LENGTHS = (3, 2 * WINDOW + 1, WINDOW + 2)  # shorter and longer than the window, and all end beyond it
@@ -500,7 +500,7 @@ def test_the_head_goes_where_the_last_layers_features_come_out(monkeypatch: pyte
         return output
 
     monkeypatch.setattr(model.model, "forward", forward_elsewhere)
-    monkeypatch.setattr("eagle_fsd.target.check_tree_verification", lambda target: None)
+    monkeypatch.setattr("eagle_fsd.target.model.check_tree_verification", lambda target: None)
     target = TargetModel(model)
     assert target.device == torch.device("meta")
     assert target.input_device == torch.device("cpu")

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from eagle_fsd import hub
-from eagle_fsd.target_files import LAYERS, MOST, POSITIONS, WIDTHS, check_sizes
+from eagle_fsd.hub.target_files import LAYERS, MOST, POSITIONS, WIDTHS, check_sizes
 
 CONFIG = {
     "vocab_size": 64,
@@ -48,7 +48,10 @@ def spoil(saved: Path, tmp_path: Path) -> Callable[..., str]:
 
 def refused(folder: str, *words: str) -> None:
     """Loading the model and loading its text are both the same clear line."""
-    for load in (hub.load_target, lambda name: hub.load_text(hub.resolve_target(name, weights=False))):
+    for load in (
+        hub.load_target,
+        lambda name: hub.load_text(hub.resolve_target(name, weights=False)),
+    ):
         with pytest.raises(ValueError) as caught:
             load(folder)
         text = str(caught.value)

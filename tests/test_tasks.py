@@ -26,7 +26,7 @@ from eagle_fsd.evaluation.tasks.choice import (
 from eagle_fsd.evaluation.tasks.gsm8k import EXAMPLES, flexible_answer, strict_answer
 from eagle_fsd.evaluation.tasks.humaneval import program
 from eagle_fsd.evaluation.tasks.ifeval import INSTRUCTIONS, library
-from eagle_fsd.jsonl import read_jsonl
+from eagle_fsd.files.jsonl import read_jsonl
 
 SUM = {"question": "What is 1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}
 HOOK = {

@@ -14,9 +14,9 @@ from tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 from torch import nn
 
 from eagle_fsd import EagleFSD, Lossless, TreeConfig
-from eagle_fsd.packing import pack_linears
-from eagle_fsd.padding import left_padded
-from eagle_fsd.target import TargetModel
+from eagle_fsd.core.padding import left_padded
+from eagle_fsd.runtime.packed_linear import pack_linears
+from eagle_fsd.target.model import TargetModel
 
 PROMPTS, NEW, TREE = prompts_of([9, 4, 6, 11]), 16, TreeConfig(8, 3, 3)
 THREADS, ROUNDS = 4, 6

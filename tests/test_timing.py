@@ -8,10 +8,12 @@ import pytest
 import torch
 from tiny_models import tiny_head, tiny_model
 
-from eagle_fsd import EagleFSD, measuring, timing
-from eagle_fsd.graphs import Graphs
-from eagle_fsd.target import TargetModel
-from eagle_fsd.timing import BUSY, ENOUGH, RECORDED, REPEATS, Call, disagreement, timed, timed_in_turn
+from eagle_fsd import EagleFSD
+from eagle_fsd.autotune import step_costs
+from eagle_fsd.runtime import timing
+from eagle_fsd.runtime.step_recorder import Graphs
+from eagle_fsd.runtime.timing import BUSY, ENOUGH, RECORDED, REPEATS, Call, disagreement, timed, timed_in_turn
+from eagle_fsd.target.model import TargetModel
 
 CPU = torch.device("cpu")
 
@@ -68,8 +70,8 @@ def test_the_cost_of_a_step_is_that_of_its_replay(monkeypatch: pytest.MonkeyPatc
     clock = Clock()
     recorder = Recorder(clock)
     model = EagleFSD(TargetModel(tiny_model(), Graphs(recorder)), tiny_head(), base_model="tiny")
-    monkeypatch.setattr(measuring, "timed_in_turn", lambda *parts: timing.timed_in_turn(*parts, clock=clock))
-    found, spread = measuring.measure_forwards(model.target, model.make_drafter, [1, 4], 1, 64)
+    monkeypatch.setattr(step_costs, "timed_in_turn", lambda *parts: timing.timed_in_turn(*parts, clock=clock))
+    found, spread = step_costs.measure_forwards(model.target, model.make_drafter, [1, 4], 1, 64)
     assert recorder.captures >= len(found.verify)
     assert max(found.verify.values()) < 10 * REPLAY, "a capture was timed"
     assert max(first for first, _ in found.draft.values()) < 10 * REPLAY

@@ -16,9 +16,9 @@ import torch
 from training_world import losses
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eagle_fsd.training.command import require_tracker
-from eagle_fsd.training.curves import CURVES
-from eagle_fsd.training.runs import BEST, CHECKPOINT, LOG, read_checkpoint, read_log
+from eagle_fsd.training.cli import require_tracker
+from eagle_fsd.training.run.curves import CURVES
+from eagle_fsd.training.run.folder import BEST, CHECKPOINT, LOG, read_checkpoint, read_log
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = (

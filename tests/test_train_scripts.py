@@ -22,10 +22,10 @@ from training_world import (
     script,
 )
 
-from eagle_fsd.head import DraftHead
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.hub import load_head, resolve_head, save_head
-from eagle_fsd.jsonl import read_jsonl
-from eagle_fsd.training.runs import BEST, read_checkpoint, read_log, sole_run
+from eagle_fsd.training.run.folder import BEST, read_checkpoint, read_log, sole_run
 from eagle_fsd.training.trainer import Trainer
 
 

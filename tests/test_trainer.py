@@ -30,22 +30,22 @@ from training_world import (
     world,
 )
 
-from eagle_fsd.architecture import LogitsTransform
-from eagle_fsd.eagle_config import HeadConfig
-from eagle_fsd.files import write_atomically
-from eagle_fsd.head import DraftHead
-from eagle_fsd.training import runs as runs_module
-from eagle_fsd.training import shards as shards_module
+from eagle_fsd.drafting.eagle_config import HeadConfig
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.target.architecture import LogitsTransform
 from eagle_fsd.training import trainer as trainer_module
-from eagle_fsd.training.evaluation import HeldOut, best_tokens, evaluate, hold_out
+from eagle_fsd.training.data import shards as shards_module
+from eagle_fsd.training.data.shards import FeatureSequence, write_shard
+from eagle_fsd.training.held_out import HeldOut, best_tokens, evaluate, hold_out
 from eagle_fsd.training.loss import (
     LossWeights,
     unroll,
 )
 from eagle_fsd.training.readout import Readout
-from eagle_fsd.training.runs import BEST, CHECKPOINT, LOG, read_checkpoint, save_atomically
+from eagle_fsd.training.run import folder as runs_module
+from eagle_fsd.training.run.folder import BEST, CHECKPOINT, LOG, read_checkpoint, save_atomically
 from eagle_fsd.training.schedule import initialise, learning_rate_at
-from eagle_fsd.training.shards import FeatureSequence, write_shard
 
 
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped(tmp_path: Path) -> None:

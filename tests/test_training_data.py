@@ -17,7 +17,7 @@ from training_world import (
     sequences,
 )
 
-from eagle_fsd.jsonl import read_jsonl
+from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.training.batching import (
     add_noise,
     batch_plan,
@@ -28,14 +28,8 @@ from eagle_fsd.training.batching import (
     split_held_out,
     tokens_of_batch,
 )
-from eagle_fsd.training.data import (
-    Example,
-    batches_by_length,
-    encode_turns,
-    load_examples,
-    turns_of,
-)
-from eagle_fsd.training.shards import FeatureSequence
+from eagle_fsd.training.data.examples import Example, batches_by_length, encode_turns, load_examples, turns_of
+from eagle_fsd.training.data.shards import FeatureSequence
 
 
 def marked(example: Example) -> str:

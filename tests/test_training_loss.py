@@ -20,13 +20,14 @@ from training_world import (
     tiny_head,
 )
 
-from eagle_fsd.architecture import LogitsTransform
-from eagle_fsd.head import DraftHead
-from eagle_fsd.target import TargetModel
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.target.architecture import LogitsTransform
+from eagle_fsd.target.model import TargetModel
 from eagle_fsd.training import loss as loss_module
 from eagle_fsd.training.batching import (
     collate,
 )
+from eagle_fsd.training.data.shards import FeatureSequence
 from eagle_fsd.training.loss import (
     LossWeights,
     head_loss,
@@ -37,7 +38,6 @@ from eagle_fsd.training.loss import (
     unroll,
 )
 from eagle_fsd.training.readout import Readout
-from eagle_fsd.training.shards import FeatureSequence
 
 BOTH = LossWeights(regression=0.5)  # of EAGLE-1's losses
 

@@ -15,15 +15,17 @@ from torch import Tensor
 from transformers import LlamaModel
 from trap_models import exact_engine, exact_pair, random_head, random_llama, random_tokens
 
-from eagle_fsd import EagleFSD, Fuzzy, HeadConfig, Lossless, TreeConfig, decoding, draft
-from eagle_fsd import tree as trees
-from eagle_fsd.checkpoint import read_head, read_tensors, save_head
-from eagle_fsd.draft import EagleDrafter
-from eagle_fsd.head import DraftHead
+from eagle_fsd import EagleFSD, Fuzzy, HeadConfig, Lossless, TreeConfig
+from eagle_fsd.core import tree as trees
+from eagle_fsd.core.tree import DraftTree, rerank
+from eagle_fsd.decoding import loop
+from eagle_fsd.drafting import eagle_drafter
+from eagle_fsd.drafting.eagle_drafter import EagleDrafter
+from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub import load_target
-from eagle_fsd.session import TargetSession
-from eagle_fsd.target import TargetModel
-from eagle_fsd.tree import DraftTree, rerank
+from eagle_fsd.hub.head_checkpoint import read_head, read_tensors, save_head
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 TREE = TreeConfig(16, 5, 8)
 FULL = TREE.depth + 1.0  # tau of an exact head
@@ -291,7 +293,7 @@ def test_trap_19_broken_draft_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tau(engine) == FULL  # checks the text as well
     with monkeypatch.context() as patch:
         patch.setattr(
-            draft, "best_children", lambda log_q, top_k: (-log_q).topk(top_k, dim=-1)
+            eagle_drafter, "best_children", lambda log_q, top_k: (-log_q).topk(top_k, dim=-1)
         )  # drafts what is least likely
         assert tau(engine) == 1.0  # and the text, checked in there, is still right
     with torch.no_grad():
@@ -322,12 +324,12 @@ def test_trap_20_wrong_feature(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trap_20_feature_of_the_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap 20: the head is fed the feature of the token itself, not of the one before it."""
     engine = exact_engine()
-    right = decoding.keep
+    right = loop.keep
 
     def keep(
         target: TargetSession, drafter: EagleDrafter, verdict: object, features: Tensor, counts: Sequence[int]
     ) -> Tensor:
         return right(target, drafter, verdict, features.roll(1, dims=1), counts)
 
-    monkeypatch.setattr(decoding, "keep", keep)
+    monkeypatch.setattr(loop, "keep", keep)
     assert tau(engine) < LOST

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from eagle_fsd import EagleFSD, Lossless, TreeConfig
-from eagle_fsd.session import TargetSession
-from eagle_fsd.text import encode
-from eagle_fsd.tree import DraftTree
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.target.session import TargetSession
+from eagle_fsd.text.chat import encode
 
 pytestmark = pytest.mark.real
 

@@ -17,13 +17,15 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from trap_models import exact_engine, random_tokens
 
 import eagle_fsd
-from eagle_fsd import EagleFSD, Fuzzy, GenerationStats, Lossless, SamplingConfig, TreeConfig, decoding, flags
-from eagle_fsd.acceptance import Verdict, Verified, accept
-from eagle_fsd.config import CHILDREN
-from eagle_fsd.requests import Request
-from eagle_fsd.sampling import RowRandom, draw, warp
-from eagle_fsd.stats import Stopwatch
-from eagle_fsd.tree import DraftTree
+from eagle_fsd import EagleFSD, Fuzzy, GenerationStats, Lossless, SamplingConfig, TreeConfig
+from eagle_fsd.acceptance.accept import Verdict, Verified, accept
+from eagle_fsd.cli import flags
+from eagle_fsd.core.config import CHILDREN
+from eagle_fsd.core.sampling import RowRandom, draw, warp
+from eagle_fsd.core.stats import Stopwatch
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding import loop
+from eagle_fsd.decoding.request import Request
 
 TREE = TreeConfig(16, 5, 8)
 PACKAGE = Path(eagle_fsd.__file__).parent
@@ -191,7 +193,7 @@ def test_trap_12_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
 
     check()
 
-    def emit(request: Request, row: int, stats: GenerationStats, step: decoding.Step) -> list[int]:
+    def emit(request: Request, row: int, stats: GenerationStats, step: loop.Step) -> list[int]:
         tokens = step.tokens
         stats.record(len(tokens), step.count - 1, 0)
         if stats.new_tokens >= request.limits[row]:
@@ -200,7 +202,7 @@ def test_trap_12_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
             stats.finish_reason = "stop"
         return tokens
 
-    monkeypatch.setattr(decoding, "emit", emit)  # the trap: a step's tokens are never cut
+    monkeypatch.setattr(loop, "emit", emit)  # the trap: a step's tokens are never cut
     with pytest.raises((AssertionError, ValueError)):
         check()
 

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trap_models import VOCAB, exact_engine, exact_pair, random_head, random_llama, random_tokens
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
-from eagle_fsd.acceptance import Verdict, Verified, accept
-from eagle_fsd.cache import KVCache
-from eagle_fsd.divergence import DIVERGENCES, js
-from eagle_fsd.sampling import RowRandom
-from eagle_fsd.session import TargetSession
-from eagle_fsd.target import TargetModel
-from eagle_fsd.tree import DraftTree
+from eagle_fsd.acceptance.accept import Verdict, Verified, accept
+from eagle_fsd.acceptance.divergence import DIVERGENCES, js
+from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 TREE = TreeConfig(16, 5, 8)
 ALWAYS = Fuzzy(threshold=float("inf"), mode="paper", exact_eos=False)  # the longest paths from any head

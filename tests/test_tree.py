@@ -9,8 +9,8 @@ import torch
 from stubs import depths_of, generator, random_tree
 from torch import Tensor
 
-from eagle_fsd import tree as tree_module
-from eagle_fsd.tree import (
+from eagle_fsd.core import tree as tree_module
+from eagle_fsd.core.tree import (
     Candidates,
     DraftTree,
     additive,

@@ -15,14 +15,14 @@ from tiny_models import prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import AutoTree, EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
-from eagle_fsd import autotree as autotree_module
-from eagle_fsd.drafter import Drafter
-from eagle_fsd.measuring import WIDTHS, bucket, measure_costs, observe, run_texts
-from eagle_fsd.remembered import cache_file
-from eagle_fsd.target import TargetModel
-from eagle_fsd.text import watched_prompts
-from eagle_fsd.tree import DraftTree
-from eagle_fsd.tuning import Choice, Costs, Observation, Witness, choose, expected, grown
+from eagle_fsd.autotune import tree_chooser as autotree_module
+from eagle_fsd.autotune.step_costs import WIDTHS, bucket, measure_costs, observe, run_texts
+from eagle_fsd.autotune.tree_search import Choice, Costs, Observation, Witness, choose, expected, grown
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.drafting.drafter import Drafter
+from eagle_fsd.files.records import cache_file
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.chat import watched_prompts
 
 GREEDY = SamplingConfig()
 EVERYTHING = TreeConfig(1 + 3 + 3 * 9, 4, 3)  # of depth 4 and beam 3 every candidate

@@ -11,14 +11,14 @@ import pytest
 from tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
-from eagle_fsd.acceptance import AcceptanceRule, Lossless
-from eagle_fsd.config import SamplingConfig, TreeConfig
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
+from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.until import Answer, Ask, Ending, answers, end_tokens
-from eagle_fsd.fuzzy import Fuzzy
-from eagle_fsd.stats import GenerationStats
-from eagle_fsd.stop_strings import TextUntil
-from eagle_fsd.target import TargetModel
+from eagle_fsd.integrations.lm_eval.answers import Answer, Ask, Ending, answers, end_tokens
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.stop_strings import TextUntil
 
 PROMPTS = prompts_of((5, 13, 1, 9, 13))
 NEW_TOKENS = 24

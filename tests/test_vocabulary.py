@@ -14,13 +14,13 @@ from trap_models import VOCAB as EXACT_VOCAB
 from trap_models import exact_pair, random_tokens
 
 from eagle_fsd import EagleFSD, Fuzzy, HeadConfig, Lossless, TreeConfig, Typical
-from eagle_fsd.divergence import DIVERGENCES, SPARSE_DIVERGENCES
+from eagle_fsd.acceptance.divergence import DIVERGENCES, SPARSE_DIVERGENCES
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
+from eagle_fsd.core.tree import root_only
+from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, ranked_tokens
+from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.engine import GenerationOutput
-from eagle_fsd.head import DraftHead
-from eagle_fsd.relaxed import Cactus, Ensemble
-from eagle_fsd.target import TargetModel
-from eagle_fsd.tree import root_only
-from eagle_fsd.vocabulary import DraftVocabulary, ranked_tokens
+from eagle_fsd.target.model import TargetModel
 
 TREE = TreeConfig(12, 4, 3)
 RULES = [

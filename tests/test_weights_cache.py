@@ -19,8 +19,9 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from tiny_gguf import write_gguf
 
-from eagle_fsd import hub, loading, weights_cache
-from eagle_fsd.loading import Loaded
+from eagle_fsd import hub
+from eagle_fsd.hub import target_loader, weights_cache
+from eagle_fsd.hub.target_loader import Loaded
 
 WIDTH, VOCAB = 32, 64
 TEXTS = ["cab", "", " a  b\n\tc ", "aab abba", "<3><4>", "z" * 300, "Why is the sky blue?", "élan ☃ 空"]
@@ -65,13 +66,13 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was read as GGUF."""
     made: list[str] = []
-    real = loading.unpacked
+    real = target_loader.unpacked
 
     def counting() -> dict[str, object]:
         made.append("read")
         return real()
 
-    monkeypatch.setattr(loading, "unpacked", counting)
+    monkeypatch.setattr(target_loader, "unpacked", counting)
     return made
 
 
@@ -188,7 +189,7 @@ def test_a_file_beside_and_another_release_convert_anew(
     (gguf.parent / "chat_template.jinja").write_text("{{ messages }}")
     hub.load_target(str(gguf))
     assert len(conversions) == 2
-    monkeypatch.setattr(loading, "CONVERTER", "transformers 99")
+    monkeypatch.setattr(target_loader, "CONVERTER", "transformers 99")
     hub.load_target(str(gguf))
     assert len(conversions) == 3
     hub.load_target(str(gguf))
@@ -268,7 +269,7 @@ def test_a_folder_that_vanishes_while_it_is_read_is_no_error(
     gguf: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.load_target(str(gguf))
-    real = loading.load_config
+    real = target_loader.load_config
 
     def clearing(source: hub.TargetSource, options: dict[str, object]) -> transformers.PreTrainedConfig:
         config = real(source, options)
@@ -276,7 +277,7 @@ def test_a_folder_that_vanishes_while_it_is_read_is_no_error(
             weights_cache.clear()
         return config
 
-    monkeypatch.setattr(loading, "load_config", clearing)
+    monkeypatch.setattr(target_loader, "load_config", clearing)
     assert hub.load_target(str(gguf))[0].config.hidden_size == WIDTH and len(conversions) == 2
 
 
@@ -363,7 +364,7 @@ print(float(model.lm_head.weight.double().sum()), len(tokenizer))
 
 
 def test_processes_that_start_at_once_all_work(gguf: Path, own_folder: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(hub.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(hub.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     running = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS, str(gguf)], env=environment, stdout=subprocess.PIPE, text=True
@@ -401,7 +402,7 @@ def test_people_are_told_what_takes_long_and_pipes_are_not(
     hub.load_target(str(gguf))
     assert capfd.readouterr() == ("", "")
     weights_cache.clear()
-    monkeypatch.setattr(loading, "bars_wanted", lambda: True)
+    monkeypatch.setattr(target_loader, "bars_wanted", lambda: True)
     hub.load_target(str(gguf))
     shown = capfd.readouterr()
     assert shown.out == ""

@@ -11,12 +11,16 @@ import torch
 from op_recorder import OpRecorder
 from tiny_models import KnowingDrafter, prompts_of, tiny_head, tiny_model
 
-from eagle_fsd import EagleFSD, Lossless, TreeConfig, cache, draft, sampling, tree, workspace
-from eagle_fsd.drafter import NoDrafter
-from eagle_fsd.graphs import EAGER, Graphs
-from eagle_fsd.padding import left_padded
-from eagle_fsd.target import TargetModel
-from eagle_fsd.workspace import AHEAD, LEAST, Workspace, Workspaces
+from eagle_fsd import EagleFSD, Lossless, TreeConfig
+from eagle_fsd.core import sampling, tree
+from eagle_fsd.core.padding import left_padded
+from eagle_fsd.decoding import workspace
+from eagle_fsd.decoding.workspace import AHEAD, LEAST, Workspace, Workspaces
+from eagle_fsd.drafting import eagle_drafter
+from eagle_fsd.drafting.drafter import NoDrafter
+from eagle_fsd.runtime import kv_cache
+from eagle_fsd.runtime.step_recorder import EAGER, Graphs
+from eagle_fsd.target.model import TargetModel
 
 TREE = TreeConfig(8, 3, 3)
 LONG = 131_072
@@ -30,7 +34,7 @@ def engine(recorder: OpRecorder | None = None, **settings: int) -> EagleFSD:
 
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (cache, draft, sampling, tree):
+    for module in (kv_cache, eagle_drafter, sampling, tree):
         monkeypatch.setattr(module, "may_ask", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
 
@@ -98,7 +102,7 @@ def test_memory_of_a_short_limit_is_no_more_than_it_needs(used: list[Workspace])
 
 
 def take(spaces: Workspaces, batch: int, drafts: bool = True, longest: int = 30) -> Workspace:
-    make: Callable[[int, int], draft.Drafter]
+    make: Callable[[int, int], eagle_drafter.Drafter]
     make = engine().make_drafter if drafts else lambda batch, capacity: NoDrafter(96)
     return spaces.take(batch, 5, longest, TREE if drafts else TreeConfig(1), make)
 

@@ -16,21 +16,21 @@ import torch
 import transformers
 from torch import Tensor
 
-from eagle_fsd.acceptance import AcceptanceRule, Lossless
-from eagle_fsd.config import SamplingConfig, TreeConfig
-from eagle_fsd.decoding import decode
-from eagle_fsd.draft import EagleDrafter
-from eagle_fsd.drafter import Drafter
-from eagle_fsd.eagle_config import HeadConfig
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
+from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.padding import right_padded
+from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.stats import GenerationStats, Stopwatch
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding.loop import decode
+from eagle_fsd.decoding.request import Request
+from eagle_fsd.drafting.drafter import Drafter
+from eagle_fsd.drafting.eagle_config import HeadConfig
+from eagle_fsd.drafting.eagle_drafter import EagleDrafter
+from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.head import DraftHead
-from eagle_fsd.padding import right_padded
-from eagle_fsd.requests import Request
-from eagle_fsd.sampling import RowRandom
-from eagle_fsd.session import TargetSession
-from eagle_fsd.stats import GenerationStats, Stopwatch
-from eagle_fsd.target import TargetModel
-from eagle_fsd.tree import DraftTree
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 VOCAB, HIDDEN, WINDOW = 96, 32, 8
 

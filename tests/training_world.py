@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_fsd.eagle_config import HeadConfig
-from eagle_fsd.head import DraftHead
+from eagle_fsd.drafting.eagle_config import HeadConfig
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.training.data.shards import FeatureSequence
 from eagle_fsd.training.readout import Readout
-from eagle_fsd.training.runs import LOG
+from eagle_fsd.training.run.folder import LOG
 from eagle_fsd.training.schedule import TrainConfig
-from eagle_fsd.training.shards import FeatureSequence
 from eagle_fsd.training.trainer import Trainer
 
 VOCAB, WIDTH = 29, 16

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_fsd.eagle_config import HeadConfig
+from eagle_fsd.drafting.eagle_config import HeadConfig
+from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.head import DraftHead
-from eagle_fsd.target import TargetModel
+from eagle_fsd.target.model import TargetModel
 
 VOCAB = 32
 LAG = 7  # at least the tree's depth, so that a drafted node reads the secret of committed pairs only

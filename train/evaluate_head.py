@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from eagle_fsd import EagleFSD, TreeConfig
-from eagle_fsd.checks import one_line
-from eagle_fsd.evaluation.arguments import check_sizes, load_engine, parser_of
-from eagle_fsd.evaluation.head import HeadReport, observe
-from eagle_fsd.evaluation.plots import plot_calibration, require_matplotlib
-from eagle_fsd.evaluation.prompts import prompt_sets
-from eagle_fsd.files import write_atomically
-from eagle_fsd.provenance import provenance
-from eagle_fsd.training.data import Example
-from eagle_fsd.training.evaluation import HeldOut, evaluate
-from eagle_fsd.training.features import OnlineFeatures
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.evaluation.cli import check_sizes, load_engine, parser_of
+from eagle_fsd.evaluation.measure.head_quality import HeadReport, observe
+from eagle_fsd.evaluation.prompt_sets import prompt_sets
+from eagle_fsd.evaluation.report.plots import plot_calibration, require_matplotlib
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.provenance import provenance
+from eagle_fsd.training.data.examples import Example
+from eagle_fsd.training.data.features import OnlineFeatures
+from eagle_fsd.training.held_out import HeldOut, evaluate
 
 
 def main() -> None:

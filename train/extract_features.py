@@ -16,16 +16,11 @@ from pathlib import Path
 from accelerate import PartialState
 
 from eagle_fsd import hub
-from eagle_fsd.identity import target_identity
-from eagle_fsd.packing import pack_linears
-from eagle_fsd.target import TargetModel
-from eagle_fsd.training.command import (
-    add_compute_arguments,
-    add_text_arguments,
-    read_examples,
-    run_command,
-)
-from eagle_fsd.training.features import estimate, extract_all
+from eagle_fsd.files.fingerprints import target_identity
+from eagle_fsd.runtime.packed_linear import pack_linears
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.cli import add_compute_arguments, add_text_arguments, read_examples, run_command
+from eagle_fsd.training.data.features import estimate, extract_all
 
 logger = logging.getLogger("extract_features")
 

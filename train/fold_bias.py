@@ -14,16 +14,16 @@ import argparse
 from pathlib import Path
 
 from eagle_fsd import hub
-from eagle_fsd.checkpoint import extra_fields, stored_dtype
-from eagle_fsd.checks import require_integer
-from eagle_fsd.identity import target_identity
-from eagle_fsd.target import TargetModel
+from eagle_fsd.core.checks import require_integer
+from eagle_fsd.files.fingerprints import target_identity
+from eagle_fsd.hub.head_checkpoint import extra_fields, stored_dtype
+from eagle_fsd.target.model import TargetModel
 from eagle_fsd.training.batching import split_held_out
-from eagle_fsd.training.command import add_shards, run_command
-from eagle_fsd.training.evaluation import evaluate, hold_out
+from eagle_fsd.training.cli import add_shards, run_command
+from eagle_fsd.training.data.shards import StoredFeatures
 from eagle_fsd.training.folding import fold_bias, input_moments
+from eagle_fsd.training.held_out import evaluate, hold_out
 from eagle_fsd.training.readout import Readout
-from eagle_fsd.training.shards import StoredFeatures
 
 
 def parse() -> argparse.Namespace:

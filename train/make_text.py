@@ -23,10 +23,10 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle_fsd.files import write_atomically
-from eagle_fsd.jsonl import read_jsonl
-from eagle_fsd.training.command import add_paths, run_command
-from eagle_fsd.training.data import overlap, word_runs
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.jsonl import read_jsonl
+from eagle_fsd.training.cli import add_paths, run_command
+from eagle_fsd.training.data.examples import overlap, word_runs
 
 logger = logging.getLogger("make_text")
 

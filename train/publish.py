@@ -14,11 +14,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from eagle_fsd.checkpoint import read_config
-from eagle_fsd.checks import one_line
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.evaluation.measure.acceptance_length import table
 from eagle_fsd.evaluation.rows import read_rows
-from eagle_fsd.evaluation.tau import table
-from eagle_fsd.training.publishing import (
+from eagle_fsd.hub.head_checkpoint import read_config
+from eagle_fsd.training.run.model_card import (
     Card,
     bias_warning,
     push,

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from eagle_fsd import hub
-from eagle_fsd.checkpoint import extra_fields, stored_dtype
-from eagle_fsd.files import write_atomically
-from eagle_fsd.loading import TargetText
-from eagle_fsd.provenance import provenance
-from eagle_fsd.training.command import add_shards, add_text_arguments, read_examples, run_command
-from eagle_fsd.training.ranking import learned_tokens
-from eagle_fsd.training.shards import StoredFeatures
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.provenance import provenance
+from eagle_fsd.hub.head_checkpoint import extra_fields, stored_dtype
+from eagle_fsd.hub.target_loader import TargetText
+from eagle_fsd.training.cli import add_shards, add_text_arguments, read_examples, run_command
+from eagle_fsd.training.data.shards import StoredFeatures
+from eagle_fsd.training.data.token_counts import learned_tokens
 
 logger = logging.getLogger("rank_tokens")
 

@@ -17,12 +17,12 @@ import logging
 from pathlib import Path
 
 from eagle_fsd import SamplingConfig, hub
-from eagle_fsd.files import write_atomically
-from eagle_fsd.packing import pack_linears
-from eagle_fsd.provenance import provenance
-from eagle_fsd.target import TargetModel
-from eagle_fsd.training.command import add_paths, run_command
-from eagle_fsd.training.conversations import (
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.provenance import provenance
+from eagle_fsd.runtime.packed_linear import pack_linears
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.cli import add_paths, run_command
+from eagle_fsd.training.data.conversations import (
     Plan,
     answer_prompts,
     gather_prompts,

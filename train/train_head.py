@@ -29,17 +29,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
-from eagle_fsd.checkpoint import FC_BIAS_KEY
-from eagle_fsd.checks import require_integer
-from eagle_fsd.eagle_config import HeadConfig
-from eagle_fsd.files import write_atomically
-from eagle_fsd.head import DraftHead
-from eagle_fsd.identity import target_identity
-from eagle_fsd.packing import pack_linears
-from eagle_fsd.provenance import provenance
-from eagle_fsd.target import TargetModel
+from eagle_fsd.core.checks import require_integer
+from eagle_fsd.drafting.eagle_config import HeadConfig
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.fingerprints import target_identity
+from eagle_fsd.files.provenance import provenance
+from eagle_fsd.hub.head_checkpoint import FC_BIAS_KEY
+from eagle_fsd.runtime.packed_linear import pack_linears
+from eagle_fsd.target.model import TargetModel
 from eagle_fsd.training.batching import softmax_tokens, split_held_out
-from eagle_fsd.training.command import (
+from eagle_fsd.training.cli import (
     TRACKERS,
     add_compute_arguments,
     add_shards,
@@ -48,14 +48,14 @@ from eagle_fsd.training.command import (
     require_tracker,
     run_command,
 )
-from eagle_fsd.training.curves import plot_curves
-from eagle_fsd.training.features import OnlineFeatures, estimate, extract_all
+from eagle_fsd.training.data.features import OnlineFeatures, estimate, extract_all
+from eagle_fsd.training.data.shards import Features, StoredFeatures
+from eagle_fsd.training.data.token_counts import learned_tokens
 from eagle_fsd.training.loss import LossWeights
-from eagle_fsd.training.ranking import learned_tokens
 from eagle_fsd.training.readout import Readout
-from eagle_fsd.training.runs import BEST, CHECKPOINT, flat, read_checkpoint, sole_run
+from eagle_fsd.training.run.curves import plot_curves
+from eagle_fsd.training.run.folder import BEST, CHECKPOINT, flat, read_checkpoint, sole_run
 from eagle_fsd.training.schedule import TrainConfig, initialise
-from eagle_fsd.training.shards import Features, StoredFeatures
 from eagle_fsd.training.trainer import Trainer
 
 logger = logging.getLogger("train_head")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from eagle_fsd.config import CHILDREN
+from eagle_fsd.core.config import CHILDREN
 
 JS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6)
 REVERSE_KL = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 3.0)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.checks import require_choice, require_integer, require_number
-from eagle_fsd.config import SamplingConfig, TreeConfig
-from eagle_fsd.jsonl import read_jsonl
+from eagle_fsd.core.checks import require_choice, require_integer, require_number
+from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.files.jsonl import read_jsonl
 
 NUMBER = (int, float)
 FINISH_REASONS = ("stop", "length")

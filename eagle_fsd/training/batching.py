@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_fsd.training.data import batches_by_length
+from eagle_fsd.training.data.examples import batches_by_length
+from eagle_fsd.training.data.shards import FeatureSequence
 from eagle_fsd.training.loss import Batch, pair
 from eagle_fsd.training.schedule import root_mean_square
-from eagle_fsd.training.shards import FeatureSequence
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_fsd.head import DraftHead
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.training.data.shards import FeatureSequence
 from eagle_fsd.training.loss import learn_masks, unroll
-from eagle_fsd.training.shards import FeatureSequence
 
 RIDGE = 1e-6  # of the inputs' own sizes: far below what they vary by, far above float64's rounding
 

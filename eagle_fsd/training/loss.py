@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from eagle_fsd.architecture import PLAIN
-from eagle_fsd.checks import require_number
-from eagle_fsd.head import DraftHead
+from eagle_fsd.core.checks import require_number
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.target.architecture import PLAIN
 from eagle_fsd.training.readout import Readout
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
-from eagle_fsd.head import DraftHead
+from eagle_fsd.drafting.eagle_head import DraftHead
 
 MOMENTUM = 0.95
 

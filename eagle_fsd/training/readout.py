@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_fsd.architecture import PLAIN, LogitsTransform
-from eagle_fsd.target import TargetModel
+from eagle_fsd.target.architecture import PLAIN, LogitsTransform
+from eagle_fsd.target.model import TargetModel
 
 
 @dataclass(frozen=True)

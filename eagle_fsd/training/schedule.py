@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eagle_fsd.head import DraftHead
+from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.training.loss import LossWeights
 
 

@@ -23,9 +23,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eagle_fsd.head import DraftHead
-from eagle_fsd.identity import differences, digest, spread
-from eagle_fsd.jsonl import append_row
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.files.fingerprints import differences, digest, spread
+from eagle_fsd.files.jsonl import append_row
 from eagle_fsd.training.batching import (
     Lesson,
     add_noise,
@@ -35,12 +35,13 @@ from eagle_fsd.training.batching import (
     input_sizes,
     tokens_of_batch,
 )
-from eagle_fsd.training.evaluation import evaluate, hold_out
+from eagle_fsd.training.data.prefetch import prefetched
+from eagle_fsd.training.data.shards import Features, FeatureSequence
+from eagle_fsd.training.held_out import evaluate, hold_out
 from eagle_fsd.training.loss import Batch, LossWeights, head_loss, moved_to
 from eagle_fsd.training.optimizer import HeadOptimizer
-from eagle_fsd.training.prefetch import prefetched
 from eagle_fsd.training.readout import Readout
-from eagle_fsd.training.runs import (
+from eagle_fsd.training.run.folder import (
     BEST,
     CHECKPOINT,
     LOG,
@@ -56,7 +57,6 @@ from eagle_fsd.training.runs import (
     stop_on_signals,
 )
 from eagle_fsd.training.schedule import TrainConfig, learning_rate_at
-from eagle_fsd.training.shards import Features, FeatureSequence
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ import transformers
 from torch import Tensor, nn
 
 from eagle_fsd import hub
-from eagle_fsd.checks import one_line
-from eagle_fsd.eagle_config import HeadConfig
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.padding import left_padded
+from eagle_fsd.drafting.eagle_config import HeadConfig
+from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.gpu.runner import LeftOut
-from eagle_fsd.graphs import EAGER, Graphs, Recorder, Stepper
-from eagle_fsd.head import DraftHead
-from eagle_fsd.padding import left_padded
-from eagle_fsd.target import TargetModel
+from eagle_fsd.runtime.step_recorder import EAGER, Graphs, Recorder, Stepper
+from eagle_fsd.target.model import TargetModel
 
 OFF, ON = "graphs off", "graphs on"
 VOCAB, HIDDEN = 96, 32

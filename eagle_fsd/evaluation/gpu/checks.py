@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from eagle_fsd import hub
-from eagle_fsd.capture import cuda_recorder
-from eagle_fsd.checks import one_line
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.devices import resolve_device
 from eagle_fsd.evaluation.gpu import costs, failures, recordings, sampled, texts, waits
 from eagle_fsd.evaluation.gpu.bench import Bench
 from eagle_fsd.evaluation.gpu.projection import EIGHT_B, projection
 from eagle_fsd.evaluation.gpu.runner import Part
-from eagle_fsd.placement import resolve_device
-from eagle_fsd.provenance import provenance
+from eagle_fsd.files.provenance import provenance
+from eagle_fsd.runtime.cuda_graphs import cuda_recorder
 
 # What may spoil the device for the parts behind it comes last.
 PARTS = (

@@ -11,17 +11,17 @@ import torch
 import transformers
 from torch import Tensor
 
-from eagle_fsd.baseline import generate_alone
-from eagle_fsd.config import SamplingConfig, TreeConfig
+from eagle_fsd.autotune.step_costs import star
+from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.gpu.bench import Bench, head_like, prompts_of, tiny_model
 from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut
-from eagle_fsd.flash import flash_available
-from eagle_fsd.graphs import Stepper
-from eagle_fsd.measuring import star
-from eagle_fsd.session import TargetSession
-from eagle_fsd.target import TargetModel
-from eagle_fsd.timing import timed
+from eagle_fsd.runtime.flash_attention import flash_available
+from eagle_fsd.runtime.step_recorder import Stepper
+from eagle_fsd.runtime.timing import timed
+from eagle_fsd.target.hf_generate import generate_alone
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 LEVELS = (1, 2, 3, 4, 5, 6)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from eagle_fsd.checks import one_line
-from eagle_fsd.config import TreeConfig
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.gpu.bench import Bench, engine_of, ids_of, tiny_model
 from eagle_fsd.evaluation.gpu.runner import Findings
-from eagle_fsd.graphs import EAGER, Graphs, Stepper
+from eagle_fsd.runtime.step_recorder import EAGER, Graphs, Stepper
 
 TREE = TreeConfig(8, 3, 3)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from eagle_fsd.config import TreeConfig
+from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.gpu.bench import Bench, Counted, ids_of
 from eagle_fsd.evaluation.gpu.runner import Findings

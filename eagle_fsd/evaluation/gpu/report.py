@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from eagle_fsd.evaluation.table_lines import table_lines
+from eagle_fsd.evaluation.markdown_table import table_lines
 
 
 def word(part: Mapping[str, Any]) -> str:

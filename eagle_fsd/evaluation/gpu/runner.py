@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_fsd.checks import one_line
+from eagle_fsd.core.checks import one_line
 
 OVERRUN = 3.0  # times its estimate after which a part is stopped
 FRAMES = 4  # of a traceback that are kept, the innermost ones

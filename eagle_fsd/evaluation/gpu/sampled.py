@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-from eagle_fsd.config import TreeConfig
+from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.evaluation.gpu.bench import Bench, engine_of, prompts_of, tiny_model
 from eagle_fsd.evaluation.gpu.runner import Findings
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from eagle_fsd.acceptance import AcceptanceRule, Lossless
-from eagle_fsd.config import TreeConfig
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
+from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.gpu.bench import Bench, ids_of
 from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut
-from eagle_fsd.fuzzy import Fuzzy
 
 TREE = TreeConfig(8, 3, 3)
 SAMPLED = {"temperature": 0.8, "top_p": 0.9}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.checks import one_line, require_integer
+from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.evaluation.tasks.source import Source, rows_of
 
 PROMPTS = "prompts/"  # what begins the name of a set of prompts, a task without a score

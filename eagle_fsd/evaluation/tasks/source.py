@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.checks import one_line
-from eagle_fsd.jsonl import read_jsonl
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.files.jsonl import read_jsonl
 
 FOLDER = "EAGLE_FSD_DATA"
 EXTRA = "pip install 'eagle-fsd[eval]'"

@@ -1,0 +1,149 @@
+"""Thresholds found by a quality budget: `calibration.json` beside a draft head, and what may be read of it.
+
+The budget is a bound on the law: TV, the total variation distance between the rule's own law of the next
+token and the target's (after the user's warpers), averaged over the tokens of the text. It is the share of
+tokens that a best coupling would have to change; 0 is lossless. A threshold is calibrated for one target,
+head, divergence, mode, child, least gain and sampling, and means nothing for another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle_fsd.core.checks import one_line, require_integer, require_number, shown
+from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.fingerprints import differences
+
+FILE = "calibration.json"
+VERSION = 1
+Kind = tuple[str, str, str, float]  # divergence, mode, child, min_gain: what a threshold belongs to
+REMEDY = "calibrate it with eval/calibrate.py, or give a number"
+AGAIN = "make the file again"
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A threshold that was really run, and what it did.
+
+    tv: the mean per token over the calibration prompts; bound: its upper confidence bound; tau, lossless_tau:
+    tokens per step with it and without.
+    """
+
+    divergence: str
+    mode: str
+    child: str
+    threshold: float
+    tv: float
+    bound: float
+    tau: float
+    lossless_tau: float
+    min_gain: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("divergence", "mode", "child"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is {shown(getattr(self, name))}: it must be a name; {AGAIN}")
+        for name in ("threshold", "tv", "bound", "tau", "lossless_tau", "min_gain"):
+            require_number(name, getattr(self, name), 0.0, math.inf, AGAIN)
+
+    @property
+    def kind(self) -> Kind:
+        return self.divergence, self.mode, self.child, self.min_gain
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What eval/calibrate.py found. models: `models_identity`; made: how, when and from which prompts."""
+
+    models: Mapping[str, Any]
+    sampling: SamplingConfig
+    tree: TreeConfig
+    confidence: float
+    prompts: int
+    thresholds: Sequence[Calibrated]
+    made: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_number("confidence", self.confidence, 0.0, 1.0, AGAIN)
+        require_integer("prompts", self.prompts, 0, AGAIN)
+        if not (isinstance(self.models, Mapping) and isinstance(self.models.get("target"), Mapping)):
+            raise ValueError(f"models is {shown(self.models)}: it must name a target and a head; {AGAIN}")
+        if not isinstance(self.made, Mapping):
+            raise ValueError(f"made is {shown(self.made)}: it must be an object; {AGAIN}")
+
+    def find(
+        self, quality_budget: float, divergence: str, mode: str, child: str, min_gain: float = 0.0
+    ) -> Calibrated:
+        """The largest threshold whose bound stays inside the budget; ValueError where there is none."""
+        wanted = divergence, mode, child, min_gain
+        mine = [one for one in self.thresholds if one.kind == wanted]
+        if not mine:
+            kinds = sorted({described(one.kind) for one in self.thresholds})
+            raise ValueError(
+                f"threshold is auto for {described(wanted)}: it was calibrated for {'; '.join(kinds)}; "
+                f"{REMEDY}"
+            )
+        inside = [one for one in mine if one.bound <= quality_budget]
+        if not inside:
+            least = min(one.bound for one in mine)
+            raise ValueError(
+                f"quality_budget is {quality_budget:g}: the smallest bound that {described(wanted)} was "
+                f"calibrated to is {least:.3g}; raise the budget, or calibrate for this one with "
+                "eval/calibrate.py"
+            )
+        return max(inside, key=lambda one: one.threshold)
+
+    def require(self, models: Mapping[str, Any], sampling: SamplingConfig) -> None:
+        """ValueError where it was made for other models, or for another way of sampling."""
+        if other := differences(without_names(self.models), without_names(models)):
+            raise ValueError(
+                f"threshold is auto: {FILE} was made for another target or head ({one_line(other, 300)}); "
+                f"{REMEDY}"
+            )
+        if self.sampling != sampling:
+            raise ValueError(
+                f"threshold is auto: it was calibrated at {spelled(self.sampling)}, and this is "
+                f"{spelled(sampling)}; sample as it was calibrated, {REMEDY}"
+            )
+
+    def write(self, path: Path) -> None:
+        """One JSON file, whole or not at all."""
+        write_atomically(path, json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n")
+
+
+def read_calibration(path: Path) -> Calibration:
+    """A file of Calibration.write; ValueError for none, a broken one, or one of another version."""
+    if not path.is_file():
+        raise ValueError(f"threshold is auto: there is no {FILE} beside the head ({path.parent}); {REMEDY}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data.pop("version", None) != VERSION:
+            raise ValueError(f"it is not of version {VERSION}")
+        data["sampling"], data["tree"] = SamplingConfig(**data["sampling"]), TreeConfig(**data["tree"])
+        data["thresholds"] = tuple(Calibrated(**one) for one in data["thresholds"])
+        return Calibration(**data)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: is no calibration ({one_line(error, 200)}); {REMEDY}") from error
+
+
+def described(kind: Kind) -> str:
+    """A kind in words; the guard only where it is on."""
+    *words, min_gain = kind
+    return ", ".join([*words, *([f"min_gain {min_gain:g}"] if min_gain else [])])
+
+
+def without_names(models: Mapping[str, Any]) -> dict[str, Any]:
+    """The same weights may have been loaded under another name."""
+    target = {key: value for key, value in models["target"].items() if key != "name"}
+    return {**models, "target": target}
+
+
+def spelled(sampling: SamplingConfig) -> str:
+    """temperature/top_k/top_p."""
+    return f"{sampling.temperature:g}/{sampling.top_k}/{sampling.top_p:g}"

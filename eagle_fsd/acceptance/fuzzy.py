@@ -1,0 +1,123 @@
+"""Fuzzy speculative decoding's rule: follow the draft where its distribution is close to the target's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.acceptance.accept import Verified, likeliest, of_owners, proportional, require_guards
+from eagle_fsd.acceptance.divergence import divergence_named, largest_value, sparse_divergence
+from eagle_fsd.core.checks import require_choice, require_number
+from eagle_fsd.core.config import CHILDREN, HYBRID
+
+
+class Threshold(Protocol):
+    @property
+    def threshold(self) -> float: ...
+
+
+class Thresholds(Protocol):
+    """Thresholds by quality budget: a `Calibration`."""
+
+    def find(
+        self, quality_budget: float, divergence: str, mode: str, child: str, min_gain: float
+    ) -> Threshold: ...
+
+
+@dataclass(frozen=True)
+class Fuzzy:
+    """Follow the draft where divergence(p, q) <= threshold (FSD, Holsman et al., arXiv 2502.20704).
+
+    threshold: in nats of `divergence` (a name of DIVERGENCES), on raw temperature-1 distributions; 0 is
+      lossless. A threshold means nothing without its divergence.
+    mode: "hybrid" keeps a child that the target drew and relaxes only a rejection; "paper" follows the draft
+      first.
+    child: which child is followed. "draft": drawn from q over the allowed children, when greedy the largest
+      q. "likeliest": the largest q, also when sampling, which leads to where the tree is deepest (the FSD
+      authors' code drafts greedily). "target": the largest p.
+
+    Guards narrow the children that may be chosen. Always on: p > 0 after the user's warpers. min_p: p >=
+    min_p * max p. max_overshoot: q <= max_overshoot * p. min_gain: below the child the target's own draws are
+    expected to accept so many more tokens of this tree (`Verified.gains`): a child that leads nowhere costs
+    as much faith as one that does, and saves less. exact_eos: an end token is only ever emitted by the
+    target. max_consecutive, exact_prefix: see AcceptanceRule. p and q of min_p and max_overshoot are raw, at
+    temperature 1, like the divergence.
+    """
+
+    threshold: float = 0.3
+    divergence: str = "js"
+    mode: str = HYBRID
+    child: str = "draft"
+    min_p: float = 0.0
+    max_overshoot: float = math.inf
+    max_consecutive: int | None = None
+    exact_eos: bool = True
+    exact_prefix: int = 0
+    min_gain: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_number(
+            "threshold", self.threshold, 0.0, math.inf, "0 is lossless, inf always follows the draft"
+        )
+        divergence_named(self.divergence)
+        require_choice("child", self.child, CHILDREN)
+        require_number("min_p", self.min_p, 0.0, 1.0, "0 turns the guard off")
+        require_number("max_overshoot", self.max_overshoot, 0.0, math.inf, "inf turns the guard off")
+        require_number("min_gain", self.min_gain, 0.0, math.inf, "0 turns the guard off")
+        require_guards(self.mode, self.max_consecutive, self.exact_prefix)
+
+    @classmethod
+    def calibrated(
+        cls,
+        calibration: Thresholds,
+        quality_budget: float = 0.02,
+        divergence: str = "js",
+        mode: str = HYBRID,
+        child: str = "draft",
+        min_gain: float = 0.0,
+    ) -> Fuzzy:
+        """The rule with the largest threshold that a calibration knows to stay inside the budget."""
+        found = calibration.find(quality_budget, divergence, mode, child, min_gain)
+        return cls(found.threshold, divergence, mode=mode, child=child, min_gain=min_gain)
+
+    def chances(self, verified: Verified) -> Tensor | None:
+        # T = 0 must stay lossless where a perfect head makes the divergence exactly 0, so it is a switch,
+        # not a bound.
+        if self.threshold == 0 or not verified.tree.owners.shape[1]:
+            return None
+        eligible = verified.allowed(self.exact_eos) & verified.of_parent(self.close(verified))  # [B, N]
+        log_q = verified.tree.node_log_q()
+        if self.min_p > 0:  # of the ratio to the largest p, the norm falls out
+            gap = verified.of_token(verified.logits) - verified.of_parent(verified.logits.amax(-1))
+            eligible &= gap >= math.log(self.min_p)
+        if self.max_overshoot < math.inf:
+            eligible &= log_q.exp() <= self.max_overshoot * verified.log_p().exp()
+        if self.min_gain > 0:
+            eligible &= verified.gains() >= self.min_gain
+        if self.child == "target":  # among siblings, the order of p is that of the logits
+            return likeliest(verified.tree, eligible, verified.of_token(verified.logits))
+        if self.child == "likeliest" or verified.sampling.greedy:
+            return likeliest(verified.tree, eligible, log_q)
+        return proportional(verified.tree, eligible, log_q)
+
+    def close(self, verified: Verified) -> Tensor:
+        """Where divergence(p, q) <= threshold: [B, N] bool; nowhere that p or q is no distribution.
+
+        Under a threshold that the divergence cannot exceed nothing is measured but that.
+        """
+        if self.threshold < largest_value(self.divergence):
+            return self.node_divergences(verified) <= self.threshold
+        drafted = of_owners(verified.tree, verified.tree.log_q.amax(-1).isfinite(), False)
+        return drafted & verified.logits.amax(-1).isfinite()
+
+    def node_divergences(self, verified: Verified) -> Tensor:
+        """divergence(p, q) at every node [B, N]; infinite where nothing was drafted."""
+        tree = verified.tree
+        rows = torch.arange(len(tree.owners), device=tree.owners.device)[:, None]
+        logits = verified.logits[rows, tree.owners.clamp(min=0)]  # [B, M, V]
+        measured = sparse_divergence(self.divergence, logits, tree.log_q, tree.drafted)
+        return of_owners(tree, measured, torch.inf)

@@ -1,0 +1,196 @@
+"""The other relaxed rules that speculative decoding knows, for comparison.
+
+They were made for one drafted token at a time, drawn or the likeliest. Here siblings compete, so each
+docstring says what its rule does then. Wherever a rule is exact (its threshold at the lossless end) it is so
+here. p is after the user's warpers unless a rule says otherwise; like everywhere, a child needs p > 0, and
+with `exact_eos` an end token is only ever emitted by the target.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.acceptance.accept import Verified, likeliest, require_guards
+from eagle_fsd.core.checks import require_integer, require_number
+from eagle_fsd.core.config import HYBRID, PAPER
+
+
+@dataclass(frozen=True)
+class Typical:
+    """Medusa's typical acceptance (Cai et al., arXiv 2401.10774, section 2.3.1), on competing siblings.
+
+    A child is typical when p(x) > min(epsilon, delta * exp(-H(p))), H the entropy in nats; of several the
+    likeliest is taken. p is at the sampling temperature, before top-k and top-p; when greedy, at temperature
+    1. mode and the guards as in Fuzzy.
+    """
+
+    epsilon: float = 0.3
+    delta: float = 0.09
+    mode: str = HYBRID
+    max_consecutive: int | None = None
+    exact_eos: bool = True
+    exact_prefix: int = 0
+
+    def __post_init__(self) -> None:
+        require_number("epsilon", self.epsilon, 0.0, 1.0, "Medusa uses 0.3")
+        require_number("delta", self.delta, 0.0, math.inf, "Medusa uses 0.09")
+        require_guards(self.mode, self.max_consecutive, self.exact_prefix)
+
+    def chances(self, verified: Verified) -> Tensor:
+        log_p = tempered(verified)  # [B, N, V]
+        entropy = torch.special.entr(log_p.exp()).sum(-1)  # [B, N]
+        bound = (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
+        log_p = verified.of_token(log_p)  # [B, N]
+        eligible = verified.allowed(self.exact_eos) & (log_p.exp() > verified.of_parent(bound))
+        return likeliest(verified.tree, eligible, log_p)
+
+
+@dataclass(frozen=True)
+class RelaxedTopK:
+    """TensorRT-LLM's relaxed acceptance: among the `candidates` best of p, within `margin` of the best.
+
+    A child qualifies when it is one of the `candidates` tokens of largest p and p(x) >= max p - margin; of
+    several the likeliest is taken. p is at the sampling temperature, before top-k and top-p; when greedy, at
+    temperature 1. candidates = 1 is the target's greedy choice. (TensorRT-LLM: relaxed_topk, relaxed_delta,
+    which follow the draft first, as mode "paper" does.)
+    """
+
+    candidates: int = 3
+    margin: float = 0.2
+    mode: str = HYBRID
+    max_consecutive: int | None = None
+    exact_eos: bool = True
+    exact_prefix: int = 0
+
+    def __post_init__(self) -> None:
+        require_integer("candidates", self.candidates, 1, "TensorRT-LLM's examples use 10")
+        require_number("margin", self.margin, 0.0, 1.0, "TensorRT-LLM's examples use 0.6")
+        require_guards(self.mode, self.max_consecutive, self.exact_prefix)
+
+    def chances(self, verified: Verified) -> Tensor:
+        log_p = tempered(verified)  # [B, N, V]
+        best = log_p.topk(min(self.candidates, log_p.shape[-1]), dim=-1).values  # [B, N, K]
+        bound = torch.maximum(best[..., -1].exp(), best[..., 0].exp() - self.margin)
+        log_p = verified.of_token(log_p)
+        eligible = verified.allowed(self.exact_eos) & (log_p.exp() >= verified.of_parent(bound))
+        return likeliest(verified.tree, eligible, log_p)
+
+
+@dataclass(frozen=True)
+class SGLang:
+    """SGLang's thresholds (speculative_accept_threshold_single, speculative_accept_threshold_acc).
+
+    Its sampler goes through the siblings in the tree's order with one coin u and takes the first x with
+    p(x) >= single, or with u * acc <= the sum of p over the siblings so far; if none is taken, it draws from
+    p without them. Both at 1 it is lossless. This rule has exactly that law: chances are solved for so that
+    "ask the rule, then the draw" comes to the same. When greedy SGLang ignores both, and so does this.
+    """
+
+    mode: ClassVar[str] = PAPER
+    max_consecutive: ClassVar[int | None] = None
+    exact_prefix: ClassVar[int] = 0
+
+    single: float = 0.5
+    acc: float = 1.0
+    exact_eos: bool = True
+
+    def __post_init__(self) -> None:
+        require_number("single", self.single, 0.0, 1.0, "1 turns it off")
+        require_number("acc", self.acc, 1e-9, 1.0, "1 turns it off")  # SGLang clamps it so
+
+    def chances(self, verified: Verified) -> Tensor | None:
+        if verified.probs is None:
+            return None
+        allowed = verified.allowed(self.exact_eos)
+        p = torch.where(allowed, verified.of_token(verified.probs), 0.0)  # [B, N]
+        siblings = verified.tree.children  # [B, N, N]
+        mine = siblings * p[:, None, :]
+        through = (mine.cumsum(-1) / self.acc).clamp(max=1.0)  # the coins spent up to each sibling
+        # From a token that passes alone on, every coin is spent.
+        sure = (mine >= self.single) & siblings & allowed[:, None, :]
+        through = torch.where(sure.cumsum(-1) > 0, 1.0, through)
+        taken = through.diff(dim=-1, prepend=torch.zeros_like(through[..., :1]))  # [B, N, N] SGLang's law
+        total, mass = taken.sum(-1, keepdim=True), mine.sum(-1, keepdim=True)
+        # What is not taken falls to p without the siblings; the draw falls on all of p. The difference, which
+        # the draw gives the siblings, is not the rule's to give.
+        left = torch.where(mass < 1, (1 - total) / (1 - mass).clamp(min=1e-9), 0.0).clamp(0.0, 1.0)
+        return (siblings * (taken - left * mine)).clamp(min=0.0).sum(1)
+
+
+@dataclass(frozen=True)
+class Cactus:
+    """Constrained acceptance (Cactus, Hao and Mou, arXiv 2604.04987): a bonus for the drafted token.
+
+    The law p' that gives the drafted token x the most probability with KL(p' || p) of about delta at most has
+    p'(x) = min(1, p(x) + sqrt(2 delta p(x) (1 - p(x)))) and is p, scaled, elsewhere. x is the child of the
+    largest q; its siblings are matched against the draw as ever. delta = 0 is lossless; so is greedy
+    decoding, where p is 0 or 1.
+    """
+
+    mode: ClassVar[str] = PAPER
+    max_consecutive: ClassVar[int | None] = None
+    exact_prefix: ClassVar[int] = 0
+
+    delta: float = 0.1
+    exact_eos: bool = True
+
+    def __post_init__(self) -> None:
+        require_number("delta", self.delta, 0.0, math.inf, "0 is lossless")
+
+    def chances(self, verified: Verified) -> Tensor | None:
+        if verified.probs is None or self.delta == 0:
+            return None
+        drafted = likeliest(verified.tree, verified.allowed(self.exact_eos), verified.tree.node_log_q())
+        p = verified.of_token(verified.probs).clamp(0.0, 1.0)
+        bonus = torch.sqrt(2 * self.delta * p * (1 - p))
+        # Following x before the draw with chance c makes its probability p + c (1 - p).
+        return drafted * (bonus / (1 - p).clamp(min=1e-9)).clamp(max=1.0)
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """The static ensemble weight * p + (1 - weight) * q as the law of the next token.
+
+    q is at the sampling temperature; what it gives to tokens outside the tree, or that p rules out, goes to
+    p.
+    weight = 1 is lossless. When greedy, the token of largest weight * p + (1 - weight) * q (at temperature 1)
+    is followed if it is a child. (Speculative decoding with an ensemble for its target: Fu et al., arXiv
+    2502.01662.)
+    """
+
+    mode: ClassVar[str] = PAPER
+    max_consecutive: ClassVar[int | None] = None
+    exact_prefix: ClassVar[int] = 0
+
+    weight: float = 0.8
+    exact_eos: bool = True
+
+    def __post_init__(self) -> None:
+        require_number("weight", self.weight, 0.0, 1.0, "1 is lossless")
+
+    def chances(self, verified: Verified) -> Tensor | None:
+        tree = verified.tree
+        if self.weight == 1 or not tree.owners.shape[1]:
+            return None
+        allowed = verified.allowed(self.exact_eos)
+        if verified.probs is None:
+            rows = torch.arange(len(tree.owners), device=tree.owners.device)[:, None]
+            p = verified.logits[rows, tree.owners.clamp(min=0)].softmax(-1)
+            q = tree.whole_log_q(p.shape[-1]).exp()
+            best = (self.weight * p + (1 - self.weight) * q).argmax(-1)  # [B, M]
+            owned = tree.owners[:, :, None] == tree.parents[:, None, :]  # [B, M, N]
+            return (allowed & (owned & (best[:, :, None] == tree.tokens[:, None, :])).any(1)).float()
+        log_q = (tree.log_q / verified.sampling.temperature).log_softmax(-1)  # [B, M, W]
+        drafted = replace(tree, log_q=log_q).node_log_q().exp()  # [B, N]
+        return torch.where(allowed, (1 - self.weight) * drafted, 0.0)
+
+
+def tempered(verified: Verified) -> Tensor:
+    """log p [B, N, V] at the sampling temperature, before top-k and top-p; at temperature 1 when greedy."""
+    temperature = 1.0 if verified.sampling.greedy else verified.sampling.temperature
+    return (verified.logits / temperature).log_softmax(-1)

@@ -1,0 +1,92 @@
+"""All acceptance rules by name: from a word to a rule, and from a rule to what JSON can hold of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
+from eagle_fsd.acceptance.divergence import DIVERGENCES
+from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
+
+RULES: dict[str, type[Any]] = {
+    "lossless": Lossless,
+    "fuzzy": Fuzzy,
+    "typical": Typical,
+    "relaxed_topk": RelaxedTopK,
+    "sglang": SGLang,
+    "cactus": Cactus,
+    "ensemble": Ensemble,
+}
+NAMES = {rule: name for name, rule in RULES.items()}
+
+
+def rule_named(name: str, **parameters: Any) -> AcceptanceRule:
+    """The rule of a name of RULES; ValueError for another name, or a parameter that it does not have."""
+    if name not in RULES:
+        raise ValueError(f"rule is {name!r}: it must be one of {', '.join(RULES)}; choose one")
+    takes = [field.name for field in dataclasses.fields(RULES[name])]
+    for key, value in parameters.items():
+        if key not in takes:
+            has = f"it has {', '.join(takes)}" if takes else "it has no parameters"
+            raise ValueError(f"{key} is {value!r} for the rule {name}: {has}; leave {key} out")
+    return RULES[name](**parameters)
+
+
+def describe(rule: AcceptanceRule) -> dict[str, Any]:
+    """A rule as JSON can hold it: its name and its fields; an infinite number becomes "inf"."""
+    fields = {
+        field.name: getattr(rule, field.name)
+        for field in dataclasses.fields(rule)  # type: ignore[arg-type]
+    }
+    return {"name": NAMES[type(rule)]} | {
+        key: "inf" if value == math.inf else value for key, value in fields.items()
+    }
+
+
+def parse_rule(text: str) -> AcceptanceRule:
+    """The rule written NAME[:VALUE]..., the values in the order of its fields or as field=value.
+
+    A divergence's name stands for the fuzzy rule with it: js:0.3, js:0.3:paper:likeliest, js:0.3:min_p=0.1;
+    cactus:0.1, typical:0.3:0.09:paper, lossless. ValueError for what is none.
+    """
+    name, *values = text.split(":")
+    fixed: dict[str, Any] = {}
+    if name in DIVERGENCES:
+        name, fixed = "fuzzy", {"divergence": name}
+    if name not in RULES:
+        raise ValueError(
+            f"rule is {text!r}: it must begin with one of {', '.join(RULES)}, or be a divergence with its "
+            "threshold, such as js:0.3"
+        )
+    fields = {field.name: field for field in dataclasses.fields(RULES[name]) if field.name not in fixed}
+    free = iter(fields)
+    for value in values:
+        key, equals, given = value.partition("=")
+        if not equals:
+            key, given = next(free, ""), value
+        if key not in fields or key in fixed:
+            raise ValueError(
+                f"rule is {text!r}: {value!r} fits no field of it; it has {', '.join(fields) or 'none'}"
+            )
+        fixed[key] = read_value(text, key, given, fields[key].default)
+    if "divergence" in fixed and "threshold" not in fixed:
+        raise ValueError(f"rule is {text!r}: a divergence needs its threshold, as in {text}:0.3")
+    return RULES[name](**fixed)
+
+
+def read_value(text: str, key: str, given: str, default: object) -> object:
+    """A field's value from its spelling; its default tells its kind."""
+    kinds: dict[type, Any] = {
+        bool: {"true": True, "false": False}.__getitem__,
+        int: int,
+        float: float,
+        str: str,
+        type(None): int,  # the fields that are None by default count something
+    }
+    try:
+        return kinds[type(default)](given)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"rule is {text!r}: {key} is {given!r}, which is no value for it") from error

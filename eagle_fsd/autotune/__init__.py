@@ -1,0 +1,1 @@
+"""Which draft tree is fastest on this machine."""

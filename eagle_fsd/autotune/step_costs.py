@@ -1,0 +1,196 @@
+"""The measurements behind a tree chosen by cost: parts of a step timed, a few texts watched.
+
+Half a minute for a small target; a large one on a slow device is measured less often, and may still take
+minutes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.acceptance.accept import AcceptanceRule
+from eagle_fsd.acceptance.accept_step import Judge
+from eagle_fsd.autotune.tree_search import DEPTHS, Costs, Forwards, Observation, Rest, Witness
+from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.padding import right_padded
+from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.stats import GenerationStats, Stopwatch
+from eagle_fsd.core.tree import DraftTree, root_only
+from eagle_fsd.decoding.loop import decode
+from eagle_fsd.decoding.request import Observer, Request
+from eagle_fsd.drafting.drafter import Drafter, NoDrafter
+from eagle_fsd.runtime.timing import RECORDED, Call, disagreement, synchronizer, timed_in_turn
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
+
+WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+BEAMS = (1, 2, 4, 8, 10)
+LEVELS = 5  # a draft of so many is timed for the cost of its further ones
+WIDE = (max(WIDTHS), max(DEPTHS), max(BEAMS))  # what is watched; smaller trees follow from it
+NEW_TOKENS = 80  # of each text that is watched
+TIMED_TOKENS = 16  # of the texts that only time accept and keep
+LONGEST = 20.0  # seconds that a text is watched; the step in hand is finished
+SHORTEST = 128  # contexts up to here cost alike
+
+MakeDrafter = Callable[[int, int], Drafter]  # of a batch size and a capacity
+
+
+def run_texts(
+    target: TargetModel,
+    make_drafter: MakeDrafter,
+    prompts: Sequence[Sequence[int]],
+    rule: AcceptanceRule,
+    sampling: SamplingConfig,
+    tree: TreeConfig,
+    new_tokens: int = NEW_TOKENS,
+    eos_token_ids: Sequence[int] = (),
+    observer: Observer | None = None,
+) -> float:
+    """Decode the prompts as one batch; the median seconds that accept and keep took in a step."""
+    capacity = max(map(len, prompts)) + new_tokens + tree.total_tokens + 1
+    drafter = make_drafter(len(prompts), capacity)
+    request = Request(
+        tokens=right_padded(prompts, 0).to(target.device),
+        lengths=[len(prompt) for prompt in prompts],
+        limits=[max(1, min(new_tokens, target.max_positions - len(prompt))) for prompt in prompts],
+        eos_token_ids=eos_token_ids,
+        rule=rule,
+        tree=tree,
+        sampling=sampling,
+        observer=observer,
+    )
+    session, watch = TargetSession(target, len(prompts), capacity), Stopwatch(synchronizer(target.device))
+    stats = [GenerationStats() for _ in prompts]
+    random, start = RowRandom(0, len(prompts), target.device), time.monotonic()
+    rests, before = [], 0.0
+    for _ in decode(request, session, drafter, random, stats, watch, Judge(target.stepper)):
+        spent = watch.seconds["accept"] + watch.seconds["keep"]
+        rests.append(spent - before)
+        before = spent
+        if time.monotonic() - start > LONGEST:
+            break
+    return statistics.median(rests)
+
+
+def observe(
+    target: TargetModel,
+    make_drafter: MakeDrafter,
+    prompts: Sequence[Sequence[int]],
+    rule: AcceptanceRule,
+    sampling: SamplingConfig,
+    wide: TreeConfig,
+) -> list[Observation]:
+    """Steps of a few texts with the wide tree."""
+    witness, ends = Witness(), target.eos_token_ids
+    run_texts(target, make_drafter, prompts, rule, sampling, wide, eos_token_ids=ends, observer=witness)
+    return witness.observations
+
+
+def measure_costs(
+    target: TargetModel,
+    make_drafter: MakeDrafter,
+    beams: Sequence[int],
+    batch: int,
+    context: int,
+    rule: AcceptanceRule,
+    sampling: SamplingConfig,
+) -> Costs:
+    """All that a step costs: measure_forwards and measure_rest."""
+    forwards, _ = measure_forwards(target, make_drafter, beams, batch, context)
+    rest, _ = measure_rest(target, make_drafter, max(beams), batch, rule, sampling)
+    return forwards.with_rest(rest)
+
+
+@torch.inference_mode()
+def measure_forwards(
+    target: TargetModel, make_drafter: MakeDrafter, beams: Sequence[int], batch: int, context: int
+) -> tuple[Forwards, float]:
+    """Time the forwards of a step on a cache of `context` slots; what the slots hold does not matter.
+
+    Neither the rule nor the sampling changes them. The second value is the median disagreement of the repeats
+    (timing.disagreement): above timing.BUSY the machine had other work to do, and the times are not its own.
+    """
+    deepest, widest = max(DEPTHS), max(WIDTHS)
+    room = max(2, min(context, target.max_positions - deepest - 2))
+    capacity = room + widest + max(beams) * deepest + 1
+    roots = torch.zeros(batch, dtype=torch.int64, device=target.device)
+    session = TargetSession(target, batch, capacity)
+    features = session.prefill(roots[:, None], [1] * batch)
+    drafter = make_drafter(batch, capacity)
+    drafter.extend(features, roots[:, None], [1] * batch)
+    for cache in (session.cache, drafter.cache):
+        cache.reserve(room - 1)
+        cache.advance([room - 1] * batch)
+
+    def verify(width: int) -> Call:
+        tree = star(roots, width, target.vocab_size)
+        return Call(lambda: session.verify(tree))
+
+    def draft(beam: int, depth: int) -> Call:
+        # A verify forward comes before it in a step too, and leaves nothing of the head in a CPU's caches.
+        verify_root = functools.partial(session.verify, root_only(roots, target.vocab_size))
+        return Call(lambda: drafter.draft(roots, TreeConfig(1 + depth, depth, beam)), verify_root)
+
+    calls = {("verify", width): verify(width) for width in (1, *WIDTHS)}
+    calls |= {("draft", (beam, depth)): draft(beam, depth) for beam in beams for depth in (1, LEVELS)}
+    repeats = timed_in_turn(calls, target.device, RECORDED if target.stepper.view else 1)
+    median = {key: statistics.median(seconds) for key, seconds in repeats.items()}
+    drafts = {}
+    for beam in beams:
+        first, all_levels = (median["draft", (beam, depth)] for depth in (1, LEVELS))
+        drafts[beam] = (first, max(all_levels - first, 0.0) / (LEVELS - 1))
+    forwards = Forwards({width: median["verify", width] for width in (1, *WIDTHS)}, drafts)
+    return forwards, statistics.median(map(disagreement, repeats.values()))
+
+
+def measure_rest(
+    target: TargetModel,
+    make_drafter: MakeDrafter,
+    beam: int,
+    batch: int,
+    rule: AcceptanceRule,
+    sampling: SamplingConfig,
+) -> tuple[Rest, float]:
+    """Time what a step does beside its forwards, with a draft of usual size and without one.
+
+    beam: the widest beam that the head drafts. What takes time is the kind of rule and which warpers are on;
+    a threshold, the temperature, the values of top-k and top-p do not matter. The second value is by how much
+    two runs disagree.
+    """
+    ways = {
+        "drafted": (make_drafter, TreeConfig.within(16, 5, min(8, beam))),
+        "plain": (lambda *_: NoDrafter(target.vocab_size), TreeConfig(1)),
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(2):
+        for name, (make, tree) in ways.items():
+            prompts = [[0] * 4] * batch
+            found[name].append(run_texts(target, make, prompts, rule, sampling, tree, TIMED_TOKENS))
+    rest = Rest(**{name: statistics.median(seconds) for name, seconds in found.items()})
+    return rest, disagreement(found["drafted"])
+
+
+def star(roots: Tensor, width: int, vocab_size: int) -> DraftTree:
+    """A tree of `width` nodes: what a verify forward costs does not depend on its shape."""
+    tree = root_only(roots, vocab_size)
+    nodes = torch.arange(width, device=roots.device).expand(len(roots), -1)
+    return DraftTree(
+        tokens=tree.tokens.expand(-1, width),
+        parents=torch.where(nodes == 0, -1, 0),
+        depths=(nodes > 0).long(),
+        log_q=tree.log_q,
+        owners=tree.owners,
+        depth=1,
+    )
+
+
+def bucket(tokens: int) -> int:
+    """The context length that stands for texts of so many tokens: a power of two."""
+    return max(SHORTEST, 2 ** math.ceil(math.log2(max(tokens, 1))))

@@ -1,0 +1,299 @@
+"""A tree's size chosen by what was measured once and is remembered on disk.
+
+Three things are measured, each on its own, for each depends on less than a choice does:
+
+- The forwards of a step cost time by width and depth. That depends on the machine, the models, the batch
+  size and the context; neither on the rule nor on the sampling.
+- The rest of a step, accept and keep, costs time by the kind of rule and by which warpers are on (greedy,
+  sampled, with top-k, with top-p), not by their values.
+- What the head gets accepted is observed on a few texts, on any machine, for each kind of rule: once greedy
+  and once sampled, at the first temperature, top-k and top-p asked for. A rule's numbers, such as a
+  threshold, count by powers of two, as batch sizes and contexts do: what was observed at 0.3 serves 0.31.
+
+The choice follows from the three by arithmetic. Times taken on a busy machine are used by this process and
+not remembered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
+from eagle_fsd.autotune.step_costs import (
+    BEAMS,
+    WIDE,
+    WIDTHS,
+    MakeDrafter,
+    bucket,
+    measure_forwards,
+    measure_rest,
+    observe,
+)
+from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation, Rest, choose
+from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.files.fingerprints import models_identity
+from eagle_fsd.files.provenance import cores, processor
+from eagle_fsd.files.records import digest, recall, remember
+from eagle_fsd.runtime.packed_linear import libraries_of
+from eagle_fsd.runtime.timing import BUSY
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.version import __version__
+
+logger = logging.getLogger(__name__)
+
+NARROW = 4  # beams up to here a relaxed rule is watched with one by one
+
+Measured = TypeVar("Measured")
+
+
+class TreeChooser:
+    """Chooses for one target and head.
+
+    make_drafter: takes a batch size and a capacity. drafted: how many tokens the head scores. name: what the
+    target was loaded from.
+    """
+
+    def __init__(
+        self, target: TargetModel, head: DraftHead, make_drafter: MakeDrafter, drafted: int, name: str
+    ) -> None:
+        self.target, self.make_drafter, self.drafted = target, make_drafter, drafted
+        device = target.device
+        cpu = device.type == "cpu"
+        self.asks = cpu  # elsewhere the host would have to wait for the device; see graphs.may_ask
+        identity = models_identity(name, target.model, head)
+        del identity["target"]["name"]  # the same weights may have been loaded from elsewhere
+        self.models = [__version__, identity]
+        name_of = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+        self.machine = {
+            "torch": torch.__version__,
+            "layers": sorted({type(layer).__name__ for layer in target.model.modules()}),  # quantised, say
+            "packed": libraries_of(target.model),
+            "attention": target.config._attn_implementation,
+            "device": [device.type, name_of, cores()],
+            "placed": str(getattr(target.model, "hf_device_map", None)),
+            "threads": torch.get_num_threads() if cpu else None,
+        }
+        self.known: dict[str, Any] = {}  # by key: what was measured, read or chosen in this process
+        self.announced = False
+        self.lasting = True  # whether all that was measured in this process may be remembered
+
+    def __call__(
+        self,
+        wanted: AutoTree,
+        prompts: Callable[[], Sequence[Sequence[int]]],
+        rule: AcceptanceRule,
+        sampling: SamplingConfig,
+        batch: int,
+        context: int,
+    ) -> Choice:
+        """The best tree for texts of about `context` tokens, `batch` at a time.
+
+        prompts: returns the texts (token ids) to watch the head on; called where nothing is remembered.
+        """
+        if wanted.depth is not None and wanted.depth >= max(WIDTHS):
+            raise ValueError(
+                f"depth is {wanted.depth}: a measured tree has at most {max(WIDTHS)} nodes, the root among "
+                "them; lower depth, or give total_tokens"
+            )
+        batch, context = 2 ** (batch - 1).bit_length(), bucket(context)
+
+        def choose_now() -> tuple[Choice, bool]:
+            try:
+                choice = self.chosen(wanted, prompts, rule, sampling, batch, context)
+            except torch.OutOfMemoryError:
+                logger.warning("out of memory while measuring: taking tree %s", TreeConfig())
+                return Choice(TreeConfig(), math.nan, math.nan, math.nan), False
+            return choice, self.lasting
+
+        setting = (repr(wanted), kind_of(rule), warpers(sampling), batch, context)
+        key = digest("choice", self.models, self.machine, *setting)
+        return self.measured(key, choose_now, dataclasses.asdict, unpacked_choice)
+
+    def chosen(
+        self,
+        wanted: AutoTree,
+        prompts: Callable[[], Sequence[Sequence[int]]],
+        rule: AcceptanceRule,
+        sampling: SamplingConfig,
+        batch: int,
+        context: int,
+    ) -> Choice:
+        """The choice by what is remembered, and by what is measured now where nothing is."""
+        beams = [beam for beam in BEAMS if beam <= self.drafted] if wanted.top_k is None else [wanted.top_k]
+        observed = {beam: self.observations(prompts, rule, sampling, beam) for beam in beams}
+        costs = self.forwards(beams, batch, context).with_rest(self.rest(max(beams), batch, rule, sampling))
+        return choose(costs, observed, wanted, batch, self.asks)
+
+    def observations(
+        self,
+        prompts: Callable[[], Sequence[Sequence[int]]],
+        rule: AcceptanceRule,
+        sampling: SamplingConfig,
+        beam: int,
+    ) -> list[Observation]:
+        """Steps of the watched texts with a tree that is wide enough for this beam."""
+        nodes, depth, widest = WIDE
+        if isinstance(rule, Lossless) or beam > NARROW:
+            wide = TreeConfig.within(nodes, depth, min(widest, self.drafted))
+        else:
+            wide = TreeConfig.within(nodes // 2, depth, beam)
+
+        def measure() -> tuple[list[Observation], bool]:
+            if not (texts := prompts()):
+                raise ValueError("prompts are empty: a tree is chosen on texts; give some, as token ids")
+            self.announce()
+            return observe(self.target, self.make_drafter, texts, rule, sampling, wide), tells(rule)
+
+        key = digest("observations", self.models, kind_of(rule), sampling.greedy, str(wide))
+        return self.measured(key, measure, packed_observations, unpacked_observations)
+
+    def forwards(self, beams: Sequence[int], batch: int, context: int) -> Forwards:
+        """What the forwards cost here."""
+
+        def measure() -> tuple[Forwards, bool]:
+            self.announce()
+            found, spread = measure_forwards(self.target, self.make_drafter, beams, batch, context)
+            return found, self.quiet(spread)
+
+        key = digest("forwards", self.models, self.machine, list(beams), batch, context)
+        return self.measured(key, measure, packed_forwards, unpacked_forwards)
+
+    def rest(self, beam: int, batch: int, rule: AcceptanceRule, sampling: SamplingConfig) -> Rest:
+        """What accept and keep cost here."""
+
+        def measure() -> tuple[Rest, bool]:
+            found, spread = measure_rest(self.target, self.make_drafter, beam, batch, rule, sampling)
+            return found, self.quiet(spread) and tells(rule)
+
+        setting = (min(8, beam), batch, kind_of_rest(rule), warpers(sampling))
+        key = digest("rest", self.models, self.machine, *setting)
+        return self.measured(key, measure, dataclasses.asdict, lambda found: Rest(**found))
+
+    def announce(self) -> None:
+        """Say once in a process why nothing happens for a while."""
+        if not self.announced:
+            logger.warning(
+                "measuring this target, head and machine once, to choose the draft tree's size ..."
+            )
+            self.announced = True
+
+    def quiet(self, spread: float) -> bool:
+        """Whether repeats that disagree by so much were timed on a machine with nothing else to do."""
+        if spread > BUSY:
+            logger.warning(
+                "the machine seems busy (timings of the same call differ by %.0f %%): this choice is not "
+                "remembered, and the next start measures again",
+                100 * spread,
+            )
+        return spread <= BUSY
+
+    def measured(
+        self,
+        key: str,
+        measure: Callable[[], tuple[Measured, bool]],
+        pack: Callable[[Measured], Any],
+        unpack: Callable[[Any], Measured],
+    ) -> Measured:
+        """What this process knows, or the file, or a measurement made now and, if it says so, remembered."""
+        if key not in self.known:
+            found = recall(key, unpack)
+            if found is None:
+                found, lasting = measure()
+                if lasting:
+                    remember(key, pack(found))
+                else:
+                    self.lasting = False
+            self.known[key] = found
+        return self.known[key]
+
+
+# -- what a measurement depends on ----------------------------------------
+
+
+def kind_of(rule: AcceptanceRule) -> str:
+    """The rule with its numbers rounded down to powers of two: what observations are kept by."""
+
+    def power(value: float) -> float:
+        return 2.0 ** math.floor(math.log2(value)) if 0 < value < math.inf else value
+
+    return spelled(rule, power)
+
+
+def kind_of_rest(rule: AcceptanceRule) -> str:
+    """The rule with each number only as on or off: what the time to accept is kept by."""
+    return spelled(rule, lambda value: 0 < value < math.inf)
+
+
+def spelled(rule: AcceptanceRule, number: Callable[[float], object]) -> str:
+    """A rule's class and fields, its floats as `number` has them; the repr of a rule without fields."""
+    if not dataclasses.is_dataclass(rule):
+        return repr(rule)
+    fields = {}
+    for field in dataclasses.fields(rule):
+        value = getattr(rule, field.name)
+        is_float = isinstance(value, float) or (isinstance(value, int) and isinstance(field.default, float))
+        fields[field.name] = number(float(value)) if is_float else value
+    return f"{type(rule).__module__}.{type(rule).__qualname__} {fields}"
+
+
+def tells(rule: AcceptanceRule) -> bool:
+    """Whether the rule's spelling tells it from other rules in another process: an address does not."""
+    return " at 0x" not in repr(rule)
+
+
+def warpers(sampling: SamplingConfig) -> list[bool]:
+    """Greedy or not, and which warpers are on."""
+    if sampling.greedy:
+        return [True]
+    return [False, sampling.top_k > 0, sampling.top_p < 1]
+
+
+# -- on disk ----------------------------------------
+
+
+def unpacked_choice(found: dict[str, Any]) -> Choice:
+    return Choice(**{**found, "tree": TreeConfig(**found["tree"])})
+
+
+def packed_forwards(found: Forwards) -> dict[str, Any]:
+    return {"verify": list(found.verify.items()), "draft": list(found.draft.items())}
+
+
+def unpacked_forwards(found: dict[str, Any]) -> Forwards:
+    verify = {int(width): positive(seconds) for width, seconds in found["verify"]}
+    draft = {int(beam): (positive(first), float(further)) for beam, (first, further) in found["draft"]}
+    if verify.keys() != {1, *WIDTHS} or not draft:
+        raise ValueError(f"widths {sorted(verify)} and beams {sorted(draft)} are not what is measured")
+    return Forwards(verify, draft)
+
+
+def positive(seconds: object) -> float:
+    """Seconds that can have been measured; ValueError for others."""
+    if not isinstance(seconds, float) or not 0 < seconds < math.inf:
+        raise ValueError(f"{seconds!r} are no seconds")
+    return seconds
+
+
+def packed_observations(found: Sequence[Observation]) -> list[Any]:
+    """As lists, and scores to six decimals: a tenth of the size."""
+    return [[one.parents, one.depths, [round(score, 6) for score in one.scores], one.path] for one in found]
+
+
+def unpacked_observations(found: list[Any]) -> list[Observation]:
+    seen = [Observation(*one) for one in found]
+    for one in seen:
+        nodes = range(len(one.parents))
+        above = all(-1 <= parent < node for node, parent in enumerate(one.parents))
+        inside = all(node in nodes for node in one.path)
+        if not len(one.parents) == len(one.depths) == len(one.scores) > 0 or not above or not inside:
+            raise ValueError("a step's tree is damaged")
+    if not seen:
+        raise ValueError("there are no steps")
+    return seen

@@ -1,0 +1,237 @@
+"""A tree chosen by cost: what a step takes by the tree's size, and what a head gets accepted by it.
+
+Observations are the steps of a few texts decoded with one wide tree. What a smaller tree would have got
+accepted follows from the same steps, since the better-scored nodes of the wide tree are its own (some of a
+tree that is nearly as wide and much shallower are not in the wide one; it is thought a little worse than it
+is). That holds for the target's own draws; a relaxed rule that misses a child may take another and do nearly
+as well with a narrow tree, so it is watched with each narrow beam. With a min_confidence every observed step
+has a tree of its own size, and its own cost. The size with the most tokens per second is taken, or plain
+decoding where drafting does not pay. measuring.py takes both measurements.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from torch import Tensor
+
+from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.core.config import AutoTree, TreeConfig
+from eagle_fsd.core.tree import DraftTree
+
+DEPTHS = (1, 2, 3, 4, 5, 6, 8)
+CONFIDENCES = (0.0, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2)
+MARGIN = 1.03  # drafting must promise so much more than plain decoding, or it is left out
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One step of one text with a wide tree: its nodes, root first, and the drafted ones on the path taken.
+
+    scores: cumulative log q. Lists, for what follows is a walk over some fifty nodes.
+    """
+
+    parents: list[int]
+    depths: list[int]
+    scores: list[float]
+    path: list[int]
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Seconds that accept and keep take in a step, with a draft tree and without one, for one batch size."""
+
+    drafted: float
+    plain: float
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """Seconds of a step's forwards, for one batch size and context; see Costs."""
+
+    verify: dict[int, float]
+    draft: dict[int, tuple[float, float]]
+
+    def with_rest(self, rest: Rest) -> Costs:
+        """The costs of whole steps."""
+        return Costs(self.verify, self.draft, rest.drafted, self.verify[1] + rest.plain)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a step's parts, for one batch size and context.
+
+    verify: by width, 1 among them. draft: by beam, of the first level and of each further one. rest: accept
+    and keep; plain: a whole step without a draft.
+    """
+
+    verify: dict[int, float]
+    draft: dict[int, tuple[float, float]]
+    rest: float
+    plain: float
+
+    def step(self, nodes: int, levels: int, top_k: int) -> float:
+        """Of a step that drafts so many levels and verifies so many nodes."""
+        first, further = self.draft[top_k]
+        return first + further * (levels - 1) + self.verify_of(nodes) + self.rest
+
+    def verify_of(self, nodes: int) -> float:
+        """Between two measured widths, in proportion."""
+        above = min(width for width in self.verify if width >= nodes)
+        below = max(width for width in self.verify if width <= nodes)
+        part = (nodes - below) / (above - below) if above > below else 0.0
+        return (1 - part) * self.verify[below] + part * self.verify[above]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The tree taken, its expected tokens per step and per second and row, and plain decoding's."""
+
+    tree: TreeConfig
+    tau: float
+    tokens_per_second: float
+    plain_tokens_per_second: float
+
+    def __str__(self) -> str:
+        gain = self.tokens_per_second / self.plain_tokens_per_second
+        if self.tree.total_tokens == 1:
+            return "plain decoding: no draft tree is expected to pay here"
+        return f"tree {self.tree}: tau {self.tau:.2f} and {gain:.2f} times plain decoding expected"
+
+
+def choose(
+    costs: Costs,
+    observed: Mapping[int, Sequence[Observation]],
+    wanted: AutoTree,
+    batch: int = 1,
+    asks: bool = False,
+) -> Choice:
+    """The tree of the most tokens per second; ties go to the smaller one. observed: by beam.
+
+    asks: whether a step may look at its draft's scores, so that a min_confidence makes it smaller.
+    """
+    best = Choice(TreeConfig(1), 1.0, 1 / costs.plain, 1 / costs.plain)
+    depths = DEPTHS if wanted.depth is None else (wanted.depth,)
+    beams = [beam for beam in costs.draft if wanted.top_k in (None, beam)]
+    confidences = CONFIDENCES if asks else (0.0,)
+    if wanted.min_confidence is not None:
+        confidences = (wanted.min_confidence,)
+    for depth, beam in product(depths, beams):
+        drafts = [grown(one, depth, beam) for one in observed[beam]]
+        for confidence in confidences:
+            cuts = [draft.cut(TreeConfig(1, depth, beam, confidence), asks) for draft in drafts]
+            for width in costs.verify:
+                if not depth < width <= 1 + beam + (depth - 1) * beam**2:
+                    continue  # a deeper tree than nodes, or more nodes than candidates
+                tree = TreeConfig(int(width), int(depth), int(beam), confidence)
+                tau, seconds = expected(cuts, tree, costs, batch)
+                least = MARGIN if best.tree.total_tokens == 1 else 1.0
+                if tau / seconds > least * best.tokens_per_second:
+                    best = Choice(tree, tau, tau / seconds, 1 / costs.plain)
+    return best
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A draft without what is not confident enough.
+
+    levels: how many are drafted. accepted: how many drafted tokens the step would have got of the first 0, 1,
+    ... candidates that are left, best first. whole: whether as many nodes are verified as there may be.
+    """
+
+    levels: int
+    accepted: list[int]
+    whole: bool
+
+    def nodes(self, tree: TreeConfig) -> int:
+        """The nodes that are verified, root included."""
+        return tree.total_tokens if self.whole else min(tree.total_tokens, len(self.accepted))
+
+    def tokens(self, tree: TreeConfig) -> int:
+        """The tokens that the step emits."""
+        return 1 + self.accepted[min(tree.total_tokens, len(self.accepted)) - 1]
+
+
+@dataclass(frozen=True)
+class Grown:
+    """What a draft of a narrower tree would have been at an observed step: its candidates, best first.
+
+    scores: cumulative log q. depths, taken: of each; whether it is on the path. beams: the best score of each
+    level's beam.
+    """
+
+    scores: list[float]
+    depths: list[int]
+    taken: list[bool]
+    beams: list[float]
+
+    def cut(self, tree: TreeConfig, asks: bool = True) -> Cut:
+        """At the tree's min_confidence, its size aside; asks: see `choose`."""
+        levels = 1 + sum(score >= tree.least_parent for score in self.beams[:-1])
+        accepted = [0]
+        for score, depth, taken in zip(self.scores, self.depths, self.taken, strict=True):
+            if depth <= levels and score >= tree.least_score:
+                accepted.append(accepted[-1] + taken)
+        whole = not asks or not tree.min_confidence
+        return Cut(tree.depth if whole else levels, accepted, whole)
+
+
+def expected(cuts: Sequence[Cut], tree: TreeConfig, costs: Costs, batch: int = 1) -> tuple[float, float]:
+    """Tokens per step and row, and seconds of a step. A batch's step is as large as its largest row's."""
+    seconds = []
+    for start in range(0, len(cuts), batch):
+        rows = cuts[start : start + batch]
+        nodes, levels = max(row.nodes(tree) for row in rows), max(row.levels for row in rows)
+        seconds.append(costs.step(nodes, levels, tree.top_k))
+    return statistics.fmean(cut.tokens(tree) for cut in cuts), statistics.fmean(seconds)
+
+
+def grown(one: Observation, depth: int, top_k: int) -> Grown:
+    """The candidates that a narrower tree's draft would have had, as far as the wide tree holds them."""
+    eligible: list[int] = []
+    beam, beams = {0}, []
+    for level in range(1, depth + 1):
+        nodes = []
+        for parent in beam:
+            born = [node for node, mine in enumerate(one.parents) if mine == parent]
+            nodes += sorted(born, key=lambda node: (-one.scores[node], node))[:top_k]
+        nodes.sort(key=lambda node: (-one.scores[node], node))
+        eligible += nodes
+        beam = set(nodes[:top_k])
+        beams.append(max((one.scores[node] for node in beam), default=-math.inf))
+        assert all(one.depths[node] == level for node in nodes)
+    order = sorted(eligible, key=lambda node: (-one.scores[node], node))
+    path = set(one.path)
+    return Grown(
+        scores=[one.scores[node] for node in order],
+        depths=[one.depths[node] for node in order],
+        taken=[node in path for node in order],
+        beams=beams,
+    )
+
+
+@dataclass
+class Witness:
+    """An observer of `decode` that notes every tree and the path that was taken in it."""
+
+    observations: list[Observation] = field(default_factory=list)
+
+    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
+        tree = verified.tree
+        noted = (tree.parents, tree.depths, path_scores(tree), verdict.path, verdict.length)
+        for parents, depths, scores, path, length in zip(*(part.tolist() for part in noted), strict=True):
+            self.observations.append(Observation(parents, depths, scores, path[1:length]))
+
+
+def path_scores(tree: DraftTree) -> Tensor:
+    """The cumulative log q [B, N] of every node's path; 0 at the root."""
+    own = tree.node_log_q().masked_fill(tree.depths == 0, 0.0)
+    total, above = own, tree.parents
+    for _ in range(tree.depth):
+        total = total + own.gather(1, above.clamp(min=0)).masked_fill(above < 0, 0.0)
+        above = tree.parents.gather(1, above.clamp(min=0)).masked_fill(above < 0, -1)
+    return total

@@ -1,0 +1,129 @@
+"""What the command line says of an answer: one object of JSON, or one line of summary."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+# torch takes seconds to import: only what has run a model imports it, so that --help answers at once.
+if TYPE_CHECKING:
+    from eagle_fsd.acceptance.accept import AcceptanceRule
+    from eagle_fsd.core.stats import GenerationStats
+    from eagle_fsd.engine import EagleFSD
+
+STATS_KEYS = (
+    "steps", "tau", "exact_accepts", "fuzzy_accepts", "accept_histogram", "seconds", "prefill_seconds",
+    "draft_seconds", "verify_seconds", "tokens_per_second",
+)  # fmt: skip
+JSON_KEYS = (
+    "text", "prompt_tokens", "token_ids", "new_tokens", *STATS_KEYS, "finish_reason",
+    "threshold", "divergence", "mode", "base_model", "ea_model", "dtype", "device", "tree", "seed",
+)  # fmt: skip
+
+
+@dataclass
+class Answer:
+    """What one prompt gave: the new token ids, their text and statistics, and the target alone."""
+
+    prompt_tokens: int
+    stats: GenerationStats
+    tree: str
+    rule: AcceptanceRule
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    interrupted: bool = False
+    seed: str | None = None  # as --seed takes it; None where nothing was sampled
+    unheeded: str = ""  # what the model's generation_config asks for and nobody did
+    baseline: GenerationStats | None = None
+    baseline_ids: list[int] | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.stats.finish_reason or ("interrupted" if self.interrupted else None)
+
+    @property
+    def speedup(self) -> float | None:
+        if self.baseline is None or not self.baseline.tokens_per_second:
+            return None
+        return self.stats.tokens_per_second / self.baseline.tokens_per_second
+
+
+def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
+    """rule, threshold, divergence and mode for JSON, null where it has none; lossless is threshold 0."""
+    from eagle_fsd.acceptance.rule_names import describe
+
+    described = describe(rule)
+    fields = {name: described.get(name) for name in ("threshold", "divergence", "mode")}
+    if described["name"] == "lossless":
+        fields["threshold"] = 0.0
+    return {"rule": described["name"], **fields}
+
+
+def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
+    """One line with JSON_KEYS; draft_vocab_size where the head has one, rule where it is one of others.
+
+    With --baseline the keys of the target alone follow (null if interrupted).
+    """
+    stats, fields = answer.stats.to_dict(), rule_fields(answer.rule)
+    if (rule := fields.pop("rule")) in ("fuzzy", "lossless"):  # its fields tell which
+        rule = None
+    record = {
+        "text": answer.text,
+        "prompt_tokens": answer.prompt_tokens,
+        "token_ids": answer.token_ids,
+        "new_tokens": len(answer.token_ids),
+        **{key: stats[key] for key in STATS_KEYS},
+        "finish_reason": answer.finish_reason,
+        **fields,
+        "base_model": model.base_model,
+        "ea_model": model.ea_model,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "tree": answer.tree,
+        "seed": answer.seed,
+    }
+    if rule is not None:
+        record["rule"] = rule
+    if model.draft_vocab_size is not None:
+        record["draft_vocab_size"] = model.draft_vocab_size
+    if baseline:
+        alone = answer.baseline
+        record |= {
+            "baseline_new_tokens": alone and alone.new_tokens,
+            "baseline_seconds": alone and alone.seconds,
+            "baseline_tokens_per_second": alone and alone.tokens_per_second,
+            "baseline_same_tokens": alone and answer.baseline_ids == answer.token_ids,
+            "speedup": answer.speedup,
+        }
+    return json.dumps(record, allow_nan=False)
+
+
+def summary(answer: Answer) -> str:
+    """`128 tokens in 3.2 s (40.0 tok/s), tau 2.31, 17 fuzzy accepts, js <= 0.3 hybrid, tree 8/4/4`, and the
+    comparison."""
+    stats = answer.stats
+    fields = rule_fields(answer.rule)
+    if fields["divergence"] and fields["threshold"]:
+        name = f"{fields['divergence']} <= {fields['threshold']} {fields['mode']}"
+    else:
+        name = "lossless" if fields["threshold"] == 0 else fields["rule"]
+    line = speed(stats, len(answer.token_ids))
+    accepts = "relaxed" if fields["threshold"] is None else "fuzzy"
+    line += f", tau {stats.tau:.2f}, {stats.fuzzy_accepts} {accepts} accepts, {name}, tree {answer.tree}"
+    if answer.seed is not None:
+        line += f", seed {answer.seed}"
+    if answer.interrupted:
+        line += ", interrupted"
+    if answer.baseline is not None and answer.baseline_ids is not None:
+        same = "the same text" if answer.baseline_ids == answer.token_ids else "another text"
+        without = f" without {answer.unheeded}" if answer.unheeded else ""
+        line += f"; target alone{without}: {speed(answer.baseline, len(answer.baseline_ids))}, {same}"
+        line += f"; speed ratio {answer.speedup:.2f}" if answer.speedup is not None else ""
+    return line
+
+
+def speed(stats: GenerationStats, tokens: int) -> str:
+    return (
+        f"{tokens} token{'s' * (tokens != 1)} in {stats.seconds:.1f} s ({stats.tokens_per_second:.1f} tok/s)"
+    )

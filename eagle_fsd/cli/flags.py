@@ -1,0 +1,287 @@
+"""The command line's flags."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from eagle_fsd.core.config import CHILDREN, AutoThreshold, SamplingConfig, TreeConfig
+from eagle_fsd.version import __version__
+
+AUTO = "auto"
+USAGE = 2  # the exit code of a user's mistake
+
+
+RULE_NAMES = (
+    "fuzzy",
+    "lossless",
+    "typical",
+    "relaxed_topk",
+    "sglang",
+    "cactus",
+    "ensemble",
+)  # of rules.RULES
+
+DESCRIPTION = """\
+Answer a prompt with a target model, several tokens a step: a small draft head proposes a tree of tokens
+(EAGLE-2), the target checks it in one forward, and a rule says what to keep. --threshold 0, the default,
+keeps the target's own text; above 0 (fuzzy speculative decoding) the draft is also followed where the two
+distributions are that close."""
+
+EPILOG = """\
+examples:
+  python -m eagle_fsd.generate "Why is the sky blue?"
+  python -m eagle_fsd.generate --threshold 0.3 --temperature 0.6 --top-p 0.9 --top-k 50 "Tell me a story."
+  echo "Why is the sky blue?" | python -m eagle_fsd.generate --json -
+
+A threshold belongs to its divergence: 0.3 in js is another strictness than 0.3 in reverse_kl. In EAGLE's own
+scripts --depth is one less than here, and --top-k is the tree's (here --tree-top-k)."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, without the usage block."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: error: {message} (--help lists the flags)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    tree, sampling = TreeConfig(), SamplingConfig()
+    parser = OneLineParser(
+        prog="eagle-fsd" if Path(sys.argv[0]).stem == "eagle-fsd" else "python -m eagle_fsd.generate",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"eagle_fsd {__version__}")
+
+    group = parser.add_argument_group("prompt (one of the three)")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument("text", nargs="?", metavar="TEXT", help="the prompt; - reads it from stdin")
+    source.add_argument("--prompt", metavar="TEXT", help="the same, as a flag")
+    source.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        help="a text file is one prompt; a .jsonl file one a line: `prompt`, `question`, `turns` ...",
+    )
+    group.add_argument("--system", metavar="TEXT", help="system message of the chat template")
+    group.add_argument(
+        "--raw", action="store_true", help="continue the prompt as it stands, without a chat template"
+    )
+
+    group = parser.add_argument_group("models")
+    group.add_argument(
+        "--base-model",
+        "--base-model-path",
+        metavar="M",
+        help="target: Hub id[@revision], folder or .gguf file (default: smollm2-135m, with a shipped head)",
+    )
+    group.add_argument(
+        "--ea-model",
+        "--ea-model-path",
+        metavar="H",
+        help="EAGLE-1/2 head: Hub id[@revision] or folder (default: the shipped head of a known target)",
+    )
+    group.add_argument("--dtype", help="float32, float16 or bfloat16 (default: chosen by the device)")
+    group.add_argument(
+        "--head-dtype", metavar="DTYPE", help="what drafts are computed in (default: the target's dtype)"
+    )
+    group.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one, else cpu)")
+    group.add_argument("--device-map", metavar="MAP", help="spread the target over devices, e.g. auto")
+    group.add_argument(
+        "--attn-implementation", metavar="NAME", help="sdpa or eager (default: the model's own choice)"
+    )
+    group.add_argument("--trust-remote-code", action="store_true", help="let a Hub model run its own code")
+    group.add_argument(
+        "--no-pack",
+        dest="pack",
+        action="store_false",
+        help="on a CPU, keep no second copy of the weights in oneDNN's or MKL's own order: half the memory, "
+        "slower where one is kept (--device-map keeps none)",
+    )
+    group.add_argument(
+        "--no-graphs",
+        dest="graphs",
+        action="store_false",
+        help="on CUDA, launch every operation instead of replaying CUDA graphs: slower, for finding faults",
+    )
+    group.add_argument(
+        "--no-weights-cache",
+        dest="weights_cache",
+        action="store_false",
+        help="convert a .gguf file's weights anew, and keep no copy in ~/.cache/eagle_fsd",
+    )
+
+    group = parser.add_argument_group("acceptance")
+    group.add_argument(
+        "--threshold",
+        type=auto_or(float, "a number"),
+        metavar="T",
+        help="follow the draft where divergence(p, q) <= T (default: 0, lossless); auto: the largest that "
+        "the head's calibration knows to keep within --quality-budget",
+    )
+    group.add_argument(
+        "--quality-budget",
+        type=float,
+        metavar="B",
+        help="with --threshold auto: the share of tokens that may have to differ, by the total variation "
+        f"between the rule's law and the target's (default: {AutoThreshold().quality_budget:g})",
+    )
+    group.add_argument(
+        "--divergence",
+        metavar="D",
+        help="js, reverse_kl, forward_kl, tv, ag, or over the target's ten best: js_top10 ... (default: js)",
+    )
+    group.add_argument(
+        "--mode",
+        choices=("hybrid", "paper"),
+        help="what comes first, the target's own draw or the divergence (default: hybrid, the draw)",
+    )
+    group.add_argument(
+        "--child",
+        choices=CHILDREN,
+        help="which child is followed: drawn from q, the one of largest q, or the one of largest p (default: "
+        "draft)",
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        metavar="X",
+        help="never follow a token below X times the largest p (default: 0)",
+    )
+    group.add_argument(
+        "--max-overshoot",
+        type=float,
+        metavar="C",
+        help="never follow a token whose q exceeds C times its p (default: inf, off)",
+    )
+    group.add_argument(
+        "--min-gain",
+        type=float,
+        metavar="G",
+        help="never follow a token below which the target is not expected to accept G more of the tree "
+        "(default: 0, off)",
+    )
+    group.add_argument(
+        "--max-consecutive",
+        type=int,
+        metavar="N",
+        help="at most N fuzzy accepts in a row (default: no limit)",
+    )
+    group.add_argument(
+        "--exact-prefix",
+        type=int,
+        metavar="N",
+        help="keep the first N tokens lossless (default: 0)",
+    )
+    group.add_argument(
+        "--rule",
+        default="fuzzy",
+        choices=RULE_NAMES,
+        help="the others are rules of other programs and papers, for comparison (default: fuzzy)",
+    )
+    group.add_argument("--epsilon", type=float, metavar="E", help="of --rule typical (default: 0.3)")
+    group.add_argument(
+        "--delta", type=float, metavar="D", help="of --rule typical (default: 0.09) and cactus (default: 0.1)"
+    )
+    group.add_argument("--candidates", type=int, metavar="N", help="of --rule relaxed_topk (default: 3)")
+    group.add_argument("--margin", type=float, metavar="X", help="of --rule relaxed_topk (default: 0.2)")
+    group.add_argument("--single", type=float, metavar="P", help="of --rule sglang (default: 0.5)")
+    group.add_argument("--acc", type=float, metavar="P", help="of --rule sglang (default: 1, off)")
+    group.add_argument(
+        "--weight", type=float, metavar="W", help="the target's, of --rule ensemble (default: 0.8)"
+    )
+
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--temperature", type=float, default=sampling.temperature, metavar="X", help="0 is greedy (default)"
+    )
+    group.add_argument(
+        "--top-k", type=int, default=sampling.top_k, metavar="K", help="0 keeps every token (default)"
+    )
+    group.add_argument(
+        "--top-p", type=float, default=sampling.top_p, metavar="P", help="1 keeps every token (default)"
+    )
+    group.add_argument(
+        "--seed",
+        metavar="S[/N]",
+        help="the same seed and tree give the same texts: prompt number n draws from the stream S/n, counted "
+        "from 0, or from N, so that one of many prompts can be had again; --json and the summary name it "
+        "(default: a fresh one each time)",
+    )
+    group.add_argument(
+        "--max-new-tokens",
+        "--max-new-token",
+        type=int,
+        default=256,
+        metavar="N",
+        help="the most new tokens (default: 256)",
+    )
+
+    group = parser.add_argument_group("draft tree")
+    group.add_argument(
+        "--total-tokens",
+        "--total-token",
+        type=auto_or(int, "a number of nodes"),
+        default=AUTO,
+        metavar="N",
+        help="nodes in a verify forward, root included; 1: plain decoding; auto: the size that is fastest on "
+        "this machine, measured the first time (default: auto)",
+    )
+    group.add_argument(
+        "--depth",
+        type=int,
+        metavar="N",
+        help=f"most drafted tokens on a path (default: {tree.depth}, or measured with auto)",
+    )
+    group.add_argument(
+        "--tree-top-k",
+        type=int,
+        metavar="N",
+        help=f"beam width (default: {tree.top_k}, or measured with auto)",
+    )
+    group.add_argument(
+        "--min-confidence",
+        type=float,
+        metavar="P",
+        help="verify only nodes that the draft thinks at least so likely to be reached: a tree as large as "
+        f"the draft is sure (default: {tree.min_confidence:g}, or measured with auto)",
+    )
+
+    group.add_argument(
+        "--full-vocabulary",
+        action="store_true",
+        help="draft over all tokens, also with a head that has a list of frequent ones (slower)",
+    )
+
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json", action="store_true", help="one JSON object per prompt on stdout, and nothing else there"
+    )
+    group.add_argument(
+        "--baseline",
+        action="store_true",
+        help="also run the target alone, by Hugging Face generate, and report the ratio of speeds",
+    )
+    group.add_argument(
+        "--verbose", action="store_true", help="show the libraries' messages, and tracebacks of all errors"
+    )
+    return parser
+
+
+def auto_or(kind: Callable[[str], float], what: str) -> Callable[[str], float | str]:
+    """The reader of a flag that takes `what`, or auto."""
+
+    def read(text: str) -> float | str:
+        if text == AUTO:
+            return AUTO
+        try:
+            return kind(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is neither {what} nor {AUTO}") from error
+
+    return read

@@ -1,0 +1,1 @@
+"""Words and pure functions: no model, no file."""

@@ -1,0 +1,179 @@
+"""Small frozen dataclasses: how to draft, how to sample, what to measure. Each validates itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from eagle_fsd.core.checks import require_choice, require_integer, require_number
+
+HYBRID, PAPER = "hybrid", "paper"  # what comes first, the target's draw or the rule; see acceptance
+CHILDREN = ("draft", "likeliest", "target")  # which child a fuzzy accept follows; see acceptance.Fuzzy
+
+
+def require_confidence(value: object) -> None:
+    """Raise ValueError unless this can be a tree's min_confidence."""
+    require_number("min_confidence", value, 0.0, 1.0, "0 always verifies the whole tree, 0.05 suits a CPU")
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """The size of a draft tree (EAGLE-2, arXiv 2406.16858), written total_tokens/depth/top_k.
+
+    total_tokens: nodes in one verify forward, root included; 1 is plain decoding.
+    depth: most drafted tokens on a path (the paper's depth; EAGLE's code argument is one less).
+    top_k: beam width while the tree grows, and the most children of a node.
+    min_confidence: above 0 the other sizes are upper bounds, and a step's tree is as large as the head is
+    sure: only nodes of at least this confidence are verified (EAGLE-2's: the product of the draft's
+    probabilities along the path), and a level is drafted only below nodes of twice as much. Written as a
+    fourth part, 16/8/4/0.05. It saves time where the host need not wait for the device, that is on a CPU.
+    """
+
+    FORM: ClassVar[str] = "total_tokens/depth/top_k[/min_confidence]"
+
+    total_tokens: int = 16
+    depth: int = 5
+    top_k: int = 8
+    min_confidence: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_integer(
+            "total_tokens", self.total_tokens, 1, "1 turns drafting off, 16 suits a CPU, 60 a GPU"
+        )
+        require_integer("depth", self.depth, 1, "5 or 6 is usual")
+        require_integer("top_k of the tree", self.top_k, 1, "8 or 10 is usual")
+        require_confidence(self.min_confidence)
+        if self.total_tokens > 1 + self.candidates:
+            raise ValueError(
+                f"total_tokens is {self.total_tokens}: a tree of depth {self.depth} and tree top_k "
+                f"{self.top_k} has at most {1 + self.candidates} nodes; lower it, or raise depth or top_k"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> TreeConfig:
+        """The tree written in FORM, such as 16/5/8 or 16/8/4/0.05."""
+        *sizes, confidence = text.split("/") if text.count("/") == 3 else [*text.split("/"), "0"]
+        try:
+            least = float(confidence)
+        except ValueError:
+            least = math.nan
+        if len(sizes) != 3 or not all(size.isdecimal() for size in sizes) or math.isnan(least):
+            raise ValueError(f"tree is {text!r}: it must be {cls.FORM}; 16/5/8 is one, 16/8/4/0.05 another")
+        return cls(*map(int, sizes), least)
+
+    @classmethod
+    def within(cls, total_tokens: int, depth: int, top_k: int) -> TreeConfig:
+        """The tree of at most so many nodes: fewer where depth and top_k do not give them."""
+        return cls(min(total_tokens, cls(1, depth, top_k).candidates + 1), depth, top_k)
+
+    @property
+    def reach(self) -> int:
+        """The depth that a tree of so many nodes can have: deeper levels would be drafted for nothing."""
+        return min(self.depth, self.total_tokens - 1)
+
+    @property
+    def candidates(self) -> int:
+        """Drafted tokens that compete for a place: top_k for the root and for every beam node."""
+        return self.top_k + (self.depth - 1) * self.top_k**2
+
+    @property
+    def least_score(self) -> float:
+        """The cumulative log-probability of a node of min_confidence."""
+        return math.log(self.min_confidence) if self.min_confidence else -math.inf
+
+    @property
+    def least_parent(self) -> float:
+        """That of a node below which a level is drafted: below less, at most one child has min_confidence.
+
+        Twice, for it is fastest; one and three times were measured too (eval/SPEED.md).
+        """
+        return self.least_score + math.log(2)
+
+    def __str__(self) -> str:
+        sizes = f"{self.total_tokens}/{self.depth}/{self.top_k}"
+        return f"{sizes}/{self.min_confidence:g}" if self.min_confidence else sizes
+
+
+@dataclass(frozen=True)
+class AutoTree:
+    """A tree whose size is measured: the one with the most tokens per second, on this machine and head.
+
+    depth, top_k, min_confidence: fixed where given; see TreeConfig.
+    """
+
+    depth: int | None = None
+    top_k: int | None = None
+    min_confidence: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.depth is not None:
+            require_integer("depth", self.depth, 1, "5 or 6 is usual")
+        if self.top_k is not None:
+            require_integer("top_k of the tree", self.top_k, 1, "8 or 10 is usual")
+        if self.min_confidence is not None:
+            require_confidence(self.min_confidence)
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How text is sampled, in Hugging Face's order and law: temperature, then top_k, then top_p.
+
+    temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1 keeps every token.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_number(
+            "temperature", self.temperature, 0.0, math.inf, "0 is greedy, 1 samples the model as it is"
+        )
+        if math.isinf(self.temperature):
+            raise ValueError("temperature is inf: it must be finite; 1 samples the model as it is")
+        require_integer("top_k", self.top_k, 0, "0 keeps every token")
+        require_number("top_p", self.top_p, 0.0, 1.0, "1 keeps every token")
+        if self.top_p == 0:
+            raise ValueError(
+                "top_p is 0: it must be above 0 and at most 1; use temperature 0 for greedy decoding"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> SamplingConfig:
+        """The law written as temperature[/top_k[/top_p]], such as 0.6/50/0.9."""
+        parts = text.split("/")
+        try:
+            kinds = zip((float, int, float)[: len(parts)], parts, strict=True)
+            return cls(*(kind(part) for kind, part in kinds))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"sampling is {text!r}: it must be temperature[/top_k[/top_p]], such as 0.6/50/0.9 ({error})"
+            ) from error
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class AutoThreshold:
+    """A fuzzy rule whose threshold is read from the head's calibration: the largest inside the budget.
+
+    quality_budget: the most TV per token, see calibration. divergence, mode, child, min_gain: as in
+    acceptance.Fuzzy.
+    """
+
+    quality_budget: float = 0.02
+    divergence: str = "js"
+    mode: str = HYBRID
+    child: str = "draft"
+    min_gain: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_number(
+            "quality_budget", self.quality_budget, 0.0, 1.0, "0.02 changes about one token in fifty"
+        )
+        require_choice("mode", self.mode, (HYBRID, PAPER))
+        require_choice("child", self.child, CHILDREN)
+        require_number("min_gain", self.min_gain, 0.0, math.inf, "0 turns the guard off")

@@ -1,0 +1,54 @@
+"""Where a model runs and in what precision: the names that users give, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.core.checks import one_line
+
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device of that name, tried once; None and "auto" are CUDA where there is one, else the CPU."""
+    if device is None or device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        if found.type == "meta":
+            raise ValueError("it holds no data")
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError, ValueError, TypeError, ImportError) as error:
+        count = torch.cuda.device_count()
+        there = f"cpu, or cuda:0 to cuda:{count - 1}" if count else "cpu"
+        raise ValueError(
+            f"device {str(device)!r} is not there ({one_line(error, 80)}): torch must see it; use {there}"
+        ) from error
+    return found
+
+
+def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype of that name; None and "auto" are float32 on the CPU, on a GPU bfloat16 where it is there."""
+    if dtype is None or dtype == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        lacks_bfloat16 = device.type == "cuda" and not torch.cuda.is_bf16_supported()
+        return torch.float16 if lacks_bfloat16 else torch.bfloat16
+    found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        names = "float32, bfloat16 or float16"
+        raise ValueError(f"dtype {str(dtype)!r} is not there: it must be {names}; use one of them")
+    return found
+
+
+def may_ask(tensor: Tensor) -> bool:
+    """Whether to choose a way by what a tensor holds: free on a CPU, elsewhere the host would wait."""
+    return tensor.device.type == "cpu"

@@ -1,0 +1,92 @@
+"""Ragged batches as padded tensors and back; knows token ids only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.core.checks import one_line
+
+
+def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """input_ids and attention_mask [B, longest] of prompts, padded on the left."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device="cpu")
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device="cpu")
+    return ids, mask
+
+
+def right_padded(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
+    """[B, longest] of token lists, padded on the right."""
+    width = max(map(len, rows))
+    padded = [list(row) + [pad] * (width - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.int64, device="cpu")
+
+
+def on_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """A list as an int64 tensor there, sent without waiting for the work that the device has queued."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+
+
+def as_ids(input_ids: object) -> Tensor:
+    """Token ids as an int64 tensor. ValueError for what holds no whole numbers."""
+    try:
+        # Lists go to the CPU, whatever device torch takes by default.
+        ids = input_ids if isinstance(input_ids, Tensor) else torch.as_tensor(input_ids, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = one_line(error)
+        raise ValueError(
+            f"input_ids is a {type(input_ids).__name__} and no tensor of token ids ({reason}): it must be "
+            "[B, L]; tokenize a prompt"
+        ) from error
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        if not ids.numel():
+            return ids.to(torch.int64)
+        raise ValueError(f"input_ids holds {ids.dtype}: token ids must be integers; tokenize a prompt")
+    return ids.to(torch.int64)
+
+
+def inferred_mask(input_ids: Tensor, pad: int | None, end_tokens: Sequence[int]) -> Tensor | None:
+    """The attention_mask [B, L] that `generate` of Hugging Face assumes where none is given.
+
+    Pad tokens are padding, unless the model names none or one that also ends texts. None: all is text.
+    """
+    if pad is None or pad in end_tokens or input_ids.ndim != 2 or not bool((input_ids == pad).any()):
+        return None
+    return input_ids != pad
+
+
+def unpad(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, list[int]]:
+    """Right-padded tokens [B, longest] and the lengths of prompts, without what the mask leaves out anywhere.
+
+    ValueError if they are none.
+    """
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise ValueError(
+            f"input_ids has shape {list(input_ids.shape)}: it must be [B, L] with at least one token; "
+            "tokenize a prompt"
+        )
+    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
+        raise ValueError(
+            f"input_ids holds {int(input_ids.min())}..{int(input_ids.max())}: token ids must lie in "
+            f"0..{vocab_size - 1}; use the target's own tokenizer"
+        )
+    if attention_mask is None:
+        return input_ids, [input_ids.shape[1]] * len(input_ids)
+    mask = torch.as_tensor(attention_mask, device=input_ids.device).bool()
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)}: it must be that of input_ids, "
+            f"{list(input_ids.shape)}"
+        )
+    lengths = mask.sum(1)
+    if not bool(lengths.all()):
+        raise ValueError(
+            f"row {int(lengths.argmin())} of the batch is empty: every prompt needs at least one token; drop "
+            "the row"
+        )
+    # Masked tokens are nowhere seen and take up no position, so a text is the same without them.
+    kept = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, : int(lengths.max())]
+    return input_ids.gather(1, kept), lengths.tolist()

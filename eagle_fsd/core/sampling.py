@@ -1,0 +1,231 @@
+"""From logits to probabilities and draws: temperature, top-k, top-p and random numbers.
+
+Knows nothing about trees or models. `warp` has the law of Hugging Face `generate`: temperature, then top-k
+(every token that ties with the k-th stays), then top-p (the smallest set of likeliest tokens whose mass
+reaches top_p, at least one token). `draw` turns a probability vector and one uniform number into a token, and
+never into one of probability zero. All randomness comes from `RowRandom`: one stream of numbers per row, so
+that a row's text does not depend on its batch.
+"""
+
+import math
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_fsd.core.config import SamplingConfig
+from eagle_fsd.core.devices import may_ask
+
+_BLOCK = 256  # draw() looks for the block first, then inside it
+_HEAD = 1024  # as many of the likeliest tokens as top-p alone looks at first
+_SMALL_TEMPERATURE = 1e-3  # below it logits / temperature may overflow: the largest logit moves to 0 first
+_LEAST_TEMPERATURE = 1e-30  # below it float32 division fails; the law is already that of its limit
+SEED_LIMIT = 2**63
+
+
+def warp(logits: Tensor, config: SamplingConfig) -> Tensor:
+    """Probabilities [..., V] float32 of the next token; at temperature 0 one-hot at the first largest logit.
+
+    Nothing here synchronises with the host on an accelerator. Logits may hold -inf; a row needs one finite
+    logit.
+    """
+    if config.temperature == 0.0:
+        best = logits.argmax(-1, keepdim=True)
+        return torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter_(-1, best, 1.0)
+    logits = logits.float()
+    # A few tokens stay: on a CPU, where asking about ties is free, the others are never touched.
+    if 0 < config.top_k < logits.shape[-1] and may_ask(logits):
+        top = logits.topk(config.top_k + 1, dim=-1)
+        if bool((top.values[..., -2] > top.values[..., -1]).all()):
+            return _warp_top(logits, top.values[..., :-1], top.indices[..., :-1], config)
+    scores = _temper(logits, config.temperature)
+    keep = None
+    if config.top_k:
+        keep = _top_k(scores, min(config.top_k, scores.shape[-1]), config.top_p)
+    elif config.top_p < 1.0:
+        keep = _top_p(scores, config.top_p)
+    if keep is not None:
+        scores = scores.masked_fill(~keep, -math.inf)
+    return scores.softmax(-1)
+
+
+class Uniforms(Protocol):
+    """Where random numbers come from: [B, n] float64 in [0, 1), the next n of every row."""
+
+    def uniform(self, n: int) -> Tensor: ...
+
+
+# A seed, a (seed, row) pair, or one of them for each row of a batch.
+Seed = int | Sequence[int | tuple[int, int]]
+
+
+def streams_of(seed: Seed, batch: int) -> list[tuple[int, int]]:
+    """The (seed, row) pair that names each row's stream of random numbers.
+
+    An int s gives row r the stream (s, r). A sequence names each row's stream itself: a pair as it is, an int
+    s as (s, 0), what a prompt on its own draws with seed s. ValueError for anything else.
+    """
+    if isinstance(seed, Integral) and not isinstance(seed, bool):
+        pairs = [(seed, row) for row in range(batch)]
+    else:
+        try:
+            entries = list(seed)
+        except TypeError:
+            entries = [seed] * batch  # the check below names it
+        pairs = [tuple(one) if isinstance(one, (tuple, list)) else (one, 0) for one in entries]
+    if len(pairs) != batch:
+        raise ValueError(f"seed has {len(pairs)} values for {batch} rows: give one int or one per row")
+    for pair in pairs:
+        whole = [isinstance(part, Integral) and not isinstance(part, bool) for part in pair]
+        if len(pair) != 2 or not all(whole) or not all(0 <= part < SEED_LIMIT for part in pair):
+            shown = pair[0] if pair[1:] == (0,) else pair
+            raise ValueError(
+                f"seed {shown!r} must be an int in [0, 2**63), or a pair (seed, row) of such; choose another"
+            )
+    return [(int(one), int(row)) for one, row in pairs]
+
+
+def fresh_seed() -> int:
+    """A seed that nobody chose: of torch's default generator, so that torch.manual_seed still rules it."""
+    return int(torch.randint(SEED_LIMIT - 1, (), device="cpu"))
+
+
+class RowRandom:
+    """One stream of uniform numbers per row of a batch, named by a (seed, row) pair; see `streams_of`.
+
+    Streams of different pairs are independent (numpy's SeedSequence), and a stream is the same on every
+    device and in every batch.
+    """
+
+    def __init__(self, seed: Seed, batch: int, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._generators = [
+            np.random.Generator(np.random.PCG64(np.random.SeedSequence(one, spawn_key=(row,))))
+            for one, row in streams_of(seed, batch)
+        ]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+        self._generators = [self._generators[row] for row in rows]
+
+    def uniform(self, n: int) -> Tensor:
+        """The next n numbers of every row: [B, n] float64 in [0, 1).
+
+        In float64 whatever torch's default is: on float32's grid the least likely tokens could not be drawn.
+        """
+        numbers = torch.empty(len(self._generators), n, dtype=torch.float64, device="cpu")
+        for row, source in zip(numbers, self._generators, strict=True):
+            source.random(out=row.numpy())
+        return numbers.to(self.device, non_blocking=True)
+
+
+def draw(probs: Tensor, u: Tensor) -> Tensor:
+    """Tokens [...] int64 by inverse CDF of probs [..., V] at u [...] in [0, 1).
+
+    Weights need not sum to 1. A token of probability zero is never drawn, whatever u is. A row without any
+    weight gives token 0: the caller sees to it that there is none.
+    """
+    vocab = probs.shape[-1]
+    size = min(_BLOCK, vocab)
+    blocks = F.pad(probs, (0, -vocab % size)).unflatten(-1, (-1, size))  # [..., V / 256, 256]
+    masses = blocks.sum(-1, dtype=torch.float64)
+    block, rest = _first_beyond(masses, u.double() * masses.sum(-1))
+    inside = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, size)).squeeze(-2)
+    token, _ = _first_beyond(inside.double(), rest)
+    return block * size + token
+
+
+def _first_beyond(weights: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of the first positive weight whose running sum exceeds `point`; how far into it `point` lies."""
+    running = weights.cumsum(-1)
+    # A parallel scan may round to sums that creep up over a zero weight: zero weights are ruled out by name.
+    # And a point that rounding put at or beyond the end belongs to the last weight.
+    reach = running.masked_fill(weights <= 0.0, -1.0)
+    end = reach.amax(-1)
+    point = torch.minimum(point, torch.nextafter(end, torch.zeros_like(end)))
+    index = (reach > point[..., None]).to(torch.uint8).argmax(-1, keepdim=True)
+    before = (running.gather(-1, index) - weights.gather(-1, index)).squeeze(-1)
+    return index.squeeze(-1), (point - before).clamp_min(0.0)
+
+
+def _temper(scores: Tensor, temperature: float) -> Tensor:
+    if temperature == 1.0:
+        return scores
+    if temperature < _SMALL_TEMPERATURE:
+        return (scores - scores.amax(-1, keepdim=True)) / max(temperature, _LEAST_TEMPERATURE)
+    return scores / temperature
+
+
+def _warp_top(logits: Tensor, top: Tensor, ids: Tensor, config: SamplingConfig) -> Tensor:
+    """`warp` where top-k keeps exactly these: values [..., k], descending, and tokens [..., k]."""
+    scores = _temper(top, config.temperature)
+    if config.top_p < 1.0:
+        ascending = scores.softmax(-1).flip(-1).cumsum(-1)
+        kept = ascending > 1.0 - config.top_p
+        kept[..., -1].fill_(True)
+        # Of equal scores at the cut the highest ids stay, which topk's order does not tell.
+        kept = kept.flip(-1)
+        lowest = scores.gather(-1, kept.sum(-1, keepdim=True) - 1)
+        if not torch.equal(kept, scores >= lowest):
+            keep = _survivors(_temper(logits, config.temperature), scores, kept.flip(-1))
+            return _temper(logits, config.temperature).masked_fill(~keep, -math.inf).softmax(-1)
+        scores = scores.masked_fill(~kept, -math.inf)
+    return torch.zeros_like(logits).scatter_(-1, ids, scores.softmax(-1))
+
+
+def _top_p(scores: Tensor, top_p: float) -> Tensor:
+    """Which tokens survive top-p: bool [..., V]. Among equal scores at the cut the highest ids stay.
+
+    (Hugging Face's own sort leaves open which of them stay; how many stay is the same.)
+    """
+    budget = 1.0 - top_p
+    # Sorting a large vocabulary costs a CPU as much as a small model: mostly the head of it is enough.
+    if may_ask(scores) and scores.shape[-1] > 4 * _HEAD:
+        top = scores.topk(_HEAD, dim=-1).values
+        probs = (top - scores.logsumexp(-1, keepdim=True)).exp().flip(-1)  # [..., 1024], ascending
+        below = (1.0 - probs.sum(-1, keepdim=True)).clamp_min(0.0)
+        if bool((below <= budget).all()):
+            return _survivors(scores, top, probs.cumsum(-1).add_(below) > budget)
+    ordered, ids = scores.sort(dim=-1, stable=True)
+    kept = ordered.softmax(-1).cumsum(-1) > budget
+    kept[..., -1].fill_(True)
+    return torch.empty_like(kept).scatter_(-1, ids, kept)
+
+
+def _top_k(scores: Tensor, k: int, top_p: float) -> Tensor:
+    """Which tokens survive top-k and then top-p: bool [..., V], without sorting the vocabulary."""
+    top = scores.topk(k, dim=-1).values  # [..., k], descending
+    least = top[..., -1:]
+    if top_p == 1.0:
+        return scores >= least
+    budget = 1.0 - top_p
+    # Top-k also keeps these many tokens beyond k, whose score is the k-th: the first ones in ascending order.
+    ties = (scores >= least).sum(-1, keepdim=True) - k  # [..., 1]
+    weights = (top - top[..., :1]).exp().flip(-1)  # [..., k], ascending
+    probs = weights / (weights.sum(-1, keepdim=True) + ties * weights[..., :1])
+    least_prob = probs[..., :1]
+    cut_ties = (budget / least_prob).floor().clamp(max=scores.shape[-1]).long()
+    return _survivors(
+        scores, top, probs.cumsum(-1).add_(ties * least_prob) > budget, (ties - cut_ties).clamp_min(0)
+    )
+
+
+def _survivors(scores: Tensor, top: Tensor, kept: Tensor, ties: Tensor | int = 0) -> Tensor:
+    """The tokens that `kept` (ascending) leaves of the best scores `top` (descending): bool [..., V].
+
+    `ties` more survive at the least of those scores. Where the cut goes through equal scores the highest ids
+    stay, as in an ascending stable sort.
+    """
+    kept[..., -1].fill_(True)
+    kept = kept.flip(-1)
+    lowest = top.gather(-1, kept.sum(-1, keepdim=True) - 1)  # [..., 1]
+    equal = scores == lowest
+    places = ((top == lowest) & kept).sum(-1, keepdim=True) + ties
+    surplus = equal.sum(-1, keepdim=True) - places  # [..., 1], 0 unless the cut goes through a tie
+    if may_ask(surplus) and not surplus.any():
+        return scores >= lowest
+    return (scores > lowest) | (equal & (equal.cumsum(-1, dtype=torch.int32) > surplus))

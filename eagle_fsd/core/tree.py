@@ -1,0 +1,214 @@
+"""The draft tree and pure tensor functions on it: rerank, ancestors, children, attention masks.
+
+Node 0 is the root, parents come before their children, and every tensor has a leading batch dimension.
+Shapes: B rows, N nodes (TreeConfig.total_tokens), C candidates, M rows of draft distributions, V vocabulary,
+W the tokens that are drafted (all V, or a list of frequent ones), S cache slots in view.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.core.devices import may_ask
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """The tree of one step.
+
+    tokens, parents, depths: [B, N] int64; the root has parent -1 and depth 0. So has a filler, which stands
+    in for a node where another row of the batch has more of them: nobody's child, it is never reached.
+    log_q: [B, M, W] float32, the draft's log-probabilities at the nodes that have children.
+    owners: [B, M] int64, the node that each row of log_q belongs to; -1 marks an unused row.
+    depth: the most drafted tokens on a path, so that a walk has static length.
+    drafted: [W] int64, the tokens that log_q covers, all others having q = 0; None: all V, in order.
+    columns: [B, N] int64, where each node's token stands in log_q; None where that is at its id.
+    most: the nodes that a tree of its config may have, where this one may have fewer.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    log_q: Tensor
+    owners: Tensor
+    depth: int
+    drafted: Tensor | None = None
+    columns: Tensor | None = None
+    most: int = 0
+
+    @property
+    def largest(self) -> int:
+        """The nodes of the largest tree that this step might have had: for so many it uses random numbers."""
+        return max(self.most, self.tokens.shape[1])
+
+    @property
+    def children(self) -> Tensor:
+        """[B, N, N] bool: whether node m (last) is a child of node n."""
+        return children(self.parents)
+
+    def node_log_q(self) -> Tensor:
+        """log q of every node's token at its parent: [B, N]; -inf at the root."""
+        parents, owners = self.parents, self.owners
+        columns = self.tokens if self.columns is None else self.columns
+        owned = (owners[:, None, :] == parents[:, :, None]) & (owners >= 0)[:, None, :]  # [B, N, M]
+        row = owned.to(torch.uint8).argmax(-1) if owners.shape[1] else torch.zeros_like(parents)
+        rows = torch.arange(len(columns), device=columns.device)[:, None]
+        return torch.where(owned.any(-1), self.log_q[rows, row, columns], -torch.inf)
+
+    def whole_log_q(self, vocab_size: int) -> Tensor:
+        """log_q over the whole vocabulary: [B, M, V], -inf at tokens that are not drafted."""
+        if self.drafted is None:
+            return self.log_q
+        whole = self.log_q.new_full((*self.log_q.shape[:-1], vocab_size), -torch.inf)
+        return whole.index_copy_(-1, self.drafted, self.log_q)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Every drafted token that competes for a place, level by level, so that a parent precedes its children.
+
+    columns, parents: [B, C] int64; columns say where a token stands in log_q, parents index candidates, -1
+    is the root. scores: [B, C] float32, the cumulative log-probability of the path. depths: [C] int64, at
+    least 1.
+    """
+
+    columns: Tensor
+    parents: Tensor
+    scores: Tensor
+    depths: Tensor
+
+
+def root_only(roots: Tensor, vocab_size: int) -> DraftTree:
+    """The tree of plain decoding: roots [B] and nothing else."""
+    tokens = roots[:, None]
+    zeros = torch.zeros_like(tokens)
+    return DraftTree(
+        tokens=tokens,
+        parents=zeros - 1,
+        depths=zeros,
+        log_q=torch.empty(len(roots), 0, vocab_size, device=roots.device),
+        owners=torch.empty(len(roots), 0, dtype=torch.int64, device=roots.device),
+        depth=0,
+    )
+
+
+def rerank(scores: Tensor, count: int) -> Tensor:
+    """The `count` best candidates of scores [B, C], as ascending indices [B, count] (EAGLE-2, section 4.2).
+
+    The sort is stable, so a tie goes to the earlier, shallower candidate. No score exceeds its parent's,
+    hence the selection is closed under parents also when a draft probability of exactly 1 ties a child with
+    its parent.
+    """
+    ranked = torch.nan_to_num(scores, nan=-torch.inf).sort(dim=1, descending=True, stable=True).indices
+    return ranked[:, :count].sort(dim=1).values
+
+
+def build_tree(
+    roots: Tensor,
+    pool: Candidates,
+    total_tokens: int,
+    depth: int,
+    log_q: Tensor,
+    owners: Tensor,
+    drafted: Tensor | None = None,
+    least_score: float = -torch.inf,
+) -> DraftTree:
+    """Keep the best total_tokens - 1 candidates below roots [B], of those with at least such a score.
+
+    log_q: [B, E, W] for the E expanded nodes; owners: [B, E], each one's candidate index, -1 for the root;
+    drafted, depth: see DraftTree.
+    Expanded nodes that lost their children in the rerank give up their rows: M = min(E, total_tokens - 1)
+    rows suffice. Where it costs nothing to ask, M is what the tree needs, and N what the row with the most
+    nodes needs; fillers make up what others lack.
+    """
+    count = total_tokens - 1
+    if least_score > -torch.inf and may_ask(pool.scores):
+        count = min(count, int((pool.scores >= least_score).sum(1).amax()))
+    kept = rerank(pool.scores, count)  # [B, N-1] candidate indices
+    # No score exceeds its parent's: below a filler there are fillers. They go last, so that a row's own nodes
+    # are numbered as they are without them.
+    filler, order = (pool.scores.gather(1, kept) < least_score).sort(dim=1, stable=True)
+    kept = kept.gather(1, order)
+    node_of = torch.full_like(pool.columns, -1)  # [B, C] node index of a candidate
+    node_of.scatter_(1, kept, torch.arange(1, count + 1, device=kept.device).expand_as(kept))
+
+    def with_root(root: Tensor, rest: Tensor) -> Tensor:
+        return torch.cat((root[:, None], rest), dim=1)
+
+    above = nodes_of_candidates(pool.parents.gather(1, kept), node_of)
+    parents = with_root(torch.full_like(roots, -1), above.masked_fill(filler, -1))
+    depths = pool.depths.expand_as(pool.columns).gather(1, kept)
+    expanded = nodes_of_candidates(owners, node_of)  # [B, E]
+    has_children = children(parents).any(-1)  # [B, N]
+    used = (expanded >= 0) & has_children.gather(1, expanded.clamp(min=0))
+    needed = int(used.sum(1).amax()) if may_ask(used) else min(owners.shape[1], count)
+    rows = used.sort(dim=1, descending=True, stable=True).indices[:, :needed]
+    columns = pool.columns.gather(1, kept)
+    return DraftTree(
+        tokens=with_root(roots, columns if drafted is None else drafted[columns]),
+        parents=parents,
+        depths=with_root(torch.zeros_like(roots), depths.masked_fill(filler, 0)),
+        log_q=log_q.gather(1, rows[:, :, None].expand(-1, -1, log_q.shape[-1])),
+        owners=torch.where(used, expanded, -1).gather(1, rows),
+        depth=depth,
+        drafted=drafted,
+        columns=None if drafted is None else with_root(torch.zeros_like(roots), columns),
+        most=total_tokens,
+    )
+
+
+def nodes_of_candidates(candidates: Tensor, node_of: Tensor) -> Tensor:
+    """Node indices of candidates [B, X]: -1, the root, becomes 0; one that was not kept, -1."""
+    return torch.where(candidates < 0, 0, node_of.gather(1, candidates.clamp(min=0)))
+
+
+def children(parents: Tensor) -> Tensor:
+    """[B, N, N] bool from parents [B, N]: whether m (last) is a child of n."""
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    return parents[:, None, :] == nodes[:, None]
+
+
+def ancestors(parents: Tensor, depth: int) -> Tensor:
+    """[B, N, N] bool from parents [B, N]: whether m (last) is on the path from the root to n, n too."""
+    reached = (
+        torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
+        .expand(len(parents), -1, -1)
+        .clone()
+    )
+    current = parents
+    for _ in range(depth):
+        reached.scatter_(2, current.clamp(min=0)[:, :, None], True)  # past the root, the root again
+        current = torch.where(current < 0, -1, parents.gather(1, current.clamp(min=0)))
+    return reached
+
+
+def visible_slots(lengths: Tensor, slots: Tensor, relation: Tensor, view: int) -> Tensor:
+    """The slots that each new token sees: all committed ones, and of the new ones its own path.
+
+    lengths: [B] committed slots. slots: [B, n] where the n related tokens are written. relation: [B, q, n]
+    bool, whether query q sees related token n. Returns [B, q, view] bool.
+    """
+    committed = torch.arange(view, device=lengths.device) < lengths[:, None]  # [B, S]
+    visible = committed[:, None, :].expand(-1, relation.shape[1], -1).clone()
+    return visible.scatter_(2, slots[:, None, :].expand_as(relation), relation)
+
+
+def within_window(visible: Tensor, query_positions: Tensor, slot_positions: Tensor, window: int) -> Tensor:
+    """Narrow visible [B, q, S] to a sliding window, by position and not by slot: siblings share a position.
+
+    query_positions: [B, q]; slot_positions: [B, S]. A key is seen when query position - key position <
+    window.
+    """
+    return visible & (query_positions[:, :, None] - slot_positions[:, None, :] < window)
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, q, S] mask in the model's dtype: 0 where visible, the smallest number elsewhere.
+
+    A bool mask is silently wrong in eager attention, and -inf gives NaN on rows that see nothing.
+    """
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

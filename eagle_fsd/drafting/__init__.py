@@ -1,0 +1,1 @@
+"""Who proposes the tree."""

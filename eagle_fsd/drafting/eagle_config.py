@@ -1,0 +1,150 @@
+"""The shape of an EAGLE-1/2 head, as EAGLE's config.json describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_fsd.core.checks import require_integer, require_number, shown
+
+DEFAULT_ROPE_THETA = 10000.0
+LEAST, MOST = 1e-30, 1e30  # beyond these a rotary base or a norm's epsilon yields no finite weights
+LARGEST = 2**31 - 1  # of any size of a head: the product of two still fits into torch's 64 bits
+CHECK = "check the head's config.json"  # the remedy of every bad size of a head
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The shape of an EAGLE-1/2 draft head: one Llama decoder layer behind `fc`, as in EAGLE's config.json.
+
+    fc_bias: whether `fc` adds a bias. New heads have none: vLLM's `fc` has none either, see `to_dict`.
+    qkv_bias: whether q, k and v have biases, as in heads for Qwen2.
+    trained_positions: the longest text it was trained on, where that is known; draft_vocab_size: how many of
+    the target's tokens it drafts, None for all. Both are notes that EAGLE's files lack; loaders that do not
+    know them draft over the whole vocabulary.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = DEFAULT_ROPE_THETA
+    max_position_embeddings: int = 2048
+    hidden_act: str = "silu"
+    fc_bias: bool = False
+    qkv_bias: bool = False
+    trained_positions: int | None = None
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        for name in (*sizes, "vocab_size", "max_position_embeddings"):
+            require_integer(name, getattr(self, name), 1, CHECK, LARGEST)
+        for name in ("rms_norm_eps", "rope_theta"):
+            require_number(name, getattr(self, name), LEAST, MOST, CHECK)
+        if self.trained_positions is not None:
+            require_integer("trained_positions", self.trained_positions, 1, CHECK, LARGEST)
+        if self.draft_vocab_size is not None:
+            require_integer("draft_vocab_size", self.draft_vocab_size, 1, CHECK, LARGEST)
+            if self.draft_vocab_size > self.vocab_size:
+                raise ValueError(
+                    f"draft_vocab_size is {self.draft_vocab_size}: it must be at most the vocab_size "
+                    f"({self.vocab_size}); {CHECK}"
+                )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads is {self.num_key_value_heads}: it must divide num_attention_heads "
+                f"({self.num_attention_heads}); {CHECK}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}: rotary positions need it even; {CHECK}")
+        if self.hidden_act != "silu":
+            raise ValueError(f"hidden_act is {shown(self.hidden_act)}: EAGLE heads use 'silu'; {CHECK}")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, fc_bias: bool, qkv_bias: bool) -> HeadConfig:
+        """Read EAGLE's config.json; biases come from the checkpoint's keys, for the flags are unreliable.
+
+        Raises ValueError for a missing field, more than one layer, or a rotary scaling that the head does not
+        compute.
+        """
+        required = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        for name in required:
+            if name not in data:
+                raise ValueError(
+                    f"config.json has no {name!r}: an EAGLE head's config needs {', '.join(required)}"
+                )
+        layers = data.get("num_hidden_layers", 1)
+        if layers != 1:
+            raise ValueError(
+                f"num_hidden_layers is {shown(layers)}: an EAGLE-1/2 head has 1; this is another model's "
+                "config"
+            )
+        rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"rope parameters are {shown(rope)}: they must be an object; {CHECK}")
+        if data.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise ValueError(
+                "partial_rotary_factor is not 1: draft heads here rotate whole heads; choose another"
+            )
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise ValueError(
+                f"rope scaling is {shown(kind)}: draft heads here use plain rotary positions ('default'); "
+                "choose another head"
+            )
+        heads = data["num_attention_heads"]
+        for name in ("num_attention_heads", "hidden_size"):
+            require_integer(name, data[name], 1, CHECK, LARGEST)
+        return cls(
+            hidden_size=data["hidden_size"],
+            intermediate_size=data["intermediate_size"],
+            num_attention_heads=heads,
+            num_key_value_heads=data.get("num_key_value_heads") or heads,
+            head_dim=data.get("head_dim") or data["hidden_size"] // heads,
+            vocab_size=data["vocab_size"],
+            rms_norm_eps=data.get("rms_norm_eps", 1e-6),
+            rope_theta=data.get("rope_theta", rope.get("rope_theta", DEFAULT_ROPE_THETA)),
+            max_position_embeddings=data.get("max_position_embeddings", 2048),
+            hidden_act=data.get("hidden_act", "silu"),
+            fc_bias=fc_bias,
+            qkv_bias=qkv_bias,
+            trained_positions=data.get("trained_positions"),
+            draft_vocab_size=data.get("draft_vocab_size"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config.json that EAGLE, vLLM and SGLang read, with flags that match the keys.
+
+        `bias` is EAGLE's word for the bias of `fc`, true where it is absent. vLLM and SGLang build the layer
+        with their Llama, which makes biases for its attention, o's among them, where `bias` or
+        `attention_bias` is true, and leaves those uninitialised that a file lacks. No head has one of o, so
+        `attention_bias` is always false. `qkv_bias` is EAGLE's and vLLM's word for q, k and v alone. A head
+        whose `fc` has a bias says `bias: true` all the same, for EAGLE's own code drops the bias otherwise:
+        such a head is for EAGLE and for this package, until training.folding has removed the bias.
+        """
+        notes = {"trained_positions": self.trained_positions, "draft_vocab_size": self.draft_vocab_size}
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "max_position_embeddings": self.max_position_embeddings,
+            "hidden_act": self.hidden_act,
+            "bias": self.fc_bias,
+            "attention_bias": False,
+            "qkv_bias": self.qkv_bias,
+            "tie_word_embeddings": False,
+            **{name: value for name, value in notes.items() if value is not None},
+        }

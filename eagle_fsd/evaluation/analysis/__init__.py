@@ -1,0 +1,1 @@
+"""From rows to points with intervals; no model."""

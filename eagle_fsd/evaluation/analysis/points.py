@@ -1,0 +1,204 @@
+"""From raw rows to points: what one rule, on one task, costs and gains, with intervals, against lossless.
+
+A panel is what may be compared: one task and version, sampling, length limit, tree, dtype and pair of models.
+In it every rule is a point. A point is held against the lossless one on the samples and seeds that both have,
+and says how many these are, so that a sweep that is not done yet can be read all the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Change, Estimate, estimates
+from eagle_fsd.evaluation.analysis.measures import MEASURES, SCORE, Measure, compared, paired, score, sums_of
+from eagle_fsd.evaluation.analysis.rule_labels import LOSSLESS, PLAIN, rule_family, rule_knobs, rule_label
+from eagle_fsd.evaluation.rows import Row
+from eagle_fsd.evaluation.tasks import TASKS
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a report's section is about: the models, how they are run, and the draft tree."""
+
+    base_model: str
+    ea_model: str | None
+    draft_vocab_size: int | None
+    dtype: str
+    tree: TreeConfig
+
+    @classmethod
+    def of(cls, row: Row) -> Models:
+        return cls(row.base_model, row.ea_model, row.draft_vocab_size, row.dtype, row.tree)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a panel is about, within its section."""
+
+    name: str
+    version: int | str
+    sampling: SamplingConfig
+    max_new_tokens: int
+
+    @classmethod
+    def of(cls, row: Row) -> Task:
+        return cls(row.task, row.version, row.sampling, row.max_new_tokens)
+
+    @property
+    def title(self) -> str:
+        """Such as `ifeval, temperature 0.6`."""
+        return f"{self.name}, temperature {self.sampling.temperature:g}"
+
+    @property
+    def details(self) -> str:
+        """What the title leaves out."""
+        warpers = []
+        if self.sampling.top_p < 1:
+            warpers.append(f"top-p {self.sampling.top_p:g}")
+        if self.sampling.top_k:
+            warpers.append(f"top-k {self.sampling.top_k}")
+        return ", ".join([f"version {self.version}", *warpers, f"at most {self.max_new_tokens} new tokens"])
+
+    @property
+    def order(self) -> tuple[str, str, float, str]:
+        return self.name, str(self.version), self.sampling.temperature, self.details
+
+
+@dataclass(frozen=True)
+class Point:
+    """One rule in one panel. values: by measure, over all its rows; changes: against lossless, over `pairs`.
+
+    A measure that its rows do not know is missing from values; one that has no pairs, from changes.
+    """
+
+    label: str
+    family: str
+    knobs: tuple[float, ...]
+    samples: int  # rows: a sample with two seeds counts twice
+    pairs: int
+    values: Mapping[str, Estimate]
+    changes: Mapping[str, Change]
+    rows: tuple[Row, ...] = field(repr=False, compare=False)
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is the target's own law: lossless, or plain decoding."""
+        return self.family in (LOSSLESS, PLAIN)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The points of one task, sampling, and pair of models: plain, lossless, then by family and knobs."""
+
+    models: Models
+    task: Task
+    points: tuple[Point, ...]
+    scores: tuple[str, ...]
+
+    @property
+    def lossless(self) -> Point | None:
+        return next((point for point in self.points if point.family == LOSSLESS), None)
+
+    @property
+    def plain(self) -> Point | None:
+        return next((point for point in self.points if point.family == PLAIN), None)
+
+    def measure(self, name: str) -> Measure:
+        if not name.startswith(SCORE):
+            return MEASURES[name]
+        own = name.removeprefix(SCORE)
+        return score(own, weights_of(self.task.name).get(own))
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Names of all measures, the task's scores last."""
+        return (*MEASURES, *(SCORE + name for name in self.scores))
+
+
+def panels(rows: Iterable[Row], how: Bootstrap) -> list[Panel]:
+    """The rows in panels, sections one after the other, tasks by name and temperature within.
+
+    Plain decoding (a tree of one node) has no tree to speak of: it stands in every panel of its target.
+    ValueError where one point would mix the rows of two cells.
+    """
+    groups: dict[tuple[Models, Task], list[Row]] = {}
+    plain: dict[tuple[str, str, Task], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((Models.of(row), Task.of(row)), []).append(row)
+        if is_plain(row):
+            plain.setdefault((row.base_model, row.dtype, Task.of(row)), []).append(row)
+    drafting = {place: members for place, members in groups.items() if place[0].tree.total_tokens > 1}
+    found = []
+    for (models, task), members in (drafting or groups).items():
+        others = (
+            [] if models.tree.total_tokens == 1 else plain.get((models.base_model, models.dtype, task), [])
+        )
+        same_head = [row for row in others if row.ea_model == models.ea_model]
+        found.append(panel_of(models, task, [*members, *one_cell(same_head or others)], how))
+    return sorted(found, key=lambda panel: (str(panel.models), panel.task.order))
+
+
+def weights_of(task: str) -> Mapping[str, str]:
+    """Which scores of a task are weighted by which others; none of a task that is not ours."""
+    return TASKS[task].weights if task in TASKS else {}
+
+
+def is_plain(row: Row) -> bool:
+    return row.tree.total_tokens == 1
+
+
+def one_cell(rows: Sequence[Row]) -> list[Row]:
+    """The rows of the first cell among them: plain decoding may have been run beside several heads."""
+    return [row for row in rows if row.key == rows[0].key]
+
+
+def panel_of(models: Models, task: Task, rows: Sequence[Row], how: Bootstrap) -> Panel:
+    """The panel of rows that agree in all but the rule."""
+    rules: dict[str, list[Row]] = {}
+    for row in rows:
+        name = PLAIN if is_plain(row) else json.dumps(row.rule, sort_keys=True)
+        rules.setdefault(name, []).append(row)
+    lossless: list[Row] = []
+    for members in rules.values():
+        refuse_two_cells(task, members)
+        if members[0].rule["name"] == LOSSLESS and not is_plain(members[0]):
+            lossless = members
+    weights = weights_of(task.name).values()
+    scores = tuple(dict.fromkeys(name for row in rows for name in row.scores if name not in weights))
+    bare = Panel(models, task, (), scores)
+    points = [point_of(bare, members, lossless, how) for members in rules.values()]
+    rank = {PLAIN: 0, LOSSLESS: 1}
+    points.sort(key=lambda point: (rank.get(point.family, 2), point.family, point.knobs, point.label))
+    return replace(bare, points=tuple(points))
+
+
+def refuse_two_cells(task: Task, rows: Sequence[Row]) -> None:
+    """ValueError where rows that look the same come from other weights."""
+    first = rows[0]
+    for row in rows:
+        if row.key != first.key:
+            raise ValueError(
+                f"{rule_label(row.rule)} on {task.title} has rows of two cells, {first.key} and {row.key}: "
+                f"the weights of {row.base_model} or of its head changed in between; report them apart"
+            )
+
+
+def point_of(panel: Panel, rows: Sequence[Row], lossless: Sequence[Row], how: Bootstrap) -> Point:
+    """The point of one cell's rows, held against the `lossless` ones, of which there may be none."""
+    rule, plain = rows[0].rule, is_plain(rows[0])
+    measures = {name: panel.measure(name) for name in panel.measures}
+    is_lossless = not plain and rule["name"] == LOSSLESS
+    pairs = [] if is_lossless else paired(rows, lossless)
+    return Point(
+        label=PLAIN if plain else rule_label(rule),
+        family=PLAIN if plain else rule_family(rule),
+        knobs=() if plain else rule_knobs(rule),
+        samples=len(rows),
+        pairs=len(pairs),
+        values=estimates({name: sums_of(measure, rows) for name, measure in measures.items()}, how),
+        changes=compared(measures, pairs, how),
+        rows=tuple(rows),
+    )

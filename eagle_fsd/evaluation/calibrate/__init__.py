@@ -1,0 +1,1 @@
+"""Which threshold keeps to a quality budget."""

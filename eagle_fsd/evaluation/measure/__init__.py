@@ -1,0 +1,1 @@
+"""What runs a model and writes rows of figures."""

@@ -1,0 +1,129 @@
+"""What a draft head is worth at work: right drafts by depth, calibrated confidence, tau, tokens per second.
+
+EAGLE-2 grows and prunes its trees by the draft's own probabilities, taking them for chances of acceptance. So
+every drafted node is a sample of that: its confidence, q of its token at its parent, and whether the target,
+greedy, takes the token there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.stats import GenerationStats
+from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.prompt_sets import batches
+
+BINS = 10
+TOP = (1, 3)  # how many of the draft's best tokens count as right
+
+
+@dataclass
+class Witness:
+    """Notes, step by step of lossless texts, how the drafts compare with the target's choice.
+
+    confidence, taken: of every drafted node. reached, right: by depth, the nodes on the target's own path
+    that have a draft distribution, and in how many the target's token is among the draft's best TOP.
+    """
+
+    depth: int
+    confidence: list[Tensor] = field(default_factory=list)
+    taken: list[Tensor] = field(default_factory=list)
+    reached: Tensor = field(init=False)
+    right: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reached = torch.zeros(self.depth, dtype=torch.int64)
+        self.right = torch.zeros(len(TOP), self.depth, dtype=torch.int64)
+
+    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
+        tree = verified.tree
+        wanted = verified.logits.argmax(-1)  # [B, N] the target's token at every node
+        parents = tree.parents.clamp(min=0)
+        taken = tree.tokens == wanted.gather(1, parents)  # [B, N]
+        drafted = tree.parents >= 0
+        self.confidence.append(tree.node_log_q().exp()[drafted].cpu())
+        self.taken.append(taken[drafted].cpu())
+        on_path = torch.zeros_like(taken)
+        on_path[:, 0] = True
+        for _ in range(tree.depth):  # parents come first, but one level at a time is enough
+            on_path[:, 1:] = (taken & on_path.gather(1, parents))[:, 1:]
+        owners = tree.owners.clamp(min=0)  # [B, M]
+        live = (tree.owners >= 0) & on_path.gather(1, owners)
+        depths = tree.depths.gather(1, owners)[live].cpu()
+        self.reached += torch.bincount(depths, minlength=self.depth)
+        best = tree.log_q[live].topk(min(max(TOP), tree.log_q.shape[-1]), dim=-1).indices  # [L, 3]
+        best = best if tree.drafted is None else tree.drafted[best]
+        hits = (best == wanted.gather(1, owners)[live][:, None]).cpu()
+        for row, count in enumerate(TOP):
+            self.right[row] += torch.bincount(depths[hits[:, :count].any(-1)], minlength=self.depth)
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """right: for each of TOP the share by depth, given that the depth was reached; reached: how often it was.
+    bins: rows of (mean confidence, share taken, nodes). error: the expected calibration error.
+    """
+
+    right: dict[int, list[float]]
+    reached: list[int]
+    bins: list[tuple[float, float, int]]
+    error: float
+    tau: float
+    tokens_per_second: float
+    accept_histogram: list[int]
+
+
+def observe(
+    engine: EagleFSD,
+    prompts: Sequence[Sequence[int]],
+    tree: TreeConfig,
+    max_new_tokens: int,
+    batch_size: int,
+) -> tuple[HeadReport, list[list[int]]]:
+    """Answer the prompts (token ids) greedily and losslessly: a report on the head's drafts, the answers."""
+    witness = Witness(tree.reach)
+    stats, answers = [], []
+    for rows in tqdm(list(batches(len(prompts), batch_size)), desc="prompts", unit="batch"):
+        ids, mask = left_padded([prompts[row] for row in rows], engine.pad_token_id)
+        output = engine.generate(ids, mask, max_new_tokens=max_new_tokens, tree=tree, observer=witness)
+        stats.append(GenerationStats.total(output.stats, concurrent=True))
+        answers += output.new_tokens
+    total = GenerationStats.total(stats)
+    bins, error = calibration(torch.cat(witness.confidence), torch.cat(witness.taken))
+    shares = witness.right / witness.reached.clamp(min=1)
+    report = HeadReport(
+        right={count: shares[row].tolist() for row, count in enumerate(TOP)},
+        reached=witness.reached.tolist(),
+        bins=bins,
+        error=error,
+        tau=total.tau,
+        tokens_per_second=total.tokens_per_second,
+        accept_histogram=total.accept_histogram,
+    )
+    return report, answers
+
+
+def calibration(
+    confidence: Tensor, taken: Tensor, count: int = BINS
+) -> tuple[list[tuple[float, float, int]], float]:
+    """Bins of equal width over confidence [n] in 0..1 against taken [n] bool, empty ones left out, and the
+    expected calibration error: the mean gap of the two, weighted by nodes (Guo et al., arXiv 1706.04599).
+    """
+    place = (confidence * count).long().clamp(max=count - 1)
+    rows, gap = [], 0.0
+    for index in range(count):
+        inside = place == index
+        nodes = int(inside.sum())
+        if nodes:
+            mean, share = float(confidence[inside].mean()), float(taken[inside].float().mean())
+            rows.append((mean, share, nodes))
+            gap += nodes * abs(mean - share)
+    return rows, gap / max(len(confidence), 1)

@@ -1,0 +1,75 @@
+"""How far a rule's own law is from the target's, and how likely the target finds a text."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.acceptance.output_distribution import distances, path_laws
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
+
+
+class LawMeter:
+    """An observer of one batch: sums of KL(law || p) and TV(law, p) in every context that got a token.
+
+    p is the target's law after the user's warpers. kl, tv: by row. seconds: what looking took, which is not
+    the decoding's.
+    """
+
+    def __init__(self, mode: str, rows: int) -> None:
+        self.mode = mode
+        self.kl = [0.0] * rows
+        self.tv = [0.0] * rows
+        self.seconds = 0.0
+
+    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
+        if verdict.chances is None:
+            return
+        start = time.perf_counter()
+        counts = torch.tensor(list(emitted.values()), device=verdict.path.device)
+        inside = torch.arange(verdict.path.shape[1], device=counts.device) < counts[:, None]  # [B, D]
+        kl, tv = (
+            torch.where(inside, each, 0.0).sum(1).tolist()
+            for each in distances(*path_laws(verified, verdict, self.mode))
+        )
+        for row, its_kl, its_tv in zip(emitted, kl, tv, strict=True):
+            self.kl[row] += its_kl
+            self.tv[row] += its_tv
+        self.seconds += time.perf_counter() - start
+
+    def row(self, row: int) -> dict[str, Any]:
+        """The sums of a row as JSON can hold them: an infinite KL is null."""
+        kl = self.kl[row] if math.isfinite(self.kl[row]) else None
+        return {"law": {"kl": kl, "tv": self.tv[row]}}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Of a text's new tokens, by the target's raw law at temperature 1.
+
+    log_p: their mean log-probability, in nats. It flatters a rule that picks likely tokens: text sharper than
+    the target's own scores higher than it. agreement: the share that is the argmax of its context.
+    """
+
+    log_p: float
+    agreement: float
+
+
+@torch.inference_mode()
+def judged(target: TargetModel, prompt: Sequence[int], tokens: Sequence[int]) -> Judgement | None:
+    """What the target says of the tokens after the prompt (ids); None for no tokens."""
+    if not tokens:
+        return None
+    text = torch.tensor([[*prompt, *tokens]], device=target.device)
+    session = TargetSession(target, 1, text.shape[1])
+    features = session.prefill(text[:, :-1], [text.shape[1] - 1])[0, len(prompt) - 1 :]
+    logits, new = target.logits(features), text[0, len(prompt) :]
+    log_p = logits.log_softmax(-1).gather(1, new[:, None])
+    return Judgement(float(log_p.mean()), float((logits.argmax(-1) == new).float().mean()))

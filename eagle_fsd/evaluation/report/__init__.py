@@ -1,0 +1,1 @@
+"""From points to tables and plots."""

@@ -1,0 +1,1 @@
+"""Runs code that a model wrote, confined."""

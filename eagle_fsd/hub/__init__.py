@@ -1,0 +1,24 @@
+"""From names to models: Hub ids, folders and .gguf files of targets and draft heads."""
+
+from eagle_fsd.hub.head_checkpoint import save_head
+from eagle_fsd.hub.resolve import (
+    DEFAULT_TARGET,
+    HeadSource,
+    load_head,
+    load_target,
+    resolve_head,
+    resolve_target,
+)
+from eagle_fsd.hub.target_loader import TargetSource, load_text
+
+__all__ = [
+    "DEFAULT_TARGET",
+    "HeadSource",
+    "TargetSource",
+    "load_head",
+    "load_target",
+    "load_text",
+    "resolve_head",
+    "resolve_target",
+    "save_head",
+]

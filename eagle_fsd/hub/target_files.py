@@ -1,0 +1,134 @@
+"""What a target's folder and config must say before anything is built of them: every failure in one line.
+
+transformers builds what a config asks for, whatever the size, and some configs make lists as long as their
+sizes: so these are checked in the JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.hub.download import has_whole_weights, shard_names
+from eagle_fsd.hub.head_checkpoint import BIN_NAME, CONFIG_NAME, SAFETENSORS_NAME, read_config
+from eagle_fsd.target.architecture import check_supported
+
+# The sizes that a config may name, and the most that each may be: far beyond any model that there is.
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+WIDTHS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "n_embd", "n_head", "n_inner", "d_model", "ffn_dim", "num_experts", "num_local_experts",
+)  # fmt: skip
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+MOST = {**dict.fromkeys(LAYERS, 1024), **dict.fromkeys(WIDTHS, 2**24), **dict.fromkeys(POSITIONS, 2**40)}
+INTEGER = 2**63  # what no tensor's size or token id reaches
+SLACK = 16  # weights a byte: no format packs so many, and no layers are shared so often
+
+
+def check_folder(folder: Path, name: str, trust_remote_code: bool, weights: bool = True) -> None:
+    """A folder must have a config and whole weights, where these are asked for; said here, since
+    transformers' errors are long."""
+    where = f"target {name!r}"
+    files = sorted(folder.glob("*.gguf"))
+    if files and not (folder / CONFIG_NAME).is_file():
+        raise ValueError(
+            f"{where} has no {CONFIG_NAME}: a folder must have one; name its file {str(files[0])!r}"
+        )
+    config = read_config(folder, "target")
+    check_sizes(config, name)
+    foreign = config.get("auto_map") and config.get("model_type") not in transformers.CONFIG_MAPPING
+    if foreign and not trust_remote_code:
+        raise ValueError(
+            f"{where} needs its own code: that runs only on request; set trust_remote_code if you trust it"
+        )
+    if not weights or has_whole_weights(folder):
+        return
+    shards = shard_names(folder)
+    lost = [name for name in shards if not (folder / name).is_file()]
+    if lost:
+        raise ValueError(f"{where} lacks the weights file {lost[0]!r}: all must be there; download it again")
+    if not shards:
+        raise ValueError(f"{where} has no weights: {SAFETENSORS_NAME} or {BIN_NAME} must be there; add one")
+
+
+def check_decoder(config: transformers.PreTrainedConfig, name: str) -> None:
+    """Refuse what is no causal decoder; which decoders trees can be verified on is target.py's to say."""
+    rule = "it must be a decoder; choose a causal language model"
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"target {name!r} is an encoder-decoder ({kind}): {rule}")
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    causal = remote or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    # BERT and its kin have a causal class too, but attend both ways unless the config says is_decoder.
+    # Others, GPT-NeoX among them, say False and do not mean it.
+    both_ways = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder
+    if not causal or both_ways:
+        raise ValueError(f"target {name!r} is not a decoder ({kind}): {rule}")
+    try:
+        check_supported(config)
+    except ValueError as error:
+        raise ValueError(f"target {name!r} cannot be used: {one_line(error, 300)}") from error
+
+
+def check_sizes(config: Mapping[str, Any], name: str) -> None:
+    """Refuse a config whose sizes cannot be a model's: of another type, below 1 or beyond all models."""
+    again = "download its config.json again"
+    for key, value in integers(config):
+        most = MOST.get(key, INTEGER - 1)
+        if not -INTEGER < value <= most:
+            raise ValueError(f"target {name!r}: {key} is {brief(value)}: it must be at most {most}; {again}")
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        for key in sorted(part.keys() & MOST.keys()):
+            values = part[key] if isinstance(part[key], list) else [part[key]]  # of every layer, or of all
+            for value in values:
+                is_integer = isinstance(value, int) and not isinstance(value, bool)
+                if value is not None and not (is_integer and value >= 1):
+                    raise ValueError(
+                        f"target {name!r}: {key} is {brief(value)}: it must be an integer from 1 to "
+                        f"{MOST[key]}; {again}"
+                    )
+
+
+def integers(part: Any, key: str = "") -> Iterator[tuple[str, int]]:
+    """Every integer in a config, with the name that it goes by."""
+    if isinstance(part, Mapping):
+        for name, value in part.items():
+            yield from integers(value, str(name))
+    elif isinstance(part, list):
+        for value in part:
+            yield from integers(value, key)
+    elif isinstance(part, int):
+        yield key, part
+
+
+def brief(value: object) -> str:
+    """A value for an error's line."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def check_plausible(config: transformers.PreTrainedConfig, folder: Path, name: str) -> None:
+    """Refuse a config that asks for far more weights than the folder's files can hold.
+
+    What the files lack would be made up in memory before anybody could say that it is lacking.
+    """
+    text = config.get_text_config(decoder=True)
+    names = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
+    hidden, words, layers, heads = (getattr(text, size, None) for size in names)
+    if not all(isinstance(size, int) for size in (hidden, words, layers, heads)):
+        return
+    head_dim, inner = (getattr(text, size, None) for size in ("head_dim", "intermediate_size"))
+    attention = heads * head_dim if isinstance(head_dim, int) else hidden
+    weights = hidden * (words + (inner if isinstance(inner, int) else 0) + layers * attention)
+    files = {SAFETENSORS_NAME, BIN_NAME, *shard_names(folder)}
+    size = sum((folder / file).stat().st_size for file in files if (folder / file).is_file())
+    if weights > SLACK * size:
+        raise ValueError(
+            f"target {name!r} cannot be loaded (its config.json asks for {weights} weights or more, its "
+            f"files have {size} bytes): they must be of one model; download both again"
+        )

@@ -1,0 +1,297 @@
+"""A target on disk to a model in memory: what its files must hold, and every failure in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from eagle_fsd.core.checks import one_line, require_choice
+from eagle_fsd.core.devices import resolve_device, resolve_dtype
+from eagle_fsd.hub.download import CHAT_FILES, TOKENIZER_FILES, bars_wanted
+from eagle_fsd.hub.head_checkpoint import CONFIG_NAME
+from eagle_fsd.hub.target_files import check_decoder, check_folder, check_plausible, check_sizes
+from eagle_fsd.hub.weights_cache import Origin, find, is_whole, keep, origin_of
+from eagle_fsd.target.architecture import ATTENTION, end_tokens, longest_text
+
+logger = logging.getLogger(__name__)
+
+CONVERTER = f"transformers {transformers.__version__}"
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass(frozen=True)
+class TargetSource:
+    """A target on disk: `name` as the user gave it, its folder, and the .gguf file in it where it is one."""
+
+    name: str
+    folder: Path
+    gguf_file: str | None = None
+
+
+@dataclass(frozen=True)
+class TargetText:
+    """A target as far as its text goes: all that counting tokens needs of it.
+
+    tokenizer: None where the source has none. The sizes and limits are those of TargetModel.
+    """
+
+    tokenizer: transformers.PreTrainedTokenizerBase | None
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placing:
+    """How a target is read: see load_model, whose arguments these are, checked."""
+
+    dtype: torch.dtype
+    device: torch.device
+    device_map: str | dict[str, Any] | None = None
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+
+Loaded = tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase | None]
+
+
+def load_model(
+    source: TargetSource,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    weights_cache: bool = True,
+) -> Loaded:
+    """The target in eval mode, and its tokenizer (None where the source has none).
+
+    `device_map` places the layers and overrides `device`. A weight that the files lack is an error.
+    weights_cache: keep what was converted of a .gguf file, and read that the next time; see weights_cache.py.
+    """
+    place = resolve_device(device)
+    placing = Placing(resolve_dtype(dtype, place), place, device_map, attn_implementation, trust_remote_code)
+    if attn_implementation is not None:
+        require_choice("attn_implementation", attn_implementation, ATTENTION)
+    if isinstance(device_map, str):
+        require_choice("device_map", device_map, DEVICE_MAPS)
+    if source.gguf_file is None:
+        tell(f"loading {source.name} ...")
+        return load_files(source, placing)
+    origin = origin_of_gguf(source) if weights_cache else None
+    if origin is not None and (folder := find(origin, serving(placing.dtype))):
+        tell(f"loading {source.name}, as it was kept in {folder} ...")
+        try:
+            return under_its_name(source, load_files(TargetSource(source.name, folder), placing))
+        except ValueError:
+            if is_whole(folder):  # else another process has dropped it meanwhile
+                raise
+    tell(f"converting {source.gguf_file} ...")
+    loaded = load_files(source, placing)
+    # With a device_map a part may be on no device at all.
+    if origin is not None and device_map is None and (folder := keep_converted(origin, *loaded)):
+        tell(f"kept what was converted in {folder}, for the next start")
+    return loaded
+
+
+def load_files(source: TargetSource, placing: Placing) -> Loaded:
+    """The target by the source's own files."""
+    if source.gguf_file is None:
+        check_folder(source.folder, source.name, placing.trust_remote_code)
+    options = options_of(source, placing.trust_remote_code)
+    config = load_config(source, options)
+    if source.gguf_file is None:
+        check_plausible(config, source.folder, source.name)
+    with one_line_errors(source.name), quiet_loading(source.gguf_file is not None):
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            config=config,
+            dtype=placing.dtype,
+            device_map=placing.device_map,
+            attn_implementation=placing.attn_implementation,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # check_whole says it better
+            **options,
+            **(unpacked() if source.gguf_file is not None else {}),
+        )
+        if placing.device_map is None:
+            model = model.to(placing.device)
+    check_whole(report, source.name)
+    if source.gguf_file is not None:
+        forget_quantization(model)
+    return model.eval(), load_tokenizer(source, options)
+
+
+def load_text(source: TargetSource, trust_remote_code: bool = False) -> TargetText:
+    """What a target says of its text, from its small files: its weights need not be there."""
+    if source.gguf_file is None:
+        check_folder(source.folder, source.name, trust_remote_code, weights=False)
+    elif (origin := origin_of_gguf(source)) and (folder := find(origin)):
+        source = TargetSource(source.name, folder)
+    options = options_of(source, trust_remote_code)
+    config = load_config(source, options)
+    generation = None
+    if (source.folder / transformers.utils.GENERATION_CONFIG_NAME).is_file():
+        with one_line_errors(source.name):
+            generation = transformers.GenerationConfig.from_pretrained(source.folder)
+    text = config.get_text_config(decoder=True)
+    return TargetText(
+        tokenizer=load_tokenizer(source, options),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        max_positions=longest_text(text),
+        eos_token_ids=end_tokens(text, generation),
+    )
+
+
+# -- converted .gguf files ----------------------------------------
+
+
+def origin_of_gguf(source: TargetSource) -> Origin | None:
+    """A .gguf file with all that may have a say in what is read of it; None where nothing is to be kept."""
+    names = (CONFIG_NAME, *CHAT_FILES, *TOKENIZER_FILES)
+    beside = [path for name in names for path in source.folder.glob(name)]
+    return origin_of(source.folder / source.gguf_file, beside, CONVERTER)
+
+
+def serving(dtype: torch.dtype) -> tuple[str, ...]:
+    """The dtypes that converted weights may be kept in to serve this one: it, and float32.
+
+    For a .gguf file is unpacked to float32 and then rounded too.
+    """
+    return str(torch.float32), str(dtype)
+
+
+def keep_converted(
+    origin: Origin, model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase
+) -> Path | None:
+    """Keep what was read from a .gguf file, in the folder that is returned, where there is room."""
+
+    def save(folder: Path) -> None:
+        with quiet_loading(gguf=False):
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+    size = sum({weight.data_ptr(): weight.nbytes for weight in model.state_dict().values()}.values())
+    return keep(origin, str(model.dtype), size, save)
+
+
+def under_its_name(source: TargetSource, loaded: Loaded) -> Loaded:
+    """A model and tokenizer that name the place they were asked for, not the cache."""
+    model, tokenizer = loaded
+    model.config._name_or_path = model.name_or_path = str(source.folder)
+    tokenizer.name_or_path = str(source.folder)
+    return loaded
+
+
+# -- reading ----------------------------------------
+
+
+def tell(text: str) -> None:
+    """Show people what takes a while; a pipe or a file only with --verbose."""
+    if bars_wanted():
+        sys.stderr.write(f"{text}\n")
+    else:
+        logger.info("%s", text)
+
+
+def options_of(source: TargetSource, trust_remote_code: bool) -> dict[str, Any]:
+    """What every reader of transformers is told of a source."""
+    gguf = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
+    return {"trust_remote_code": trust_remote_code, **gguf}
+
+
+def load_config(source: TargetSource, options: dict[str, Any]) -> transformers.PreTrainedConfig:
+    """The config of a decoder; ValueError for what is none."""
+    with one_line_errors(source.name):
+        config = transformers.AutoConfig.from_pretrained(source.folder, **options)
+    check_sizes(config.to_dict(), source.name)  # of a .gguf file; of a folder, before
+    check_decoder(config, source.name)
+    return config
+
+
+def load_tokenizer(
+    source: TargetSource, options: dict[str, Any]
+) -> transformers.PreTrainedTokenizerBase | None:
+    """The tokenizer, None where the source has none."""
+    if source.gguf_file is None and not any(any(source.folder.glob(name)) for name in TOKENIZER_FILES):
+        return None
+    with one_line_errors(source.name):
+        return transformers.AutoTokenizer.from_pretrained(source.folder, **options)
+
+
+def check_whole(report: dict[str, Any], name: str) -> None:
+    """transformers fills what the files lack or have in another shape at random and only warns."""
+    for key, found, wanted in sorted(report["mismatched_keys"]):
+        raise ValueError(
+            f"target {name!r}: {key} is {list(found)} in its files and {list(wanted)} by its config.json: "
+            "they must agree; download both again"
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        lost = f"{len(missing)} weights, such as {missing[0]}"
+        raise ValueError(
+            f"target {name!r} lacks {lost}: its files must hold all; choose a causal language model"
+        )
+
+
+def unpacked() -> dict[str, Any]:
+    """Options that make plain floats of GGUF weights, whatever kernels are installed: where they are, newer
+    releases of transformers keep the weights packed, under an attention that takes no masks. Older ones
+    always unpack.
+    """
+    made = getattr(transformers, "GgufConfig", None)
+    return {"quantization_config": made(dequantize=True)} if made else {}
+
+
+def forget_quantization(model: transformers.PreTrainedModel) -> None:
+    """GGUF weights are plain floats once read; drop the marks for which save_pretrained refuses them."""
+    marks = ((model.config, "quantization_config"), (model, "hf_quantizer"), (model, "quantization_method"))
+    for holder, name in marks:
+        if hasattr(holder, name):
+            delattr(holder, name)
+    model.is_quantized = False
+
+
+@contextlib.contextmanager
+def one_line_errors(name: str) -> Iterator[None]:
+    """Turn whatever a broken, foreign or too large target raises into one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"target {name!r} does not fit: the device must hold it; use a smaller dtype"
+        ) from error
+    except Exception as error:  # what readers raise has no common base; tokenizers raises Exception itself
+        text = one_line(error, 200)
+        rule = "it must be a whole model that transformers reads; check it, or choose another"
+        raise ValueError(f"target {name!r} cannot be loaded ({text}): {rule}") from error
+
+
+@contextlib.contextmanager
+def quiet_loading(gguf: bool) -> Iterator[None]:
+    """Without the loading bars where they are not wanted."""
+    logging = transformers.utils.logging
+    if bars_wanted() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        logging.disable_progress_bar()
+        stack.callback(logging.enable_progress_bar)
+        with contextlib.suppress(ImportError, AttributeError):  # where another release keeps it elsewhere
+            if gguf:  # its bar heeds none of transformers' switches
+                module = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+                stack.callback(setattr, module, "tqdm", module.tqdm)
+                module.tqdm = functools.partial(module.tqdm, disable=True)
+        yield

@@ -1,0 +1,114 @@
+"""Answers to prompts up to stop strings: batched by length, each the same whatever its batch.
+
+Stop strings that are special tokens of the tokenizer end a text as end tokens do, for they are not shown in
+it.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from eagle_fsd.acceptance.accept import AcceptanceRule
+from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
+from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.stats import GenerationStats
+from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.prompt_sets import batches
+from eagle_fsd.text.stop_strings import TextUntil
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a text is made and where it ends; only what shares it goes into one batch."""
+
+    until: tuple[str, ...]
+    max_new_tokens: int
+    sampling: SamplingConfig
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One prompt (token ids) to answer. seed: of its own draws."""
+
+    prompt: tuple[int, ...]
+    ending: Ending
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """text: without the stop string. stats: of the steps up to the one that ended the text."""
+
+    text: str
+    stats: GenerationStats
+
+
+def answers(
+    engine: EagleFSD,
+    asks: Sequence[Ask],
+    rule: AcceptanceRule,
+    tree: TreeConfig | AutoTree,
+    batch_size: int,
+) -> Iterator[dict[int, Answer]]:
+    """Answer all, a batch at a time: yields each batch's answers by their place in `asks`.
+
+    The longest prompts come first, so that what does not fit fails at once.
+    """
+    groups: dict[Ending, list[int]] = {}
+    for place, ask in enumerate(asks):
+        groups.setdefault(ask.ending, []).append(place)
+    for places in groups.values():
+        places.sort(key=lambda place: -len(asks[place].prompt))
+        for rows in batches(len(places), batch_size):
+            part = [places[row] for row in rows]
+            yield dict(zip(part, answer(engine, [asks[p] for p in part], rule, tree), strict=True))
+
+
+def answer(
+    engine: EagleFSD, asks: Sequence[Ask], rule: AcceptanceRule, tree: TreeConfig | AutoTree
+) -> list[Answer]:
+    """Answer one batch, whose asks share an ending. It ends when every row has."""
+    assert engine.tokenizer is not None
+    ending = asks[0].ending
+    ids, mask = left_padded([ask.prompt for ask in asks], engine.pad_token_id)
+    stream = engine.stream_batch(
+        ids,
+        mask,
+        max_new_tokens=ending.max_new_tokens,
+        rule=rule,
+        tree=tree,
+        seed=[ask.seed for ask in asks],
+        eos_token_id=end_tokens(engine, ending.until),
+        **asdict(ending.sampling),
+    )
+    texts = [TextUntil(engine.tokenizer, ending.until) for _ in asks]
+    ended: dict[int, GenerationStats] = {}
+    start = time.perf_counter()
+    for chunks in stream.steps:
+        for row, chunk in enumerate(chunks):
+            if row in ended:
+                continue
+            texts[row].add(chunk)
+            if texts[row].stopped or stream.stats[row].finish_reason is not None:
+                texts[row].finish()
+                ended[row] = copy.deepcopy(stream.stats[row])
+                ended[row].seconds = time.perf_counter() - start
+                if texts[row].stopped:
+                    ended[row].finish_reason = "stop"
+        if len(ended) == len(asks):
+            break
+    return [Answer(text.text, ended[row]) for row, text in enumerate(texts)]
+
+
+def end_tokens(engine: EagleFSD, until: Sequence[str]) -> tuple[int, ...]:
+    """The model's own end tokens, and the stop strings that are special tokens."""
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    special = {
+        token.content: place for place, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    ids = {*engine.target.eos_token_ids, *(special[stop] for stop in until if stop in special)}
+    return tuple(sorted(token for token in ids if token < engine.target.vocab_size))

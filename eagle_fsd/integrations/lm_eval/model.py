@@ -1,0 +1,243 @@
+"""EleutherAI's lm-evaluation-harness on eagle_fsd: the model "eagle_fsd" for its generative tasks.
+
+lm-eval finds a model by its name in a registry that importing this module adds to; it knows no entry points,
+so `eval/harness.py` imports this and hands over to its command line. lm-eval is an extra.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from eagle_fsd.acceptance.rule_names import describe
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.stats import GenerationStats
+from eagle_fsd.engine import EagleFSD
+from eagle_fsd.integrations.lm_eval.answers import Answer, Ask, answers
+from eagle_fsd.integrations.lm_eval.arguments import MODELS, SWITCHES, ending_of, seeds, settings_of
+
+try:
+    import lm_eval.models  # noqa: F401  # first, or ours would be the only model in the registry
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import simple_parse_args_string
+except ImportError as error:
+    raise ImportError(
+        f"lm-eval is not installed ({error}): the harness needs it; pip install 'eagle-fsd[harness]'"
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+NAME = "eagle_fsd"
+LM_EVALS_DEVICE = "cuda:0"  # what its command line asks for where nobody named a device
+
+
+@register_model(NAME)
+class EagleLM(LM):
+    """lm-eval's view of an EagleFSD, under one rule and one tree; it answers `generate_until` requests.
+
+    arguments: see harness_arguments.settings_of. engine: one that is there already; then none of the models'
+    arguments may be given. stats: the sum over all answers so far. answers: how many; capped: of these, how
+    many ran into their length.
+    """
+
+    def __init__(self, engine: EagleFSD | None = None, **arguments: Any) -> None:
+        super().__init__()
+        settings = settings_of(arguments)
+        for name in (*MODELS, *SWITCHES):
+            if engine is not None and name in arguments:
+                raise ValueError(
+                    f"{name} is {arguments[name]!r} beside an engine: that has its models; leave one out"
+                )
+        self.engine = EagleFSD.from_pretrained(**settings.models) if engine is None else engine
+        if self.engine.tokenizer is None:
+            raise ValueError("the target has no tokenizer: name a folder or Hub id that holds one")
+        self.settings = settings
+        self.batch_size = settings.batch_size
+        self.stats = GenerationStats()
+        self.answers = 0
+        self.capped = 0
+        self._template: str | None = None
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
+    ) -> EagleLM:
+        """From --model_args; of what lm-eval's own flags say beside them, --model_args count."""
+        flags = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        if flags.get("device") == LM_EVALS_DEVICE and not torch.cuda.is_available():
+            logger.info("there is no %s: using the CPU", flags.pop("device"))
+        return cls(**{**flags, **arg_dict})
+
+    @classmethod
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: Mapping[str, Any] | None = None
+    ) -> EagleLM:
+        """The same, from `name=value,name=value`."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    # -- what lm-eval asks about the model --
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        assert self.engine.tokenizer is not None
+        return self.engine.tokenizer
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A part of file names, under which lm-eval keeps requests."""
+        return self.engine.base_model.replace("/", "__")
+
+    @property
+    def eot_token_id(self) -> int | None:
+        return next(iter(self.engine.target.eos_token_ids), None)
+
+    @property
+    def max_length(self) -> int:
+        return self.engine.target.max_positions
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes beside its results: the models, the rule, the tree, and what it came to."""
+        return {
+            "base_model": self.engine.base_model,
+            "ea_model": self.engine.ea_model,
+            "dtype": str(self.engine.dtype).removeprefix("torch."),
+            "draft_vocab_size": self.engine.draft_vocab_size,
+            "rule": describe(self.settings.rule),
+            "tree": str(self.settings.tree),
+            "seed": self.settings.seed,
+            "answers": self.answers,
+            "capped": self.capped,
+            "stats": self.stats.to_dict(),
+        }
+
+    # -- chat templates --
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A chat as the text that the model answers; without a generation prompt its last turn goes on."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                chat_template=self._template,
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+            reason = one_line(error)
+            raise ValueError(
+                f"the tokenizer's chat template refuses this chat ({reason}): leave --apply_chat_template or "
+                "--system_instruction out"
+            ) from error
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template that is used from here on: False is none, True the tokenizer's own, else its name."""
+        if chat_template is False or chat_template is None:
+            return None
+        named = self.tokenizer.chat_template
+        if isinstance(chat_template, str):
+            if not isinstance(named, dict) or chat_template not in named:
+                names = ", ".join(named) if isinstance(named, dict) else "no named ones"
+                raise ValueError(
+                    f"chat template {chat_template!r} is not there: the tokenizer has {names}; give "
+                    "--apply_chat_template alone for its own"
+                )
+            self._template = named[chat_template]
+            return self._template
+        if named is None:
+            raise ValueError(
+                "the target's tokenizer has no chat template: choose a target that has, or leave "
+                "--apply_chat_template out"
+            )
+        return self.tokenizer.get_chat_template()
+
+    # -- requests --
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The answers to (context, gen_kwargs), in the requests' order.
+
+        Each is what its request alone gives, whatever the batch size: its draws depend on nothing else.
+        """
+        asked = [request.args for request in requests]
+        asks = self._asks(asked)
+        texts = [""] * len(asks)
+        settings = self.settings
+        with tqdm(total=len(asks), desc="generate_until", unit="answer", disable=disable_tqdm) as bar:
+            for batch in answers(self.engine, asks, settings.rule, settings.tree, self.batch_size):
+                for place, answer in batch.items():
+                    texts[place] = answer.text
+                    self.cache_hook.add_partial("generate_until", asked[place], answer.text)
+                self._count(list(batch.values()))
+                bar.update(len(batch))
+        logger.info("%s", self.summary())
+        return texts
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> NoReturn:
+        """Refused: a score of given text is the target's alone and the same under every rule, so it would say
+        nothing of what is measured here, and could be taken for a sign that the rule costs nothing."""
+        tasks = ", ".join(sorted({str(request.task_name) for request in requests}))
+        raise NotImplementedError(
+            f"{tasks or 'the task'} scores given text, which no acceptance rule changes: {NAME} answers "
+            "generative tasks (output_type generate_until: gsm8k, ifeval, humaneval ...); choose one, or "
+            "--model hf for the target's own score"
+        )
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> NoReturn:
+        """Refused like `loglikelihood`."""
+        self.loglikelihood(requests)
+
+    def summary(self) -> str:
+        """One line on all answers so far."""
+        stats = self.stats
+        return (
+            f"{self.settings.rule}, tree {self.settings.tree}: {self.answers} answers, "
+            f"{stats.new_tokens} tokens, tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s, "
+            f"{stats.fuzzy_accepts} fuzzy accepts, {self.capped} answers cut at their length"
+        )
+
+    def _asks(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Ask]:
+        """All requests, read before the first is answered. ValueError for what cannot be answered."""
+        asks, cut = [], 0
+        for (context, gen_kwargs), seed in zip(asked, seeds(self.settings.seed, asked), strict=True):
+            ending = ending_of(gen_kwargs, self.settings.max_gen_toks)
+            room = self.max_length - ending.max_new_tokens
+            if room < 1:
+                raise ValueError(
+                    f"max_gen_toks is {ending.max_new_tokens}: the target has {self.max_length} positions, "
+                    "and the prompt needs some; lower it (--gen_kwargs max_gen_toks=N)"
+                )
+            prompt = self._encode(context)
+            cut += len(prompt) > room
+            asks.append(Ask(tuple(prompt[-room:]), ending, seed))
+        if cut:
+            logger.warning("%d prompts leave too little room for an answer: cut on the left", cut)
+        return asks
+
+    def _encode(self, text: str) -> list[int]:
+        """Token ids; a text that begins with the tokenizer's first token, like most chats, gets no second."""
+        first = self.tokenizer.bos_token
+        add_special_tokens = not (first and text.startswith(first))
+        ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        if ids:
+            return ids
+        known = self.tokenizer.bos_token_id  # an empty text needs something to follow
+        return [self.engine.pad_token_id if known is None else known]
+
+    def _count(self, batch: Sequence[Answer]) -> None:
+        rows = [answer.stats for answer in batch]
+        self.stats = GenerationStats.total([self.stats, GenerationStats.total(rows, concurrent=True)])
+        self.answers += len(rows)
+        self.capped += sum(row.finish_reason == "length" for row in rows)

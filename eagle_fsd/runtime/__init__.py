@@ -1,0 +1,1 @@
+"""How tensors are run: memory, kernels, recordings, times."""

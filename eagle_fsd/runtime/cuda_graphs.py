@@ -1,0 +1,111 @@
+"""The recorder of CUDA graphs. Work that cannot be captured does no harm: it is found out before a capture,
+or what the failed capture left behind is cleaned up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from eagle_fsd.runtime.step_recorder import NothingRecorded, Recorder
+
+_one_at_a_time = threading.Lock()  # a process has one set of warning filters
+
+
+def cuda_recorder(device: torch.device, cuda: Any = torch.cuda) -> Recorder:
+    """Records CUDA graphs on a stream of its own, all in one pool of memory: they are replayed one after the
+    other.
+
+    cuda: torch.cuda, or what stands in for it.
+    """
+    # torch's own capture stream is one for the process, on the device that captured first.
+    pool, stream = cuda.graph_pool_handle(), cuda.Stream(device)
+
+    def record(work: Callable[[], Any], repeatable: bool) -> tuple[Callable[[], None], Any]:
+        with _one_at_a_time, cuda.device(device), beside(cuda, stream, device):
+            if repeatable:  # libraries must have set themselves up before a capture begins
+                with without_waiting(cuda):
+                    work()
+            graph = cuda.CUDAGraph()
+            # thread_local: what other threads do in the meantime, such as allocate memory, breaks nothing.
+            capture = cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+            with warnings_here() as given, clean_after_failure(cuda, device, pool), capture:
+                result = work()
+        if any("Graph is empty" in text for text in given):
+            raise NothingRecorded("the CUDA graph is empty")
+        return graph.replay, result
+
+    return record
+
+
+@contextlib.contextmanager
+def beside(cuda: Any, stream: Any, device: torch.device) -> Iterator[None]:
+    """Run the block on a stream, after all work of the current stream and before its next.
+
+    The current stream is restored also where a capture fails; torch.cuda.graph alone does not do so.
+    """
+    current = cuda.current_stream(device)
+    stream.wait_stream(current)
+    try:
+        with cuda.stream(stream):
+            yield
+    finally:
+        current.wait_stream(stream)
+
+
+@contextlib.contextmanager
+def without_waiting(cuda: Any) -> Iterator[None]:
+    """Raise RuntimeError after the block if this thread waited for the device in it.
+
+    Waiting breaks a capture, which leaves torch's allocator and default generator in a bad state, so it must
+    be found before. The debug mode is the whole process's: "error" would fail other threads, which may wait.
+    """
+    before = cuda.get_sync_debug_mode()
+    with warnings_here() as given:
+        cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            cuda.set_sync_debug_mode(before)
+    if any("synchronizing CUDA operation" in text for text in given):
+        raise RuntimeError("it waits for the device within a step")
+
+
+@contextlib.contextmanager
+def clean_after_failure(cuda: Any, device: torch.device, pool: Any) -> Iterator[None]:
+    """Restore the default generator and the allocator after a capture that torch could not end."""
+    index = cuda.current_device() if device.index is None else device.index
+    generator = cuda.default_generators[index]
+    state = generator.clone_state()
+    try:
+        yield
+    except torch.OutOfMemoryError:  # it breaks no capture: torch ended it in order
+        raise
+    except RuntimeError:
+        generator.graphsafe_set_state(state)
+        with contextlib.suppress(AttributeError, RuntimeError):  # raised where there is nothing to end
+            cuda.memory._cuda_endAllocateToPool(index, pool)
+        raise
+
+
+@contextlib.contextmanager
+def warnings_here() -> Iterator[list[str]]:
+    """Collect the warnings of this thread instead of showing them; those of other threads are shown."""
+    mine, given = threading.get_ident(), []
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def note(message: Warning | str, *details: Any, **more: Any) -> None:
+            if threading.get_ident() == mine:
+                given.append(str(message))
+            else:
+                usual(message, *details, **more)
+
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        yield given

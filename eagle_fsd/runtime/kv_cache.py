@@ -1,0 +1,172 @@
+"""The preallocated KV cache: per-row lengths, writes at offsets, keeps an accepted path, grows, drops rows.
+
+A stand-in for transformers' Cache wherever a model calls `update` and `get_seq_length`; it keeps every row,
+also in layers with a sliding window, because a tree mask needs them. Committed token t of a row lies in slot
+t; what lies past a row's length is scratch, overwritten by the next write and hidden by the masks. Shapes: B
+rows, H key-value heads, S slots, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.core.devices import may_ask
+from eagle_fsd.core.padding import on_device
+
+
+class KVCache:
+    """Keys and values of every layer, [B, H, S, D] each, allocated when a layer first writes.
+
+    lengths: the committed tokens of each row, on the host (`row_lengths`) and on the device (`lengths` [B]
+    int64, in the same memory for as long as `buffers` is the same). rows: the texts that the buffers have
+    room for; the rows that go on are always the first ones. limit: the slots that the texts need at most,
+    beyond which capacity does not double; None: unknown. step: views are multiples of it and writes go by
+    index, whatever the lengths, so that a recorded forward is good for other lengths; 0: views end where the
+    tokens end.
+    """
+
+    def __init__(self, batch: int, capacity: int, device: torch.device, step: int = 0) -> None:
+        self.step = step
+        self.capacity = self._rounded(capacity)
+        self.limit: int | None = None
+        self.device = device
+        self.rows = batch
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.buffers = object()  # another one when the buffers are others
+        self.view, self.exact = 0, True
+        self.slots = torch.empty(batch, 0, dtype=torch.int64, device=device)
+        self.span: slice | None = None  # the slots as one slice, where all rows have the same
+        self.row_lengths = [0] * batch
+        self.lengths = self._all_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+
+    @torch.inference_mode()
+    def reset(self, limit: int | None = None) -> None:
+        """Forget the texts and make all rows ready for new ones, which need at most `limit` slots each."""
+        self.limit = limit
+        for buffers in self.layers.values():
+            for buffer in buffers:
+                buffer.zero_()  # a text whose logits were NaN left NaN here; see `update`
+        self._set_lengths([0] * self.rows)
+
+    def reserve(self, width: int, offset: int = 0, exact: bool = False) -> None:
+        """Make room for `width` tokens per row, `offset` past its length: the cache grows if they do not fit.
+
+        `view` is then the number of slots that attention sees. exact: it ends where the tokens end, for a
+        forward that is never recorded.
+        """
+        self.exact = exact or not self.step
+        end = max(self.row_lengths) + offset + width
+        self.view = end if self.exact else self._rounded(end)
+        if self.view > self.capacity:
+            double = 2 * self.capacity
+            self.grow(max(self.view, double if self.limit is None else min(double, self.limit)))
+
+    def place(self, width: int, offset: int = 0) -> Tensor:
+        """Where the next forward writes, in what was reserved: `width` slots per row, `offset` past its
+        length; [B, width]."""
+        self.slots = self.lengths[:, None] + torch.arange(offset, offset + width, device=self.device)
+        start = max(self.row_lengths) + offset
+        alike = self.exact and min(self.row_lengths) == max(self.row_lengths)
+        self.span = slice(start, start + width) if alike else None
+        return self.slots
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write [B, H, width, D] at the placed slots; returns the layer's view [B, H, view, D]."""
+        if layer_idx not in self.layers:
+            # Zeros, not empty: a NaN in scratch memory would pass through attention's multiplication by 0.
+            self.layers[layer_idx] = tuple(
+                x.new_zeros(self.rows, x.shape[1], self.capacity, x.shape[3]) for x in (keys, values)
+            )
+        stored_keys, stored_values = (x[: keys.shape[0]] for x in self.layers[layer_idx])
+        if self.span is not None:
+            stored_keys[:, :, self.span] = keys
+            stored_values[:, :, self.span] = values
+        else:
+            slots = self.slots.to(keys.device)
+            rows = torch.arange(len(slots), device=keys.device)[:, None]
+            stored_keys[rows, :, slots] = keys.transpose(1, 2)
+            stored_values[rows, :, slots] = values.transpose(1, 2)
+        return stored_keys[:, :, : self.view], stored_values[:, :, : self.view]
+
+    def compact(self, path: Tensor, slots: Tensor) -> None:
+        """Move what lies on a path behind the committed tokens, in its order, for `advance` to commit.
+
+        slots: [B, n] of the tokens last placed; path: [B, P] indices among them, the first one's first, -1
+        padded.
+        """
+        path = path[:, 1 : slots.shape[1]]  # the first is in place; no path is longer than the tree
+        source = slots.gather(1, path.clamp(min=0))
+        target = self.lengths[:, None] + torch.arange(1, 1 + path.shape[1], device=self.device)
+        if not path.shape[1] or (may_ask(path) and torch.equal(source, target)):
+            return
+        rows = torch.arange(len(path), device=self.device)[:, None]
+        for buffers in self.layers.values():
+            if (device := buffers[0].device) != rows.device:  # layers may be spread over devices
+                rows, source, target = rows.to(device), source.to(device), target.to(device)
+            for buffer in buffers:
+                # Advanced indexing copies before it writes, so source and target slots may overlap.
+                buffer[rows, :, target] = buffer[rows, :, source]
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Commit counts[row] tokens more: the first of those last placed at offset 0, or of a path."""
+        self._set_lengths([length + count for length, count in zip(self.row_lengths, counts, strict=True)])
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows of the batch, in this order.
+
+        They move to the front of the buffers, so that recordings stay good. Only more rows than the buffers
+        have room for get new buffers.
+        """
+        lengths = [self.row_lengths[row] for row in rows]
+        count, used, index = len(lengths), max(lengths), on_device(rows, self.device)
+        for layer, buffers in self.layers.items():
+            index = index.to(buffers[0].device)
+            if count > self.rows:
+                self.layers[layer] = tuple(buffer[index] for buffer in buffers)
+            else:
+                for buffer in buffers:
+                    buffer[:count, :, :used] = buffer[index, :, :used]
+        self.slots = self.slots[list(rows)]
+        if count > self.rows:
+            self.rows, self.buffers = count, object()
+            self._all_lengths = torch.zeros(count, dtype=torch.int64, device=self.device)
+        self._set_lengths(lengths)
+
+    def replace(self, rows: Sequence[int], other: KVCache) -> None:
+        """Put the texts of another cache, one for each, in the place of these rows."""
+        if other.view > self.capacity:
+            self.grow(other.view)
+        for layer, news in other.layers.items():
+            for buffer, new in zip(self.layers[layer], news, strict=True):
+                buffer[list(rows), :, : other.view] = new[: len(rows), :, : other.view]
+        lengths = self.row_lengths.copy()
+        for row, length in zip(rows, other.row_lengths, strict=True):
+            lengths[row] = length
+        self._set_lengths(lengths)
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` slots in the rows that go on; what they store stays."""
+        capacity, rows = self._rounded(capacity), len(self.row_lengths)
+        for layer, buffers in self.layers.items():
+            self.layers[layer] = tuple(
+                torch.cat((b[:rows], b.new_zeros(rows, b.shape[1], capacity - self.capacity, b.shape[3])), 2)
+                for b in buffers
+            )
+        self.rows, self.buffers, self.capacity = rows, object(), capacity
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The longest row's length (transformers' protocol; positions are always passed explicitly)."""
+        return max(self.row_lengths)
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        # In place: a recorded forward reads the memory that it knows.
+        self.lengths = self._all_lengths[: len(lengths)].copy_(on_device(lengths, self.device))
+        self.row_lengths = lengths
+
+    def _rounded(self, slots: int) -> int:
+        return slots if not self.step else -(-slots // self.step) * self.step

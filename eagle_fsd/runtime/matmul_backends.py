@@ -1,0 +1,173 @@
+"""Libraries that multiply a few rows with a weight in a blocked order of their own; which is fastest here.
+
+torch itself hands float32 products on a CPU to MKL, with the weight as it lies. What that loses to oneDNN or
+to MKL with a packed weight, and up to how many rows, is another thing on another processor: it is measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagle_fsd.files.provenance import cores, processor
+from eagle_fsd.files.records import LIBRARIES as LIBRARIES_FILE
+from eagle_fsd.files.records import digest, recall, remember
+from eagle_fsd.runtime.timing import BUSY, Call, disagreement, timed_in_turn
+
+ROWS = (1, 4, 16)  # a plain step, a small tree and a large one
+SAMPLE = 2**28  # bytes of weights that are timed: more than most caches hold
+LEAST = 2**24  # bytes of weights below which there is nothing to be gained or measured
+GAIN = 1.05  # a second copy of the weights must be so much faster than the stock layers
+STOCK = "none"  # the name under which stock layers are remembered
+BLOCK = 16  # rows that a weight is packed for; it serves any number
+
+
+@dataclass(frozen=True)
+class Library:
+    """takes: whether it multiplies with such a weight here. pack: a weight [out, in] in its own order.
+    multiply: rows [..., in], the packed weight, the plain one and the bias [out] or None -> [..., out]."""
+
+    name: str
+    takes: Callable[[Tensor], bool]
+    pack: Callable[[Tensor], Tensor]
+    multiply: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def _onednn_takes(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32 or bfloat16
+
+
+def _onednn_pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, BLOCK)
+
+
+def _onednn_multiply(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def _mkl_takes(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return False
+    # oneDNN's tensors carry the packed weight.
+    usable = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return usable and hasattr(torch.ops.mkl, "_mkl_linear")
+
+
+def _mkl_pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkl._mkl_reorder_linear_weight(weight, BLOCK)
+
+
+def _mkl_multiply(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # The op falls back to the stock product unless told that the weight was packed for just these rows.
+    return torch.ops.mkl._mkl_linear(x, packed, weight, bias, x.numel() // x.shape[-1])
+
+
+ONEDNN = Library("oneDNN", _onednn_takes, _onednn_pack, _onednn_multiply)
+MKL = Library("MKL", _mkl_takes, _mkl_pack, _mkl_multiply)
+LIBRARIES = (ONEDNN, MKL)
+
+
+def library_for(weight: Tensor, preferred: Library = ONEDNN) -> Library | None:
+    """The preferred library if it takes this weight here, else another one, else None."""
+    return next((one for one in (preferred, *LIBRARIES) if one.takes(weight)), None)
+
+
+def remembered_library(module: nn.Module) -> Library | None:
+    """`fastest_library`, measured once for layers of these shapes on this machine and remembered on disk.
+
+    What was measured on a busy machine, where the repeats disagree, is not remembered.
+    """
+    if not (sample := sample_of(module)):
+        return fastest_library(module)
+    shapes = [[str(weight.dtype), *weight.shape] for weight in sample]
+    here = [processor(), cores(), torch.get_num_threads(), torch.__version__]
+    key = digest("library", here, shapes, ROWS, [library.name for library in LIBRARIES])
+    by_name = {library.name: library for library in LIBRARIES} | {STOCK: None}
+    if (name := recall(key, str, LIBRARIES_FILE)) in by_name:
+        return by_name[name]
+    spreads: list[float] = []
+    found = fastest_library(module, spreads=spreads)
+    if statistics.median(spreads) <= BUSY:
+        remember(key, found.name if found else STOCK, LIBRARIES_FILE)
+    return found
+
+
+def sample_of(module: nn.Module) -> list[Tensor]:
+    """Up to SAMPLE bytes of the weights that a library takes; none where there are less than LEAST."""
+    weights = weights_of(module)
+    if sum(weight.nbytes for weight in weights) < LEAST:
+        return []
+    sample, room = [], SAMPLE
+    for weight in weights:
+        if not sample or weight.nbytes <= room:
+            sample.append(weight)
+            room -= weight.nbytes
+    return sample
+
+
+def weights_of(module: nn.Module) -> list[Tensor]:
+    """The weights of the linear layers that a library takes; a tied one once."""
+    layers = (layer for layer in module.modules() if type(layer) is nn.Linear and library_for(layer.weight))
+    return list({id(layer.weight): layer.weight for layer in layers}.values())
+
+
+@torch.inference_mode()
+def fastest_library(
+    module: nn.Module, rows: Sequence[int] = ROWS, spreads: list[float] | None = None
+) -> Library | None:
+    """The library that multiplies so many rows with this module's linear layers fastest; None: stock layers.
+
+    Each number of rows counts alike. Measured on up to SAMPLE bytes of the layers, in about a second; a
+    module of less than LEAST is not measured and gets the first library that takes its weights. spreads: is
+    given the disagreement of the repeats (timing.disagreement) of everything that is timed.
+    """
+    if not (sample := sample_of(module)):
+        return next((library_for(weight) for weight in weights_of(module)), None)
+    stock = [lambda x, weight=weight: F.linear(x, weight) for weight in sample]
+    stock = seconds_of(stock, sample, rows, spreads)
+    best, least = None, [seconds / GAIN for seconds in stock]
+    for library in LIBRARIES:
+        if all(library.takes(weight) for weight in sample):
+            seconds = seconds_of(products(library, sample), sample, rows, spreads)
+            if sum(mine / theirs for mine, theirs in zip(seconds, least, strict=True)) < len(least):
+                best, least = library, seconds
+    return best
+
+
+def products(library: Library, weights: Sequence[Tensor]) -> list[Callable[[Tensor], Tensor]]:
+    """The library's product with each of the weights."""
+    packed = [(library.pack(weight), weight) for weight in weights]
+    return [lambda x, pair=pair: library.multiply(x, *pair, None) for pair in packed]
+
+
+def seconds_of(
+    multiply: Sequence[Callable[[Tensor], Tensor]],
+    weights: Sequence[Tensor],
+    rows: Sequence[int],
+    spreads: list[float] | None = None,
+) -> list[float]:
+    """How long all these products with the weights take one after the other, by the number of rows."""
+
+    def call(count: int) -> Call:
+        inputs = [torch.ones(count, weight.shape[1], dtype=weight.dtype) for weight in weights]
+
+        def run() -> None:
+            for product, x in zip(multiply, inputs, strict=True):
+                product(x)
+
+        return Call(run)
+
+    repeats = timed_in_turn({count: call(count) for count in rows}, weights[0].device)
+    if spreads is not None:
+        spreads += map(disagreement, repeats.values())
+    return [statistics.median(repeats[count]) for count in rows]

@@ -1,0 +1,5 @@
+"""Any Hugging Face decoder as a verifier of trees. Only this folder looks inside Hugging Face's models."""
+
+from eagle_fsd.target.model import TargetModel
+
+__all__ = ["TargetModel"]

@@ -1,0 +1,182 @@
+"""What a target's config says of its layers, positions and logits, and which models are supported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from eagle_fsd.core.checks import one_line
+
+ATTENTION = ("sdpa", "eager")  # implementations that take our masks
+FULL, SLIDING = "full_attention", "sliding_attention"
+# What a generation_config can ask of `generate` that is not done here, and the value that asks for nothing.
+UNHEEDED = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "typical_p"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("min_length", "min_new_tokens", "min_p", "epsilon_cutoff", "eta_cutoff"), 0),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+    **dict.fromkeys(("stop_strings", "max_time", "watermarking_config", "top_h", "penalty_alpha")),
+    **dict.fromkeys(("dola_layers", "constraints", "force_words_ids")),
+    **{"num_beams": 1, "token_healing": False},
+}
+UNLIMITED = 2**31 - 1  # positions of a model whose config names no limit
+
+
+@dataclass(frozen=True)
+class LogitsTransform:
+    """What a model does to lm_head's product z: t = scale * z, then cap * tanh(t / cap) if there is a cap."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The model's logits [...] from what its lm_head gives [...]."""
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.cap is not None:
+            logits = self.cap * torch.tanh(logits / self.cap)
+        return logits
+
+    def slope(self, transformed: Tensor) -> Tensor | float:
+        """dt / dz [...] where the transformed logits are these [...]; a number if it is one everywhere."""
+        if self.cap is None:
+            return self.scale
+        return self.scale * (1 - (transformed / self.cap).square())
+
+
+PLAIN = LogitsTransform()  # the logits are lm_head's product itself
+
+
+def logits_transform(config: PretrainedConfig) -> LogitsTransform:
+    """What the config says is done to lm_head's product; fields that are absent, None or 0 do nothing."""
+    values = {}
+    for name in ("logits_scaling", "logit_scale", "final_logit_softcapping"):
+        values[name] = value = getattr(config, name, None) or None
+        if not isinstance(value, int | float | None):
+            raise ValueError(
+                f"the target's {name} is {value!r}: it must be a number; correct its config.json, or use "
+                "another target"
+            )
+    divisor, factor, cap = values.values()  # of Granite, Cohere and Gemma
+    return LogitsTransform(scale=(factor or 1.0) / (divisor or 1.0), cap=cap)
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Raise ValueError, naming what is wrong, unless the config describes an attention-only decoder."""
+    name = config.model_type
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"target is a {name!r} model: encoder-decoders are not supported; use a decoder-only causal LM"
+        )
+    if not isinstance(text, PretrainedConfig):
+        raise ValueError(
+            f"target is a {name!r} model whose text_config is {one_line(repr(text), 60)}: it must be a "
+            "config of its own; correct its config.json, or use another target"
+        )
+    kinds = set(layer_kinds(text))
+    if kinds - {FULL, SLIDING}:
+        raise ValueError(
+            f"target is a {name!r} model with layers of kind {sorted(kinds - {FULL, SLIDING})}: only full "
+            "and sliding attention can be rolled back to an accepted path, recurrent, hybrid and chunked "
+            "layers cannot; use a model with full or sliding attention alone"
+        )
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raise ValueError, naming what is wrong, unless a model has the parts that decoding needs of it."""
+    check_supported(model.config)
+    kind = model.config.model_type
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"target is a {kind!r} model: its state is recurrent and cannot be rolled back to an accepted "
+            "path; use a model with attention layers only"
+        )
+    attention = model.config._attn_implementation
+    if attention not in ATTENTION:
+        raise ValueError(
+            f"attn_implementation is {attention!r}: tree masks need 'sdpa' or 'eager'; load the target "
+            "with one of these"
+        )
+    lm_head = model.get_output_embeddings()
+    config = model.config.get_text_config(decoder=True)
+    if lm_head is None:
+        raise ValueError(
+            f"target is a {config.model_type!r} model without an lm_head: load it as a causal LM"
+        )
+    if not isinstance(getattr(config, "hidden_size", None), int):
+        raise ValueError(
+            f"target is a {config.model_type!r} model whose config names no hidden_size: drafting reads "
+            "features of that size; use another target"
+        )
+    if any(part.weight.is_meta for part in (lm_head, model.get_input_embeddings())):
+        raise ValueError(
+            "device_map offloads the embeddings or the lm_head: drafting reads both all the time; place "
+            "them on a device and offload decoder layers only"
+        )
+
+
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """The attention kind of every layer; models that do not name them slide everywhere or nowhere."""
+    kinds = named_layer_kinds(config)
+    return kinds or [SLIDING if getattr(config, "sliding_window", None) else FULL]
+
+
+def named_layer_kinds(config: PretrainedConfig) -> list[str]:
+    """The attention kind of every layer where the config names them, else nothing."""
+    for name in ("layer_types", "layers_block_type"):
+        if kinds := getattr(config, name, None):
+            return list(kinds)
+    # GPT-Neo's local layers window by slot, inside the layer.
+    return [FULL if kind == "global" else kind for kind in getattr(config, "attention_layers", None) or ()]
+
+
+def longest_text(config: PretrainedConfig) -> int:
+    """How many positions a text may use.
+
+    A "longrope" model turns every position by other angles once the text outgrows its original length: what
+    a cache holds is then wrong, and nodes of one tree would disagree. So its texts end there.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    limit = getattr(config, "max_position_embeddings", None)
+    limits = [UNLIMITED if limit is None else limit]
+    for parameters in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if parameters.get("rope_type") == "longrope":
+            limits.append(parameters["original_max_position_embeddings"])
+    return min(limits)
+
+
+def unheeded(generation: GenerationConfig | None) -> dict[str, object]:
+    """What a model's generation_config asks of `generate` that is not done here, by name."""
+    found = {}
+    for name, neutral in UNHEEDED.items():
+        value = getattr(generation, name, None)
+        if value is not None and value != neutral and value not in ([], {}):
+            found[name] = value
+    return found
+
+
+def suggested_sampling(generation: GenerationConfig | None) -> dict[str, object]:
+    """The sampling that a model's generation_config suggests: here these are arguments alone."""
+    if not getattr(generation, "do_sample", None):
+        return {}
+    named = {name: getattr(generation, name, None) for name in ("temperature", "top_k", "top_p")}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def end_tokens(config: PretrainedConfig, generation: GenerationConfig | None) -> tuple[int, ...]:
+    """Every token that ends a text, as `generate` sees it; empty if there is none."""
+    ids = getattr(generation, "eos_token_id", None)
+    ids = getattr(config, "eos_token_id", None) if ids is None else ids
+    ids = () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+    for token in ids:
+        if not isinstance(token, int):
+            raise ValueError(
+                f"the target's eos_token_id is {one_line(repr(ids), 60)}: end tokens must be token ids; "
+                "check its generation_config.json"
+            )
+    return ids

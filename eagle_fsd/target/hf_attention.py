@@ -1,0 +1,92 @@
+"""Our attention inside Hugging Face's layers: in a copy of the decoder, so that the model never changes.
+
+Layers ask their config which attention to call. Changing that config for the time of a forward would change
+it for every other thread too, so our forwards run on a copy: modules and config of its own, the same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from eagle_fsd.runtime.flash_attention import FlashPlan, flash_attention, takes_heads
+from eagle_fsd.runtime.grouped_attention import grouped_attention
+
+GROUPED = "eagle_fsd_grouped"  # our attention's name among Hugging Face's
+UNKNOWN = ("softcap", "position_bias", "s_aux", "cache")  # of an attention that is more than a mask
+
+
+def grouped_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    flash_plan: FlashPlan | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """transformers' sdpa attention, but for the keys that it repeats for each group of heads.
+
+    flash_plan: the model hands it through from `TargetModel.features`. A layer that got a mask of its own (a
+    window's, a copy on another device), or has heads that flash-attn does not take, goes by the mask.
+    """
+    if attention_mask is None or any(value is not None for value in map(kwargs.get, UNKNOWN)):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if flash_plan is not None and attention_mask is flash_plan.mask and takes_heads(query, value):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        mixed = flash_attention(query, key, value, flash_plan, scale)
+    else:
+        mixed = grouped_attention(query, key, value, attention_mask, scaling)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(GROUPED, grouped_attention_forward)
+
+
+def with_grouped_attention(decoder: nn.Module) -> nn.Module:
+    """A private copy of a decoder whose layers call our attention where the decoder's own call sdpa."""
+    mine = private_copy(decoder)
+    if mine.config._attn_implementation == "sdpa":
+        mine.config._attn_implementation = GROUPED
+    return mine
+
+
+def private_copy(module: nn.Module) -> nn.Module:
+    """A copy of a model or decoder with modules and configs of its own, which shares all else.
+
+    Shared are parameters, buffers, hooks, and modules that hold neither a config nor other modules. So the
+    copy sees weights that change, and does not see layers that are exchanged afterwards.
+    """
+    return _copied(module, {}, {})
+
+
+def _copied(module: nn.Module, configs: dict[int, object], known: dict[nn.Module, nn.Module]) -> nn.Module:
+    """See private_copy. configs: the memo of deepcopy, so that one config stays one. known: copies so far."""
+    if module in known:
+        return known[module]
+    if not module._modules and not any(isinstance(held, PretrainedConfig) for held in vars(module).values()):
+        return module
+    made = known[module] = object.__new__(type(module))
+    for name, value in vars(module).items():
+        if isinstance(value, PretrainedConfig):
+            value = copy.deepcopy(value, configs)
+        # accelerate binds its hooks to the module.
+        elif isinstance(value, types.MethodType) and value.__self__ is module:
+            value = types.MethodType(value.__func__, made)
+        elif isinstance(value, functools.partial) and value.args and value.args[0] is module:
+            bound = functools.partial(value.func, made, *value.args[1:], **value.keywords)
+            value = functools.update_wrapper(bound, value)
+        vars(made)[name] = value
+    vars(made)["_modules"] = {
+        name: child and _copied(child, configs, known) for name, child in module._modules.items()
+    }
+    return made

@@ -1,0 +1,65 @@
+"""The baseline of every comparison: the target alone, by its own Hugging Face `generate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from eagle_fsd.core.config import SamplingConfig
+from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.stats import GenerationStats
+from eagle_fsd.runtime.packed_linear import plain_linears
+from eagle_fsd.target.model import TargetModel
+
+
+def generate_alone(
+    target: TargetModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: SamplingConfig,
+    seed: int,
+    pad_token_id: int,
+    options: Mapping[str, Any] | None = None,
+    endless: bool = False,
+) -> tuple[list[list[int]], list[GenerationStats]]:
+    """New tokens of every prompt, an end token included, and stats that count one step a token.
+
+    options: more arguments of `generate`, such as a cache's or an assistant's. endless: no token ends a text.
+    """
+    end_tokens = () if endless else target.eos_token_ids
+    warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    ids, mask = left_padded(prompts, pad_token_id)  # as `generate` needs them
+    start = time.perf_counter()
+    with (
+        torch.random.fork_rng(),
+        plain_linears(target.model),  # a baseline without our own speed-ups
+    ):
+        torch.manual_seed(seed)
+        sequences = target.without_generation_defaults().generate(
+            ids.to(target.input_device),
+            attention_mask=mask.to(target.input_device),
+            max_new_tokens=max_new_tokens,
+            do_sample=not sampling.greedy,
+            **({} if sampling.greedy else warpers),
+            **({"eos_token_id": target.vocab_size} if endless else {}),  # a token that there is not
+            **(options or {}),
+        )
+    seconds = time.perf_counter() - start
+    new_tokens, stats = [], []
+    for row in sequences[:, ids.shape[1] :].tolist():
+        ends = [i for i, token in enumerate(row) if token in end_tokens]
+        new_tokens.append(row[: ends[0] + 1] if ends else row)
+        count = len(new_tokens[-1])
+        stats.append(
+            GenerationStats(
+                steps=count,
+                new_tokens=count,
+                accept_histogram=[0, count],
+                seconds=seconds,
+                finish_reason="stop" if ends else "length",
+            )
+        )
+    return new_tokens, stats

@@ -1,0 +1,165 @@
+"""Any Hugging Face decoder as a target, seen from outside: features, logits, embeddings, limits."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.tree import additive, within_window
+from eagle_fsd.runtime.flash_attention import FlashPlan
+from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.runtime.step_recorder import EAGER, Stepper
+from eagle_fsd.target.admission import check_tree_verification, flash_verifies
+from eagle_fsd.target.architecture import (
+    FULL,
+    SLIDING,
+    check_model,
+    end_tokens,
+    layer_kinds,
+    logits_transform,
+    longest_text,
+    suggested_sampling,
+    unheeded,
+)
+from eagle_fsd.target.hf_attention import with_grouped_attention
+
+logger = logging.getLogger(__name__)
+
+
+class TargetModel:
+    """A causal LM and what decoding needs of it; ValueError if trees cannot be verified on it.
+
+    hidden_size, vocab_size: of features and logits. max_positions: the longest text, prompt included.
+    stepper: how the parts of a step are run on it. unheeded: what the model's generation_config asks for that
+    is not done here, such as a repetition penalty. The model itself is never changed, also not for a moment.
+    """
+
+    def __init__(self, model: PreTrainedModel, stepper: Stepper = EAGER) -> None:
+        check_model(model)
+        self.model = model.eval()
+        self.stepper = stepper
+        self.config = model.config.get_text_config(decoder=True)
+        self.decoder = model.get_decoder()
+        self._same_modules = copy.copy(model)  # one for all calls, since `generate` keeps what it compiled
+        self._masked_decoder = with_grouped_attention(self.decoder)
+        self.lm_head = model.get_output_embeddings()
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = self.lm_head.weight.shape[0]
+        self.max_positions = longest_text(self.config)
+        self.kinds = set(layer_kinds(self.config))
+        self.window: int = getattr(self.config, "sliding_window", None) or 0
+        self.logits_transform = logits_transform(self.config)
+        self.device = self._feature_device()
+        self.unheeded = unheeded(getattr(model, "generation_config", None))
+        self.flash = False  # until the model is admitted without it
+        check_tree_verification(self)
+        self.flash = flash_verifies(self)
+        self._say_what_is_not_done()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def input_device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends a text, as `generate` sees it; empty if there is none."""
+        return end_tokens(self.config, getattr(self.model, "generation_config", None))
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """What the model's generation_config takes for padding, if anything."""
+        return getattr(getattr(self.model, "generation_config", None), "pad_token_id", None)
+
+    def without_generation_defaults(self) -> PreTrainedModel:
+        """The model for its own `generate`, without the penalties and warpers that its repository sets as
+        defaults: decoding here applies none either. The model's owner sees nothing of it.
+        """
+        pad = next(iter(self.eos_token_ids), 0)
+        self._same_modules.generation_config = GenerationConfig(
+            eos_token_id=list(self.eos_token_ids) or None, pad_token_id=pad
+        )
+        return self._same_modules
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embedding rows [..., d] of tokens [...], unscaled, as EAGLE's heads read them."""
+        weight = self.model.get_input_embeddings().weight
+        return F.embedding(tokens.to(weight.device), weight).to(self.device)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits [..., V] float32 of features [..., d], with the model's own scaling and soft-cap.
+
+        The draft's features go through the same function; lm_head alone would give it another law.
+        """
+        features = features.to(self.lm_head.weight.device, self.dtype)  # a head may draft in another dtype
+        return self.transformed(self.lm_head(features).to(self.device).float())
+
+    def transformed(self, logits: Tensor) -> Tensor:
+        """Logits of any tokens as the model gives them, from what its lm_head gives."""
+        return self.logits_transform(logits)
+
+    def features(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        slot_positions: Tensor,
+        cache: KVCache,
+        relation: Tensor | None = None,
+    ) -> Tensor:
+        """One masked forward: post-norm hidden states [B, q, d] of tokens [B, q].
+
+        positions: [B, q]. visible: [B, q, S] bool over cache slots, before any sliding window.
+        slot_positions: [B, S]. relation: [B, q, q] bool, which of the new tokens each one sees behind the
+        committed slots; None: all slots up to its own.
+        """
+        masks = {FULL: visible}
+        if SLIDING in self.kinds:
+            masks[SLIDING] = within_window(visible, positions, slot_positions, self.window)
+        masks = {kind: additive(masks[kind], self.dtype) for kind in self.kinds}
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        plan = {}
+        if self.flash and (relation is not None or cache.span is not None):
+            lengths = cache.lengths.to(torch.int32)
+            plan["flash_plan"] = FlashPlan(masks[FULL], lengths, relation)
+        # A decoder that its owner compiled runs as it is, under the attention that it was compiled with.
+        compiled = self.decoder._compiled_call_impl is not None
+        output = (self.decoder if compiled else self._masked_decoder)(
+            input_ids=tokens.to(self.input_device),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            **plan,
+        )
+        return output.last_hidden_state.to(self.device)
+
+    @torch.inference_mode()
+    def _feature_device(self) -> torch.device:
+        """Where features come out: the last layer's device, which under `device_map` only a forward tells."""
+        if not getattr(self.model, "hf_device_map", None):
+            return self.model.device
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.input_device)
+        return self.decoder(input_ids=token, use_cache=False).last_hidden_state.device
+
+    def _say_what_is_not_done(self) -> None:
+        """Warn of what the model's defaults ask of `generate` and do not get here."""
+        if self.unheeded:
+            asked = ", ".join(f"{name}={value!r}" for name, value in self.unheeded.items())
+            logger.warning(
+                "the model's generation_config asks for %s, which is not done here: texts are those of "
+                "generate without it",
+                one_line(asked, 200),
+            )
+        if sampling := suggested_sampling(getattr(self.model, "generation_config", None)):
+            asked = ", ".join(f"{name}={value}" for name, value in sampling.items())
+            logger.info("the model's generation_config suggests %s: give them as arguments", asked)

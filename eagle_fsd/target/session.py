@@ -1,0 +1,105 @@
+"""One batch of texts on a target: prefill, verify a tree in one masked forward, keep a path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.core.tree import DraftTree, ancestors, visible_slots
+from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.runtime.step_recorder import Stepper
+
+PREFILL_CHUNK = 512  # tokens per prefill forward: bounds the mask to chunk x context
+
+
+class MaskedForward(Protocol):
+    """What a session needs of a model: a TargetModel, or one that is being admitted."""
+
+    device: torch.device
+    stepper: Stepper
+    hidden_size: int
+    max_positions: int
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def features(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        slot_positions: Tensor,
+        cache: KVCache,
+        relation: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def logits(self, features: Tensor) -> Tensor: ...
+
+
+class TargetSession:
+    """One batch of texts on a target: what is committed, and the tree being verified."""
+
+    def __init__(self, target: MaskedForward, batch: int, capacity: int) -> None:
+        self.target = target
+        self.cache = KVCache(batch, capacity, target.device, target.stepper.view)
+        self._verify_step = target.stepper.of(self._verify)
+        self._compact_step = target.stepper.of(self._compact, repeatable=False)
+
+    def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Run and commit the first lengths[row] of right-padded tokens [B, L]; their features [B, L, d].
+
+        What lies past a row's length is padding: its features mean nothing and its slots are overwritten.
+        """
+        batch, width = tokens.shape
+        parts = [
+            torch.empty(batch, 0, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device)
+        ]
+        for start in range(0, width, PREFILL_CHUNK):
+            chunk = tokens[:, start : start + PREFILL_CHUNK]
+            self.cache.reserve(chunk.shape[1], offset=start, exact=True)
+            slots = self.cache.place(chunk.shape[1], offset=start)  # [B, q]
+            slot_positions = torch.arange(self.cache.view, device=slots.device).expand(batch, -1)
+            visible = slot_positions[:, None, :] <= slots[:, :, None]
+            parts.append(self.target.features(chunk, slots, visible, slot_positions, self.cache))
+        self.cache.advance(lengths)
+        return torch.cat(parts, dim=1)
+
+    def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        """One forward over all nodes under the tree mask: logits [B, N, V] float32 and features [B, N, d]."""
+        self.cache.reserve(tree.tokens.shape[1])
+        static = (tree.depth, self.cache.view)
+        logits, features, self.cache.slots = self._verify_step(
+            self.cache.buffers, static, tree.tokens, tree.parents, tree.depths
+        )
+        return logits, features
+
+    def _verify(
+        self, static: tuple[int, int], tokens: Tensor, parents: Tensor, depths: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, features and the nodes' slots [B, N]; the tree's depth and the cache's view are static."""
+        cache, (depth, view) = self.cache, static
+        slots = cache.place(tokens.shape[1])  # [B, N]
+        # A node past the last position is never emitted, but a learned embedding must not be read out of
+        # range.
+        positions = (cache.lengths[:, None] + depths).clamp(max=self.target.max_positions - 1)
+        relation = ancestors(parents, depth)
+        visible = visible_slots(cache.lengths, slots, relation, view)
+        slot_positions = torch.arange(view, device=slots.device).expand(len(slots), -1)
+        slot_positions = slot_positions.scatter(1, slots, positions)
+        features = self.target.features(tokens, positions, visible, slot_positions, cache, relation)
+        return self.target.logits(features), features, slots
+
+    def keep(self, path: Tensor, counts: Sequence[int]) -> None:
+        """Commit counts[row] nodes of the path [B, P] (node indices, -1 padded), root included."""
+        self._compact_step(self.cache.buffers, None, path, self.cache.slots)
+        self.cache.advance(counts)
+
+    def _compact(self, _: None, path: Tensor, slots: Tensor) -> None:
+        self.cache.compact(path, slots)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+        self.cache.select(rows)

@@ -1,0 +1,59 @@
+"""Files of prompts: a text file is one prompt, a .jsonl file one a line. Knows no model and no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle_fsd.files.jsonl import read_jsonl
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file: of a .jsonl file what each row asks (see prompt_of), else the whole text.
+
+    Raises ValueError for a file that cannot be read, and with its line for a row without a prompt.
+    """
+    if path.suffix == ".jsonl":
+        return [asked(record, f"{path}:{number}") for number, record in read_jsonl(path)]
+    try:
+        return [decode_text(path.read_bytes(), str(path))]
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); name a text or .jsonl file") from error
+
+
+def decode_text(data: bytes, origin: str) -> str:
+    """UTF-8 bytes as text, with plain line ends and without a final one."""
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{origin} is not UTF-8 at byte {error.start}: convert it to UTF-8") from error
+
+
+def asked(record: Mapping[str, Any], place: str) -> str:
+    """What a row asks; ValueError, by its place, where that is nothing."""
+    prompt = prompt_of(record)
+    if prompt is None:
+        raise ValueError(
+            f"{place}: has no prompt: it needs a string `prompt` or `question`, a list `turns`, or chat "
+            "`messages` or `conversations` with a user's turn"
+        )
+    return prompt
+
+
+def prompt_of(record: Mapping[str, Any]) -> str | None:
+    """What a row of any of the usual shapes asks: `prompt`, `question`, the first of `turns`, or the user's
+    first turn of `messages` ({role, content}) or ShareGPT's `conversations` ({from, value}). None if it asks
+    nothing.
+    """
+    turns = record.get("turns")
+    found = record.get(
+        "prompt", record.get("question", turns[0] if turns and isinstance(turns, list) else None)
+    )
+    chat = record.get("messages", record.get("conversations"))
+    if found is None and isinstance(chat, list):
+        for turn in filter(lambda turn: isinstance(turn, dict), chat):
+            if turn.get("role", turn.get("from")) in ("user", "human"):
+                found = turn.get("content", turn.get("value"))
+                break
+    return found if isinstance(found, str) else None

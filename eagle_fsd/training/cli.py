@@ -1,0 +1,111 @@
+"""What the scripts of train/ share: text arguments, progress on stderr, and a user's mistake as one line."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from eagle_fsd import hub
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.training.data.examples import Example, load_examples
+
+LONGEST = 512  # tokens of a row, where nothing else is asked for
+
+
+def run_command(name: str, run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """Do a script's work; what its user can mend ends it with a line, Ctrl-C with the shell's code for it."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    try:
+        run(args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"{name}: {one_line(error, 1000)}")
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"{name}: {one_line(error, 200)}; lower --batch-tokens or --rows")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def add_paths(parser: argparse.ArgumentParser, name: str, text: str) -> None:
+    """An option for any number of paths, which may be given again for more."""
+    parser.add_argument(name, type=Path, nargs="*", action="extend", default=[], help=text)
+
+
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """The target, and the text that a head is taught on."""
+    parser.add_argument(
+        "--base-model", default=hub.DEFAULT_TARGET, help="the target: Hub id, folder or .gguf file"
+    )
+    add_paths(parser, "--data", "JSONL files that teach their answers")
+    add_paths(parser, "--text", "JSONL files that teach at every position (text the target did not write)")
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        help=f"tokens kept of each row (default: {LONGEST}, or the target's positions if these are fewer)",
+    )
+    parser.add_argument("--rows", type=int, help="at most so many rows of each file")
+
+
+def add_shards(parser: argparse.ArgumentParser) -> None:
+    """Text whose features are there already."""
+    text = (
+        "folders of feature shards of the same target, from extract_features.py or another run's --features"
+    )
+    add_paths(parser, "--shards", text)
+
+
+def add_compute_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where and in what the target computes its features."""
+    parser.add_argument("--cpu", action="store_true", help="use no GPU")
+    parser.add_argument(
+        "--extract-dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="what the target computes in and features are kept in; default: %(default)s",
+    )
+
+
+def read_examples(
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None, target_name: str, positions: int
+) -> dict[str, list[Example]]:
+    """The examples of every file of --data and --text, by a name for its folder of features.
+
+    positions: the longest text that the target can read.
+    """
+    for name in ("rows", "max_length"):
+        if getattr(args, name) is not None and not (args.data or args.text):
+            raise ValueError(
+                f"{name} is {getattr(args, name)}: it is of files of --data and --text, and shards are taken "
+                f"whole; leave --{name.replace('_', '-')} out"
+            )
+    longest = min(LONGEST, positions) if args.max_length is None else args.max_length
+    if longest > positions:
+        raise ValueError(f"max_length is {longest}: the target has {positions} positions; lower --max-length")
+    if tokenizer is None and (args.data or args.text):
+        raise ValueError(f"target {target_name!r} has no tokenizer: name a folder or Hub id that holds one")
+    found: dict[str, list[Example]] = {}
+    for path, learn_all in [(path, False) for path in args.data] + [(path, True) for path in args.text]:
+        if path.stem in found:
+            raise ValueError(
+                f"two files are named {path.stem!r}: each names the folder of its features; rename one"
+            )
+        found[path.stem], _ = load_examples(path, tokenizer, longest, learn_all, args.rows)
+    return found
+
+
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
+def require_tracker(name: str) -> str | None:
+    """The tracker's name for accelerate, None for "none"; ValueError for one that is not installed."""
+    if name == "none":
+        return None
+    if find_spec(name) is None:
+        raise ValueError(f"--report-to is {name}: the package is missing; pip install {name}")
+    return name

@@ -1,0 +1,278 @@
+"""Prompts in, a file of the target's own conversations out.
+
+Where prompts come from, which are left out, and how a run goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from eagle_fsd.core.checks import one_line, require_integer
+from eagle_fsd.core.config import SamplingConfig
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.fingerprints import differences, target_identity
+from eagle_fsd.files.jsonl import drop_torn_line, read_jsonl
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.chat import encode
+from eagle_fsd.text.prompt_files import prompt_of, read_prompts
+from eagle_fsd.training.data.examples import overlap, word_runs
+from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
+
+logger = logging.getLogger(__name__)
+
+# Of prompts that the target writes itself; top-k spares most of a large vocabulary's sort.
+PROMPT_SAMPLING = SamplingConfig(temperature=0.8, top_k=200, top_p=0.95)
+LONGEST_OWN_PROMPT = 128
+MARK = "\u241e"  # stands for the user's words while the chat template is looked at
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How prompts are answered. samplings: prompts take them in turn; prompt i draws from seed + i.
+
+    base_model: the target's name, which is kept beside what it writes.
+    """
+
+    base_model: str
+    samplings: tuple[SamplingConfig, ...] = (SamplingConfig(),)
+    max_new_tokens: int = 256
+    max_prompt_tokens: int = 512
+    rows: int = 64
+    seed: int = 0
+    system: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "max_prompt_tokens", "rows"):
+            require_integer(name, getattr(self, name), 1, f"change --{name.replace('_', '-')}")
+        require_integer("seed", self.seed, 0, "any will do")
+
+
+# --- prompts ---
+
+
+def gather_prompts(
+    files: Sequence[Path],
+    dataset: str | None = None,
+    split: str = "train",
+    limit: int | None = None,
+    config: str | None = None,
+) -> list[str]:
+    """The prompts of files and of a data set of the Hub, at most `limit` of each, none blank or twice.
+
+    config: which of the data set's configurations.
+    """
+    if limit is not None:
+        require_integer("limit", limit, 1, "change --limit")
+    if config is not None and dataset is None:
+        raise ValueError(f"dataset_config is {config!r}: it must be of a data set; name one with --dataset")
+    prompts: list[str] = []
+    for path in files:
+        prompts += read_prompts(path)[:limit]
+    if dataset is not None:
+        prompts += dataset_prompts(dataset, split, limit, config)
+    return list(dict.fromkeys(prompt for prompt in prompts if prompt.strip()))
+
+
+def dataset_prompts(name: str, split: str, limit: int | None, config: str | None = None) -> list[str]:
+    """What the rows of a data set of the Hub ask; rows that ask nothing are left out."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(
+            "a data set of the Hub needs the package datasets: pip install eagle-fsd[train]"
+        ) from error
+    try:
+        rows = load_dataset(name, config, split=split, streaming=True)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"data set {name!r}, configuration {config!r}, split {split!r} cannot be read "
+            f"({one_line(error, 200)}): it must have both; change --dataset, --dataset-config or --split"
+        ) from error
+    found: list[str] = []
+    for row in rows:
+        if limit is not None and len(found) >= limit:
+            break
+        if (prompt := prompt_of(row)) is not None:
+            found.append(prompt)
+    if not found:
+        raise ValueError(
+            f"data set {name!r}, split {split!r}: no row has a prompt, question, turns, messages or "
+            "conversations; choose another"
+        )
+    return found
+
+
+def without_overlap(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
+    """The prompts that share no run of eight words with a prompt of the files, and equal no shorter one."""
+    banned = frozenset(run for path in files for prompt in read_prompts(path) for run in word_runs(prompt))
+    kept = [prompt for prompt in prompts if not overlap(prompt, banned)]
+    if len(kept) < len(prompts):
+        logger.info(
+            "%d of %d prompts left out: they overlap with %s", len(prompts) - len(kept), len(prompts), files
+        )
+    return kept
+
+
+def user_opening(tokenizer: PreTrainedTokenizerBase, system: str | None) -> list[int]:
+    """The token ids of an empty chat up to where the user's words begin."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": MARK})
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    opening, mark, _ = rendered.partition(MARK)
+    if not mark:
+        raise ValueError(
+            "the chat template drops the user's words: the target cannot write prompts; give --prompts"
+        )
+    return tokenizer(opening, add_special_tokens=False).input_ids
+
+
+def self_prompts(
+    target: TargetModel, tokenizer: PreTrainedTokenizerBase, count: int, plan: Plan, path: Path
+) -> list[str]:
+    """Prompts that the target writes in the user's place (Magpie, arXiv 2406.08464), kept in the file `path`.
+
+    Of `count` attempts those that end and that say something new are returned.
+    """
+    if count <= 0:
+        return []
+    opening = user_opening(tokenizer, plan.system)
+    rows = fill(
+        RowFile(
+            path,
+            {
+                "target": target_identity(plan.base_model, target.model),
+                "opening": opening,
+                "sampling": asdict(PROMPT_SAMPLING),
+                "max_new_tokens": LONGEST_OWN_PROMPT,
+                "seed": plan.seed,
+            },
+        ),
+        target,
+        [Question(i, opening, PROMPT_SAMPLING, plan.seed + i) for i in range(count)],
+        LONGEST_OWN_PROMPT,
+        plan.rows,
+        lambda answer: {"prompt": tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()},
+    )
+    prompts = [row["prompt"] for row in rows if row["complete"] and len(row["prompt"].split()) > 2]
+    return list(dict.fromkeys(prompts))
+
+
+# --- answers ---
+
+
+def answer_prompts(
+    target: TargetModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], plan: Plan, path: Path
+) -> list[dict[str, Any]]:
+    """Write the target's answers to the file `path`, a conversation a row, in the prompts' order.
+
+    Returns the rows. Too long prompts and empty answers are left out and counted.
+    """
+    questions, asked = [], {}
+    for number, prompt in enumerate(prompts):
+        tokens = encode(tokenizer, prompt, plan.system)[0].tolist()
+        if len(tokens) <= min(plan.max_prompt_tokens, target.max_positions - 1):
+            sampling = plan.samplings[number % len(plan.samplings)]
+            questions.append(Question(number, tokens, sampling, plan.seed + number))
+            asked[number] = (prompt, sampling.temperature)
+    if len(questions) < len(prompts):
+        logger.info(
+            "%d prompts left out: longer than %d tokens",
+            len(prompts) - len(questions),
+            plan.max_prompt_tokens,
+        )
+    system = [] if plan.system is None else [{"role": "system", "content": plan.system}]
+
+    def conversation(answer: Answer) -> dict[str, Any]:
+        prompt, temperature = asked[answer.number]
+        text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
+        return {"temperature": temperature, "conversations": system + turns}
+
+    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
+    settings = {name: value for name, value in asdict(plan).items() if name not in ("rows", "base_model")}
+    identity = {"target": target_identity(plan.base_model, target.model), "prompts": digest}
+    file = RowFile(path, identity | settings)
+    rows = fill(file, target, questions, plan.max_new_tokens, plan.rows, conversation)
+    answered = [row for row in rows if row["conversations"][-1]["content"].strip()]
+    if len(answered) < len(rows):
+        logger.info("%d conversations left out: the target's answer is empty", len(rows) - len(answered))
+        file.write(answered)
+    return answered
+
+
+def fill(
+    file: RowFile,
+    target: TargetModel,
+    questions: Sequence[Question],
+    max_new_tokens: int,
+    rows: int,
+    row_of: Callable[[Answer], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Answer the questions that the file has no row of yet; returns all rows in the questions' order."""
+    done = {row["number"] for row in file.read()}
+    left = [question for question in questions if question.number not in done]
+    tokens = 0
+    with (
+        file.path.open("a", encoding="utf-8") as out,
+        tqdm(total=len(questions), initial=len(done), desc=file.path.name, unit="row", mininterval=2) as bar,
+    ):
+        start = time.monotonic()
+        for answer in write_answers(target, left, max_new_tokens, rows):
+            row = {"number": answer.number, "complete": answer.complete, **row_of(answer)}
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+            tokens += len(answer.tokens)
+            bar.set_postfix_str(f"{tokens / (time.monotonic() - start):.0f} tokens/s", refresh=False)
+            bar.update()
+    return file.finish()
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A JSONL file that grows by the row and can be gone on with.
+
+    identity: the target and the settings that make its rows, kept beside it; a run with others is refused, so
+    that no file mixes two.
+    """
+
+    path: Path
+    identity: Mapping[str, Any]
+
+    def read(self) -> list[dict[str, Any]]:
+        """The whole rows of an earlier run with the same settings. A row that was torn is dropped."""
+        known = self.path.with_suffix(self.path.suffix + ".settings.json")
+        identity = json.loads(json.dumps(self.identity))  # tuples as lists, as they are kept
+        if not self.path.is_file():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(known, json.dumps(identity, indent=1) + "\n")
+            return []
+        changed = f"{known.name} is missing"
+        if known.is_file():
+            changed = differences(json.loads(known.read_text(encoding="utf-8")), identity)
+        if changed:
+            raise ValueError(
+                f"{self.path} was made by another target or with other prompts or settings ({changed}): name "
+                "another --output, or remove it"
+            )
+        drop_torn_line(self.path)
+        return [row for _, row in read_jsonl(self.path)]
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Put the rows in their order: a stopped and resumed run leaves the same file as one that was not."""
+        rows = sorted(self.read(), key=lambda row: row["number"])
+        self.write(rows)
+        return rows
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Put these rows in place of all."""
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))

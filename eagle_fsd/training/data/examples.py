@@ -1,0 +1,195 @@
+"""Text to training examples: token ids and a mask of what the head learns from; knows no tensors.
+
+A row is either a conversation (`conversations` or `messages`: [{role, content}, ...], or ShareGPT's
+[{from, value}, ...]) or a pair (`prompt`, `completion`). The mask marks the tokens after which the target
+writes the answer or goes on with it, from the prompt's last token on: the head learns to predict the target's
+feature *at* these tokens. An end token is context for later turns and never marked.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle_fsd.core.checks import require_integer
+from eagle_fsd.files.jsonl import read_jsonl
+
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names, beside the roles' own
+logger = logging.getLogger(__name__)
+
+
+class ChangedHistory(ValueError):
+    """A chat template that renders a turn in another way once others follow it."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One token sequence; `learn[i]` says whether the feature at token i is something to learn."""
+
+    tokens: list[int]
+    learn: list[bool]
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.learn)
+
+
+@dataclass
+class Skipped:
+    """How many rows were left out, by reason."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, reason: str) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+
+
+def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
+    """The chat turns of a row of any kind, checked, each with its role and content."""
+    chats = [row[name] for name in ("conversations", "messages") if row.get(name) is not None]
+    if chats:
+        turns = chats[0]
+    elif "prompt" in row and "completion" in row:
+        turns = [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["completion"]},
+        ]
+    else:
+        raise ValueError(
+            f"{where}: no 'conversations', no 'messages' and no 'prompt' with 'completion' "
+            f"(keys: {sorted(row)}); see train/train_head.py --help"
+        )
+    made = [made_turn(turn, where) for turn in turns] if isinstance(turns, list) else [None]
+    if None in made:
+        raise ValueError(
+            f"{where}: turns must be a list of objects with strings 'role' and 'content', or 'from' and "
+            "'value'; remove the row"
+        )
+    return made
+
+
+def made_turn(turn: Any, where: str) -> dict[str, str] | None:
+    """A turn with its role and content; a ShareGPT one with its `from` named as a role. None if malformed."""
+    if not isinstance(turn, dict):
+        return None
+    if turn.get("role") is None and isinstance(speaker := turn.get("from"), str):
+        role = ROLES.get(speaker, speaker)
+        if role not in ("user", "assistant", "system"):
+            raise ValueError(
+                f"{where}: from is {speaker!r}: it must be human, user, gpt, assistant or system; rename it, "
+                "or remove the row"
+            )
+        turn = {"role": role, "content": turn.get("value")}
+    well_formed = isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+    return turn if well_formed else None
+
+
+def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = False) -> Example:
+    """Encode a conversation with the tokenizer's chat template, the last answer without its end token.
+
+    Each answer is encoded on its own after the rendered text before it, as it is when the target writes it.
+    It is marked, and so is the token before it, after which the target writes the first of its own.
+    `learn_all` marks every token after the template's own opening (everything before the first turn's
+    content) instead of the answers alone.
+
+    Raises ChangedHistory where the template renders an earlier turn differently, as those do that drop the
+    thinking of earlier answers: there is no one sequence of tokens that holds all answers then.
+    """
+    tokens: list[int] = []
+    learn: list[bool] = []
+    rendered = ""
+
+    def append(text: str, mark: bool) -> None:
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        tokens.extend(ids)
+        learn.extend([mark] * len(ids))
+
+    for index, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        before = tokenizer.apply_chat_template(turns[:index], tokenize=False, add_generation_prompt=True)
+        if not before.startswith(rendered):
+            raise ChangedHistory(
+                "the chat template renders a conversation's start differently; train on single-turn rows"
+            )
+        opening = turns[0]["content"].strip()
+        start = before.find(opening) if learn_all and not rendered and opening else 0
+        append(before[len(rendered) :][:start], False)
+        append(before[len(rendered) :][start:], learn_all)
+        answer = len(tokens)
+        append(turn["content"], True)
+        if 0 < answer < len(tokens):
+            learn[answer - 1] = True
+        rendered = before + turn["content"]
+    return Example(tokens, learn)
+
+
+def load_examples(
+    path: str | Path, tokenizer: Any, max_length: int, learn_all: bool = False, limit: int | None = None
+) -> tuple[list[Example], Skipped]:
+    """Read a JSONL file into examples cut to `max_length` tokens.
+
+    Rows with nothing to learn are skipped and counted by reason.
+    """
+    if max_length < 3:
+        raise ValueError(
+            f"max_length is {max_length}; it must be at least 3 (a feature, a token and a prediction)"
+        )
+    if limit is not None:
+        require_integer("rows", limit, 1, "change --rows")
+    examples: list[Example] = []
+    skipped = Skipped()
+    for number, row in read_jsonl(Path(path)):
+        if limit is not None and len(examples) >= limit:
+            break
+        turns = turns_of(row, f"{path}:{number}")
+        if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
+            skipped.add("empty answer")
+            continue
+        if turns[0]["role"] == "assistant":  # ShareGPT's rows that are the later part of a conversation
+            skipped.add("answer before any question")
+            continue
+        try:
+            example = encode_turns(turns, tokenizer, learn_all)
+        except ChangedHistory:
+            skipped.add("the chat template renders earlier turns differently")
+            continue
+        example = Example(example.tokens[:max_length], example.learn[:max_length])
+        if not any(example.learn[1:]):
+            skipped.add("nothing to learn within max_length")
+            continue
+        examples.append(example)
+    if skipped.counts:
+        logger.warning("%s: skipped rows: %s", path, skipped.counts)
+    if not examples:
+        raise ValueError(
+            f"{path}: no usable row ({skipped.counts or 'the file is empty'}); give a file with answers"
+        )
+    return examples, skipped
+
+
+def overlap(text: str, others: frozenset[tuple[str, ...]], run: int = 8) -> bool:
+    """Whether the text shares a run of so many words with the texts that `others` was made of."""
+    return not others.isdisjoint(word_runs(text, run))
+
+
+def word_runs(text: str, run: int = 8) -> Iterator[tuple[str, ...]]:
+    """Every run of so many consecutive words, lower case; a shorter text is one run."""
+    words = re.findall(r"\w+", text.lower())
+    return (tuple(words[start : start + run]) for start in range(max(len(words) - run, 0) + 1))
+
+
+def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices grouped by length so that a padded batch holds at most `max_tokens`, or a single row."""
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    group: list[int] = []
+    for index in order:
+        if group and (len(group) + 1) * lengths[index] > max_tokens:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group

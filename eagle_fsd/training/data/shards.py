@@ -1,0 +1,164 @@
+"""Sequences with the target's features, and the shards that keep them on disk; knows no model and no loss.
+
+A shard holds whole examples back to back: `tokens` int32 [T], `learn` bool [T], `features` [T, d] (after the
+target's final norm) and `offsets` int64 [examples + 1]. Shards are written by rename, so a run that was
+stopped goes on at the first missing one. A manifest beside them names the target and the data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.files.atomic import whole_file
+from eagle_fsd.files.fingerprints import differences
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class FeatureSequence:
+    """One example with the target's features: tokens [n] int64, learn [n] bool, features [n, d]."""
+
+    tokens: Tensor
+    learn: Tensor
+    features: Tensor
+
+    def to(self, device: torch.device | str) -> FeatureSequence:
+        """The same on a device."""
+        return FeatureSequence(*(part.to(device) for part in (self.tokens, self.learn, self.features)))
+
+
+class Features(Protocol):
+    """Where training examples come from: tokens and masks of all at hand, features when they are read."""
+
+    @property
+    def tokens(self) -> Sequence[Tensor]: ...
+
+    @property
+    def learn(self) -> Sequence[Tensor]: ...
+
+    def read(self, numbers: Sequence[int]) -> list[FeatureSequence]:
+        """The examples of these numbers with their features, in that order."""
+
+
+class StoredFeatures:
+    """The sequences of folders of shards, in order.
+
+    Tokens and masks are held in memory. Features are read from their shard each time and let go again, so
+    that memory does not grow with the data.
+    """
+
+    def __init__(self, folders: Sequence[str | Path], target: Mapping[str, str]) -> None:
+        """ValueError for a folder without shards, of another target, or with a damaged shard.
+
+        target: see target_identity; a field that it lacks is not compared.
+        """
+        self.tokens: list[Tensor] = []
+        self.learn: list[Tensor] = []
+        self.places: list[tuple[Path, int, int]] = []  # shard, first token, token after the last
+        self.counts: list[int] = []  # sequences of each folder
+        for folder in folders:
+            before = len(self.places)
+            for path in finished_shards(Path(folder), target):
+                self._index(path)
+            self.counts.append(len(self.places) - before)
+
+    def _index(self, path: Path) -> None:
+        tokens, learn, bounds = read_tensors(path, "tokens", "learn", "offsets")
+        for start, end in pairwise(bounds.tolist()):
+            self.tokens.append(tokens[start:end].long())
+            self.learn.append(learn[start:end])
+            self.places.append((path, start, end))
+
+    def read(self, numbers: Sequence[int]) -> list[FeatureSequence]:
+        """The examples of these numbers with their features, in that order."""
+        return [
+            FeatureSequence(self.tokens[number], self.learn[number], read_rows(*self.places[number]))
+            for number in numbers
+        ]
+
+
+def finished_shards(folder: Path, target: Mapping[str, str]) -> list[Path]:
+    """A folder's shards; ValueError where there are none, or they are of another target."""
+    paths = sorted(folder.glob("shard_*.safetensors"))
+    if not paths:
+        raise ValueError(f"no feature shards in {str(folder)!r}; run the extraction first")
+    manifest = read_manifest(folder)
+    made = manifest.get("target")
+    known = (
+        {name: value for name, value in made.items() if name in target} if isinstance(made, dict) else made
+    )
+    if changed := differences({"target": known}, {"target": target}):
+        raise ValueError(
+            f"features in {folder} belong to another target ({changed}); extract them with this one"
+        )
+    wanted = -(-manifest.get("count", 0) // manifest.get("shard_examples", 1))
+    if len(paths) != wanted or paths != [shard_path(folder, number) for number in range(wanted)]:
+        raise ValueError(
+            f"{folder} has {len(paths)} of {wanted} shards: the extraction did not end; start it again"
+        )
+    return paths
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What the features of a folder were made from; ValueError where it does not say."""
+    try:
+        return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{folder} has no readable {MANIFEST}: a folder of features must have one; extract them again"
+        ) from error
+
+
+def read_tensors(path: Path, *names: str) -> list[Tensor]:
+    """Whole tensors of a shard."""
+    try:
+        with safe_open(path, "pt") as shard:
+            found = [shard.get_tensor(name).clone() for name in names]
+            shard.get_slice("features")
+            return found
+    except (SafetensorError, OSError) as error:
+        raise damaged(path, error) from error
+
+
+def read_rows(path: Path, start: int, end: int) -> Tensor:
+    """Features [end - start, d] of a shard."""
+    try:
+        with safe_open(path, "pt") as shard:
+            return shard.get_slice("features")[start:end].clone()  # a view would keep the file mapped
+    except (SafetensorError, OSError) as error:
+        raise damaged(path, error) from error
+
+
+def damaged(path: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{path} is no whole feature shard ({one_line(error, 80)}); remove it and extract again"
+    )
+
+
+def write_shard(path: Path, sequences: Sequence[FeatureSequence], dtype: torch.dtype) -> None:
+    """Write sequences as one shard; a reader sees all of it or nothing."""
+    lengths = torch.tensor([0] + [len(sequence.tokens) for sequence in sequences])
+    shard = {
+        "tokens": torch.cat([sequence.tokens for sequence in sequences]).to(torch.int32),
+        "learn": torch.cat([sequence.learn for sequence in sequences]),
+        "features": torch.cat([sequence.features for sequence in sequences]).to(dtype),
+        "offsets": lengths.cumsum(0),
+    }
+    with whole_file(path) as partial:
+        save_file(shard, partial)
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    return folder / f"shard_{number:05d}.safetensors"

@@ -1,0 +1,69 @@
+"""Which tokens a draft vocabulary holds: counted where a head learns them, ranked, and what they cover."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.drafting.draft_vocabulary import ranked_tokens
+
+
+class Vocabulary(Protocol):
+    """What counting needs of a target, with its weights (TargetModel) or without (TargetText)."""
+
+    vocab_size: int
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class LearnedTokens:
+    """counts: how often each token is learned, [V] int64. always: those that no draft vocabulary may lack,
+    the target's end tokens and its tokenizer's special ones, which a row's text holds seldom or never.
+    """
+
+    counts: Tensor
+    always: tuple[int, ...]
+
+    def best(self, size: int) -> Tensor:
+        """The `size` most frequent tokens, `always` among them, most frequent first: [size] int64.
+
+        ValueError for a size that cannot hold `always`, or that the vocabulary does not have.
+        """
+        least, most = max(1, len(self.always)), len(self.counts)
+        if not least <= size <= most:
+            raise ValueError(
+                f"draft_vocab_size is {size}: it must be in {least}..{most}, from the target's special and "
+                "end tokens, which are always inside, to all of its tokens; change --draft-vocab-size"
+            )
+        return ranked_tokens(self.counts, size, self.always)
+
+    def coverage(self, token_ids: Tensor) -> float:
+        """The share of all that is learned that these tokens make up."""
+        return float(self.counts[token_ids].sum()) / max(int(self.counts.sum()), 1)
+
+
+def learned_tokens(
+    texts: Iterable[tuple[Tensor, Tensor]], target: Vocabulary, tokenizer: Any = None
+) -> LearnedTokens:
+    """Count the tokens that a head learns to draft on these texts.
+
+    texts: of each example its tokens [n] and its mask [n] of the positions that are learned. What is drafted
+    after such a position is the next token: that one is counted. tokenizer: where special tokens are named.
+    ValueError for a text that holds tokens which the target has not.
+    """
+    after = [tokens[1:][learn[:-1]] for tokens, learn in texts]
+    counts = torch.bincount(torch.cat(after), minlength=target.vocab_size)
+    if len(counts) > target.vocab_size:
+        raise ValueError(
+            f"the text holds token {len(counts) - 1}: the target's are 0..{target.vocab_size - 1}; name the "
+            "target that the text was made for (--base-model)"
+        )
+    named = {*target.eos_token_ids, *(getattr(tokenizer, "all_special_ids", None) or ())}
+    # A token beyond lm_head's rows has no logit: nobody can draft it.
+    return LearnedTokens(counts, tuple(sorted(token for token in named if token < target.vocab_size)))

@@ -1,0 +1,111 @@
+"""Held-out measures of a head: how often its own chain of predictions names the target's token, by depth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.training.data.shards import FeatureSequence
+from eagle_fsd.training.loss import learn_masks, unroll
+from eagle_fsd.training.readout import Readout
+
+# The k most likely tokens [N, k], best first, for features [N, d].
+Best = Callable[[Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Sequences never trained on, and what the target says to them.
+
+    greedy: its best token at every position of each ([n] int64). best: of a head's predictions.
+    """
+
+    sequences: Sequence[FeatureSequence]
+    greedy: Sequence[Tensor]
+    best: Best
+    depth: int = 5
+
+
+@torch.no_grad()
+def best_tokens(features: Tensor, k: int, readout: Readout, rows: int = 256) -> Tensor:
+    """The k most likely tokens for features [N, d]: [N, k], best first."""
+    parts = [readout.logits(block).topk(k, dim=-1).indices for block in features.split(rows)]
+    return torch.cat(parts) if parts else torch.empty(0, k, dtype=torch.int64, device=features.device)
+
+
+def hold_out(
+    sequences: Sequence[FeatureSequence],
+    readout: Readout,
+    depth: int = 5,
+    device: torch.device | str = "cpu",
+) -> HeldOut:
+    """Prepare held-out sequences; the target's greedy tokens are computed once, here.
+
+    In float32, as the head is measured: rounded to bfloat16 the best two logits are often equal.
+    """
+    best = partial(best_tokens, readout=readout.to(device, torch.float32))
+    moved = [one.to(device) for one in sequences]
+    return HeldOut(moved, [best(one.features, 1).squeeze(1) for one in moved], best, depth)
+
+
+@torch.no_grad()
+def evaluate(head: DraftHead, held_out: HeldOut, embedding: Tensor, k: int = 8) -> dict[str, Any]:
+    """Accuracy of drafting along the text, by depth 1..depth.
+
+    A draft starts at a learned position and follows the text on its own features while the positions are
+    learned: across an answer's end nothing is drafted, so what lies beyond counts neither for nor against it.
+    top1, top8: share of the drafts that reach step d where the target's greedy token is the draft's best, or
+    among its best k. chain: the same for top 1, given that every earlier step of the draft was right.
+    chain_tau: expected tokens per step of a chain draft of this depth, the target's own token included: a
+    lower bound of what a tree gets.
+    chain8_tau: the same for best-k sets: an upper bound for trees of that width.
+    """
+    depth = held_out.depth
+    hits = torch.zeros(3, depth)  # top1, topk, positions
+    reached = torch.zeros(3, depth)  # chains alive: top1, topk; drafts
+    for sequence, greedy in zip(held_out.sequences, held_out.greedy, strict=True):
+        if len(sequence.tokens) < 3:
+            continue
+        features = sequence.features[None, :-1].float()
+        predictions = unroll(head, features, F.embedding(sequence.tokens[None, 1:], embedding).float(), depth)
+        masks = learn_masks(sequence.learn[None, 1:], depth)
+        goal = greedy[1:]  # at index j: the target's token after x_{j+1}
+        alive = torch.ones(
+            2, len(goal), dtype=torch.bool, device=goal.device
+        )  # by index j at the current step
+        for step, (prediction, mask) in enumerate(zip(predictions, masks, strict=True)):
+            if step:
+                alive = F.pad(alive, (1, 0))[:, :-1]  # the draft that is now at j was at j - 1
+            where = mask[0].nonzero().squeeze(1)
+            best = held_out.best(prediction[0, where], k)
+            right = best == goal[where, None]
+            top = torch.stack((right[:, 0], right.any(-1)))  # [2, N]
+            hits[:2, step] += top.sum(1).cpu()
+            hits[2, step] += len(where)
+            alive_here = torch.zeros_like(alive)
+            alive_here[:, where] = top & alive[:, where]
+            alive = alive_here
+            reached[:2, step] += alive.sum(1).cpu()
+            reached[2, step] += len(where)
+            # A chain goes on along the text alone: where sampled text left the greedy path, it is cut.
+            followed = torch.ones_like(goal, dtype=torch.bool)
+            followed[:-1] = sequence.tokens[2:] == goal[:-1]
+            alive = alive & followed
+    share = reached[:2] / reached[2].clamp_min(1)
+    before = torch.cat((torch.ones(2, 1), share[:, :-1]), dim=1)
+    rounded = lambda values: [round(float(value), 4) for value in values]  # noqa: E731
+    return {
+        "top1": rounded(hits[0] / hits[2].clamp_min(1)),
+        f"top{k}": rounded(hits[1] / hits[2].clamp_min(1)),
+        "chain": rounded(share[0] / before[0].clamp_min(1e-9)),
+        "chain_tau": round(1 + float(share[0].sum()), 4),
+        f"chain{k}_tau": round(1 + float(share[1].sum()), 4),
+        "positions": int(hits[2, 0]),
+    }

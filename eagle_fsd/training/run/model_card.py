@@ -1,0 +1,240 @@
+"""A trained head as a repository of the Hub: a model card made of what the runs recorded, and the push.
+
+The runs' records hold whole command lines; the card shows them without directories and secrets.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.files.provenance import public_command
+from eagle_fsd.files.tensor_files import read_tensors
+from eagle_fsd.hub.head_checkpoint import (
+    BIN_NAME,
+    CONFIG_NAME,
+    FC_BIAS_KEY,
+    QKV_BIAS_KEY,
+    SAFETENSORS_NAME,
+    VOCABULARY_NAME,
+    find_head_file,
+    read_config,
+)
+
+CARD = "README.md"
+LIBRARY = "eagle-fsd"
+KINDS = {CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, VOCABULARY_NAME, CARD}  # all that a repository holds
+SAME = ("base_model", "ea_model", "draft_vocab_size", "dtype", "max_new_tokens")  # in every row of a card
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a card says.
+
+    base_model: the target's Hub id. data: a sentence on the text and its licences. training: the record of
+    train_head.py. taus, table: the rows of eval/measure_tau.py, and their table. config: of the head.
+    """
+
+    base_model: str
+    licence: str
+    data: str
+    training: Mapping[str, Any]
+    taus: Sequence[Mapping[str, Any]]
+    table: str
+    config: Mapping[str, Any]
+
+    def text(self, repo_id: str) -> str:
+        """The README.md of the repository, its YAML header included."""
+        header = ModelCardData(
+            license=self.licence,
+            base_model=self.base_model,
+            base_model_relation="adapter",
+            library_name=LIBRARY,
+            tags=["eagle", "speculative-decoding", "draft-head"],
+        )
+        name = self.base_model.rsplit("/", 1)[-1]
+        dtype = self.config.get("torch_dtype", "float32")
+        parts = [
+            f"---\n{header.to_yaml()}\n---",
+            f"# EAGLE draft head for {name}",
+            f"An EAGLE-1/2 draft head (one decoder layer behind `fc`, {dtype}, EAGLE's "
+            f"own layout) for [{self.base_model}](https://huggingface.co/{self.base_model}). It drafts "
+            "tokens that the target verifies; embedding and lm_head are the target's. Other targets need "
+            "other heads.",
+            "## Use",
+            f"```bash\npip install eagle-fsd\npython -m eagle_fsd.generate --base-model {self.base_model} "
+            f'--ea-model {repo_id} "Why is the sky blue?"\n```',
+            "## Measured",
+            self._measured(),
+            "## Trained",
+            self._trained(),
+        ]
+        return "\n\n".join(parts) + "\n"
+
+    def commands(self) -> list[str]:
+        """The command lines that the card shows: of the measurements, then of the training."""
+        recorded = [*(row["command"] for row in self.taus), self.training["command"]]
+        return list(dict.fromkeys(map(public_command, recorded)))
+
+    def _measured(self) -> str:
+        first = self.taus[0]
+        commands = "\n".join(dict.fromkeys(public_command(row["command"]) for row in self.taus))
+        return (
+            "tau, tokens emitted per step of the target, its own token included, on the first "
+            f"{self._prompts()}, {first['max_new_tokens']} new tokens, {first.get('dtype', 'float32')}; a "
+            f"tree is total_tokens / depth / top_k:\n\n{self.table}\n\n```bash\n{commands}\n```"
+        )
+
+    def _prompts(self) -> str:
+        """How many prompts were measured, set by set where they differ."""
+        counts: dict[str, list[int]] = {}
+        for row in self.taus:
+            counts.setdefault(row["prompts"], []).append(row["prompt_count"])
+        texts = {name: " or ".join(map(str, sorted(set(found)))) for name, found in counts.items()}
+        if len(set(texts.values())) == 1:
+            return f"{next(iter(texts.values()))} prompts of each set"
+        return ", ".join(f"{text} prompts of {name}" for name, text in texts.items())
+
+    def _trained(self) -> str:
+        run = self.training
+        held_out = run["held_out"]
+        steps = " / ".join(f"{100 * share:.1f}" for share in held_out["top1"])
+        return (
+            f"{self.data}\n\n{run['steps']:,} steps in {run['training_seconds'] / 60:.0f} minutes on "
+            f"{run['device']}, {run['sequences']:,} sequences, {run['tokens']:,} tokens, "
+            f"{run['learned_tokens']:,} of which carry loss. Held out, the target's greedy token is the "
+            f"head's best in {steps} % of {held_out['positions']:,} positions at drafting steps 1 to "
+            f"{len(held_out['top1'])}.\n\n```bash\n{public_command(run['command'])}\n```\n\n"
+            f"eagle_fsd {run['eagle_fsd']}, commit {run['commit']}, torch {run['torch']}, transformers "
+            f"{run['transformers']}."
+        )
+
+
+def read_training(run: Path) -> dict[str, Any]:
+    """The record of a run of train_head.py that has ended."""
+    record = run / "provenance.json"
+    try:
+        training = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"training record {str(record)!r} cannot be read ({one_line(error, 80)}): it must be what "
+            "train_head.py writes; name its --output"
+        ) from error
+    needed = ("command", "steps", "training_seconds", "sequences", "tokens", "learned_tokens", "held_out")
+    lost = [name for name in needed if training.get(name) in (None, {})]
+    if lost:
+        raise ValueError(f"{record} has no {', '.join(lost)}: the run must have ended; resume it")
+    return training
+
+
+def refuse_mixed_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Refuse rows of more than one head or setting, and two rows for one place of the table."""
+    remedy = "keep the rows of one, or measure again with another --output"
+    for name in SAME:
+        default = "float32" if name == "dtype" else None  # what rows of older versions do not say
+        values = dict.fromkeys(row.get(name, default) for row in rows)
+        if len(values) > 1:
+            raise ValueError(
+                f"{name} is {' and '.join(map(repr, values))} in {path}: the rows of a card must be of one "
+                f"head and setting; {remedy}"
+            )
+    places = set()
+    for row in rows:
+        rule = (row["divergence"], row["mode"], row["child"], row["threshold"])
+        tree, temperature = str(TreeConfig(**row["tree"])), row["sampling"]["temperature"]
+        place = (row["prompts"], tree, temperature, rule)
+        if place in places:
+            raise ValueError(
+                f"prompts is {row['prompts']!r} twice in {path} with tree {tree}, temperature "
+                f"{temperature:g} and the same rule: a place in the table must be one head's at one setting; "
+                f"{remedy}"
+            )
+        places.add(place)
+
+
+def write_repository(head: Path, card: Card, repo_id: str, folder: Path) -> Path:
+    """Lay the repository out: the head's files and the card, in a new folder or in place of an earlier one.
+
+    An earlier card that says something else is kept beside the folder, as FOLDER.README.md.old.
+    """
+    earlier = refuse_other_folder(folder, head)
+    weights = find_head_file(head, str(head))
+    files = [weights, head / VOCABULARY_NAME]
+    config = read_config(head, "draft head") | bias_flags(weights)
+    text = card.text(repo_id)
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder.resolve()  # of a linked folder too, so that the parts move within one disk
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".publish-") as parts:
+        for file in filter(Path.is_file, files):
+            shutil.copyfile(file, Path(parts) / file.name)
+        (Path(parts) / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (Path(parts) / CARD).write_bytes(text.encode())
+        made = {file.name for file in Path(parts).iterdir()}
+        if CARD in earlier and (place / CARD).read_bytes() != text.encode():
+            shutil.copyfile(place / CARD, place.with_name(f"{place.name}.{CARD}.old"))
+        for name in made:
+            (Path(parts) / name).replace(place / name)
+    for name in earlier - made:
+        (place / name).unlink()
+    return folder
+
+
+def bias_flags(weights: Path) -> dict[str, bool]:
+    """What a config.json must say of biases so that every engine makes those that the file has, and no other.
+
+    Older versions of this package, and other trainers, write flags that do not match.
+    """
+    tensors = read_tensors(weights)
+    qkv = any(QKV_BIAS_KEY.fullmatch(key) for key in tensors)
+    return {"bias": FC_BIAS_KEY in tensors, "attention_bias": False, "qkv_bias": qkv}
+
+
+def bias_warning(folder: Path) -> str:
+    """What must be said of a published head whose `fc` has a bias; empty for one without."""
+    if not read_config(folder, "draft head")["bias"]:
+        return ""
+    return (
+        "fc.bias is in the weights: vLLM makes none for fc, and for bias: true an uninitialised one in its "
+        "attention, so that none of its drafts is accepted; fold the bias into fc.weight with "
+        "train/fold_bias.py and publish that head"
+    )
+
+
+def refuse_other_folder(folder: Path, head: Path) -> set[str]:
+    """The files of an earlier repository in the folder; ValueError where it holds anything else."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"folder {str(folder)!r} is a file: it must be a folder; name another with --output")
+    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    card = folder / CARD
+    ours = card.is_file() and f"library_name: {LIBRARY}".encode() in card.read_bytes()
+    plain = found <= KINDS and all((folder / name).is_file() for name in found)
+    if found and not (ours and plain and folder.resolve() != head.resolve()):
+        raise ValueError(
+            f"folder {str(folder)!r} is not empty: it may hold an earlier repository, with its {CARD}, and "
+            "nothing else; name another with --output"
+        )
+    return found
+
+
+def push(folder: Path, repo_id: str, private: bool = False) -> str:
+    """Create the repository where it is not there and upload the folder; returns its address."""
+    api = HfApi()
+    try:
+        address = api.create_repo(repo_id, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload draft head")
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ValueError(
+            f"repository {repo_id!r} cannot be written ({one_line(error, 120)}): it must be OWNER/NAME that "
+            "your token may write; log in with `hf auth login`, or use --dry-run"
+        ) from error
+    return str(address)
