@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import prompts_of, tiny_head, tiny_model
+from support.tiny_models import prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, TreeConfig
 from eagle_fsd.core.padding import left_padded

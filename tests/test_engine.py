@@ -17,7 +17,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import FAMILIES, VOCAB, KnowingEngine, greedy_alone, prompts_of, tiny_head, tiny_model
+from support.tiny_models import (
+    FAMILIES,
+    VOCAB,
+    KnowingEngine,
+    greedy_alone,
+    prompts_of,
+    tiny_head,
+    tiny_model,
+)
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, hub
 from eagle_fsd.core.padding import left_padded, right_padded
@@ -264,7 +272,7 @@ LEFT = """
 import sys
 sys.path.insert(0, {tests!r})
 import torch
-from tiny_models import prompts_of, tiny_head, tiny_model
+from support.tiny_models import prompts_of, tiny_head, tiny_model
 from eagle_fsd import EagleFSD
 from eagle_fsd.target import TargetModel
 engine = EagleFSD(TargetModel(tiny_model("llama")), tiny_head())

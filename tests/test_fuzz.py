@@ -3,7 +3,7 @@
 The cases come from a seed and run in a process of their own, with limits of time and memory for each, so that
 one that hangs or grows is a failure with its name, and not the end of the tests. A longer search, by hand:
 
-    python tests/fuzz_files.py 5000 1000 head_config calibration
+    PYTHONPATH=.:tests python -m support.fuzz_files 5000 1000 head_config calibration
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import spoil_safetensors, spoil_text, spoil_value
+from support.fuzzing import spoil_safetensors, spoil_text, spoil_value
 
 TESTS = Path(__file__).parent
 CASES = 120
@@ -43,7 +43,7 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
     """What came of the cases of every kind."""
-    process = start("fuzz_files.py", str(CASES))
+    process = start("-m", "support.fuzz_files", str(CASES))
     last = process.stderr.strip().splitlines()[-12:]
     assert process.returncode == 0, "the process died, at the last case named here:\n" + "\n".join(last)
     return {one["kind"]: one for one in map(json.loads, process.stdout.splitlines())}
@@ -91,7 +91,7 @@ ENDS = {
 
 def test_a_hang_a_balloon_and_a_traceback_are_seen(tmp_path: Path) -> None:
     """So that a fuzz test that passes says something."""
-    code = ["import sys, torch, fuzz_files, json, pathlib", "fuzz_files.SECONDS = 1"]
+    code = ["import sys, torch, json, pathlib", "from support import fuzz_files", "fuzz_files.SECONDS = 1"]
     for body in ENDS:
         code += ["def bad():", f"    {body}", "fuzz_files.KINDS['bad'] = lambda draw, folder, bad=bad: bad"]
         code += [f"print(json.dumps(fuzz_files.run('bad', 1, 0, pathlib.Path({str(tmp_path)!r}))))"]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from op_recorder import Capturing, NoAnswers
-from tiny_models import FAMILIES, VOCAB, tiny_head, tiny_model
+from support.op_recorder import Capturing, NoAnswers
+from support.tiny_models import FAMILIES, VOCAB, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import Fuzzy, Lossless, TreeConfig, Typical

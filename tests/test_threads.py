@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
+from support.tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 from torch import nn
 
 from eagle_fsd import EagleFSD, Lossless, TreeConfig

@@ -1,0 +1,425 @@
+"""Calibration: what a lossless pass records, what is foretold of it, what is chosen, and who may read it."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.tiny_models import Letters, prompts_of, tiny_head, tiny_model
+
+from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
+from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.acceptance.calibration import FILE, Calibrated, Calibration, read_calibration
+from eagle_fsd.acceptance.divergence import divergence_named
+from eagle_fsd.core.config import AutoThreshold, AutoTree
+from eagle_fsd.evaluation.analysis.bootstrap import Sums
+from eagle_fsd.evaluation.calibrate.recorded_pass import LADDER, Kind, Recorder, Records, Work, kinds_of
+from eagle_fsd.evaluation.calibrate.threshold_search import (
+    bound,
+    calibrate,
+    largest,
+    splits,
+    table,
+    trial_table,
+    tv_of,
+)
+from eagle_fsd.evaluation.measure import sweep
+from eagle_fsd.evaluation.measure.sweep import Cell, Questions
+from eagle_fsd.evaluation.rows import read_rows
+from eagle_fsd.evaluation.tasks import Sample, Task
+from eagle_fsd.evaluation.tasks.source import Source
+from eagle_fsd.files.fingerprints import models_identity
+from eagle_fsd.target.model import TargetModel
+
+WARM = SamplingConfig(0.9, 20, 0.95)
+TREE = TreeConfig(8, 3, 3)
+JS: Kind = ("js", "hybrid", "draft", 0.0)
+LEAST = 0.05  # the least gain where one is asked for
+
+
+def engine(head_seed: int = 0) -> EagleFSD:
+    return EagleFSD(TargetModel(tiny_model()), tiny_head(head_seed), Letters())  # type: ignore[arg-type]
+
+
+def work(folder: Path, count: int = 6, model: EagleFSD | None = None) -> Work:
+    task = Task("prompts/toy", 1, Source(("toy.jsonl",), ""), lambda row, place: (str(place), [], {}), 12)
+    samples = [Sample(str(place), (), {}, 12) for place in range(count)]
+    asked = Questions(task, samples, prompts_of([4 + place % 3 for place in range(count)]), range(count))
+    return Work(model or engine(), Cell(asked, Lossless(), WARM, TREE, 12), folder, 2, 0.8, {"commit": "abc"})
+
+
+# --- the lossless pass ---
+
+
+def towards(p: torch.Tensor, children: list[int], log_q: torch.Tensor, some: list[int]) -> torch.Tensor:
+    """p on the children, and all the rest on the likeliest of some of them; p itself for none."""
+    law = p.clone()
+    if some:
+        law[[t for t in range(len(p)) if t not in children]] = 0.0
+        law[max(some, key=lambda t: float(log_q[t]))] += 1 - float(p[children].sum())
+    return law
+
+
+def test_records_are_the_rules_own_numbers() -> None:
+    """Every token's divergences and moves, against the divergence taken plainly and a closed form by hand."""
+    model = engine()
+    moves = [("hybrid", "likeliest", 0.0), ("paper", "draft", 0.0), ("hybrid", "likeliest", LEAST)]
+    recorder = Recorder(["js", "reverse_kl"], moves, 1)
+    wanted: list[list[float]] = []
+    narrowed: list[bool] = []
+
+    def watch(verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
+        recorder(verified, verdict, emitted)
+        tree = verified.tree
+        for level in range(emitted[0]):
+            node = int(verdict.path[0, level])
+            p = verified.probs[0, node]
+            owners = tree.owners[0].tolist()
+            if node not in owners:
+                wanted.append([math.inf, math.inf, 0.0, 0.0, 0.0])
+                continue
+            log_q = tree.log_q[0, owners.index(node)]
+            raw = verified.logits[0, node]
+            divergences = [float(divergence_named(name)(raw, log_q)) for name in ("js", "reverse_kl")]
+            children = [int(t) for t, up in zip(tree.tokens[0], tree.parents[0], strict=True) if up == node]
+            allowed = [t for t in children if p[t] > 0 and t not in verified.eos.tolist()]
+            if not allowed:
+                wanted.append([*divergences, 0.0, 0.0, 0.0])
+                continue
+            gains = verified.gains()[0]
+            ahead = {
+                int(tree.tokens[0, n]): float(gains[n])
+                for n in range(len(gains))
+                if int(tree.parents[0, n]) == node
+            }
+            promising = [t for t in allowed if ahead[t] >= LEAST]
+            narrowed.append(len(promising) < len(allowed))
+            hybrid, guarded = (towards(p, children, log_q, some) for some in (allowed, promising))
+            paper = torch.zeros_like(p)  # q among the allowed children
+            paper[allowed] = log_q[allowed].softmax(-1)
+            laws = (hybrid, paper, guarded)
+            wanted.append([*divergences, *(float((law - p).abs().sum() / 2) for law in laws)])
+
+    output = model.generate(
+        torch.tensor(prompts_of([5])),
+        max_new_tokens=13,
+        tree=TREE,
+        temperature=0.9,
+        top_k=20,
+        top_p=0.95,
+        observer=watch,
+    )
+    assert len(recorder.found[0]) == len(output.new_tokens[0]) == len(wanted)
+    np.testing.assert_allclose(np.array(recorder.found[0]), np.array(wanted), atol=1e-4)
+    assert sum(row[2] > 0.01 for row in wanted) > 2 and True in narrowed
+
+
+def test_what_is_foretold_is_the_sum_of_moves_within_the_threshold(tmp_path: Path) -> None:
+    records = work(tmp_path).record(["js", "tv"], [("hybrid", "draft", 0.0), ("paper", "target", 0.0)])
+    for kind in kinds_of(["js", "tv"], ["hybrid"], ["draft"]):
+        for threshold in (0.0, 0.05, 0.3, math.inf):
+            sums = records.foretold(kind, threshold, [1, 4])
+            column = records.divergences.index(kind[0])
+            for n, place in enumerate([1, 4]):
+                plain = sum(row[2] for row in records.tables[place].tolist() if row[column] <= threshold)
+                assert sums.numerator[n] == pytest.approx(plain) and sums.denominator[n] == 12
+    mean = [float(records.foretold(JS, t, range(6)).numerator.sum()) for t in LADDER]
+    assert mean == sorted(mean) and mean[-1] > mean[0]
+
+
+def test_another_seed_is_another_run(tmp_path: Path) -> None:
+    job, moves = work(tmp_path), [("hybrid", "draft", 0.0)]
+    other = replace(job, cell=replace(job.cell, seed=100))
+    first, second = job.record(["js"], moves), other.record(["js"], moves)
+    assert len(read_rows(tmp_path / "records.jsonl")) == 12
+    same = [np.array_equal(*pair) for pair in zip(first.tables, second.tables, strict=True)]
+    assert not all(same)
+    again = job.record(["js"], moves)
+    assert again.taus == first.taus and len(read_rows(tmp_path / "records.jsonl")) == 12
+    assert {row["seed"] for row in job.really(JS, 0.3)} == set(range(6))
+    assert {row["seed"] for row in other.really(JS, 0.3)} == set(range(100, 106))
+    assert {row["seed"] for row in job.really(JS, 0.3)} == set(range(6))
+
+
+def test_the_lossless_pass_goes_on_where_it_was(tmp_path: Path) -> None:
+    first = work(tmp_path / "a").record(["js"], [("hybrid", "draft", 0.0)])
+    lines = (tmp_path / "a" / "records.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "records.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
+    again = work(tmp_path / "b").record(["js"], [("hybrid", "draft", 0.0)])
+    assert len(read_rows(tmp_path / "b" / "records.jsonl")) == 6
+    for one, other in zip(first.tables, again.tables, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert first.taus == again.taus
+
+
+# --- the choice ---
+
+
+def made_records(count: int = 40, seed: int = 0) -> Records:
+    """Prompts of fifty tokens whose divergences and moves are drawn."""
+    random = np.random.default_rng(seed)
+    tables = [np.stack([random.random(50) * 0.6, random.random(50) * 0.3], axis=1) for _ in range(count)]
+    return Records(["js"], [("hybrid", "draft", 0.0)], tables, [(50, 25)] * count)
+
+
+def runs_like(records: Records, factor: float, asked: list[float]) -> Any:
+    """Runs whose TV is `factor` times what was foretold."""
+
+    def really(kind: Kind, threshold: float) -> list[dict[str, Any]]:
+        asked.append(threshold)
+        sums = records.foretold(kind, threshold, range(len(records.tables)))
+        return [{"law": {"tv": factor * float(tv)}, "new_tokens": 50, "steps": 20} for tv in sums.numerator]
+
+    return really
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.7, 3.0])
+@pytest.mark.parametrize("budget", [0.005, 0.02, 0.06])
+def test_the_largest_threshold_inside_the_budget(factor: float, budget: float) -> None:
+    """As by running the whole ladder: never beyond the budget, at most one step of it below the best."""
+    records, asked = made_records(), []
+    really = runs_like(records, factor, asked)
+    found = largest(JS, budget, range(40), records, really, 0.9)
+    tvs = {t: bound(tv_of(really(JS, t)), 0.9)[1] for t in LADDER}
+    best = max((t for t in LADDER if tvs[t] <= budget), default=None)
+    assert found is not None and found.bound <= budget and best is not None
+    assert found.bound == pytest.approx(tvs[found.threshold])
+    assert LADDER.index(best) - LADDER.index(found.threshold) <= 1
+    assert found.tau == 2.5 and found.lossless_tau == 2.0
+    assert len(asked) - len(LADDER) <= 8  # minutes, not hours: few are run
+
+
+def test_a_budget_that_nothing_meets_has_no_threshold() -> None:
+    records = Records(["js"], [("hybrid", "draft", 0.0)], [np.tile([0.0, 0.5], (50, 1))] * 8, [(50, 25)] * 8)
+    assert largest(JS, 0.01, range(8), records, runs_like(records, 1.0, []), 0.9) is None
+
+
+def test_a_budget_that_everything_meets_takes_the_last_step() -> None:
+    records = Records(["js"], [("hybrid", "draft", 0.0)], [np.tile([0.1, 0.0], (50, 1))] * 8, [(50, 25)] * 8)
+    found = largest(JS, 0.01, range(8), records, runs_like(records, 1.0, []), 0.9)
+    assert found is not None and found.threshold == LADDER[-1] and found.bound == 0
+
+
+def test_bounds_hold_as_often_as_they_say() -> None:
+    """Samples of a known law: the true mean lies under the bound at least nearly as often as promised."""
+    random, held = np.random.default_rng(1), 0
+    for _ in range(300):
+        _, upper = bound(Sums(random.gamma(2.0, 0.5, 40), np.full(40, 50.0)), 0.9)
+        held += upper >= 1.0 / 50
+    assert 0.84 * 300 <= held <= 0.97 * 300
+
+
+def test_splits_try_what_they_have_not_seen() -> None:
+    records, asked = made_records(), []
+    trials = splits(JS, 0.03, records, runs_like(records, 1.3, asked), 0.9, 6)
+    assert [trial.split for trial in trials] == list(range(6))
+    assert sum(bool(trial.inside) for trial in trials) >= 5
+    assert len({trial.tv for trial in trials}) > 1  # halves differ
+    assert "6 of 6" in trial_table(trials) or "5 of 6" in trial_table(trials)
+
+
+def test_calibrate_end_to_end(tmp_path: Path) -> None:
+    """On a tiny model: what is written is what was run, and the same from rows alone when run again."""
+    job = work(tmp_path, 8)
+    kinds = kinds_of(["js", "tv"], ["hybrid", "paper"], ["draft"], [0.0, LEAST])
+    calibration, trials = calibrate(job, kinds, [0.05, 0.2], 2)
+    assert {one.kind for one in calibration.thresholds} <= set(kinds) and calibration.thresholds
+    for one in calibration.thresholds:
+        rows = job.really(one.kind, one.threshold)
+        tv = sum(row["law"]["tv"] for row in rows) / sum(row["new_tokens"] for row in rows)
+        assert one.tv == pytest.approx(tv) and one.tv <= one.bound <= 0.2
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    again, _ = calibrate(work(tmp_path, 8), kinds, [0.05, 0.2], 2)
+    assert again == calibration and (tmp_path / "rows.jsonl").read_bytes() == before
+    assert table(calibration).count("\n") == len(calibration.thresholds) + 1 and len(trials) == 32
+
+
+# --- the file ---
+
+
+def a_calibration(model: EagleFSD, **changes: Any) -> Calibration:
+    thresholds = [Calibrated("js", "hybrid", "draft", t, t / 10, t / 8, 2.5, 2.2) for t in (0.1, 0.3, 0.8)]
+    models = models_identity(model.base_model, model.target.model, model.head)
+    return replace(Calibration(models, WARM, TREE, 0.9, 40, tuple(thresholds), {"commit": "abc"}), **changes)
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    calibration = a_calibration(engine())
+    calibration.write(tmp_path / FILE)
+    assert read_calibration(tmp_path / FILE) == calibration
+
+
+def test_the_largest_threshold_of_a_budget(tmp_path: Path) -> None:
+    calibration = a_calibration(engine())
+    for budget, threshold in ((0.0125, 0.1), (0.03, 0.1), (0.0375, 0.3), (0.5, 0.8)):
+        assert Fuzzy.calibrated(calibration, budget) == Fuzzy(threshold)
+    with pytest.raises(ValueError, match=r"quality_budget is 0\.01: the smallest bound .* is 0\.0125; raise"):
+        Fuzzy.calibrated(calibration, 0.01)
+    with pytest.raises(
+        ValueError, match="for tv, hybrid, draft: it was calibrated for js, hybrid, draft; cal"
+    ):
+        Fuzzy.calibrated(calibration, 0.05, "tv")
+    with pytest.raises(ValueError, match="for js, paper, draft"):
+        Fuzzy.calibrated(calibration, 0.05, mode="paper")
+    with pytest.raises(ValueError, match=r"for js, hybrid, draft, min_gain 0\.5: it was calibrated for js"):
+        Fuzzy.calibrated(calibration, 0.05, min_gain=0.5)
+    guarded = replace(calibration.thresholds[0], threshold=0.7, min_gain=0.5)
+    both = replace(calibration, thresholds=[*calibration.thresholds, guarded])
+    assert Fuzzy.calibrated(both, 0.03, min_gain=0.5) == Fuzzy(0.7, min_gain=0.5)
+    assert Fuzzy.calibrated(both, 0.03) == Fuzzy(0.1)
+
+
+def test_generate_reads_it_and_says_what_it_chose(tmp_path: Path) -> None:
+    model = engine()
+    model.head_folder = tmp_path
+    a_calibration(model).write(tmp_path / FILE)
+    prompt = torch.tensor(prompts_of([5]))
+    sampling = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "max_new_tokens": 8, "seed": 3}
+    output = model.generate(prompt, rule=AutoThreshold(0.04), tree=AutoTree(), **sampling)
+    assert output.rule == Fuzzy(0.3) and output.tree == TREE
+    plain = model.generate(prompt, rule=Fuzzy(0.3), tree=TREE, **sampling)
+    assert output.new_tokens == plain.new_tokens
+    named = model.generate(prompt, rule=AutoThreshold(0.04), tree=TreeConfig(4, 3, 2), **sampling)
+    assert named.tree == TreeConfig(4, 3, 2)
+    stream = model.stream(prompt, rule=AutoThreshold(0.04), tree=AutoTree(), **sampling)
+    assert stream.rule == Fuzzy(0.3) and [t for chunk in stream for t in chunk] == output.new_tokens[0]
+
+
+def test_another_name_is_the_same_target(tmp_path: Path) -> None:
+    model = engine()
+    models = a_calibration(model).models
+    other = {**models, "target": {**models["target"], "name": "elsewhere"}}
+    a_calibration(model, models=other).require(models, WARM)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        ("no file", f"there is no {FILE} beside the head"),
+        ("no folder", "the head was not loaded from a folder"),
+        ("head", "was made for another target or head"),
+        ("target", "was made for another target or head"),
+        ("sampling", "it was calibrated at 0.9/20/0.95, and this is 0.6/50/0.9"),
+        ("broken", "is no calibration"),
+        ("old", "is no calibration .it is not of version 1"),
+        ("fields", "is no calibration"),
+    ],
+)
+def test_what_does_not_fit_is_refused(spoil: str, line: str, tmp_path: Path) -> None:
+    model, maker = engine(), engine(head_seed=9) if spoil == "head" else engine()
+    if spoil == "target":
+        next(iter(maker.target.model.parameters())).data += 0.1
+    model.head_folder = None if spoil == "no folder" else tmp_path
+    file = tmp_path / FILE
+    if spoil != "no file":
+        a_calibration(maker).write(file)
+    data = json.loads(file.read_text()) if file.exists() else {}
+    if spoil == "broken":
+        file.write_text(file.read_text()[:90])
+    if spoil == "old":
+        file.write_text(json.dumps({**data, "version": 0}))
+    if spoil == "fields":
+        file.write_text(json.dumps({**data, "thresholds": [{"threshold": 0.3}]}))
+    sampling = SamplingConfig(0.6, 50, 0.9) if spoil == "sampling" else WARM
+    with pytest.raises(ValueError, match=line):
+        model.generate(
+            torch.tensor(prompts_of([5])),
+            rule=AutoThreshold(),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+        )
+
+
+# --- the script ---
+
+
+def calibrate_script() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "eval" / "calibrate.py")))
+
+
+def test_the_script_writes_and_installs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, model = calibrate_script(), engine()
+    model.head_folder = tmp_path / "head"
+    model.head_folder.mkdir()
+    for name in "ab":
+        lines = [json.dumps({"prompt": f"say {n} {name}"}) + "\n" for n in range(4)]
+        (tmp_path / f"prompts_{name}.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(
+        sweep, "encode_chat", lambda _, messages: torch.tensor([[len(messages[0]["content"]), 7, 8]])
+    )
+    monkeypatch.setitem(script.main.__globals__, "load_engine", lambda _: model)
+    argv = f"x --prompts {tmp_path}/prompts_a.jsonl {tmp_path}/prompts_b.jsonl --limit 3"
+    argv += " --quality-budget 0.3 0.1"
+    argv += f" --divergence js --tree 6/2/3 --max-new-tokens 6 --splits 2 --install --output {tmp_path}/out"
+    monkeypatch.setattr(sys, "argv", argv.split())
+    script.main()
+    printed = capsys.readouterr().out
+    assert "| js | hybrid | draft |" in printed and "of 2" in printed
+    found = read_calibration(tmp_path / "head" / FILE)
+    assert found == read_calibration(tmp_path / "out" / FILE) and found.prompts == 6
+    assert str(tmp_path) not in json.dumps({k: v for k, v in found.made.items() if k != "command"})
+    assert len(json.loads((tmp_path / "out" / "splits.json").read_text())) == 4
+    output = model.generate(
+        torch.tensor([[5, 7, 8]]),
+        rule=AutoThreshold(0.3),
+        temperature=0.6,
+        top_k=50,
+        top_p=0.9,
+        max_new_tokens=4,
+    )
+    assert isinstance(output.rule, Fuzzy) and output.rule.threshold in LADDER
+
+
+def test_a_calibration_without_thresholds_replaces_none(tmp_path: Path) -> None:
+    calibration = a_calibration(engine())
+    calibration.write(tmp_path / FILE)
+    with pytest.raises(ValueError, match="install: no threshold stays inside the budget"):
+        calibrate_script().install(tmp_path, replace(calibration, thresholds=()))
+    assert read_calibration(tmp_path / FILE) == calibration
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--divergence hellinger", "divergence is 'hellinger'"),
+        ("--quality-budget 2", "quality_budget is 2.0"),
+        ("--confidence 1", "confidence is 1.0"),
+        ("--sampling hot", "sampling is 'hot'"),
+        ("--splits -1", "splits is -1"),
+        ("--splits 3", "splits is 3: one prompt cannot be halved"),
+        ("--confidence 0.5", "confidence is 0.5"),
+        ("--limit 0", "limit is 0"),
+        ("--skip -1", "skip is -1"),
+        ("--prompts /nowhere.jsonl", "/nowhere.jsonl"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: str,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = calibrate_script()
+    monkeypatch.setitem(script.main.__globals__, "load_engine", lambda _: engine())
+    monkeypatch.setattr(sweep, "encode_chat", lambda *_: torch.tensor([[5, 7, 8]]))
+    (tmp_path / "a.jsonl").write_text('{"prompt": "hi"}\n')
+    argv = f"x --prompts {tmp_path}/a.jsonl --output {tmp_path}/out {arguments}"
+    monkeypatch.setattr(sys, "argv", argv.split())
+    with pytest.raises(SystemExit) as ending:
+        script.main()
+    assert ending.value.code == 2 and line in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,294 @@
+"""What AutoTree measures, how often, what it remembers, and what it does on a busy machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_models import prompts_of, tiny_head, tiny_model
+
+from eagle_fsd import AutoTree, EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
+from eagle_fsd.acceptance.accept import AcceptanceRule
+from eagle_fsd.acceptance.other_rules import Typical
+from eagle_fsd.autotune import step_costs, tree_chooser
+from eagle_fsd.autotune.step_costs import WIDTHS
+from eagle_fsd.autotune.tree_chooser import (
+    kind_of,
+    kind_of_rest,
+    packed_forwards,
+    packed_observations,
+    unpacked_forwards,
+    unpacked_observations,
+)
+from eagle_fsd.autotune.tree_search import Choice, Observation
+from eagle_fsd.core.config import SamplingConfig as Sampling
+from eagle_fsd.files.records import cache_file
+from eagle_fsd.runtime import timing
+from eagle_fsd.target.model import TargetModel
+
+GREEDY, SAMPLED = Sampling(), Sampling(0.6, 50, 0.9)
+MEASUREMENTS = ("observe", "measure_forwards", "measure_rest")
+
+
+def engine(seed: int = 0, name: str = "tiny") -> EagleFSD:
+    return EagleFSD(TargetModel(tiny_model()), tiny_head(seed), base_model=name)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Microseconds never agree where tests run beside each other; tests of a busy machine set it back."""
+    monkeypatch.setattr(tree_chooser, "BUSY", float("inf"))
+
+
+def canned(name: str, *parts: Any) -> Any:
+    """What a measurement might have found."""
+    if name == "observe":
+        return [Observation([-1, 0, 0, 1], [0, 1, 1, 2], [0.0, -0.1, -2.5, -0.2], [1, 3])]
+    if name == "measure_rest":
+        return step_costs.Rest(drafted=0.25, plain=0.125), 0.0
+    verify = {width: 1 + 0.01 * width for width in (1, *WIDTHS)}
+    return step_costs.Forwards(verify, dict.fromkeys(parts[2], (0.25, 0.125))), 0.0
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the measurements that are asked for, in their order."""
+    made: list[str] = []
+    for name in MEASUREMENTS:
+
+        def counting(*parts: Any, name: str = name) -> Any:
+            made.append(name)
+            return canned(name, *parts)
+
+        monkeypatch.setattr(tree_chooser, name, counting)
+    return made
+
+
+def choose(
+    model: EagleFSD,
+    rule: AcceptanceRule = Lossless(),  # noqa: B008 (frozen)
+    sampling: SamplingConfig = GREEDY,
+    wanted: AutoTree = AutoTree(),  # noqa: B008
+    batch: int = 1,
+    context: int = 50,
+) -> Choice:
+    return model.choose_tree(wanted, rule, sampling, batch, context, prompts_of([5]))
+
+
+def test_what_is_really_measured_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = choose(engine(), Fuzzy(0.3), SAMPLED)
+    for name in MEASUREMENTS:
+        monkeypatch.setattr(tree_chooser, name, lambda *_: pytest.fail("remembered"))
+    monkeypatch.setattr(tree_chooser, "choose", lambda *_: pytest.fail("remembered"))
+    assert choose(engine(), Fuzzy(0.3), SAMPLED) == first
+
+
+def test_a_choice_is_measured_once_and_remembered(
+    measured: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        first = choose(engine())
+        assert sorted(measured) == sorted(MEASUREMENTS) and caplog.text.count("measuring") == 1
+        again = engine()
+        assert choose(again, context=99) == first
+        assert again.generate(prompts_of([5]), max_new_tokens=4, tree=AutoTree()).new_tokens
+    assert len(measured) == 3 and caplog.text.count("measuring") == 1
+
+
+def test_temperature_top_p_and_a_near_threshold_measure_nothing_anew(measured: list[str]) -> None:
+    """Neither in the same process nor in the next one."""
+    model = engine()
+    choose(model, Fuzzy(0.3), SAMPLED)
+    done = len(measured)
+    for rule, sampling in (
+        (Fuzzy(0.3), Sampling(0.61, 50, 0.9)),
+        (Fuzzy(0.3), Sampling(1.2, 40, 0.95)),
+        (Fuzzy(0.31), SAMPLED),
+        (Fuzzy(0.499), Sampling(0.7, 50, 0.8)),
+    ):
+        for same in (model, engine()):
+            choose(same, rule, sampling)
+            assert len(measured) == done, (rule, sampling)
+
+
+def test_forwards_are_timed_once_for_all_rules_and_ways_of_sampling(measured: list[str]) -> None:
+    model = engine()
+    for rule in (Lossless(), Fuzzy(0.3), Fuzzy(2.0), Fuzzy(0.3, divergence="tv"), Typical()):
+        for sampling in (GREEDY, SAMPLED, Sampling(1.0)):
+            choose(model, rule, sampling)
+    assert measured.count("measure_forwards") == 1
+
+
+def test_greedy_and_sampled_observations_are_two(measured: list[str]) -> None:
+    model = engine()
+    for sampling in (GREEDY, SAMPLED, Sampling(1.0), Sampling(0.1, 0, 0.5), GREEDY):
+        choose(model, Lossless(), sampling)
+    assert measured.count("observe") == 2
+    assert measured.count("measure_rest") == 4, "greedy, and three ways to warp"
+
+
+@pytest.mark.parametrize(
+    ("other", "made"),
+    [
+        ({"wanted": AutoTree(depth=2)}, []),
+        ({"wanted": AutoTree(min_confidence=0)}, []),
+        ({"batch": 2}, ["measure_forwards", "measure_rest"]),
+        ({"context": 200}, ["measure_forwards"]),
+        ({"sampling": SAMPLED}, ["measure_rest", "observe"]),
+        ({"rule": Fuzzy(0.3), "wanted": AutoTree(top_k=8)}, ["measure_forwards", "measure_rest", "observe"]),
+    ],
+)
+def test_what_depends_on_a_setting_is_measured_for_it(
+    other: dict[str, Any], made: list[str], measured: list[str]
+) -> None:
+    choose(engine())
+    measured.clear()
+    choose(engine(), **other)
+    assert sorted(measured) == made
+
+
+def test_another_head_is_measured_and_another_name_for_the_same_weights_is_not(measured: list[str]) -> None:
+    choose(engine())
+    choose(engine(name="the/same"))
+    assert len(measured) == 3
+    choose(engine(1))
+    assert len(measured) == 6
+
+
+def test_a_container_with_a_new_host_name_finds_what_was_measured(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(engine())
+    monkeypatch.setattr(platform, "node", lambda: "another")
+    choose(engine())
+    assert len(measured) == 3
+    monkeypatch.setattr(tree_chooser, "cores", lambda: 1000)
+    choose(engine())
+    assert measured[3:] == ["measure_forwards", "measure_rest"], "what a head gets accepted is no machine's"
+
+
+def test_rules_are_of_one_kind_by_powers_of_two() -> None:
+    assert kind_of(Fuzzy(0.3)) == kind_of(Fuzzy(0.31)) == kind_of(Fuzzy(0.25)) != kind_of(Fuzzy(0.24))
+    assert kind_of(Fuzzy(0.6)) == kind_of(Fuzzy(0.61)) and kind_of(Fuzzy(1)) == kind_of(Fuzzy(1.5))
+    kinds = [
+        Fuzzy(0.0),
+        Fuzzy(1.0),
+        Fuzzy(float("inf")),
+        Fuzzy(1.0, mode="paper"),
+        Fuzzy(1.0, "tv"),
+        Typical(),
+        Lossless(),
+    ]
+    assert len({kind_of(rule) for rule in kinds}) == len(kinds)
+    assert kind_of(Fuzzy(1.0, max_consecutive=3)) != kind_of(Fuzzy(1.0, max_consecutive=2))
+    assert kind_of_rest(Fuzzy(0.1)) == kind_of_rest(Fuzzy(7.0)) != kind_of_rest(Fuzzy(0.1, min_p=0.1))
+
+
+class Nameless:
+    """A rule whose repr is an address."""
+
+    chances = Lossless.chances
+
+
+def test_a_rule_without_a_name_is_measured_and_not_remembered(measured: list[str]) -> None:
+    rule = Nameless()
+    model = engine()
+    choose(model, rule)
+    choose(model, rule)
+    made = len(measured)
+    choose(engine(), Nameless())
+    assert measured[made:].count("observe") == 4 and "measure_forwards" not in measured[made:]
+
+
+# --- a busy machine ---
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch, made: list[str], *factors: float) -> None:
+    """Time forwards on a clock where a call takes a tick, longer by one of these factors."""
+    now, draw = [0.0], random.Random(0)
+
+    def clock() -> float:
+        now[0] += 0.001 * draw.choice(factors)
+        return now[0]
+
+    def measure(*parts: Any) -> Any:
+        made.append("measure_forwards")
+        return step_costs.measure_forwards(*parts)
+
+    real = timing.timed_in_turn
+    monkeypatch.setattr(step_costs, "timed_in_turn", lambda *parts: real(*parts, clock=clock))
+    monkeypatch.setattr(tree_chooser, "measure_forwards", measure)
+    monkeypatch.setattr(tree_chooser, "BUSY", timing.BUSY)
+
+
+def test_a_busy_machine_is_named_and_its_times_are_not_remembered(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clocked(monkeypatch, measured, 1.0, 1.5, 3.0)
+    model = engine()
+    with caplog.at_level(logging.WARNING):
+        first = choose(model)
+    assert "the machine seems busy (timings of the same call differ by " in caplog.text
+    assert "this choice is not remembered" in caplog.text
+    assert choose(model) == first and measured == ["observe", "measure_forwards", "measure_rest"]
+    choose(engine())
+    assert measured[3:] == ["measure_forwards"], "what was observed has nothing to do with times"
+    caplog.clear()
+    clocked(monkeypatch, measured, 1.0)
+    choose(engine())
+    choose(engine())
+    assert measured[4:] == ["measure_forwards"] and "busy" not in caplog.text
+
+
+# --- on disk ---
+
+
+def test_what_was_measured_is_read_back_as_it_was() -> None:
+    seen = [Observation([-1, 0, 1], [0, 1, 2], [0.0, -0.5, -1.25], [1, 2]), Observation([-1], [0], [0.0], [])]
+    assert unpacked_observations(json.loads(json.dumps(packed_observations(seen)))) == seen
+    forwards = step_costs.Forwards(dict.fromkeys((1, *WIDTHS), 0.5), {1: (0.25, 0.0), 8: (0.5, 0.125)})
+    assert unpacked_forwards(json.loads(json.dumps(packed_forwards(forwards)))) == forwards
+
+
+OLD = {"0123456789abcdef01234567": asdict(Choice(TreeConfig(4, 3, 2), 2.0, 3.0, 1.0))}
+
+
+def test_a_file_of_an_older_version_is_neither_read_nor_erased(measured: list[str]) -> None:
+    cache_file().write_text(json.dumps(OLD, indent=1) + "\n", encoding="utf-8")
+    choose(engine())
+    assert len(measured) == 3
+    kept = json.loads(cache_file().read_text(encoding="utf-8"))
+    assert kept.items() > OLD.items()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        "{}",
+        "[]",
+        "null",
+        '"text"',
+        "NaN",
+        "[[[-1], [0], [0.0], [5]]]",
+        '{"verify": [[1, -1.0]], "draft": []}',
+    ],
+)
+def test_a_damaged_record_is_measured_again(spoil: str, measured: list[str]) -> None:
+    choose(engine())
+    records = json.loads(cache_file().read_text(encoding="utf-8"))
+    records = {key: one | {"measured": json.loads(spoil)} for key, one in records.items()}
+    cache_file().write_text(json.dumps(records), encoding="utf-8")
+    choose(engine())
+    assert sorted(measured[3:]) == sorted(MEASUREMENTS)

@@ -1,0 +1,212 @@
+"""Workspaces: memory that follows the texts, and one workspace for one batch at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.op_recorder import OpRecorder
+from support.tiny_models import KnowingDrafter, prompts_of, tiny_head, tiny_model
+
+from eagle_fsd import EagleFSD, Lossless, TreeConfig
+from eagle_fsd.core import sampling, tree
+from eagle_fsd.core.padding import left_padded
+from eagle_fsd.decoding import workspace
+from eagle_fsd.decoding.workspace import AHEAD, LEAST, Workspace, Workspaces
+from eagle_fsd.drafting import eagle_drafter
+from eagle_fsd.drafting.drafter import NoDrafter
+from eagle_fsd.runtime import kv_cache
+from eagle_fsd.runtime.step_recorder import EAGER, Graphs
+from eagle_fsd.target.model import TargetModel
+
+TREE = TreeConfig(8, 3, 3)
+LONG = 131_072
+
+
+def engine(recorder: OpRecorder | None = None, **settings: int) -> EagleFSD:
+    stepper = EAGER if recorder is None else Graphs(recorder)
+    model = TargetModel(tiny_model("llama", **settings), stepper)
+    return EagleFSD(model, tiny_head(max_position_embeddings=LONG))
+
+
+@pytest.fixture
+def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (kv_cache, eagle_drafter, sampling, tree):
+        monkeypatch.setattr(module, "may_ask", lambda tensor: False)
+    monkeypatch.setattr(Graphs, "view", 16)
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[Workspace]:
+    """Every workspace that a text was made in."""
+    made, give_back = [], Workspaces.give_back
+
+    def noted(self: Workspaces, one: Workspace) -> None:
+        made.append(one)
+        give_back(self, one)
+
+    monkeypatch.setattr(Workspaces, "give_back", noted)
+    return made
+
+
+def slots(one: Workspace) -> list[int]:
+    """What is allocated for a row of each layer, of the target and of the head."""
+    return [buffer.shape[2] for part in one.caches for layer in part.layers.values() for buffer in layer]
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_memory_follows_the_text_and_not_its_limit(tokens: int, used: list[Workspace]) -> None:
+    """Of a hundred thousand tokens that it may have, a text that ends early takes the memory of few."""
+    model = engine(max_position_embeddings=LONG)
+    plain = engine().generate(prompts_of([5]), max_new_tokens=60, tree=TREE).new_tokens[0]
+    place = next(i for i in range(tokens, 60) if plain[i] not in plain[:i])
+    found = model.generate(prompts_of([5]), max_new_tokens=100_000, tree=TREE, eos_token_id=plain[place])
+    assert found.new_tokens == [plain[: place + 1]]
+    one = used[-1]
+    assert len(slots(one)) == 6 and max(slots(one)) <= 5 + AHEAD + 8 + 6
+    assert one.session.cache.limit == 5 + 100_000 + 8
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_texts_in_caches_that_grow_are_the_texts_in_large_ones(
+    recorded: bool, used: list[Workspace], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if recorded:
+        request.getfixturevalue("as_on_an_accelerator")
+    ids, mask = left_padded(prompts_of([5, 19, 11]), 0)
+    options = {"max_new_tokens": 90, "tree": TREE, "temperature": 0.8, "seed": 0}
+    large = engine().generate(ids, mask, **options)
+    assert max(slots(used.pop())) == 19 + 90 + 8 + 6
+    monkeypatch.setattr(workspace, "AHEAD", 4)
+    monkeypatch.setattr(workspace, "LEAST", 16)
+    model = engine(OpRecorder() if recorded else None)
+    for _ in range(2):
+        small = model.generate(ids, mask, **options)
+        assert small.new_tokens == large.new_tokens
+        assert [row.steps for row in small.stats] == [row.steps for row in large.stats]
+    assert max(slots(used[0])) <= 128, "it doubles, but not past what the texts may need"
+
+
+def test_memory_of_a_short_limit_is_no_more_than_it_needs(used: list[Workspace]) -> None:
+    engine().generate(prompts_of([5]), max_new_tokens=3, tree=TREE)
+    assert set(slots(used[0])) == {5 + 3 + 8, 5 + 3 + 8 + 6}
+
+
+# --- the spare one ---
+
+
+def take(spaces: Workspaces, batch: int, drafts: bool = True, longest: int = 30) -> Workspace:
+    make: Callable[[int, int], eagle_drafter.Drafter]
+    make = engine().make_drafter if drafts else lambda batch, capacity: NoDrafter(96)
+    return spaces.take(batch, 5, longest, TREE if drafts else TreeConfig(1), make)
+
+
+def test_two_threads_never_get_one_workspace() -> None:
+    """Both ask while the spare one is there; whoever looks first takes his time."""
+
+    class Slow(Workspaces):
+        @property
+        def spare(self) -> Workspace | None:
+            found = self.__dict__.get("kept")
+            time.sleep(0.05)
+            return found
+
+        @spare.setter
+        def spare(self, one: Workspace | None) -> None:
+            self.__dict__["kept"] = one
+
+    spaces = Slow(TargetModel(tiny_model(), Graphs(OpRecorder())))
+    spare = take(spaces, 1)
+    spaces.give_back(spare)
+    start, taken = threading.Barrier(4), []
+
+    def work() -> None:
+        start.wait()
+        taken.append(take(spaces, 1))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(one is spare for one in taken) == 1 and len({id(one) for one in taken}) == 4
+
+
+def test_the_spare_one_can_be_dropped() -> None:
+    spaces = Workspaces(TargetModel(tiny_model(), Graphs(OpRecorder())))
+    spaces.give_back(take(spaces, 1))
+    assert spaces.spare is not None
+    spaces.clear()
+    assert spaces.spare is None
+
+
+def test_a_workspace_is_kept_only_where_steps_are_recorded_and_used_only_where_it_fits() -> None:
+    eager = Workspaces(TargetModel(tiny_model()))
+    eager.give_back(take(eager, 1))
+    assert eager.spare is None
+    spaces = Workspaces(TargetModel(tiny_model(), Graphs(OpRecorder())))
+    one = take(spaces, 2)
+    assert {part.capacity for part in one.caches} == {LEAST}
+    spaces.give_back(one)
+    assert take(spaces, 2, longest=5000) is one, "it grows"
+    assert one.session.cache.limit == 5000 + 8 and one.drafter.cache.limit == 5000 + 8 + 6
+    spaces.give_back(one)
+    assert take(spaces, 3) is not one
+    spaces.give_back(one)
+    assert take(spaces, 2, drafts=False) is not one
+
+
+@pytest.mark.usefixtures("as_on_an_accelerator")
+def test_a_workspace_is_used_again_after_rows_have_left_it() -> None:
+    """But not while it is in use, nor when it grew for fewer rows than it was made for."""
+    model, plain = engine(OpRecorder()), engine()
+
+    def text(lengths: list[int], **options: object) -> list[list[int]]:
+        ids, mask = left_padded(prompts_of(lengths), 0)
+        return model.generate(ids, mask, **{"max_new_tokens": 24, "tree": TREE, **options}).new_tokens
+
+    whole = text([5, 9])
+    spare = model._workspaces.spare
+    ends = {"eos_token_id": [whole[0][3]]}
+    assert [len(words) for words in text([5, 9], **ends)] != [24, 24]
+    assert spare is not None and model._workspaces.spare is spare
+    stream = model.stream(prompts_of([5]), max_new_tokens=8, tree=TREE)
+    assert model._workspaces.spare is None
+    chunks = iter(stream)
+    first = next(chunks)
+    assert text([5])[0][: len(first)] == first
+    other = model._workspaces.spare
+    assert other is not None and other is not spare
+    words = [*first, *(token for chunk in chunks for token in chunk)]
+    assert words == plain.generate(prompts_of([5]), max_new_tokens=8, tree=TREE).new_tokens[0]
+    assert text([5], max_new_tokens=8, tree=TreeConfig(1)) == [words]
+
+
+@pytest.mark.usefixtures("as_on_an_accelerator")
+def test_a_workspace_that_grew_for_some_of_its_rows_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "AHEAD", 4)
+    monkeypatch.setattr(workspace, "LEAST", 16)
+    model = engine(OpRecorder())
+    ids, mask = left_padded(prompts_of([5, 9]), 0)
+    options = {"tree": TREE, "rule": Lossless()}
+    first = model.generate(ids, mask, max_new_tokens=60, **options).new_tokens
+    assert model._workspaces.spare is not None
+    ends = [token for token in first[0][1:4] if token not in first[1]][:1]
+    assert ends, "one row was meant to end before the other"
+    model._workspaces.clear()
+    cut = model.generate(ids, mask, max_new_tokens=60, eos_token_id=ends, **options).new_tokens
+    assert len(cut[0]) < 5 and cut[1] == first[1]
+    assert model._workspaces.spare is None
+
+
+def test_a_drafter_without_a_cache_has_a_workspace_too() -> None:
+    spaces = Workspaces(TargetModel(tiny_model(), Graphs(OpRecorder())))
+    one = spaces.take(1, 5, 30, TREE, lambda batch, capacity: KnowingDrafter([[1]]))
+    spaces.give_back(one)
+    assert one.whole and torch.equal(one.session.cache.lengths, torch.zeros(1, dtype=torch.int64))

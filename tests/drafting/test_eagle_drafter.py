@@ -1,0 +1,435 @@
+"""draft.py against a plain recursive EAGLE-2 that keeps no cache and no mask: it runs the head on the whole
+sequence of pairs of every node's own path, one node at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.stubs import TinyVocabulary, causal_attention, depths_of, generator, tiny_head
+from torch import Tensor
+
+import eagle_fsd.core.tree as tree_module
+import eagle_fsd.drafting.eagle_drafter as draft_module
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
+from eagle_fsd.drafting.drafter import NoDrafter, Vocabulary
+from eagle_fsd.drafting.eagle_drafter import EagleDrafter
+from eagle_fsd.drafting.eagle_head import DraftHead
+
+CPU = torch.device("cpu")
+VOCAB, HIDDEN = 40, 32
+Pairs = tuple[Tensor, Tensor]  # features [n, d] and the tokens [n] that followed them
+
+
+def random_pairs(count: int, seed: int) -> Pairs:
+    draw = generator(seed)
+    return torch.randn(count, HIDDEN, generator=draw), torch.randint(VOCAB, (count,), generator=draw)
+
+
+def pad(rows: list[Pairs]) -> tuple[Tensor, Tensor, list[int]]:
+    """Right-padded features, tokens and counts, with junk in the padding."""
+    counts = [len(tokens) for _, tokens in rows]
+    features = torch.full((len(rows), max(counts), HIDDEN), 77.0)
+    tokens = torch.full((len(rows), max(counts)), VOCAB - 1)
+    for row, (feature, token) in enumerate(rows):
+        features[row, : counts[row]], tokens[row, : counts[row]] = feature, token
+    return features, tokens, counts
+
+
+def fed(head: DraftHead, vocabulary: Vocabulary, rows: list[Pairs], capacity: int = 64) -> EagleDrafter:
+    drafter = EagleDrafter(head, vocabulary, len(rows), capacity, CPU)
+    drafter.extend(*pad(rows))
+    return drafter
+
+
+# --- the twin ---
+
+
+class PlainEagle2:
+    """EAGLE-2 (arXiv 2406.16858, section 4) for one text whose true pairs are known."""
+
+    def __init__(self, head: DraftHead, vocabulary: Vocabulary, pairs: Pairs) -> None:
+        self.head, self.vocabulary, self.pairs = head, vocabulary, pairs
+
+    def predictions(self, path: tuple[int, ...]) -> list[Tensor]:
+        """The predicted feature after the true pairs and after every token of a path below the root."""
+        features, tokens = self.pairs
+        predicted = self.predictions(path[:-1]) if path else []
+        features = torch.cat((features, *[f[None] for f in predicted]))
+        tokens = torch.cat((tokens, torch.tensor(path, dtype=torch.int64)))
+        positions = torch.arange(len(tokens))  # the root's pair at L - 1, a node of depth i at L - 1 + i
+        out = self.head(
+            features[None], self.vocabulary.embed(tokens)[None], positions[None], causal_attention
+        )[0]
+        return [*predicted, out[-1]]
+
+    def log_q(self, path: tuple[int, ...]) -> Tensor:
+        return F.log_softmax(self.vocabulary.logits(self.predictions(path)[-1]), dim=-1)
+
+    def candidates(self, config: TreeConfig) -> list[tuple[tuple[int, ...], float]]:
+        """Every competing path with its score, level by level, in the order of expansion."""
+        found, beam = [], [((), 0.0)]
+        for _ in range(config.depth):
+            level = []
+            for path, score in beam:
+                best, tokens = self.log_q(path).topk(config.top_k)
+                level += [
+                    ((*path, t), score + s) for t, s in zip(tokens.tolist(), best.tolist(), strict=True)
+                ]
+            found += level
+            if max(score for _, score in level) < math.log(2 * config.min_confidence or 1e-300):
+                break
+            beam = sorted(level, key=lambda entry: -entry[1])[: config.top_k]  # sorted() is stable
+        return found
+
+    def draft(self, config: TreeConfig) -> dict[tuple[int, ...], Tensor | None]:
+        """The kept paths in order, the root () first, each with its log q if it has children."""
+        found = self.candidates(config)
+        found = [one for one in found if math.exp(one[1]) >= config.min_confidence]
+        best = sorted(range(len(found)), key=lambda c: (-found[c][1], c))[: config.total_tokens - 1]
+        kept = [(), *[found[c][0] for c in sorted(best)]]
+        parents = {path[:-1] for path in kept if path}
+        return {path: self.log_q(path) if path in parents else None for path in kept}
+
+
+def paths_of(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
+    """The tokens below the root on the way to every node."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), strict=True):
+        paths.append(() if parent < 0 else (*paths[parent], token))
+    return paths
+
+
+def check_row(tree: DraftTree, row: int, root: int, twin: dict[tuple[int, ...], Tensor | None]) -> None:
+    paths = paths_of(tree, row)
+    assert paths == list(twin)
+    assert tree.tokens[row, 0] == root
+    assert tree.depths[row].tolist() == [len(path) for path in paths]
+    expected = {path: law for path, law in twin.items() if law is not None}
+    log_q = tree.whole_log_q(len(next(iter(expected.values()))) if expected else 0)[row]
+    laws = {
+        paths[owner]: law for owner, law in zip(tree.owners[row].tolist(), log_q, strict=True) if owner >= 0
+    }
+    assert laws.keys() == expected.keys()
+    for path, law in laws.items():
+        torch.testing.assert_close(law, twin[path], atol=1e-4, rtol=1e-4)
+
+
+# --- growth ---
+
+
+@pytest.mark.parametrize(
+    "config", ["1/1/1", "2/1/1", "6/5/1", "3/1/4", "9/2/3", "16/4/3", "30/3/4", "33/4/4"]
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_trees_equal_the_plain_recursion(config: str, seed: int) -> None:
+    """Tokens, parents, depths and owners equal; log q within float error. Rows of lengths 1, 5 and 9."""
+    head, vocabulary = tiny_head(VOCAB, HIDDEN, seed), TinyVocabulary(VOCAB, HIDDEN, seed, peak=2.0)
+    size = TreeConfig(*map(int, config.split("/")))
+    rows = [random_pairs(count, 10 * seed + count) for count in (5, 1, 9)]
+    roots = torch.stack([tokens[-1] for _, tokens in rows])
+    with torch.no_grad():
+        tree = fed(head, vocabulary, rows).draft(roots, size)
+        assert tree.tokens.shape == (3, size.total_tokens) and tree.depth == size.reach
+        for row, pairs in enumerate(rows):
+            check_row(tree, row, int(roots[row]), PlainEagle2(head, vocabulary, pairs).draft(size))
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["fitted", "static"])
+@pytest.mark.parametrize(
+    "config", ["6/5/1/0.2", "16/4/3/0.03", "30/3/4/0.01", "33/4/4/0.1", "33/4/4/0.02", "9/2/3/1"]
+)
+def test_a_tree_is_as_large_as_the_draft_is_sure(
+    config: str, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same nodes as the plain recursion's; fillers behind them, as many as the largest row has more, or,
+    where the host must not look, as the config allows."""
+    for module in (draft_module, tree_module):
+        monkeypatch.setattr(module, "may_ask", lambda tensor: asks)
+    head, vocabulary = tiny_head(VOCAB, HIDDEN, 3), TinyVocabulary(VOCAB, HIDDEN, 3, peak=2.0)
+    size = TreeConfig.parse(config)
+    rows = [random_pairs(count, count) for count in (5, 1, 9, 12)]
+    roots = torch.stack([tokens[-1] for _, tokens in rows])
+    with torch.no_grad():
+        tree = fed(head, vocabulary, rows).draft(roots, size)
+        twins = [PlainEagle2(head, vocabulary, pairs) for pairs in rows]
+        deepest = max(max(len(path) for path, _ in twin.candidates(size)) for twin in twins)
+        drafts = [twin.draft(size) for twin in twins]
+    widest = max(map(len, drafts))
+    assert tree.tokens.shape[1] == (widest if asks else size.total_tokens)
+    assert tree.depth == (deepest if asks else size.reach) and tree.largest == size.total_tokens
+    assert min(map(len, drafts)) < size.total_tokens
+    for row, twin in enumerate(drafts):
+        real = len(twin)
+        assert (tree.parents[row, real:] == -1).all() and (tree.depths[row, real:] == 0).all()
+        assert (tree.owners[row] < real).all() and not tree.children[row, :, real:].any()
+        parts = {name: getattr(tree, name)[:, :real] for name in ("tokens", "parents", "depths")}
+        check_row(replace(tree, **parts), row, int(roots[row]), twin)
+    assert len({len(twin) for twin in drafts}) > 1 or size.min_confidence == 1
+
+
+class Masked:
+    """The slow twin of a draft vocabulary: logits of all tokens, those that are not drafted struck out."""
+
+    def __init__(self, vocabulary: Vocabulary, token_ids: list[int]) -> None:
+        self.embed, self.vocabulary, self.token_ids = vocabulary.embed, vocabulary, token_ids
+
+    def logits(self, features: Tensor) -> Tensor:
+        logits = self.vocabulary.logits(features)
+        for token in range(logits.shape[-1]):
+            if token not in self.token_ids:
+                logits[..., token] = -math.inf
+        return logits
+
+
+@pytest.mark.parametrize("config", ["1/1/1", "2/1/1", "6/5/1", "9/2/3", "16/4/3", "33/4/4", "16/2/7"])
+@pytest.mark.parametrize("count", [7, 25, VOCAB])
+def test_a_draft_vocabulary_equals_the_plain_recursion_on_masked_logits(config: str, count: int) -> None:
+    size, token_ids = TreeConfig.parse(config), torch.randperm(VOCAB, generator=generator(count))[:count]
+    head, vocabulary = tiny_head(VOCAB, HIDDEN, 1), TinyVocabulary(VOCAB, HIDDEN, 1, peak=2.0)
+    twin = PlainEagle2(head, Masked(vocabulary, token_ids.tolist()), random_pairs(1, 0))
+    rows = [random_pairs(count, 10 + count) for count in (5, 1, 9)]
+    roots = torch.stack([tokens[-1] for _, tokens in rows])
+    head.restrict(token_ids)
+    with torch.no_grad():
+        tree = fed(head, DraftVocabulary(vocabulary, token_ids), rows).draft(roots, size)
+        for row, pairs in enumerate(rows):
+            twin.pairs = pairs
+            check_row(tree, row, int(roots[row]), twin.draft(size))
+
+
+def test_a_draft_vocabulary_must_be_the_heads() -> None:
+    head, vocabulary = tiny_head(VOCAB, HIDDEN), TinyVocabulary(VOCAB, HIDDEN)
+    with torch.no_grad(), pytest.raises(AssertionError, match="DraftVocabulary"):
+        fed(head.restrict(torch.arange(5)), vocabulary, [random_pairs(3, 0)]).draft(
+            torch.tensor([5]), TreeConfig(4, 2, 2)
+        )
+
+
+def test_trees_equal_the_plain_recursion_over_a_dialogue() -> None:
+    """Draft, be told the truth (ragged), draft again: nothing of an old tree is left in the cache, also when
+    the truth repeats none, some or all of it, and when the cache has to grow."""
+    head, vocabulary = tiny_head(VOCAB, HIDDEN, 3), TinyVocabulary(VOCAB, HIDDEN, 3, peak=2.0)
+    size, draw = TreeConfig(12, 3, 3), generator(4)
+    rows = [random_pairs(count, count) for count in (4, 2, 6)]
+    with torch.no_grad():
+        drafter = fed(head, vocabulary, rows, capacity=3)
+        for step in range(5):
+            roots = torch.stack([tokens[-1] for _, tokens in rows])
+            tree = drafter.draft(roots, size)
+            for row, pairs in enumerate(rows):
+                check_row(tree, row, int(roots[row]), PlainEagle2(head, vocabulary, pairs).draft(size))
+            news = [
+                random_pairs(int(n), 50 + 7 * step + int(n))
+                for n in torch.randint(1, 5, (3,), generator=draw)
+            ]
+            drafter.extend(*pad(news))
+            rows = [(torch.cat((f, g)), torch.cat((t, u))) for (f, t), (g, u) in zip(rows, news, strict=True)]
+            if step == 2:  # the middle row is done
+                drafter.select([0, 2])
+                rows = [rows[0], rows[2]]
+                draw = generator(5)
+                rows.append(rows[0])  # and one comes twice
+                drafter.select([0, 1, 0])
+        assert drafter.cache.capacity > 3
+
+
+@pytest.mark.parametrize("sure", [0.0, 0.02, 0.2])
+def test_a_row_is_the_same_alone(sure: float) -> None:
+    head, vocabulary = tiny_head(VOCAB, HIDDEN, 1), TinyVocabulary(VOCAB, HIDDEN, 1, peak=2.0)
+    rows, size = [random_pairs(count, count) for count in (3, 11, 1, 6)], TreeConfig(20, 4, 4, sure)
+    roots = torch.stack([tokens[-1] for _, tokens in rows])
+    with torch.no_grad():
+        together = fed(head, vocabulary, rows).draft(roots, size)
+        for row, pairs in enumerate(rows):
+            alone = fed(head, vocabulary, [pairs], capacity=1).draft(roots[row : row + 1], size)
+            used = alone.owners.shape[1]  # what is left of the batch's rows of log_q belongs to others' trees
+            assert (together.owners[row, used:] == -1).all() and (alone.owners >= 0).all()
+            for name in ("tokens", "parents", "depths", "owners"):
+                one, of_many = getattr(alone, name)[0], getattr(together, name)[row]
+                assert torch.equal(one, of_many[: len(one)]), name
+            assert (together.parents[row, alone.parents.shape[1] :] == -1).all()
+            torch.testing.assert_close(alone.log_q[0], together.log_q[row, :used], atol=1e-5, rtol=1e-5)
+
+
+# --- ties, certainty, impossibility ---
+
+
+class FixedLogits:
+    """A vocabulary whose logits are a given function of the last drafted tokens alone: `law` maps a token to
+    a row of logits. Embeddings carry the token in their first component, and the head below hands it on."""
+
+    def __init__(self, law: Callable[[int], list[float]]) -> None:
+        self.table = torch.tensor([law(token) for token in range(6)])
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.pad(tokens[..., None].float(), (0, HIDDEN - 1))
+
+    def logits(self, features: Tensor) -> Tensor:
+        return self.table[features[..., 0].round().long().clamp(0, 5)]
+
+
+class Echo(DraftHead):
+    """A head that predicts the embedding it was given; its attention is computed and thrown away."""
+
+    def forward(self, features: Tensor, embeddings: Tensor, position_ids: Tensor, attend: Callable) -> Tensor:
+        super().forward(features, embeddings, position_ids, attend)
+        return embeddings
+
+
+def echo(law: Callable[[int], list[float]], config: TreeConfig) -> DraftTree:
+    head = Echo(tiny_head(6, HIDDEN).config)
+    with torch.no_grad():
+        drafter = fed(head, FixedLogits(law), [(torch.zeros(2, HIDDEN), torch.tensor([0, 1]))])
+        return drafter.draft(torch.tensor([1]), config)
+
+
+SURE = 1e4
+INF, NAN = math.inf, math.nan
+
+
+@pytest.mark.parametrize("total", range(2, 8))
+def test_certain_drafts_tie_with_their_parents_and_stay_a_chain(total: int) -> None:
+    """log q = 0.0 exactly along 1 -> 2 -> 3 ...: six equal scores; the shallower ones are kept."""
+    tree = echo(lambda t: [SURE * (n == (t + 1) % 6) for n in range(6)], TreeConfig(total, 6, 2))
+    assert tree.log_q[0, 0].amax() == 0.0
+    assert tree.tokens.tolist() == [[(1 + n) % 6 for n in range(total)]]
+    assert tree.parents.tolist() == [list(range(-1, total - 1))]
+    assert tree.depths.tolist() == [list(range(total))]
+
+
+@pytest.mark.parametrize("total", [2, 3, 4, 6, 9, 20])
+def test_uniform_drafts_fill_the_tree_from_the_top(total: int) -> None:
+    """All log q equal: a level is exhausted before the next one starts; siblings stay distinct."""
+    tree = echo(lambda t: [0.0] * 6, TreeConfig(total, 3, 3))
+    depths = tree.depths[0].tolist()
+    assert depths == ([0] + [1] * 3 + [2] * 9 + [3] * 9)[:total]
+    paths = paths_of(tree, 0)
+    assert len(set(paths)) == total
+    assert depths == depths_of(tree.parents[0].tolist())
+
+
+@pytest.mark.parametrize("hole", [-INF, NAN])
+@pytest.mark.parametrize("total", [2, 5, 12, 1 + 3 + 27])
+def test_impossible_and_undefined_drafts_come_last(hole: float, total: int) -> None:
+    """After 1 two tokens are impossible; after 2 the law is all holes (NaN, a broken head) or nothing but 2
+    again (-inf elsewhere). The tree is still connected, ordered, its siblings distinct, the good nodes in."""
+
+    def law(token: int) -> list[float]:
+        if token == 2:
+            return [hole if n != 2 or math.isnan(hole) else 0.0 for n in range(6)]
+        return [0.5, -INF, 3.0, 1.0, -INF, 0.0]
+
+    tree = echo(law, TreeConfig(total, 4, 3))
+    parents, paths = tree.parents[0].tolist(), paths_of(tree, 0)
+    assert all(-1 < parent < node for node, parent in enumerate(parents) if node)
+    assert len(set(paths)) == total
+    assert tree.depths[0].tolist() == depths_of(parents)
+    assert paths[1] == (2,)
+    if total >= 12:
+        assert (3,) in paths and (0,) in paths
+
+
+def test_a_tree_of_one_node_and_no_drafter() -> None:
+    head, vocabulary = tiny_head(VOCAB, HIDDEN), TinyVocabulary(VOCAB, HIDDEN)
+    with torch.no_grad():
+        own = fed(head, vocabulary, [random_pairs(3, 0)]).draft(torch.tensor([5]), TreeConfig(1, 3, 2))
+    plain = NoDrafter(VOCAB).draft(torch.tensor([5]), TreeConfig(1, 3, 2))
+    for tree in (own, plain):
+        assert tree.tokens.tolist() == [[5]] and tree.parents.tolist() == [[-1]]
+        assert tree.log_q.shape[1] == 0 and tree.owners.shape == (1, 0)
+
+
+# --- the head's cache and positions ---
+
+
+def keys_from_scratch(head: DraftHead, vocabulary: Vocabulary, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [H, n, D] and the last prediction [d] of one causal run over the true pairs."""
+    captured = {}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        captured["k"], captured["v"] = k[0], v[0]
+        return causal_attention(q, k, v)
+
+    features, tokens = pairs
+    positions = torch.arange(len(tokens))[None]
+    out = head(features[None], vocabulary.embed(tokens)[None], positions, attend)
+    return captured["k"], captured["v"], out[0, -1]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 512])
+def test_cache_after_extend_equals_a_head_run_from_scratch(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """True features of accepted tokens replace what the draft wrote there (trap 5), whatever was drafted in
+    between and however a prompt is cut into chunks."""
+    monkeypatch.setattr(draft_module, "EXTEND_CHUNK", chunk)
+    head, vocabulary = tiny_head(VOCAB, HIDDEN, 2), TinyVocabulary(VOCAB, HIDDEN, 2)
+    rows = [random_pairs(count, count) for count in (7, 1, 4)]
+    with torch.no_grad():
+        drafter = fed(head, vocabulary, rows, capacity=16)
+        for step in range(4):
+            for row, pairs in enumerate(rows):
+                keys, values, prediction = keys_from_scratch(head, vocabulary, pairs)
+                assert drafter.cache.row_lengths[row] == len(pairs[1])
+                for buffer, expected in zip(drafter.cache.layers[0], (keys, values), strict=True):
+                    kept = buffer[row, :, : len(pairs[1])]
+                    torch.testing.assert_close(kept, expected, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(drafter.root_features[row], prediction, atol=1e-5, rtol=1e-5)
+            drafter.draft(torch.stack([tokens[-1] for _, tokens in rows]), TreeConfig(10, 3, 3))
+            news = [random_pairs(1 + (step + row) % 4, 90 + 9 * step + row) for row in range(3)]
+            drafter.extend(*pad(news))
+            rows = [(torch.cat((f, g)), torch.cat((t, u))) for (f, t), (g, u) in zip(rows, news, strict=True)]
+
+
+class PositionSpy(DraftHead):
+    """A head that writes down the positions it is run at."""
+
+    def forward(self, features: Tensor, embeddings: Tensor, position_ids: Tensor, attend: Callable) -> Tensor:
+        self.__dict__.setdefault("seen", []).append(position_ids.clone())
+        return super().forward(features, embeddings, position_ids, attend)
+
+
+def test_positions_follow_pairs_and_depth() -> None:
+    """Pair j at position j, so the root's pair at len - 1; a node of depth i at len - 1 + i: by depth, and
+    never by place in the tree (traps 1 and 2)."""
+    head = PositionSpy(tiny_head(VOCAB, HIDDEN).config)
+    rows = [random_pairs(count, count) for count in (5, 2)]
+    with torch.no_grad():
+        drafter = fed(head, TinyVocabulary(VOCAB, HIDDEN), rows)
+        assert [p.tolist() for p in head.seen] == [[[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]]
+        assert drafter.cache.row_lengths == [5, 2]  # the roots' pairs stand at 4 and 1
+        head.seen.clear()
+        drafter.draft(torch.tensor([0, 0]), TreeConfig(10, 4, 2))
+        levels = [[[4 + depth] * 2, [1 + depth] * 2] for depth in (1, 2, 3)]  # the deepest nodes are not run
+        assert [p.tolist() for p in head.seen] == levels
+        head.seen.clear()
+        drafter.extend(*pad([random_pairs(1, 8), random_pairs(3, 9)]))
+        assert [p.tolist() for p in head.seen] == [[[5, 6, 7], [2, 3, 4]]]
+
+
+@pytest.mark.parametrize("shift", [1, 100])
+def test_positions_matter(shift: int) -> None:
+    """The twin at positions off by `shift` below the root draws another q: the tests above would see it."""
+
+    class Shifted(PlainEagle2):
+        def predictions(self, path: tuple[int, ...]) -> list[Tensor]:
+            features, tokens = self.pairs
+            predicted = self.predictions(path[:-1]) if path else []
+            features = torch.cat((features, *[f[None] for f in predicted]))
+            positions = torch.arange(len(features)) + shift * (torch.arange(len(features)) >= len(tokens))
+            embeddings = self.vocabulary.embed(torch.cat((tokens, torch.tensor(path, dtype=torch.int64))))
+            out = self.head(features[None], embeddings[None], positions[None], causal_attention)[0]
+            return [*predicted, out[-1]]
+
+    head, vocabulary = tiny_head(VOCAB, HIDDEN, 1), TinyVocabulary(VOCAB, HIDDEN, 1, peak=2.0)
+    pairs = random_pairs(5, 5)
+    with torch.no_grad():
+        right, wrong = (kind(head, vocabulary, pairs).log_q((3, 4)) for kind in (PlainEagle2, Shifted))
+    assert (right - wrong).abs().max() > 1e-2

@@ -1,0 +1,522 @@
+"""The check of a GPU as far as a CPU can tell: its runner, its verdicts, its arithmetic and its script.
+
+`OpRecorder` plays the part of CUDA graphs. What needs a device that queues its work is not run here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import runpy
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from support.op_recorder import OpRecorder
+
+from eagle_fsd import EagleFSD, Lossless
+from eagle_fsd.core import sampling, tree
+from eagle_fsd.drafting import eagle_drafter
+from eagle_fsd.evaluation.gpu import checks, costs, failures, recordings, sampled, texts, waits
+from eagle_fsd.evaluation.gpu.bench import Bench, Counted, engine_of, tiny_model
+from eagle_fsd.evaluation.gpu.projection import EIGHT_B, PAPERS, PUBLISHED, projected, projection
+from eagle_fsd.evaluation.gpu.report import progress, ready, table
+from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut, Part, run_parts
+from eagle_fsd.runtime import kv_cache
+from eagle_fsd.runtime.step_recorder import EAGER, Graphs
+
+SCRIPT = Path(__file__).parents[2] / "eval" / "gpu_check.py"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A CPU with recordings, on which no way is chosen by what a tensor holds; it has no real target."""
+    for module in (kv_cache, eagle_drafter, sampling, tree):
+        monkeypatch.setattr(module, "may_ask", lambda tensor: False)
+    monkeypatch.setattr(Graphs, "view", 16)
+    return Bench(CPU, quick=True, target="/there/is/none", record=lambda device: OpRecorder())
+
+
+def part(name: str, run: Callable[[], Findings], seconds: float = 1.0) -> Part:
+    return Part(name, "It holds.", seconds, lambda context, found: run())
+
+
+def passes() -> Findings:
+    return {"ok": True, "summary": "well"}
+
+
+def fails() -> Findings:
+    raise KeyError("a key\nof two lines")
+
+
+def leaves_itself_out() -> Findings:
+    raise LeftOut("a package is missing")
+
+
+# --- the runner ---
+
+
+def test_a_part_that_fails_does_not_stop_the_others() -> None:
+    seen: list[tuple[int, str]] = []
+    parts = [part("bad", fails), part("absent", leaves_itself_out), part("good", passes)]
+    result = run_parts(
+        parts,
+        None,
+        60,
+        lambda whole, new: seen.append((len(whole["parts"]), progress(whole["seconds"], new))),
+    )
+    bad, good = result["parts"]
+    assert not result["ok"] and not bad["ok"] and good["ok"]
+    assert bad["summary"] == "KeyError: 'a key\\nof two lines'" and "raise KeyError" in "".join(
+        bad["traceback"]
+    )
+    assert result["left_out"] == [{"part": "absent", "reason": "a package is missing"}]
+    assert [count for count, _ in seen] == [1, 1, 2]
+    assert "bad: FAILED: KeyError" in seen[0][1] and "absent: left out: a package" in seen[1][1]
+    assert json.loads(json.dumps(ready(result), allow_nan=False))["parts"][1]["name"] == "good"
+
+
+def test_what_does_not_fit_into_the_budget_is_left_out_with_the_reason() -> None:
+    result = run_parts([part("long", passes, 100), part("short", passes, 1)], None, 50)
+    assert [one["name"] for one in result["parts"]] == ["short"] and result["ok"]
+    (left,) = result["left_out"]
+    assert left["part"] == "long" and left["reason"].startswith("it may take 100 s and ")
+    assert left["reason"].endswith(" s of 50 are left")
+
+
+def test_a_part_that_takes_far_longer_than_it_may_is_stopped() -> None:
+    """Also one that catches every exception of its own."""
+
+    def never_ends() -> Findings:
+        while True:
+            try:
+                time.sleep(0.01)
+            except Exception:  # noqa: BLE001
+                continue
+
+    start = time.monotonic()
+    result = run_parts([part("endless", never_ends, 0.1), part("good", passes, 0.1)], None, 60)
+    assert time.monotonic() - start < 10
+    assert [one["ok"] for one in result["parts"]] == [False, True]
+    assert result["parts"][0]["summary"].startswith("Overrun: stopped after")
+
+
+def test_a_device_that_no_longer_answers_ends_the_check() -> None:
+    parts = [part("bad", fails), part("good", passes)]
+    result = run_parts(parts, None, 60, broken=lambda: "illegal memory access")
+    assert [one["name"] for one in result["parts"]] == ["bad"]
+    assert result["left_out"] == [{"part": "good", "reason": "after bad failed: illegal memory access"}]
+
+
+def test_a_part_sees_what_those_before_it_found_and_names_what_it_did_not_do() -> None:
+    def second(context: object, found: Mapping[str, Findings]) -> Findings:
+        return {"ok": found["first"]["value"] == 3, "summary": "", "left_out": ["half of it"]}
+
+    parts = [part("first", lambda: {**passes(), "value": 3}), Part("second", "It holds.", 1, second)]
+    result = run_parts(parts, None, 60)
+    assert result["ok"] and result["left_out"] == [{"part": "second", "reason": "half of it"}]
+
+
+def test_numbers_that_json_has_not_become_null() -> None:
+    assert ready({1: [float("nan"), (2.0, float("inf"))], "a": None}) == {"1": [None, [2.0, None]], "a": None}
+
+
+# --- the parts ---
+
+
+def test_equal_texts_pass_and_one_wrong_token_does_not(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = texts.equality(bench, {})
+    assert found["ok"] and found["summary"] == "64 of 64 texts equal"
+    generate = EagleFSD.generate
+
+    def wrong(self: EagleFSD, *prompts: Any, **options: Any) -> Any:
+        made = generate(self, *prompts, **options)
+        made.new_tokens[0][-1] ^= 1
+        return made
+
+    monkeypatch.setattr(EagleFSD, "generate", wrong)
+    found = texts.equality(replace(bench, record=None), {})
+    assert not found["ok"] and found["summary"].endswith("wrong: llama, graphs off, qwen3, graphs off")
+
+
+def test_texts_in_half_precision_are_compared_and_the_missing_target_is_named(bench: Bench) -> None:
+    found = texts.half_precision(bench, {})
+    assert found["ok"] and found["cells"]["tiny llama"]["texts"] == 4
+    assert len(found["left_out"]) == 1 and found["left_out"][0].startswith("there is no real target")
+
+
+def test_the_distribution_is_told_from_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sampled.distribution(bench, {})["ok"]
+    generate = EagleFSD.generate
+
+    def warmer(self: EagleFSD, *prompts: Any, **options: Any) -> Any:
+        return generate(self, *prompts, **{**options, "temperature": 1.6})
+
+    monkeypatch.setattr(EagleFSD, "generate", warmer)
+    assert not sampled.distribution(bench, {})["ok"]
+
+
+def test_the_goodness_of_fit_is_pearsons() -> None:
+    of = functools.partial(torch.tensor, dtype=torch.float64)
+    counts, law = of([50, 30, 20]), of([0.4, 0.4, 0.2])
+    wanted = chisquare(counts.numpy(), (law * 100).numpy()).pvalue
+    assert sampled.goodness_of_fit(counts, law) == pytest.approx(wanted, rel=1e-9)
+    rare = of([0.4, 0.4, 0.17, 0.02, 0.01])  # the last two expect three together
+    counts = of([45, 35, 14, 4, 2])
+    wanted = chisquare([45, 35, 14, 6], [40, 40, 17, 3]).pvalue
+    assert sampled.goodness_of_fit(counts, rare) == pytest.approx(wanted, rel=1e-9)
+    impossible = of([1, 0])
+    assert sampled.goodness_of_fit(of([9, 1]), impossible) == 0.0
+    assert sampled.goodness_of_fit(of([10, 0]), impossible) == 1.0
+
+
+def test_two_threads_and_their_errors(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = texts.threads(bench, {})
+    assert found["ok"] and found["left_out"] == ["a second device: there is no second GPU"]
+    made, errors = texts.at_once([lambda: 1, lambda: [][0]], 3)
+    assert made == [[1, 1, 1], []] and errors == ["IndexError: list index out of range"]
+
+
+def test_what_is_recorded_is_counted_as_long_as_it_is_held(bench: Bench) -> None:
+    found = recordings.recordings(bench, {})
+    assert found["ok"] and len(found["table"]["rows"]) == 12
+    last = found["cells"]["2 prompt lengths"][2]
+    assert 0 < last["held"] == last["made"] < last["replays"]
+
+
+def test_recordings_that_are_never_let_go_are_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of another size takes the memory of the one before, unless something keeps it."""
+    stepper = bench.graphs()
+    engine, counted = bench.tiny_engine(stepper), stepper.record
+    kept, record = [], Counted.__call__
+
+    def leaks(self: Counted, *work: Any) -> Any:
+        kept.append(record(self, *work))
+        return kept[-1]
+
+    monkeypatch.setattr(Counted, "__call__", leaks)
+    passes = recordings.three_times(bench, engine, counted, [([9], {}), ([9, 9], {})])
+    assert recordings.grows(passes) and passes[2]["held"] == passes[2]["made"] == len(kept)
+    flat = {"held": 9, "reserved": 0}
+    assert not recordings.grows([flat, flat, flat])
+    assert recordings.grows([flat, flat, {**flat, "reserved": 2**30}])
+
+
+def test_a_forward_that_waits_is_survived(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = failures.failed_capture(bench, {})
+    assert found["ok"] and len(found["warnings"]) == 1 and "no CUDA graphs" in found["warnings"][0]
+    assert set(found["after"].values()) == {None}
+
+    def spoiled(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Offset increment outside graph capture encountered unexpectedly")
+
+    monkeypatch.setattr(failures.F, "dropout", spoiled)
+    found = failures.failed_capture(bench, {})
+    assert not found["ok"] and "no longer works: dropout (RuntimeError: Offset increment" in found["summary"]
+
+
+def test_memory_that_runs_out_while_recording_is_survived(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = failures.out_of_memory(bench, {})
+    assert found["ok"] and found["cells"]["raised"]["failures"] == 1
+
+    def deadly() -> None:
+        raise KeyError("not what a recorder expects")
+
+    monkeypatch.setattr(failures, "raise_out_of_memory", deadly)
+    found = failures.out_of_memory(bench, {})
+    assert not found["ok"] and found["cells"]["raised"]["text"].startswith("KeyError")
+
+
+@pytest.mark.parametrize(
+    ("error", "ok"),
+    [
+        (FloatingPointError("step 1: the logits are not finite"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (None, False),
+    ],
+)
+def test_logits_that_overflow_must_end_in_an_error_that_says_so(
+    error: Exception | None, ok: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(self: EagleFSD, *_: Any, **__: Any) -> None:
+        features = torch.ones(1, self.target.hidden_size)
+        assert not torch.isfinite(self.target.logits(features)).all()
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(EagleFSD, "generate", generate)
+    assert failures.overflow(bench, {})["ok"] is ok
+
+
+def test_steps_are_watched_one_by_one() -> None:
+    """As many as are counted, each with a token for every row."""
+    engine = engine_of(tiny_model("llama", CPU), EAGER)
+
+    def watch(work: Callable[[], Any]) -> dict[str, int]:
+        chunks = work()
+        assert all(row for rows in chunks for row in rows)
+        return {"steps": len(chunks)}
+
+    assert waits.counted_steps(engine, [5, 9], Lossless(), {}, watch) == {"steps": waits.STEPS}
+    with pytest.raises(LeftOut, match="no queue"):
+        waits.host_waits(Bench(CPU), {})
+
+
+def test_waits_are_counted_by_what_torch_warns_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every one, also where the same line waits again; and the mode is put back after an error."""
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def waits_thrice() -> None:
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    assert waits.warned(waits_thrice) == {"warnings": 3} and modes == ["warn", "default"]
+    with pytest.raises(KeyError):
+        waits.warned(fails)
+    assert modes[2:] == ["warn", "default"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is no CUDA to profile
+        assert waits.profiled(lambda: torch.ones(3).sum()) == {"events": 0, "waits": 0, "to_host": 0}
+
+
+def test_a_profile_is_counted_by_the_names_of_its_events() -> None:
+    events = [
+        ("aten::copy_", 40),
+        ("cudaStreamSynchronize", 8),
+        ("cudaDeviceSynchronize", 2),
+        ("cudaGraphLaunch", 30),
+        ("Memcpy DtoH (Device -> Pageable)", 8),
+        ("Memcpy HtoD (Pageable -> Device)", 16),
+    ]
+    assert waits.count_events(events) == {"events": 64, "waits": 8, "to_host": 8}
+
+
+# --- times and what follows from them ---
+
+
+def test_times_are_taken_of_every_part_and_of_whole_steps(bench: Bench) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    model = costs.random_llama({**sizes, "tie_word_embeddings": False}, CPU, torch.bfloat16)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
+    found = costs.costs(bench, lambda stepper: costs.random_engine(model, stepper))
+    assert found["ok"] and found["dtype"] == "bfloat16" and found["drafted"] == 64
+    for mode in found["modes"].values():
+        assert set(mode["32"]) == {"verify", "draft", "step"}
+        assert all(value > 0 for kind in mode["32"].values() for value in kind.values())
+    assert found["modes"]["graphs on"]["recorded"]["replays"] > 0
+    assert found["table"]["titles"][:3] == ["", "context", "verify 1"] and len(found["table"]["rows"]) == 2
+
+
+def test_a_projection_is_tau_times_plain_by_step() -> None:
+    """By hand: 25 ms instead of 10 break even at 2.5 tokens; 4.53 of them are worth 4.53 * 10 / 25."""
+    rows = projected({"1/5/8": 10.0, "16/5/8": 15.0, PAPERS: 25.0}, PUBLISHED[:1], {"16/5/8": 2.4})
+    small, large = rows
+    assert (small["tree"], small["break_even"], small["tau"], small["speedup"]) == ("16/5/8", 1.5, 2.4, 1.6)
+    assert small["of"] == "tau measured by this check"
+    assert (large["tree"], large["break_even"], large["tau"], large["speedup"]) == (PAPERS, 2.5, 4.53, 1.812)
+    assert large["of"].startswith("LLaMA3-Instruct 8B, MT-bench, EAGLE-2 (arXiv 2406.16858), table 2")
+    (alone,) = projected({"1/5/8": 10.0, "16/5/8": 15.0}, PUBLISHED, {})
+    assert alone["tau"] is None and alone["speedup"] is None and alone["break_even"] == 1.5
+
+
+def test_published_tau_belongs_to_the_shape_that_it_was_measured_on() -> None:
+    steps = {"modes": {"graphs on": {"256": {"step": {"1/5/8": 8.0, PAPERS: 16.0}}, "recorded": {"made": 3}}}}
+    found = {"costs, bfloat16": steps, EIGHT_B: steps, "equality of the target": {"tau": {PAPERS: 3.0}}}
+    result = projection(Bench(CPU), found)
+    own = [row for row in result["rows"] if row["subject"] != EIGHT_B]
+    assert [(row["tau"], row["speedup"]) for row in own] == [(3.0, 1.5)]
+    assert len(result["rows"]) == 1 + len(PUBLISHED) and "projection" in result["label"]
+    assert len(result["table"]["rows"]) == len(result["rows"])
+    with pytest.raises(LeftOut, match="no times"):
+        projection(Bench(CPU), {"equality": {"ok": True}})
+
+
+# --- a rehearsal of what only a GPU runs ---
+
+
+class Properties:
+    """Of a GPU that is not there."""
+
+    name, total_memory, major, minor, multi_processor_count = "a GPU of paper", 2**36, 9, 0, 132
+
+
+@pytest.fixture
+def paper_gpu(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A CPU that says it is a GPU: all that is asked of torch.cuda has an answer, and none means anything."""
+    answers: dict[str, object] = {
+        "synchronize": None,
+        "empty_cache": None,
+        "set_sync_debug_mode": None,
+        "memory_allocated": 2**20,
+        "memory_reserved": 2**21,
+        "mem_get_info": (2**35, 2**36),
+        "device_count": 0,
+        "get_device_name": Properties.name,
+        "get_device_properties": Properties,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(Bench, "on_gpu", True)
+    return bench
+
+
+def test_every_branch_for_a_gpu_runs(paper_gpu: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No verdict is checked here: there are no waits and no memory to be seen."""
+    made = checks.machine(paper_gpu)
+    assert (made["capability"], made["multiprocessors"], made["free_memory"]) == ("9.0", 132, 2**35)
+    assert checks.broken(paper_gpu) is None
+    monkeypatch.setattr(waits, "STEPS", 2)
+    found = waits.host_waits(paper_gpu, {})
+    assert not found["ok"] and set(found["cells"]) >= {"graphs on, 3 rows, fuzzy, sampled"}
+    assert all(counts == {"warnings": 0} for counts in found["cells"].values())
+    found = failures.out_of_memory(paper_gpu, {})
+    assert set(found["cells"]) == {"raised", "asked for 64 TiB"}
+    assert all(cell["failures"] == 1 and cell["text"] is None for cell in found["cells"].values())
+    assert {"empty_cache", "allocation"} <= set(found["cells"]["raised"])
+    standing = recordings.standing(paper_gpu, paper_gpu.graphs().record)
+    assert (standing["allocated"], standing["reserved"]) == (2**20, 2**21)
+
+
+def test_the_large_target_is_built_where_there_is_room(
+    paper_gpu: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setattr(costs, "LLAMA_8B", {**costs.LLAMA_8B, **sizes})
+    found = costs.costs_of_llama_8b(paper_gpu, {})
+    assert found["ok"] and found["modes"]["graphs on"]["bytes_more"] == 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (8 * 10**9, 2**36))
+    with pytest.raises(LeftOut, match="it needs 24 GB of free memory and there are 8"):
+        costs.costs_of_llama_8b(paper_gpu, {})
+
+
+# --- the script ---
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    for name in ("HF_HUB_OFFLINE", "TQDM_DISABLE", "TEARDOWN_CUPTI", "DISABLE_CUPTI_LAZY_REINIT"):
+        monkeypatch.setenv(name, "1")  # the script sets them: they are put back afterwards
+    monkeypatch.setattr("sys.argv", ["gpu_check.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return ended.value.code
+
+
+def test_without_a_gpu_it_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_script(monkeypatch) == 2
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert not shown.out and line.startswith("gpu_check.py: no CUDA device") and "nothing was checked" in line
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        (["--target", "/there/is/none.gguf"], "does not exist"),
+        (["--target", "/there/is/none"], "is not there"),
+        (["--head", "/there/is/none"], "is not there"),
+        (["--only", "speed"], "part 'speed' is not there: it must be one of 'equality'"),
+        (["--device", "gpu"], "device 'gpu' is not there"),
+        (["--seconds", "0"], "seconds is 0.0: it must be a number between 1 and 86400"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    wrong: list[str],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_script(monkeypatch, "--device", "cpu", *wrong) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert complaint in last and last.startswith("gpu_check.py: error: ")
+
+
+@pytest.mark.parametrize(("run", "code"), [(passes, 0), (fails, 1), (leaves_itself_out, 0)])
+def test_the_exit_code_says_whether_a_part_failed(
+    run: Callable[[], Findings],
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The JSON object is all of stdout; with --output it is in the file, and stdout has the table."""
+
+    def talks() -> Findings:
+        sys.stdout.write("a library's word\n")
+        return run()
+
+    monkeypatch.setattr(checks, "PARTS", (part("one", talks), part("two", passes)))
+    assert run_script(monkeypatch, "--device", "cpu") == code
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
+    assert result["ok"] is (code == 0) and result["machine"]["torch"] == torch.__version__
+    assert "a library's word" in shown.err and "| two | passed |" in shown.err
+    file = tmp_path / "made" / "check.json"
+    assert run_script(monkeypatch, "--device", "cpu", "--only", "two", "--output", str(file)) == 0
+    assert "| two | passed |" in capsys.readouterr().out
+    assert [one["name"] for one in json.loads(file.read_text())["parts"]] == ["two"]
+
+
+def test_what_was_found_is_in_the_file_before_the_check_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "check.json"
+
+    def killed() -> Findings:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checks, "PARTS", (part("one", passes), part("two", killed)))
+    monkeypatch.setattr("sys.argv", ["gpu_check.py", "--device", "cpu", "--output", str(file)])
+    with pytest.raises(KeyboardInterrupt):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert [one["name"] for one in json.loads(file.read_text())["parts"]] == ["one"]
+    assert "one: passed: well" in capsys.readouterr().err
+
+
+def test_a_target_in_a_folder_is_compared_timed_and_projected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a random head of its shape, where none is named."""
+    tiny_model("llama", CPU).save_pretrained(tmp_path)
+    names = ["equality of the target", "costs, float32", "projection"]
+    options = ["--device", "cpu", "--quick", "--target", str(tmp_path), "--only", *names]
+    assert run_script(monkeypatch, *options) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in result["parts"]] == names and not result["left_out"]
+    equal, timed, worth = (one["findings"] for one in result["parts"])
+    assert equal["head"] == timed["head"] == "random, of the target's shape"
+    (row,) = worth["rows"]
+    plain, step = timed["modes"]["graphs off"]["32"]["step"].values()
+    assert row["speedup"] == pytest.approx(equal["tau"]["16/5/8"] * plain / step, rel=1e-3)
+
+
+def test_a_target_that_was_named_must_load_and_the_default_one_need_not(tmp_path: Path) -> None:
+    absent = Bench(CPU, target=str(tmp_path))
+    with pytest.raises(LeftOut, match="there is no real target"):
+        absent.real_target(torch.float32)
+    with pytest.raises(ValueError, match="has no config"):
+        replace(absent, given=True).real_target(torch.float32)
+
+
+def test_every_part_has_a_name_of_its_own() -> None:
+    names = [one.name for one in checks.PARTS]
+    assert len(set(names)) == len(names) and EIGHT_B in names and "equality of the target" in names
+    shown = table({"machine": checks.machine(Bench(CPU)), "parts": [], "left_out": []})
+    assert f"torch {torch.__version__}" in shown

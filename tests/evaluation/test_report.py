@@ -1,0 +1,247 @@
+"""The report from synthetic rows: what it says, that it says the same twice, and how it refuses."""
+
+from __future__ import annotations
+
+import csv
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.synthetic_rows import LOSSLESS, PLAIN_TREE, Truth, cell_rows, fuzzy, typical, write_rows
+
+from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Estimate
+from eagle_fsd.evaluation.analysis.frontier import QUALITIES, Winner
+from eagle_fsd.evaluation.analysis.measures import TAU
+from eagle_fsd.evaluation.analysis.points import panels
+from eagle_fsd.evaluation.report import report
+from eagle_fsd.evaluation.report.frontier_plots import style, varying_knobs
+from eagle_fsd.evaluation.report.report import Report, sentence, write_report
+from eagle_fsd.evaluation.report.tables import spoken
+from eagle_fsd.evaluation.rows import Row
+
+ROOT = Path(__file__).parents[2]
+QUICK = Bootstrap(resamples=200)
+
+
+def few(samples: int = 12, temperature: float = 0.6) -> list[dict[str, Any]]:
+    """Plain-spoken rows: js at two thresholds, both faster than lossless and the second much worse."""
+    setting: dict[str, Any] = {"temperature": temperature, "noise": 0.001}
+    return [
+        *cell_rows(LOSSLESS, Truth(), samples, **setting),
+        *cell_rows(fuzzy(0.2), Truth(tau=2.4, log_p=-0.601, tv=0.01), samples, **setting),
+        *cell_rows(fuzzy(0.5), Truth(tau=3.0, log_p=-0.8, tv=0.1), samples, **setting),
+        *cell_rows(typical(0.3, 0.09), Truth(tau=2.2, log_p=-0.602, tv=0.02), samples, **setting),
+    ]
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots are slow, and have tests of their own."""
+    monkeypatch.setattr(report, "plot_frontier", lambda *_: False)
+
+
+def written(rows: list[dict[str, Any]], folder: Path, asked: Report) -> str:
+    found = [Row.of(row) for row in rows]
+    return write_report(found, asked, folder, {"rows.jsonl": len(rows)}).read_text(encoding="utf-8")
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
+    runpy.run_path(str(ROOT / "eval" / "report.py"), run_name="__main__")
+
+
+def test_the_script_end_to_end_gives_the_same_files_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    plain = cell_rows(LOSSLESS, Truth(tau=1.0), 12, tree=PLAIN_TREE)
+    path = write_rows(tmp_path / "rows.jsonl", [*few(temperature=0.0), *few(), *plain])
+    with path.open("a") as file:
+        file.write('{"key": "torn')
+    folders = [tmp_path / "new" / "one", tmp_path / "two"]
+    asked = ["--quality", "log_p", "strict", "--resamples", "200"]
+    for folder in folders:
+        run_script(monkeypatch, "--rows", str(path), "--output", str(folder), *asked)
+        assert capsys.readouterr().out.strip() == str(folder / "report.md")
+    names = sorted(file.name for file in folders[0].iterdir())
+    plots = [f"frontier_{quality}.{kind}" for quality in ("log_p", "strict") for kind in ("png", "svg")]
+    assert names == sorted([*plots, "report.md", "table.csv"])
+    for name in names:
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
+    assert (folders[0] / "frontier_log_p.png").read_bytes()[:4] == b"\x89PNG"
+    assert "<svg" in (folders[0] / "frontier_log_p.svg").read_text()
+    text = (folders[0] / "report.md").read_text()
+    for said in (
+        "## SmolLM2-135M-Instruct, tree 16/5/8",
+        "commit: 0123456789ab",
+        "torch: 2.13.0",
+        "python eval/sweep.py --output runs/sweep",
+        "![log p per token against tokens/s / lossless](frontier_log_p.png)",
+        "### ifeval, temperature 0.6",
+        "Version 1, top-p 0.9, top-k 50, at most 256 new tokens.",
+        "| js 0.2 hybrid | 12 | 12 |",
+        "## What the data cannot say",
+        "at temperature 0 that is every relaxed rule",
+    ):
+        assert said in text, said
+    assert str(tmp_path) not in text
+
+
+def test_the_table_holds_every_point_and_measure(tmp_path: Path, no_plots: None) -> None:
+    written(few(), tmp_path, Report(how=QUICK))
+    with (tmp_path / "table.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    (found,) = [row for row in table if (row["rule"], row["measure"]) == ("js 0.5 hybrid", "log_p")]
+    rows = [Row.of(row) for row in few()]
+    (panel,) = panels(rows, QUICK)
+    point = panel.points[-2]
+    assert point.label == "js 0.5 hybrid"
+    difference = point.changes["log_p"].difference
+    assert (float(found["value"]), float(found["difference"])) == (
+        point.values["log_p"].value,
+        difference.value,
+    )
+    interval = (float(found["difference_low"]), float(found["difference_high"]))
+    assert interval == (difference.low, difference.high)
+    assert (found["pairs"], found["temperature"], found["tree"]) == ("12", "0.6", "16/5/8")
+    assert {row["measure"] for row in table} >= {"tau", "tokens_per_second", "law_tv", "length", "strict"}
+    assert all(row["difference"] == "" for row in table if row["rule"] == "lossless")
+    assert [row["rule"] for row in table if row["measure"] == "tau"] == [one.label for one in panel.points]
+
+
+def test_winners_in_plain_sentences(tmp_path: Path, no_plots: None) -> None:
+    asked = Report(("log_p",), speed=TAU, losses=(0.0, 0.02, 0.5), how=QUICK)
+    text = written(few(40), tmp_path, asked)
+    lines = [line for line in text.splitlines() if line.startswith("- At most")]
+    assert lines[0] == "- At most 0 % of log p lost: no rule is faster than lossless."
+    assert lines[1].startswith("- At most 2 % of log p lost: js 0.2 hybrid is the fastest, 1.2")
+    assert "times the next family's, typical 0.3/0.09 (the intervals of their speedups" in lines[1]
+    assert lines[1].endswith("The whole interval of its loss stays within.")
+    assert lines[2].startswith("- At most 50 % of log p lost: js 0.5 hybrid is the fastest, 1.")
+    glance = next(line for line in text.splitlines() if line.startswith("| ifeval, temperature 0.6 |"))
+    assert [cell.split(":")[0].strip() for cell in glance.split("|")[2:5]] == [
+        "lossless",
+        "js 0.2 hybrid",
+        "js 0.5 hybrid",
+    ]
+
+
+def winner(label: str, assured: bool, ratio: Estimate | None, overlap: bool | None) -> Winner:
+    rows = [Row.of(row) for row in few()]
+    (panel,) = panels(rows, QUICK)
+    points = {point.label: point for point in panel.points}
+    return Winner(0.01, assured, points[label], points["typical 0.3/0.09"], ratio, overlap)
+
+
+def test_sentences_say_what_cannot_be_told_apart() -> None:
+    tied = winner("js 0.2 hybrid", False, Estimate(1.01, 0.99, 1.03, 12), True)
+    clear = winner("js 0.2 hybrid", False, Estimate(1.05, 1.02, 1.08, 12), False)
+    lossless, other = winner("lossless", True, None, None), winner("js 0.5 hybrid", True, None, None)
+    quality = QUALITIES["log_p"]
+    said = sentence(tied, lossless, quality, TAU)
+    assert "which cannot be told from it (the intervals of their speedups overlap)" in said
+    assert said.endswith("Of no faster rule does the whole interval of the loss stay within.")
+    said = sentence(clear, other, quality, TAU)
+    assert "cannot be told" not in said and "(the intervals of their speedups do not overlap)" in said
+    assert "With the whole interval of the loss within, it is js 0.5 hybrid, 1." in said
+
+
+def test_models_and_trees_become_sections(tmp_path: Path, no_plots: None) -> None:
+    wide = {"total_tokens": 60, "depth": 6, "top_k": 10}
+    rows = [*few(4), *cell_rows(LOSSLESS, Truth(), 4, tree=wide)]
+    rows += [row | {"key": "0" * 16, "base_model": "Other"} for row in cell_rows(LOSSLESS, Truth(), 4)]
+    text = written(rows, tmp_path, Report(how=QUICK))
+    heads = [line for line in text.splitlines() if line.startswith("## ")]
+    assert heads[:3] == [
+        "## Other, tree 16/5/8",
+        "## SmolLM2-135M-Instruct, tree 16/5/8",
+        "## SmolLM2-135M-Instruct, tree 60/6/10",
+    ]
+    assert "- rows: 16; cells: 4; samples: 4" in text and text.count("- rows: 4; cells: 1; samples: 4") == 2
+
+
+def test_gaps_are_said(tmp_path: Path, no_plots: None) -> None:
+    rows = [*cell_rows(LOSSLESS, Truth(), 40), *cell_rows(fuzzy(0.2), Truth(), 15)]
+    rows += cell_rows(typical(0.3, 0.09), Truth(), range(50, 55))
+    rows += [row | {"commit": "other", "threads": 16} for row in cell_rows(fuzzy(0.5), Truth(), 40)]
+    rows += cell_rows(fuzzy(0.5), Truth(), 3, task="gsm8k")
+    text = written(rows, tmp_path, Report(how=QUICK))
+    for said in (
+        "No lossless rows, so nothing to compare with: gsm8k, temperature 0.6.",
+        "2 of 4 rules lack samples that lossless has; the least has 0 pairs.",
+        "Without any pair: typical 0.3/0.09.",
+        "Intervals over fewer than 30 pairs are rough; the least number here is 15.",
+        "Rows come from several machines, thread counts or batch sizes.",
+        "Rows were made with more than one commit.",
+    ):
+        assert said in text, said
+    assert "more than one torch" not in text
+    clean = written(few(40), tmp_path, Report(how=QUICK))
+    assert "lack samples" not in clean and "rough" not in clean and "several machines" not in clean
+
+
+def test_cells_of_a_table() -> None:
+    assert spoken(Estimate(1.154, 1.128, 1.2, 9), ".2f") == "1.15 (1.13 to 1.20)"
+    assert spoken(Estimate(1.154, None, None, 1), ".2f") == "1.15" and spoken(None, ".2f") == ""
+
+
+# --- plots ---
+
+
+def test_families_differ_without_colour() -> None:
+    looks = {(look["marker"], look["linestyle"]) for look in map(style, range(40))}
+    assert len(looks) == 40
+
+
+def test_labels_name_the_knob_that_changes() -> None:
+    rows = [Row.of(row) for e in (0.3, 0.5) for row in cell_rows(typical(e, 0.09), Truth(), 2)]
+    rows += [Row.of(row) for row in cell_rows(fuzzy(0.2), Truth(), 2)]
+    points = panels(rows, QUICK)[0].points
+    assert [varying_knobs(point, points) for point in points] == ["0.2", "0.3", "0.5"]
+    assert varying_knobs(points[1], points[:2]) == "0.3/0.09"
+
+
+def test_a_plot_needs_something_to_draw(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from eagle_fsd.evaluation.report.frontier_plots import plot_frontier
+
+    alone = panels([Row.of(row) for row in cell_rows(LOSSLESS, Truth(), 3)], QUICK)
+    assert plot_frontier(alone, QUALITIES["log_p"], TAU, [tmp_path / "x.png"]) is False
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--quality", "beauty"], "quality is 'beauty': it must be one of log_p, law_tv"),
+        (["--losses", "2"], "losses has 2.0: a loss must be at least 0 and below 1"),
+        (["--resamples", "5"], "resamples is 5: it must be at least 100"),
+        (["--tau", "--tokens-per-second"], "not allowed with argument"),
+        (["--rows", "none.jsonl"], "none.jsonl"),
+        (["--rows", "EMPTY"], "no rows in empty.jsonl: a report needs raw rows"),
+        (["--rows", "BROKEN"], "broken.jsonl:1: has no 'key'"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.jsonl").write_text('{"task": "ifeval"}\n')
+    names = {"EMPTY": str(tmp_path / "empty.jsonl"), "BROKEN": str(tmp_path / "broken.jsonl")}
+    rows = ["--rows", str(write_rows(tmp_path / "rows.jsonl", few(3)))]
+    output = ["--output", str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match="2"):
+        run_script(monkeypatch, *rows, *output, *(names.get(argument, argument) for argument in arguments))
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert complaint in last and last.startswith("report.py: error: ")
+    assert not (tmp_path / "out").exists()

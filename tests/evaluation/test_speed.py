@@ -1,0 +1,234 @@
+"""Speed side by side: the order of runs, the sums, and the script as a user runs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import prompts_of, tiny_head, tiny_model
+
+from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.stats import GenerationStats
+from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.measure.observers import judged
+from eagle_fsd.evaluation.measure.speed import Answers, Method, Setting, method, race, stretched
+from eagle_fsd.evaluation.report.speed_ratios import quartiles, results, table
+from eagle_fsd.files import provenance
+from eagle_fsd.runtime.packed_linear import PackedLinear, pack_linears
+from eagle_fsd.target.model import TargetModel
+
+SETTING = Setting(8, SamplingConfig(), TreeConfig(6, 3, 2))
+
+
+def engine() -> EagleFSD:
+    return EagleFSD(TargetModel(tiny_model()), tiny_head())
+
+
+def speed_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("speed", Path(__file__).parents[2] / "eval" / "speed.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def stub(name: str, seconds: float, calls: list[tuple[str, int, int]]) -> Method:
+    """Answers every prompt with two tokens in one step."""
+
+    def answer(prompts: Sequence[Sequence[int]], most: int) -> Answers:
+        calls.append((name, len(prompts), most))
+        many = len(prompts)
+        stats = GenerationStats(steps=many, new_tokens=2 * many, seconds=seconds, verify_seconds=seconds / 2)
+        return Answers([[1, 2]] * many, stats, 1, None if name == "hf" else TreeConfig(4))
+
+    return Method(name, answer)
+
+
+def raced(calls: list[tuple[str, int, int]], count: int = 5, size: int = 2) -> list[dict[str, Any]]:
+    methods = [stub("hf", 2.0, calls), stub("plain", 1.0, calls), stub("lossless", 0.5, calls)]
+    prompts = prompts_of([3] * count)
+    return list(
+        race(methods, prompts, size, SETTING, torch.device("cpu"), lambda part, _: {"said": len(part)})
+    )
+
+
+@pytest.mark.parametrize("name", ["hf", "plain", "lossless"])
+def test_where_nothing_ends_a_text_all_answers_are_as_long(name: str) -> None:
+    model, prompts = engine(), prompts_of([4, 6])
+    stock = TargetModel(tiny_model())
+    texts = method(name, model, lambda: stock, SETTING).answer(prompts, 8).tokens
+    for target in (model.target, stock):
+        target.model.generation_config.eos_token_id = [texts[0][2], texts[1][3]]
+    ended = method(name, model, lambda: stock, SETTING).answer(prompts, 8).tokens
+    assert [len(row) for row in ended] == [
+        len(row[: row.index(end) + 1]) for row, end in ((texts[0], texts[0][2]), (texts[1], texts[1][3]))
+    ]
+    endless = method(name, model, lambda: stock, replace(SETTING, endless=True)).answer(prompts, 8)
+    assert endless.tokens == texts and all(len(row) == 8 for row in texts)
+
+
+def test_every_method_answers_every_batch_in_rotating_order() -> None:
+    calls: list[tuple[str, int, int]] = []
+    rows = raced(calls)
+    assert [row["method"] for row in rows] == [
+        *("hf", "plain", "lossless"),
+        *("plain", "lossless", "hf"),
+        *("lossless", "hf", "plain"),
+    ]
+    assert [name for name, _, _ in calls[:9]] == ["hf"] * 3 + ["plain"] * 3 + ["lossless"] * 3  # untimed
+    assert [(size, most) for _, size, most in calls[9:]] == [(2, 8)] * 6 + [(1, 8)] * 3
+    assert all(row["said"] == len(row["prompts"]) and row["peak_memory"] > 10**6 for row in rows)
+    assert json.loads(json.dumps(rows)) == rows
+
+
+def test_results_are_ratios_of_sums_with_quartiles() -> None:
+    hf, plain, lossless = results(raced([]))
+    assert (hf.method, hf.batch_size, hf.tau) == ("hf", 2, 2.0)
+    assert hf.tokens_per_second == pytest.approx(10 / 6)
+    assert plain.ratios["hf"] == pytest.approx((2.0, 2.0, 2.0))
+    assert lossless.ratios["hf"] == pytest.approx((4.0, 4.0, 4.0)) and "lossless" not in lossless.ratios
+    assert hf.ratios["plain"] == pytest.approx((0.5, 0.5, 0.5))
+    assert plain.milliseconds["verify"] == pytest.approx(500.0)  # three batches of one step each
+    text = table([hf, plain, lossless])
+    assert (
+        "| 2 | lossless | 4/5/8 | 6.7 | 2.00 | 250.0 |" in text and "| 4.00 (4.00 to 4.00) | 2.00 (" in text
+    )
+    assert "context" not in text and "draft ms" not in text
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 3.0, 4.0] and quartiles([7.0]) == [7.0] * 3
+
+
+def test_prompts_are_stretched_by_the_others() -> None:
+    prompts = [[1, 2], [3], [4, 5, 6]]
+    assert stretched(prompts, 4) == [[5, 6, 1, 2], [6, 1, 2, 3], [3, 4, 5, 6]]
+    assert stretched(prompts, 2) == [[1, 2], [2, 3], [5, 6]]
+    assert [len(text) for text in stretched(prompts, 15)] == [15] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        (
+            "fast",
+            "method is 'fast': it is none of hf, hf-compiled, lookup, plain, and rule is 'fast'",
+        ),
+        ("js:0.3:both", "mode is 'both'"),
+        ("js:0.3@6", "tree is .6.: it must be"),
+        ("hf@6/3/2", "method is 'hf@6/3/2': it is none of hf, "),
+    ],
+)
+def test_methods_that_there_are_not(name: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        method(
+            name,
+            EagleFSD(TargetModel(tiny_model()), tiny_head()),
+            lambda: pytest.fail("no model is needed to refuse"),
+            SETTING,
+        )
+
+
+def test_methods_deliver_the_targets_greedy_text() -> None:
+    model = engine()
+    prompts = prompts_of([5, 9])
+    wanted = model.generate(prompts[:1], max_new_tokens=8).new_tokens
+    for name in ("hf", "lookup", "plain", "lossless", "js:0"):
+        one = method(name, model, lambda: model.target, SETTING)
+        answers = one.answer(prompts[:1], 8)
+        assert answers.tokens == wanted and answers.stats.new_tokens == len(wanted[0])
+        assert answers.stats.seconds > 0 and (answers.tree is None) == (name in ("hf", "lookup"))
+
+
+def test_a_method_may_have_a_tree_of_its_own() -> None:
+    model = engine()
+    for name, tree in (
+        ("lossless", SETTING.tree),
+        ("lossless@4/2/2", TreeConfig(4, 2, 2)),
+        ("js:0.3@1/1/1", TreeConfig(1, 1, 1)),
+    ):
+        one = method(name, model, lambda: model.target, SETTING)
+        assert one.name == name and one.answer(prompts_of([5]), 4).tree == tree
+
+
+def test_a_judgement_is_the_plain_forwards() -> None:
+    model = tiny_model()
+    prompt, tokens = prompts_of([7])[0], [3, 1, 4, 1, 5]
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
+    log_p = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    wanted = log_p[range(5), tokens].mean().item()
+    found = judged(TargetModel(model), prompt, tokens)
+    assert found is not None and found.log_p == pytest.approx(wanted, rel=1e-4)
+    best = logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
+    assert found.agreement == pytest.approx(sum(a == b for a, b in zip(best, tokens, strict=True)) / 5)
+    own = judged(TargetModel(model), prompt, [best[0]])
+    assert own is not None and own.agreement == 1.0
+    assert judged(TargetModel(model), prompt, []) is None
+
+
+def test_the_script_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    script = speed_script()
+    model = engine()
+    monkeypatch.setattr(script, "load_engine", lambda _: model)
+    monkeypatch.setattr(script, "prompt_sets", lambda *_: {"a": prompts_of([4, 6]), "b": prompts_of([3])})
+    argv = f"x --prompts a.jsonl --methods hf plain js:0.5:paper --max-new-tokens 6 --output {tmp_path}/out"
+    monkeypatch.setattr(
+        sys, "argv", f"{argv} --batch-size 1 2 --context 5 9 --tree 6/3/2 --likelihood".split()
+    )
+    script.main()
+    printed = capsys.readouterr().out
+    assert (tmp_path / "out" / "table.md").read_text() == printed
+    assert printed.count("js:0.5:paper") == 4 and "| 9 | 2 | hf |" in printed and "log p" in printed
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * (3 * 3 + 3 * 2) and all(
+        row["command"] and row["log_likelihood"] < 0 for row in rows
+    )
+    assert (tmp_path / "out" / "speed.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setattr(sys, "argv", f"{argv} --methods lossless --tree auto".split())
+    script.main()
+    assert "| 1 | lossless | " in capsys.readouterr().out
+    for wrong, complaint in (
+        ("--methods fast", "method is 'fast'"),
+        ("--methods lookup --batch-size 1 2", "batch_size is 2 with lookup"),
+        ("--context 251", "context and max_new_tokens are 257 together: the target has 256 positions"),
+        ("--context 0", "context is 0"),
+    ):
+        monkeypatch.setattr(sys, "argv", f"{argv} {wrong}".split())
+        with pytest.raises(SystemExit):
+            script.main()
+        assert complaint in capsys.readouterr().err
+
+
+def test_the_stock_target_is_loaded_where_ours_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = speed_script()
+    plain = engine()
+    assert script.stock_target(plain, "tiny") is plain.target
+    packed = EagleFSD(TargetModel(pack_linears(tiny_model())), tiny_head())
+    monkeypatch.setattr(script.hub, "load_target", lambda *_: (tiny_model(), None))
+    stock = script.stock_target(packed, "tiny")
+    assert stock is not packed.target and stock is script.stock_target(packed, "tiny")
+    assert not any(isinstance(layer, PackedLinear) for layer in stock.model.modules())
+
+
+def test_a_row_names_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its architecture, where no file tells."""
+    told = "processor\t: 0\nmodel name\t: A Processor 3000\nmodel name\t: Another\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: told)
+    assert provenance.processor() == "A Processor 3000"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "Features: fp asimd\n")
+    assert provenance.processor() == platform.machine()
+
+    def refuse(*_: object, **__: object) -> str:
+        raise FileNotFoundError("/proc/cpuinfo")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert provenance.processor() == platform.machine()

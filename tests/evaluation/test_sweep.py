@@ -1,0 +1,373 @@
+"""The sweep's runner: rows of every cell and sample, made once, resumed, the same whatever the batch."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import Letters, prompts_of, tiny_head, tiny_model
+
+from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
+from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
+from eagle_fsd.acceptance.other_rules import Cactus, SGLang
+from eagle_fsd.acceptance.output_distribution import distances, path_laws
+from eagle_fsd.acceptance.rule_names import describe, parse_rule
+from eagle_fsd.core.config import PAPER
+from eagle_fsd.evaluation.grids import GRIDS
+from eagle_fsd.evaluation.measure import sweep
+from eagle_fsd.evaluation.measure.observers import LawMeter
+from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run, turns
+from eagle_fsd.evaluation.rows import read_raw_rows, read_rows
+from eagle_fsd.evaluation.tasks import Sample, Task
+from eagle_fsd.evaluation.tasks.source import Source
+from eagle_fsd.target.model import TargetModel
+
+WARM = SamplingConfig(0.9, 20, 0.95)
+TREE = TreeConfig(8, 3, 3)
+
+
+def engine() -> EagleFSD:
+    made = EagleFSD(TargetModel(tiny_model()), tiny_head(), Letters())  # type: ignore[arg-type]
+    made.target.model.generation_config.eos_token_id = [90, 91]
+    return made
+
+
+def questions(count: int, name: str = "toy", first: int = 0) -> Questions:
+    """Prompts of other lengths, scored by the share of letters up to `m`."""
+    task = Task(
+        name=name,
+        version=3,
+        source=Source(("toy.jsonl",), "nothing"),
+        ask=lambda row, place: (str(place), [], {}),
+        max_new_tokens=10,
+        judge=lambda reference, text: {"early": sum(letter <= "m" for letter in text) / max(len(text), 1)},
+        metrics=("early",),
+    )
+    samples = [Sample(str(first + place), (), {}, 10) for place in range(count)]
+    prompts = prompts_of([3 + place % 5 for place in range(first + count)])[first:]
+    return Questions(task, samples, prompts, range(first, first + count))
+
+
+def cells(asked: Questions, *rules: AcceptanceRule, sampling: SamplingConfig = WARM) -> list[Cell]:
+    return [Cell(asked, rule, sampling, TREE, 10) for rule in rules]
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    left = [
+        {k: v for k, v in row.items() if k not in ("seconds", "batch_size", "log_p", "law")} for row in rows
+    ]
+    return sorted(left, key=lambda row: (row["key"], row["sample"]))
+
+
+def test_every_row_is_what_generate_gives(tmp_path: Path) -> None:
+    """Tokens, text, score, statistics; what the target says of them; and the report's reader takes them."""
+    model, rules = engine(), (Lossless(), Fuzzy(0.5, mode="paper"), Cactus(0.3))
+    run(model, cells(questions(4), *rules), tmp_path / "rows.jsonl", 1, {"commit": "abc"})
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert len(rows) == 12 and len({row["key"] for row in rows}) == 3
+    assert len(read_raw_rows([tmp_path / "rows.jsonl"])[tmp_path / "rows.jsonl"]) == 12
+    for row in rows:
+        place = int(row["sample"])
+        rule = next(rule for rule in rules if describe(rule) == row["rule"])
+        prompt = questions(4).prompts[place]
+        output = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=10,
+            rule=rule,
+            tree=TREE,
+            seed=[(0, place)],
+            temperature=0.9,
+            top_k=20,
+            top_p=0.95,
+        )
+        assert row["token_ids"] == output.new_tokens[0] and row["seed"] == place
+        assert row["text"] == Letters().decode(row["token_ids"])
+        assert row["scores"] == {"early": sum(x <= "m" for x in row["text"]) / len(row["text"])}
+        assert (row["steps"], row["fuzzy_accepts"]) == (output.stats[0].steps, output.stats[0].fuzzy_accepts)
+        assert row["log_p"] < 0 <= row["agreement"] <= 1 and row["seconds"] > 0 and row["commit"] == "abc"
+        if rule == Lossless():
+            assert row["law"] == {"kl": 0.0, "tv": 0.0}
+    assert any(row["law"]["tv"] > 0.01 for row in rows)
+
+
+def test_the_law_is_summed_over_the_tokens_that_were_emitted(tmp_path: Path) -> None:
+    """Step by step, against distances taken one node at a time; also where the limit cuts a step short."""
+    model, rule = engine(), Fuzzy(10.0, "tv", mode="paper", child="likeliest")
+    wanted = {"kl": 0.0, "tv": 0.0}
+    counts: list[int] = []
+
+    def watch(verified: Verified, verdict: Verdict, emitted: dict[int, int]) -> None:
+        counts.append(emitted[0])
+        law, p = path_laws(verified, verdict, PAPER)
+        for level in range(emitted[0]):
+            kl, tv = distances(law[0, level], p[0, level])
+            wanted["kl"], wanted["tv"] = wanted["kl"] + float(kl), wanted["tv"] + float(tv)
+        meter(verified, verdict, emitted)
+
+    meter = LawMeter(PAPER, 1)
+    prompt = torch.tensor(prompts_of([5]))
+    output = model.generate(prompt, max_new_tokens=11, rule=rule, tree=TREE, temperature=1.0, observer=watch)
+    assert sum(counts) == len(output.new_tokens[0]) == 11 and max(counts) > 1
+    found = meter.row(0)["law"]
+    assert found["tv"] == pytest.approx(wanted["tv"], rel=1e-4) and found["tv"] > 0.1
+    assert found["kl"] == pytest.approx(wanted["kl"], rel=1e-4)
+
+
+def test_greedy_rows_have_no_kl_where_it_is_infinite(tmp_path: Path) -> None:
+    model = engine()
+    run(
+        model,
+        cells(questions(2), Fuzzy(10.0, mode="paper"), sampling=SamplingConfig()),
+        tmp_path / "r.jsonl",
+        1,
+        {},
+    )
+    for row in read_rows(tmp_path / "r.jsonl"):
+        assert row["law"]["kl"] is None and row["law"]["tv"] == row["fuzzy_accepts"]
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 5])
+def test_rows_do_not_depend_on_the_batch(tmp_path: Path, batch_size: int) -> None:
+    model, rules = engine(), (Lossless(), Fuzzy(0.4), SGLang(0.2))
+    for size in (1, batch_size):
+        run(model, cells(questions(5), *rules), tmp_path / f"{size}.jsonl", size, {})
+    alone, together = (read_rows(tmp_path / f"{size}.jsonl") for size in (1, batch_size))
+    assert without_times(alone) == without_times(together)
+    laws = [{(row["key"], row["sample"]): row["law"]["tv"] for row in rows} for rows in (alone, together)]
+    assert laws[0] == pytest.approx(laws[1], abs=1e-4)
+
+
+def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle, a torn line, then the same command: every row once, and none made twice."""
+    model, wanted, output = engine(), cells(questions(3), Lossless(), Fuzzy(0.4)), tmp_path / "rows.jsonl"
+    asked: list[list[int]] = []
+    original = sweep.answer
+
+    def answer(*arguments: Any) -> Any:
+        asked.append(list(arguments[2]))
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(sweep, "answer", answer)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, wanted, output, 1, {})
+    assert len(read_rows(output)) == 3
+    with output.open("ab") as file:
+        file.write(b'{"key": "ab')
+    asked[:] = [[]] * 10
+    run(model, wanted, output, 1, {})
+    assert len(asked) == 13  # the three that were missing
+    rows = read_rows(output)
+    assert len({(row["key"], row["sample"]) for row in rows}) == len(rows) == 6
+    run(model, cells(questions(4), Lossless()), output, 1, {})  # one more sample
+    assert len(asked) == 14 and len(read_rows(output)) == 7
+
+
+def test_other_prompts_under_the_same_names_are_refused(tmp_path: Path) -> None:
+    model, output, asked = engine(), tmp_path / "rows.jsonl", questions(2)
+    run(model, cells(asked, Lossless()), output, 1, {})
+    before = output.read_bytes()
+    other = replace(asked, prompts=[asked.prompts[0], [*asked.prompts[1], 5]])
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl: sample '1' of toy was another prompt when .* another o"
+    ):
+        run(model, cells(other, Lossless(), Fuzzy(0.4)), output, 1, {})
+    assert output.read_bytes().startswith(before)
+    rows = [{k: v for k, v in row.items() if k != "prompt"} for row in read_rows(output)]
+    output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(model, cells(other, Lossless()), output, 1, {})  # rows of before prompts were kept
+    assert len(read_rows(output)) == len(rows)
+
+
+def test_rows_say_the_batch_that_was_asked_for(tmp_path: Path) -> None:
+    """Also those of the last, smaller batch: they are of the same run, and comparable."""
+    run(engine(), cells(questions(5), Lossless()), tmp_path / "rows.jsonl", 2, {})
+    assert [row["batch_size"] for row in read_rows(tmp_path / "rows.jsonl")] == [2] * 5
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (
+            "a letter\nand its end",
+            r"rows\.jsonl: ends in b'and its end', which is no row; name another output",
+        ),
+        ('{"key": "a", "tau": 2}\n', r"rows\.jsonl:1: has no 'sample': these are other rows; name another"),
+    ],
+)
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str, line: str) -> None:
+    output = tmp_path / "rows.jsonl"
+    output.write_text(content)
+    with pytest.raises(ValueError, match=line):
+        run(engine(), cells(questions(1), Lossless()), output, 1, {})
+    assert output.read_text() == content
+
+
+def test_another_head_is_another_cell(tmp_path: Path) -> None:
+    (cell,) = cells(questions(1), Lossless())
+    other = engine()
+    other.head = tiny_head(seed=5)
+    assert cell.key(engine()) == cell.key(engine()) != cell.key(other)
+    assert replace(cell, seed=1).key(engine()) == cell.key(engine())  # rows carry their seed
+
+
+def test_cells_take_turns() -> None:
+    """All rules see a batch before the next one; each is first in turn; tasks one after the other."""
+    first, second = questions(3, "a"), questions(1, "b")
+    rules = [Lossless(), Fuzzy(0.1), Fuzzy(0.2)]
+    order = [
+        (cell.questions.task.name, list(places), rules.index(cell.rule))
+        for cell, places in turns([*cells(first, *rules), *cells(second, *rules)], 1)
+    ]
+    assert order == [
+        *(("a", [0], n) for n in (0, 1, 2)),
+        *(("a", [1], n) for n in (1, 2, 0)),
+        *(("a", [2], n) for n in (2, 0, 1)),
+        *(("b", [0], n) for n in (0, 1, 2)),
+    ]
+
+
+def test_a_samples_seed_does_not_depend_on_what_was_left_out(tmp_path: Path) -> None:
+    model = engine()
+    run(model, cells(questions(4), Lossless()), tmp_path / "all.jsonl", 2, {})
+    run(model, cells(questions(2, first=2), Lossless()), tmp_path / "late.jsonl", 2, {})
+    late = without_times(read_rows(tmp_path / "late.jsonl"))
+    assert late == without_times(read_rows(tmp_path / "all.jsonl"))[2:]
+
+
+def test_sets_asked_together_keep_their_names_and_seeds() -> None:
+    """Whatever the limit: a second pass over more samples finds the first one's rows."""
+    few, more = (Questions.together([questions(n, "prompts/a"), questions(n, "prompts/b")]) for n in (2, 3))
+    assert [sample.id for sample in few.samples] == ["a/0", "a/1", "b/0", "b/1"]
+    assert few.task.name == more.task.name == "prompts/a+b"
+    numbers = dict(zip([sample.id for sample in more.samples], more.numbers, strict=True))
+    assert [numbers[sample.id] for sample in few.samples] == list(few.numbers)
+    assert len(set(more.numbers)) == 6
+    alone = questions(2, "prompts/a")
+    assert Questions.together([alone]) is alone
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grids_are_rules_and_begin_lossless(name: str) -> None:
+    rules = [parse_rule(word) for word in GRIDS[name]]
+    assert rules[0] == Lossless() and len(set(rules)) == len(rules)
+
+
+def test_the_frontier_has_what_must_be_compared() -> None:
+    """At least eight thresholds of js and reverse_kl in both modes, and five settings of each other rule."""
+    found: dict[tuple[str, ...], int] = {}
+    for word in GRIDS["frontier"]:
+        described = describe(parse_rule(word))
+        family = tuple(str(described[key]) for key in ("name", "divergence", "mode") if key in described)
+        family = family[:1] if described["name"] != "fuzzy" else family
+        found[family] = found.get(family, 0) + 1
+    for divergence in ("js", "reverse_kl"):
+        for mode in ("hybrid", "paper"):
+            assert found["fuzzy", divergence, mode] >= 8
+    assert all(found[name,] >= 5 for name in ("typical", "relaxed_topk", "cactus", "ensemble", "sglang"))
+
+
+def sweep_script() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "eval" / "sweep.py")))
+
+
+def test_the_script_sweeps_a_file_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = sweep_script()
+    (tmp_path / "prompts_a.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(3))
+    )
+    monkeypatch.setattr(
+        sweep, "encode_chat", lambda _, messages: torch.tensor([[len(messages[0]["content"]), 7]])
+    )
+    monkeypatch.setitem(script.main.__globals__, "load_engine", lambda _: engine())
+    argv = f"x --prompts {tmp_path}/prompts_a.jsonl --skip 1 --rules lossless js:0.3:paper js:0.30:mode=paper"
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        f"{argv} --sampling 0 0.6/50/0.9 0.60/50/0.9 --tree 6/2/3 --max-new-tokens 5 --batch-size 2 "
+        f"--output {tmp_path}/out/rows.jsonl".split(),
+    )
+    script.main()
+    (rows,) = read_raw_rows([tmp_path / "out" / "rows.jsonl"]).values()
+    assert len(rows) == 2 * 2 * 2 and {row.task for row in rows} == {"prompts/a"}
+    assert {row.sample for row in rows} == {"1", "2"} == {str(row.seed) for row in rows}
+    assert {row.sampling for row in rows} == {SamplingConfig(), SamplingConfig(0.6, 50, 0.9)}
+
+
+def test_a_second_pass_takes_what_may_be_on_the_frontier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules whose tau and quality are known by construction: what is surely beaten gets no more samples."""
+    script, made = sweep_script(), engine()
+    rules = {  # tau and TV per token
+        "lossless": (2.0, 0.0),
+        "js:0.1": (2.4, 0.02),
+        "js:0.2": (2.1, 0.08),  # slower and worse than js:0.1
+        "cactus:0.1": (3.0, 0.1),
+        "typical": (2.4, 0.3),  # as fast as js:0.1, and far worse
+    }
+    words = {json.dumps(describe(parse_rule(word))): word for word in rules}
+
+    def answer(_: EagleFSD, cell: Cell, places: list[int], meter: LawMeter) -> Any:
+        tau, tv = rules[words[json.dumps(describe(cell.rule))]]
+        for place in places:
+            steps, tokens = 100 + place, round((100 + place) * tau) + place % 2
+            yield {
+                "sample": str(place), "seed": place, "finish_reason": "length", "steps": steps,
+                "new_tokens": tokens, "fuzzy_accepts": 0, "seconds": 1.0, "batch_size": 1,
+                "law": {"kl": None, "tv": tv * tokens}, "log_p": -0.5 - tv, "agreement": 0.5,
+                "scores": {"same": 1.0},
+            }  # fmt: skip
+
+    monkeypatch.setattr(sweep, "answer", answer)
+    monkeypatch.setattr(sweep, "encode_chat", lambda *_: torch.tensor([[5, 7]]))
+    monkeypatch.setitem(script.main.__globals__, "load_engine", lambda _: made)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(9)))
+    argv = f"x --prompts {tmp_path}/a.jsonl --limit 4 --refine 9 --output {tmp_path}/rows.jsonl --rules"
+    monkeypatch.setattr(sys, "argv", [*argv.split(), *rules])
+    script.main()
+    counts: dict[str, int] = {}
+    for row in read_rows(tmp_path / "rows.jsonl"):
+        word = words[json.dumps(row["rule"])]
+        counts[word] = counts.get(word, 0) + 1
+    assert counts == {"lossless": 9, "js:0.1": 9, "js:0.2": 4, "cactus:0.1": 9, "typical": 4}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("", "nothing to sweep: name --tasks"),
+        ("--tasks chess", "task is 'chess': it must be one of gsm8k"),
+        ("--tasks ifeval --rules jss:0.3", "rule is 'jss:0.3'"),
+        ("--tasks ifeval --sampling warm", "sampling is 'warm': it must be temperature"),
+        ("--tasks ifeval --sampling 1/2/3/4", "sampling is '1/2/3/4'"),
+        ("--tasks ifeval --tree 6", "tree is '6'"),
+        ("--tasks ifeval --batch-size 0", "batch_size is 0"),
+        ("--tasks ifeval --limit 0", "limit is 0"),
+        ("--tasks ifeval --data /nowhere", "/nowhere"),
+        ("--tasks ifeval --skip -1", "skip is -1"),
+        ("--prompts a/prompts_x.jsonl b/x.jsonl", "x.jsonl: another file is the prompt set 'x' as well"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: str,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = sweep_script()
+    monkeypatch.setitem(script.main.__globals__, "load_engine", lambda _: engine())
+    monkeypatch.setattr(sys, "argv", f"x {arguments} --output {tmp_path}/rows.jsonl".split())
+    with pytest.raises(SystemExit) as ending:
+        script.main()
+    assert ending.value.code == 2 and line in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "rows.jsonl").exists()

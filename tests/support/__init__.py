@@ -1,0 +1,1 @@
+"""What tests share: stubs, tiny models, a Hub on localhost."""

@@ -1,0 +1,37 @@
+"""A real tokenizer for the tiny models: one token a character, a begin token, and a chat template."""
+
+from __future__ import annotations
+
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from support.tiny_models import VOCAB
+
+PAD, BEGIN, END = "<pad>", "<s>", "<end>"  # ids 0, 1, 2
+CHARACTERS = "\n" + "".join(map(chr, range(32, 124)))
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def tiny_tokenizer(special: int | None = None) -> transformers.PreTrainedTokenizerFast:
+    """Of VOCAB tokens; the id `special` is the special token <stop> and no character.
+
+    Every text begins with <s>, as in Llama's tokenizers.
+    """
+    tokens = [PAD, BEGIN, END, *CHARACTERS]
+    assert len(tokens) == VOCAB
+    if special is not None:
+        tokens[special] = "<stop>"
+    inner = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=PAD))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 1)])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token=PAD, bos_token=BEGIN, eos_token=END, chat_template=TEMPLATE
+    )
+    if special is not None:
+        tokenizer.add_tokens(["<stop>"], special_tokens=True)
+    assert len(tokenizer) == VOCAB
+    return tokenizer

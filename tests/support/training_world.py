@@ -1,0 +1,161 @@
+"""A learnable toy world for the tests of training: its text, features, heads and runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eagle_fsd.drafting.eagle_config import HeadConfig
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.training.data.shards import FeatureSequence
+from eagle_fsd.training.readout import Readout
+from eagle_fsd.training.run.folder import LOG
+from eagle_fsd.training.schedule import TrainConfig
+from eagle_fsd.training.trainer import Trainer
+
+VOCAB, WIDTH = 29, 16
+
+
+class LetterTokenizer:
+    """One token per character, and a chat template of one line per turn."""
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=[ord(letter) for letter in text])
+
+    def apply_chat_template(
+        self, turns: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        text = "S\n" + "".join(f"<{turn['role'][0]}>{turn['content']}#\n" for turn in turns)
+        return text + ("<a>" if add_generation_prompt else "")
+
+
+def tiny_head(seed: int = 0, scale: float = 0.3, fc_bias: bool = False) -> DraftHead:
+    head = DraftHead(HeadConfig(WIDTH, 24, 4, 2, 4, VOCAB, fc_bias=fc_bias))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return head
+
+
+def tiny_target(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    config.initializer_range = 0.4
+    return LlamaForCausalLM(config).eval()
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sequences(count: int = 12, seed: int = 0) -> list[FeatureSequence]:
+    """A learnable world: after token x comes 3 x + 1, and the feature at a token is a vector of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    table = world()
+    made = []
+    for _ in range(count):
+        length = int(torch.randint(6, 14, (1,), generator=generator))
+        tokens = [int(torch.randint(VOCAB, (1,), generator=generator))]
+        while len(tokens) < length:
+            tokens.append((3 * tokens[-1] + 1) % VOCAB)
+        ids = torch.tensor(tokens)
+        made.append(FeatureSequence(ids, torch.arange(length) >= 2, table[ids]))
+    return made
+
+
+def world() -> Tensor:
+    """Features whose lm_head (the embedding table) names the next token."""
+    return 8.0 * lm_head()[(3 * torch.arange(VOCAB) + 1) % VOCAB]
+
+
+def lm_head() -> Tensor:
+    """Rows of one length, so that a row's best match is itself."""
+    return F.normalize(noise(VOCAB, WIDTH, seed=5), dim=-1)
+
+
+class InMemory:
+    """Examples that are simply there."""
+
+    def __init__(self, sequences: Sequence[FeatureSequence]) -> None:
+        self.sequences = sequences
+        self.tokens = [one.tokens for one in sequences]
+        self.learn = [one.learn for one in sequences]
+
+    def read(self, numbers: Sequence[int]) -> list[FeatureSequence]:
+        return [self.sequences[number] for number in numbers]
+
+
+def trainer_for(
+    folder: Path, config: TrainConfig, head: DraftHead | None = None, count: int = 12, **changes: Any
+) -> Trainer:
+    data = sequences(count)
+    parts: dict[str, Any] = {
+        "head": head or tiny_head(),
+        "sequences": data[2:],
+        "held_out": data[:2],
+        "embedding": lm_head(),
+        "readout": Readout(lm_head()),
+        "common": torch.arange(5),
+    }
+    parts |= changes
+    data = InMemory(parts.pop("sequences"))
+    return Trainer(data=data, numbers=range(len(data.sequences)), config=config, folder=folder, **parts)
+
+
+class Oracle(torch.nn.Module):
+    """Knows the feature of a token by its embedding: right exactly if the pair holds the next token's."""
+
+    def forward(self, features: Tensor, embeddings: Tensor, positions: Tensor, attend: object) -> Tensor:
+        return world()[(embeddings @ lm_head().T).argmax(-1)]
+
+
+FAST = TrainConfig(
+    epochs=4,
+    batch_tokens=40,
+    learning_rate=3e-3,
+    unroll=2,
+    unroll_after=0.3,
+    eval_every=7,
+    checkpoint_every=3,
+    bfloat16=False,
+)
+
+
+def conversation(*contents: str, **more: object) -> dict[str, object]:
+    roles = ("user", "assistant")
+    return {
+        "conversations": [{"role": roles[index % 2], "content": text} for index, text in enumerate(contents)],
+        **more,
+    }
+
+
+def losses(folder: Path) -> list[float]:
+    records = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def script(name: str) -> ModuleType:
+    """A script of train/ as a module."""
+    path = Path(__file__).parents[2] / "train" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,170 @@
+"""The target's features, in shards and online."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.training_world import (
+    tiny_target,
+)
+
+from eagle_fsd.files.fingerprints import differences, target_identity
+from eagle_fsd.training.data.examples import Example
+from eagle_fsd.training.data.features import OnlineFeatures, estimate, extract, features_of
+from eagle_fsd.training.data.shards import FeatureSequence, StoredFeatures
+
+WHO = {"name": "tiny", "weights": "0", "dtype": "float32"}
+
+
+def everything(folder: Path) -> list[FeatureSequence]:
+    stored = StoredFeatures([folder], WHO)
+    return stored.read(range(len(stored.tokens)))
+
+
+def test_features_are_the_final_norm_states_whatever_the_padding(tmp_path: Path) -> None:
+    target = tiny_target()
+    examples = [Example(list(range(1, length)), [True] * (length - 1)) for length in (9, 4, 7, 5)]
+    for example, features in zip(examples, features_of(target.base_model, examples, 16), strict=True):
+        with torch.inference_mode():
+            alone = target.base_model(torch.tensor([example.tokens])).last_hidden_state[0]
+            torch.testing.assert_close(features, alone, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                target.lm_head(features),
+                target(torch.tensor([example.tokens])).logits[0],
+                atol=1e-4,
+                rtol=1e-4,
+            )
+
+
+def test_extraction_goes_on_at_the_first_missing_shard(tmp_path: Path) -> None:
+    target = tiny_target()
+    examples = [
+        Example(list(range(1, length)), [False] + [True] * (length - 2)) for length in (9, 4, 7, 5, 6)
+    ]
+    settings: dict[str, Any] = {"dtype": torch.float32, "shard_examples": 2}
+    extract(target.base_model, examples, tmp_path, WHO, **settings)
+    whole = everything(tmp_path)
+    assert [sequence.tokens.tolist() for sequence in whole] == [example.tokens for example in examples]
+    (tmp_path / "shard_00001.safetensors").unlink()
+    kept = (tmp_path / "shard_00000.safetensors").stat().st_mtime_ns
+    extract(target.base_model, examples, tmp_path, WHO, **settings)
+    assert (tmp_path / "shard_00000.safetensors").stat().st_mtime_ns == kept
+    for before, after in zip(whole, everything(tmp_path), strict=True):
+        torch.testing.assert_close(before.features, after.features)
+    with pytest.raises(
+        ValueError, match=r"other data or settings \(count was 5, now 4, examples was \w+, now \w+\)"
+    ):
+        extract(target.base_model, examples[1:], tmp_path, WHO, **settings)
+    with pytest.raises(ValueError, match=r"stored was float32, now bfloat16"):
+        extract(target.base_model, examples, tmp_path, WHO, shard_examples=2)
+    with pytest.raises(ValueError, match="no feature shards"):
+        StoredFeatures([tmp_path / "none"], WHO)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"has shards and no manifest\.json: .*; remove the folder"):
+        extract(target.base_model, examples, tmp_path, WHO, **settings)
+    with pytest.raises(ValueError, match=r"has no readable manifest\.json"):
+        StoredFeatures([tmp_path], WHO)
+
+
+def test_features_of_another_target_are_refused(tmp_path: Path) -> None:
+    """Another name, other weights, another dtype: none may take up what the first one left."""
+    target, examples = tiny_target(), [Example(list(range(1, 8)), [True] * 7)]
+    who = target_identity("first", target)
+    extract(target.base_model, examples, tmp_path, who)
+    others = {
+        "name": target_identity("second", target),
+        "weights": target_identity("first", tiny_target(seed=3)),
+        "dtype": target_identity("first", target.bfloat16()),
+    }
+    for field, other in others.items():
+        assert other[field] != who[field]
+        with pytest.raises(ValueError, match=rf"belong to another target.*target\.{field} was {who[field]}"):
+            extract(target.base_model, examples, tmp_path, other)
+        with pytest.raises(ValueError, match=rf"another target .*target\.{field} was .* extract them with"):
+            StoredFeatures([tmp_path], other)
+
+
+def test_a_target_tuned_in_one_weight_is_another() -> None:
+    before = target_identity("x", tiny_target())
+    assert before == target_identity("x", tiny_target())
+    for name, _ in tiny_target().named_parameters():
+        tuned = tiny_target()
+        with torch.no_grad():
+            tuned.get_parameter(name).mul_(1.01)
+        assert target_identity("x", tuned)["weights"] != before["weights"], name
+
+
+def test_differences_are_named_by_their_path() -> None:
+    old, new = {"a": 1, "b": {"c": 2, "d": [3]}}, {"a": 1, "b": {"c": 4, "d": [3]}, "e": 5}
+    assert differences(old, new) == "b.c was 2, now 4, e was None, now 5"
+    assert differences(old, old) == ""
+
+
+def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
+    (tmp_path / "shard_00000.safetensors").write_bytes(b"half a file")
+    (tmp_path / "manifest.json").write_text(json.dumps({"target": WHO, "count": 1, "shard_examples": 1}))
+    with pytest.raises(ValueError, match=r"shard_00000\.safetensors is no whole feature shard"):
+        StoredFeatures([tmp_path], WHO)
+
+
+def test_an_extraction_says_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing once it is done, and a disk that is too small is named before anything is written."""
+    target, examples = tiny_target().base_model, [Example(list(range(1, 9)), [True] * 8)] * 5
+    settings: dict[str, Any] = {"dtype": torch.float32, "shard_examples": 2}
+    done, new = tmp_path / "done", tmp_path / "new"
+    cost = estimate(target, {done: examples}, **settings)
+    extract(target, examples, done, WHO, **settings)
+    written = sum(path.stat().st_size for path in done.glob("*.safetensors"))
+    assert cost.tokens == 40 and cost.seconds > 0 and cost.size <= written < cost.size + 3 * 1000
+    (done / "shard_00002.safetensors").unlink()
+    assert estimate(target, {done: examples}, **settings).tokens == 8
+    assert estimate(target, {done: examples, new: examples}, **settings).tokens == 48
+    extract(target, examples, done, WHO, **settings)
+    assert estimate(target, {done: examples}, **settings).tokens == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=cost.size))
+    assert estimate(target, {new: examples}, **settings).size == cost.size
+    with pytest.raises(OSError, match=r"features of 80 tokens, .* do not fit beside .*new.*--online"):
+        estimate(target, {new: examples, tmp_path / "other": examples}, **settings)
+    assert not new.exists()
+
+
+def test_processes_take_shards_in_turn(tmp_path: Path) -> None:
+    target, examples = tiny_target().base_model, [Example(list(range(1, 9)), [True] * 8)] * 7
+    settings: dict[str, Any] = {"dtype": torch.float32, "shard_examples": 2}
+    extract(target, examples, tmp_path, WHO, share=(1, 3), **settings)
+    assert [path.name for path in tmp_path.glob("shard*")] == ["shard_00001.safetensors"]
+    with pytest.raises(ValueError, match=r"has 1 of 4 shards: the extraction did not end; start it again"):
+        StoredFeatures([tmp_path], WHO)
+    for process in (0, 2):
+        extract(target, examples, tmp_path, WHO, share=(process, 3), **settings)
+    assert len(everything(tmp_path)) == 7
+
+
+def test_online_features_are_those_of_the_shards(tmp_path: Path) -> None:
+    target = tiny_target().base_model
+    examples = [Example(list(range(1, length)), [False] + [True] * (length - 2)) for length in (9, 4, 7)]
+    extract(target, examples, tmp_path, WHO, dtype=torch.float32)
+    stored, online = StoredFeatures([tmp_path], WHO), OnlineFeatures(target, examples, 16)
+    for one, other in zip(stored.read([2, 0, 2]), online.read([2, 0, 2]), strict=True):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.learn, other.learn)
+        torch.testing.assert_close(one.features, other.features, atol=1e-5, rtol=1e-4)
+        assert not other.features.is_inference()
+
+
+def test_a_shard_that_breaks_while_it_is_in_use_is_named(tmp_path: Path) -> None:
+    target, examples = tiny_target().base_model, [Example(list(range(1, 9)), [True] * 8)] * 2
+    extract(target, examples, tmp_path, WHO)
+    stored = StoredFeatures([tmp_path], WHO)
+    path = tmp_path / "shard_00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=r"shard_00000\.safetensors is no whole feature shard .*; remove it"):
+        stored.read([1])
+    path.unlink()
+    with pytest.raises(ValueError, match=r"shard_00000\.safetensors is no whole feature shard"):
+        stored.read([1])

@@ -1,0 +1,336 @@
+"""Publishing a head: what the card says of its runs, the folder, the push, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HfHubHTTPError
+from support.tiny_models import HIDDEN, VOCAB, tiny_head
+
+from eagle_fsd.files.provenance import public_command
+from eagle_fsd.hub import load_head, save_head
+from eagle_fsd.training.run import model_card
+
+SCRIPT = Path(__file__).parents[2] / "train" / "publish.py"
+TRAINING = {
+    "command": "python train/train_head.py --data own.jsonl --output runs/head",
+    "commit": "0123456789ab",
+    "device": "x86_64",
+    "eagle_fsd": "0.1.0",
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+    "steps": 2027,
+    "training_seconds": 1985,
+    "sequences": 5996,
+    "tokens": 1280661,
+    "learned_tokens": 931962,
+    "held_out": {"top1": [0.5022, 0.4321], "positions": 5297},
+}
+ROW = {
+    "prompts": "own",
+    "prompt_count": 40,
+    "max_new_tokens": 64,
+    "sampling": {"temperature": 0.0},
+    "tree": {"total_tokens": 16, "depth": 5, "top_k": 8, "min_confidence": 0.0},
+    "divergence": None,
+    "mode": None,
+    "child": None,
+    "threshold": 0.0,
+    "dtype": "bfloat16",
+    "steps": 100,
+    "new_tokens": 239,
+    "fuzzy_accepts": 0,
+    "tau": 2.39,
+    "command": "python eval/measure_tau.py --prompts own.jsonl",
+}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A head, the record of its training and its rows of tau."""
+    save_head(tiny_head(), tmp_path / "head")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "provenance.json").write_text(json.dumps(TRAINING))
+    (tmp_path / "tau.jsonl").write_text(json.dumps(ROW) + "\n")
+    return tmp_path
+
+
+def run(runs: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
+    argv = ["publish.py", "--head", str(runs / "head"), "--run", str(runs / "run"), "--tau"]
+    argv += [str(runs / "tau.jsonl"), "--base-model", "owner/target", "--repo-id", "me/EAGLE-target"]
+    argv += ["--data", "Answers of the target, MIT.", "--output", str(runs / "out"), *more]
+    monkeypatch.setattr("sys.argv", argv)
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def test_a_draft_vocabulary_is_published_with_its_head(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_head(tiny_head().restrict(torch.arange(9).flip(0)), runs / "head")
+    run(runs, monkeypatch, "--dry-run")
+    head = load_head(str(runs / "out"), HIDDEN, VOCAB)
+    assert head.draft_tokens.tolist() == list(range(9))[::-1]
+
+
+class FakeApi:
+    """What the client would have done; a fault of its own where it is given one."""
+
+    def __init__(self, fault: Exception | None = None) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.fault = fault
+
+    def __call__(self) -> FakeApi:
+        return self
+
+    def create_repo(self, repo_id: str, **options: Any) -> str:
+        if self.fault is not None:
+            raise self.fault
+        self.calls.append((repo_id, options))
+        return f"https://hub/{repo_id}"
+
+    def upload_folder(self, **options: Any) -> None:
+        files = sorted(path.name for path in Path(options["folder_path"]).iterdir())
+        self.calls.append((options["repo_id"], {"files": files}))
+
+
+def test_a_dry_run_writes_the_repository_and_pushes_nothing(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model_card, "HfApi", lambda: pytest.fail("the Hub was asked"))
+    run(runs, monkeypatch, "--dry-run")
+    assert capsys.readouterr().out == f"{runs / 'out'}\n"
+    names = sorted(path.name for path in (runs / "out").iterdir())
+    assert names == ["README.md", "config.json", "model.safetensors"]
+    assert load_head(str(runs / "out"), 32, 96).config == load_head(str(runs / "head"), 32, 96).config
+
+
+def test_the_card_says_what_the_runs_recorded(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(runs, monkeypatch, "--dry-run", "--license", "mit")
+    card = ModelCard.load(runs / "out" / "README.md")
+    assert (card.data.license, card.data.base_model) == ("mit", "owner/target")
+    assert "eagle" in card.data.tags
+    for words in (
+        "--base-model owner/target --ea-model me/EAGLE-target",
+        "Answers of the target, MIT.",
+        "first 40 prompts of each set, 64 new tokens, bfloat16; a tree is total_tokens / depth / top_k:",
+        "| 0 | lossless |  |  | 0 | 2.39 | 2.39 | +0% | 0.00 |",
+        "2,027 steps in 33 minutes on x86_64, 5,996 sequences, 1,280,661 tokens, 931,962 of which",
+        "best in 50.2 / 43.2 % of 5,297 positions at drafting steps 1 to 2",
+        "\npython train/train_head.py --data own.jsonl --output head\n",
+        "\npython eval/measure_tau.py --prompts own.jsonl\n",
+        "commit 0123456789ab",
+    ):
+        assert words in card.text
+
+
+PRIVATE = "/home/ada/secret plans"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "shown"),
+    [
+        (
+            f"python '{PRIVATE}/eagle/train/train_head.py' --data '{PRIVATE}/rows.jsonl' ../b/more.jsonl",
+            "python train/train_head.py --data rows.jsonl more.jsonl",
+        ),
+        (f"python x.py '--output={PRIVATE}/head'", "python x.py --output=head"),
+        ("python x.py --base-model owner/target@main", "python x.py --base-model owner/target@main"),
+        (f"python x.py --base-model '{PRIVATE}/target/'", "python x.py --base-model target"),
+        ("python x.py --data owner/rows", "python x.py --data rows"),
+        ("python x.py --token abc --rows 3", "python x.py --token ... --rows 3"),
+        ("python x.py --api-key=abc --batch-tokens 4", "python x.py --api-key=... --batch-tokens 4"),
+        ("python x.py --data hf_abcdefghijkl", "python x.py --data ..."),
+        ("python x.py --data https://ada:pw@host/rows.jsonl", "python x.py --data ..."),
+        (r"python x.py --data 'C:\Users\ada\rows.jsonl'", "python x.py --data rows.jsonl"),
+        ("python x.py --data '/home/ada/quote", "python x.py --data quote"),
+    ],
+)
+def test_a_public_command_names_no_folder_and_no_secret(recorded: str, shown: str) -> None:
+    assert public_command(recorded) == shown
+
+
+def test_a_card_shows_no_folder_and_no_secret_and_a_dry_run_says_what_it_shows(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"python '{PRIVATE}/train/train_head.py' --data '{PRIVATE}/rows.jsonl' --token hf_abcdefghijkl"
+    (runs / "run" / "provenance.json").write_text(json.dumps(TRAINING | {"command": command}))
+    rows_of(runs, {"command": f"python '{PRIVATE}/eval/measure_tau.py' --prompts '{PRIVATE}/own.jsonl'"})
+    run(runs, monkeypatch, "--dry-run")
+    said = capsys.readouterr().err
+    for file in (runs / "out").iterdir():
+        assert not any(word in file.read_bytes() for word in (b"/home", b"ada/", b"plans", b"hf_abc"))
+    card = (runs / "out" / "README.md").read_text()
+    for shown in (
+        "python train/train_head.py --data rows.jsonl --token ...",
+        "python eval/measure_tau.py --prompts own.jsonl",
+    ):
+        assert shown in card and f"publish: the card shows: {shown}\n" in said
+
+
+def test_a_published_config_says_of_biases_what_the_weights_hold(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the trained head's config says; and a bias of fc comes with a warning."""
+    path = runs / "head" / "config.json"
+    older = {key: value for key, value in json.loads(path.read_text()).items() if key != "attention_bias"}
+    path.write_text(json.dumps(older | {"bias": True}))
+    run(runs, monkeypatch, "--dry-run")
+    flags = json.loads((runs / "out" / "config.json").read_text())
+    assert [flags[name] for name in ("bias", "attention_bias", "qkv_bias")] == [False] * 3
+    assert "bias" not in capsys.readouterr().err
+    save_head(tiny_head(fc_bias=True), runs / "head")
+    run(runs, monkeypatch, "--dry-run")
+    flags = json.loads((runs / "out" / "config.json").read_text())
+    assert [flags[name] for name in ("bias", "attention_bias", "qkv_bias")] == [True, False, False]
+    said = capsys.readouterr().err
+    assert "publish: fc.bias is in the weights: vLLM" in said and "train/fold_bias.py" in said
+
+
+def test_a_push_creates_the_repository_and_uploads_the_folder(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api = FakeApi()
+    monkeypatch.setattr(model_card, "HfApi", api)
+    run(runs, monkeypatch, "--private")
+    assert capsys.readouterr().out == "https://hub/me/EAGLE-target\n"
+    assert api.calls == [
+        ("me/EAGLE-target", {"private": True, "exist_ok": True}),
+        ("me/EAGLE-target", {"files": ["README.md", "config.json", "model.safetensors"]}),
+    ]
+
+
+def test_a_push_that_is_refused_is_one_line_and_keeps_the_folder(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    response = SimpleNamespace(headers={}, request=None, status_code=401)
+    for fault in (
+        HfHubHTTPError("401 Client Error\nunauthorized", response=response),
+        huggingface_hub.errors.HFValidationError("bad name"),
+        ConnectionError("no network"),
+    ):
+        monkeypatch.setattr(model_card, "HfApi", FakeApi(fault))
+        with pytest.raises(
+            SystemExit, match=r"publish: repository 'me/EAGLE-target' cannot be written \(.*--dry-run$"
+        ):
+            run(runs, monkeypatch, "--output", str(runs / f"out-{type(fault).__name__}"))
+        assert (runs / f"out-{type(fault).__name__}" / "README.md").is_file()
+
+
+def test_the_card_says_only_what_holds_for_all_its_rows(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"total_tokens": 60, "depth": 6, "top_k": 10}
+    rows_of(runs, {}, {"prompts": "chat", "prompt_count": 9, "command": "another"}, {"tree": tree})
+    run(runs, monkeypatch, "--dry-run")
+    text = (runs / "out" / "README.md").read_text()
+    assert "on the first 40 prompts of own, 9 prompts of chat, 64 new tokens, bfloat16;" in text
+    assert "| 16/5/8 | 0 |" in text and "| 60/6/10 | 0 |" in text
+    assert f"{ROW['command']}\nanother\n```" in text
+
+
+def test_an_earlier_repository_is_replaced_and_a_changed_card_kept(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_head(tiny_head().restrict(torch.arange(9)), runs / "head")
+    run(runs, monkeypatch, "--dry-run")
+    out, old = runs / "out", runs / "out.README.md.old"
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    monkeypatch.setattr(model_card, "HfApi", FakeApi())
+    run(runs, monkeypatch)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before and not old.exists()
+    (out / "README.md").write_text("library_name: eagle-fsd, by hand")
+    for name in ("model.safetensors", "config.json", "draft_vocabulary.safetensors"):
+        (runs / "head" / name).unlink()
+    with pytest.raises(SystemExit, match=r"publish: .*has no config.json"):
+        run(runs, monkeypatch)
+    assert {path.name for path in out.iterdir()} == set(before), "a publication that fails changes nothing"
+    save_head(tiny_head(), runs / "head")
+    run(runs, monkeypatch)
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert load_head(str(out), HIDDEN, VOCAB).draft_tokens is None
+    assert old.read_text() == "library_name: eagle-fsd, by hand"
+    assert sorted(path.name for path in runs.iterdir()) == ["head", "out", old.name, "run", "tau.jsonl"]
+
+
+@pytest.mark.parametrize("other", ["notes.txt", "sub/model.safetensors"])
+def test_a_folder_with_anything_else_is_refused_and_left(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    run(runs, monkeypatch, "--dry-run")
+    (runs / "out" / other).parent.mkdir(exist_ok=True)
+    (runs / "out" / other).write_text("mine")
+    card = (runs / "out" / "README.md").read_bytes()
+    with pytest.raises(SystemExit, match=r"publish: folder .*out' is not empty: .* another with --output"):
+        run(runs, monkeypatch, "--license", "mit")
+    assert (runs / "out" / other).read_text() == "mine"
+    assert (runs / "out" / "README.md").read_bytes() == card
+
+
+def test_a_head_is_not_published_onto_itself(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(runs, monkeypatch, "--dry-run")
+    with pytest.raises(SystemExit, match=r"publish: folder .*out' is not empty"):
+        run(runs, monkeypatch, "--head", str(runs / "out"))
+    assert load_head(str(runs / "out"), HIDDEN, VOCAB)
+
+
+def rows_of(runs: Path, *changes: dict[str, Any]) -> None:
+    (runs / "tau.jsonl").write_text("".join(json.dumps(ROW | change) + "\n" for change in changes))
+
+
+def lose(name: str) -> Any:
+    return lambda runs: (runs / "run" / "provenance.json").write_text(
+        json.dumps({key: value for key, value in TRAINING.items() if key != name})
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda runs: (runs / "tau.jsonl").write_text(""),
+            "no rows in .*tau.jsonl: .* run eval/measure_tau.py",
+        ),
+        (
+            lambda runs: (runs / "run" / "provenance.json").unlink(),
+            "training record .* cannot be read .* --output",
+        ),
+        (
+            lambda runs: (runs / "run" / "provenance.json").write_text("{"),
+            "training record .* cannot be read",
+        ),
+        (lose("held_out"), "has no held_out: the run must have ended; resume it"),
+        (lambda runs: (runs / "head" / "model.safetensors").unlink(), "head"),
+        (lambda runs: (runs / "head" / "config.json").unlink(), "has no config.json"),
+        (lambda runs: save_head(tiny_head(), runs / "out"), "is not empty: .* name another"),
+        (lambda runs: (runs / "out").write_text(""), "is a file: .* name another"),
+        (
+            lambda runs: rows_of(runs, {"ea_model": "a"}, {"ea_model": "b"}),
+            "ea_model is 'a' and 'b' in .*tau.jsonl: .* one head and setting; keep the rows of one",
+        ),
+        (
+            lambda runs: rows_of(runs, {}, {"draft_vocab_size": 9}),
+            "draft_vocab_size is None and 9 in ",
+        ),
+        (lambda runs: rows_of(runs, {}, {"max_new_tokens": 9}), "max_new_tokens is 64 and 9 in "),
+        (lambda runs: rows_of(runs, {}, {"dtype": "float32"}), "dtype is 'bfloat16' and 'float32' in "),
+        (
+            lambda runs: rows_of(runs, {"base_model": "a"}, {"base_model": "b"}),
+            "base_model is 'a' and 'b' in ",
+        ),
+        (
+            lambda runs: rows_of(runs, {}, {"seed": 1}),
+            "prompts is 'own' twice in .* with tree 16/5/8, temperature 0 and the same rule: ",
+        ),
+    ],
+)
+def test_what_is_not_there_is_named(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, message: str
+) -> None:
+    spoil(runs)
+    monkeypatch.setattr(model_card, "HfApi", lambda: pytest.fail("the Hub was asked"))
+    with pytest.raises(SystemExit, match=f"publish: .*{message}"):
+        run(runs, monkeypatch)

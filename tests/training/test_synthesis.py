@@ -1,0 +1,459 @@
+"""The target's own answers: equal to `generate` whatever the pool; files that go on; sources of prompts."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import logging
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import VOCAB, greedy_alone, prompts_of, tiny_model
+from torch import Tensor
+
+from eagle_fsd import SamplingConfig
+from eagle_fsd.core.sampling import warp
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
+from eagle_fsd.text.prompt_files import prompt_of
+from eagle_fsd.training.data import conversations
+from eagle_fsd.training.data.conversations import (
+    Plan,
+    RowFile,
+    answer_prompts,
+    gather_prompts,
+    self_prompts,
+    user_opening,
+    without_overlap,
+)
+from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
+
+ENDS = [5, 17, 30, 31]
+NEW_TOKENS = 15
+GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(1.0, top_k=20, top_p=0.9)
+
+
+@functools.cache
+def target_of(family: str) -> TargetModel:
+    model = tiny_model(family)
+    model.generation_config.eos_token_id = ENDS
+    return TargetModel(model)
+
+
+@functools.cache
+def questions_of(mixed: bool = False, count: int = 23) -> tuple[Question, ...]:
+    draw = random.Random(0)
+    prompts = prompts_of([1, 1, *(draw.randint(1, 20) for _ in range(count - 2))])
+    return tuple(
+        Question(i, prompt, SAMPLED if mixed and i % 2 else GREEDY, seed=i)
+        for i, prompt in enumerate(prompts)
+    )
+
+
+def by_number(answers: Iterator[Answer]) -> dict[int, Answer]:
+    found = {answer.number: answer for answer in answers}
+    return dict(sorted(found.items()))
+
+
+# --- the pool ---
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("rows", [1, 3, 8, 64])
+def test_answers_are_the_targets_own_greedy_texts_whatever_the_pool(family: str, rows: int) -> None:
+    """Rows that take the place of finished ones, in groups, beside rows in the middle of their answers."""
+    target, questions = target_of(family), questions_of()
+    made = by_number(write_answers(target, questions, NEW_TOKENS, rows))
+    wanted = greedy_alone(target.model, [question.tokens for question in questions], NEW_TOKENS)
+    assert list(made) == list(range(len(questions)))
+    for answer, text in zip(made.values(), wanted, strict=True):
+        ended = text[-1] in ENDS
+        assert (answer.tokens, answer.complete) == (text[:-1] if ended else text, ended)
+
+
+def test_some_of_these_answers_end_and_some_are_cut() -> None:
+    made = by_number(write_answers(target_of("llama"), questions_of(), NEW_TOKENS))
+    assert 3 < sum(answer.complete for answer in made.values()) < 20
+
+
+def test_a_sampled_answer_depends_on_its_seed_alone() -> None:
+    target, questions = target_of("llama"), questions_of(mixed=True)
+    pools = [by_number(write_answers(target, questions, NEW_TOKENS, rows)) for rows in (3, 8)]
+    assert pools[0] == pools[1]
+    backwards = by_number(write_answers(target, questions[::-1][:9], NEW_TOKENS, 4))
+    assert backwards == {number: pools[0][number] for number in backwards}
+    greedy = by_number(write_answers(target, questions_of(), NEW_TOKENS, 8))
+    assert all((pools[0][i] == greedy[i]) == (i % 2 == 0) for i in (4, 5, 6, 7, 8, 9))
+
+
+def test_equal_prompts_are_read_once_and_answered_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, (one, two, *_) = target_of("llama"), questions_of()[4:]
+    texts = [one.tokens, two.tokens, one.tokens, one.tokens, two.tokens]
+    questions = [Question(i, text, SAMPLED, seed=i) for i, text in enumerate(texts)]
+    alone = {q.number: next(write_answers(target, [q], NEW_TOKENS)) for q in questions}
+    read: list[int] = []
+    prefill = TargetSession.prefill
+
+    def counted(session: TargetSession, tokens: Tensor, lengths: list[int]) -> Tensor:
+        read.append(len(tokens))
+        return prefill(session, tokens, lengths)
+
+    monkeypatch.setattr(TargetSession, "prefill", counted)
+    assert by_number(write_answers(target, questions, NEW_TOKENS)) == alone
+    assert read == [2]
+    assert len({tuple(alone[i].tokens) for i in (0, 2, 3)}) == 3  # by their seeds
+
+
+def test_sampled_tokens_follow_the_warped_law() -> None:
+    """The first token of many seeds' answers, and the second behind its likeliest."""
+    target, prompt, count = target_of("llama"), prompts_of((6,))[0], 3000
+    questions = [Question(i, prompt, SAMPLED, seed=i) for i in range(count)]
+    made = [answer.tokens for answer in write_answers(target, questions, 2, rows=1000)]
+    likeliest = Counter(tokens[0] for tokens in made if tokens).most_common(1)[0][0]
+    for context, drawn in (
+        ([], [tokens[0] for tokens in made if tokens]),
+        ([likeliest], [tokens[1] for tokens in made if tokens[:1] == [likeliest] and len(tokens) == 2]),
+    ):
+        with torch.inference_mode():
+            logits = target.model(torch.tensor([prompt + context])).logits[:, -1]
+        law = warp(logits, SAMPLED)[0]
+        law[ENDS] = 0.0
+        law /= law.sum()
+        found = torch.tensor(drawn).bincount(minlength=VOCAB) / len(drawn)
+        assert len(drawn) > 300 and (found[law == 0] == 0).all()
+        assert ((found - law).abs() <= 4.5 * (law * (1 - law) / len(drawn)).sqrt()).all()
+
+
+def test_an_answer_ends_where_the_positions_do() -> None:
+    model = tiny_model("gpt2", n_positions=24)
+    prompt = prompts_of((20,))[0]
+    (answer,) = write_answers(TargetModel(model), [Question(0, prompt, GREEDY, 0)], 100)
+    assert (answer.tokens, answer.complete) == (greedy_alone(model, [prompt], 4)[0], False)
+
+
+@pytest.mark.parametrize("length", [0, 256])
+def test_prompts_that_cannot_be_answered(length: int) -> None:
+    with pytest.raises(ValueError, match=f"prompt 3 has {length} tokens: .*256 positions; leave it out"):
+        next(write_answers(target_of("llama"), [Question(3, [1] * length, GREEDY, 0)], 4))
+
+
+# --- files of conversations ---
+
+
+class LetterTokenizer:
+    """One id a character, and a chat template of one line a turn."""
+
+    chat_template = "yes"
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=[ord(letter) % VOCAB for letter in text])
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, str]],
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **_: Any,
+    ) -> Any:
+        text = "".join(f"<{turn['role'][0]}>{turn['content']}#\n" for turn in messages)
+        text += "<a>" if add_generation_prompt else ""
+        return {"input_ids": torch.tensor([self(text).input_ids])} if tokenize else text
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(map(str, ids))
+
+
+PROMPTS = ["Why?", "Name three rivers.", "Sum 1 and 2.", "Sing!", "Go on."]
+PLAN = Plan("tiny", samplings=(GREEDY, SAMPLED), max_new_tokens=6, rows=2, seed=3)
+
+
+def answers(path: Path, plan: Plan = PLAN, prompts: list[str] = PROMPTS) -> list[dict[str, Any]]:
+    return answer_prompts(target_of("llama"), LetterTokenizer(), prompts, plan, path)
+
+
+def test_rows_are_conversations_in_the_prompts_order(tmp_path: Path) -> None:
+    rows = answers(tmp_path / "new" / "a.jsonl")
+    assert rows == [json.loads(line) for line in (tmp_path / "new" / "a.jsonl").read_text().splitlines()]
+    assert [row["conversations"][0] for row in rows] == [
+        {"role": "user", "content": text} for text in PROMPTS
+    ]
+    assert [row["temperature"] for row in rows] == [0.0, 1.0, 0.0, 1.0, 0.0]
+    tokens = LetterTokenizer().apply_chat_template(rows[0]["conversations"][:1], add_generation_prompt=True)
+    wanted = greedy_alone(target_of("llama").model, tokens["input_ids"].tolist(), 6)[0]
+    made = [int(word) for word in rows[0]["conversations"][1]["content"].split()]
+    assert made == wanted[: len(made)] and len(made) >= 5
+
+
+def test_a_system_message_is_part_of_every_conversation(tmp_path: Path) -> None:
+    rows = answers(tmp_path / "a.jsonl", Plan("tiny", max_new_tokens=2, system="Be brief."))
+    assert all(row["conversations"][0] == {"role": "system", "content": "Be brief."} for row in rows)
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"number": 4, "comp', b'{"content": "\xe2\x82'])
+def test_a_stopped_run_goes_on_and_leaves_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bytes
+) -> None:
+    whole, stopped = tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"
+    answers(whole)
+    real = conversations.write_answers
+
+    def killed(*arguments: Any) -> Iterator[Answer]:
+        for count, answer in enumerate(real(*arguments)):
+            if count == 2:
+                raise KeyboardInterrupt
+            yield answer
+
+    monkeypatch.setattr(conversations, "write_answers", killed)
+    with pytest.raises(KeyboardInterrupt):
+        answers(stopped)
+    with stopped.open("ab") as file:
+        file.write(torn)
+    asked: list[int] = []
+    monkeypatch.setattr(
+        conversations, "write_answers", lambda t, q, *rest: asked.append(len(q)) or real(t, q, *rest)
+    )
+    answers(stopped)
+    assert asked == [3], "finished rows are not made again"
+    assert stopped.read_bytes() == whole.read_bytes()
+
+
+def test_a_file_of_other_settings_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    before = answers(path)
+    for changed, plan, prompts in (
+        ("seed was 3, now 4", replace(PLAN, seed=4), PROMPTS),
+        (r"prompts was \w+, now \w+", PLAN, PROMPTS[:4]),
+        (r"target\.name was tiny, now other", replace(PLAN, base_model="other"), PROMPTS),
+    ):
+        with pytest.raises(ValueError, match=rf"a\.jsonl was made .* \({changed}\): name another --output"):
+            answers(path, plan, prompts)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == before
+    assert answers(path, replace(PLAN, rows=5)) == before
+
+
+def test_files_of_another_target_are_refused(tmp_path: Path) -> None:
+    """Answers and prompts of its own alike, by weights and by dtype; both keep their name."""
+    tokenizer, (answered, own) = LetterTokenizer(), (tmp_path / name for name in ("a.jsonl", "own.jsonl"))
+    answers(answered)
+    self_prompts(target_of("llama"), tokenizer, 3, PLAN, own)
+    for field, model in {
+        "weights": tiny_model("llama", seed=3),
+        "dtype": tiny_model("llama").bfloat16(),
+    }.items():
+        other = TargetModel(model)
+        with pytest.raises(ValueError, match=rf"a\.jsonl was made by another target.*target\.{field} was"):
+            answer_prompts(other, tokenizer, PROMPTS, PLAN, answered)
+        with pytest.raises(ValueError, match=rf"own\.jsonl was made by another target.*target\.{field} was"):
+            self_prompts(other, tokenizer, 3, PLAN, own)
+
+
+def test_empty_answers_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One that ends at once, and one of blanks; a later run finds the same."""
+
+    class Blank(LetterTokenizer):
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return {2: " ", 4: ""}.get(blank.index(ids) if ids in blank else -1, "text")
+
+    path = tmp_path / "a.jsonl"
+    blank = [[int(word) for word in row["conversations"][-1]["content"].split()] for row in answers(path)]
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            rows = answer_prompts(target_of("llama"), Blank(), PROMPTS, PLAN, tmp_path / "b.jsonl")
+            assert [row["number"] for row in rows] == [0, 1, 3]
+            assert rows == [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
+    assert caplog.text.count("2 conversations left out: the target's answer is empty") == 2
+
+
+def test_long_prompts_are_left_out(tmp_path: Path) -> None:
+    plan = Plan("tiny", max_new_tokens=2, max_prompt_tokens=20)
+    rows = answers(tmp_path / "a.jsonl", plan, [*PROMPTS, "long " * 30, "longer " * 200])
+    assert [row["number"] for row in rows] == [0, 2, 3, 4]
+
+
+def test_the_file_of_rows_names_what_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"number": 0}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl was made .* \(a\.jsonl\.settings\.json is missing\)"):
+        RowFile(path, {"seed": 1}).read()
+
+
+@pytest.mark.parametrize("field", ["max_new_tokens", "max_prompt_tokens", "rows"])
+def test_plans_that_cannot_be(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is 0: .*--{field.replace('_', '-')}"):
+        Plan("tiny", **{field: 0})
+
+
+# --- prompts ---
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "a"}, "a"),
+        ({"question": "a", "answer": "b"}, "a"),
+        ({"turns": ["a", "b"]}, "a"),
+        ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]}, "a"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "a"),
+        ({"conversations": [{"role": "user", "content": "a"}]}, "a"),
+        ({"conversations": [{"from": "gpt", "value": "b"}]}, None),
+        ({"turns": []}, None),
+        ({"turns": "a"}, None),
+        ({"messages": ["a"]}, None),
+        ({"prompt": 7}, None),
+        ({"text": "a"}, None),
+    ],
+)
+def test_what_a_row_asks(row: dict[str, Any], prompt: str | None) -> None:
+    assert prompt_of(row) == prompt
+
+
+def test_prompts_come_from_files_once_each(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        '{"prompt": "x"}\n{"prompt": " "}\n{"question": "y"}\n{"prompt": "z"}\n'
+    )
+    (tmp_path / "b.txt").write_text("x\n")
+    (tmp_path / "c.jsonl").write_text('{"turns": ["y"]}\n{"prompt": "v"}\n')
+    files = [tmp_path / name for name in ("a.jsonl", "b.txt", "c.jsonl")]
+    assert gather_prompts(files) == ["x", "y", "z", "v"]
+    assert gather_prompts(files, limit=3) == ["x", "y", "v"]
+    with pytest.raises(ValueError, match=r"gone\.jsonl: cannot be read"):
+        gather_prompts([tmp_path / "gone.jsonl"])
+
+
+def test_prompts_come_from_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": "none"}, *({"question": f"q{n}"} for n in range(5))]
+    asked: list[Any] = []
+    module = ModuleType("datasets")
+    module.load_dataset = lambda *names, **options: asked.append((names, options)) or iter(rows)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    assert gather_prompts([], "owner/set", "test", limit=3) == ["q0", "q1", "q2"]
+    assert gather_prompts([], "owner/set", "test", 1, "main") == ["q0"]
+    assert asked == [(("owner/set", name), {"split": "test", "streaming": True}) for name in (None, "main")]
+    with pytest.raises(ValueError, match=r"dataset_config is 'main': .*; name one with --dataset$"):
+        gather_prompts([], config="main")
+    with pytest.raises(ValueError, match=r"limit is 0: .* at least 1; change --limit"):
+        gather_prompts([], "owner/set", limit=0)
+    several = ValueError("Config name is missing.\nPick one among: ['main', 'socratic']")
+    module.load_dataset = lambda *_, **__: (_ for _ in ()).throw(several)
+    with pytest.raises(ValueError, match=r"'owner/set', configuration None, .*missing. Pick .* --dataset"):
+        gather_prompts([], "owner/set")
+    module.load_dataset = lambda *_, **__: iter(rows)
+    rows[:] = [{"text": "none"}]
+    with pytest.raises(ValueError, match=r"'owner/set', split 'train': no row has a prompt"):
+        gather_prompts([], "owner/set")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"needs the package datasets: pip install eagle-fsd\[train\]"):
+        gather_prompts([], "owner/set")
+
+
+def test_prompts_that_overlap_with_an_evaluation_set_are_left_out(tmp_path: Path) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text(
+        '{"turns": ["Please say: one two three four five six seven eight!"]}\n{"prompt": "Why?"}\n'
+    )
+    prompts = ["One two, three four five six SEVEN eight nine", "one two three four", "why", "Why not?"]
+    assert without_overlap(prompts, [held]) == ["one two three four", "Why not?"]
+    assert without_overlap(prompts, []) == prompts
+
+
+def test_the_target_writes_prompts_in_the_users_place(tmp_path: Path) -> None:
+    tokenizer, path = LetterTokenizer(), tmp_path / "own.jsonl"
+    opening = user_opening(tokenizer, system="S")
+    assert opening == tokenizer("<s>S#\n<u>").input_ids
+    assert user_opening(tokenizer, None) == tokenizer("<u>").input_ids
+    prompts = self_prompts(target_of("llama"), tokenizer, 12, PLAN, path)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["number"] for row in rows] == list(range(12))
+    assert prompts == [row["prompt"] for row in rows if row["complete"] and len(row["prompt"].split()) > 2]
+    assert 2 < len(prompts) == len(set(prompts))
+    assert self_prompts(target_of("llama"), tokenizer, 12, PLAN, path) == prompts
+    assert self_prompts(target_of("llama"), tokenizer, 0, PLAN, tmp_path / "none.jsonl") == []
+
+    class Dropping(LetterTokenizer):
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            return "nothing"
+
+    with pytest.raises(ValueError, match=r"drops the user's words: .* give --prompts"):
+        user_opening(Dropping(), None)
+
+
+# --- the script ---
+
+
+def script(name: str = "synthesize") -> ModuleType:
+    path = Path(__file__).parents[2] / "train" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"), [("synthesize", "prompts"), ("synthesize", "exclude"), ("make_text", "exclude")]
+)
+def test_files_may_be_named_in_several_places(monkeypatch: pytest.MonkeyPatch, name: str, flag: str) -> None:
+    """And a parse leaves nothing behind for the next."""
+    module, paths = script(name), [Path(letter) for letter in "abc"]
+    line = f"x --output o --{flag} a b --{flag} c"
+    for argv, wanted in ((line, paths), (line, paths), ("x --output o", []), (f"x --output o --{flag}", [])):
+        monkeypatch.setattr("sys.argv", argv.split())
+        assert getattr(module.parse(), flag) == wanted
+
+
+def test_the_script_asks_for_a_configuration_of_a_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_dataset(*names: Any, **_: Any) -> Iterator[dict[str, str]]:
+        raise FileNotFoundError(f"asked for {names}")
+
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    argv = ["x", "--dataset", "openai/gsm8k", "--dataset-config", "main", "--output", str(tmp_path / "a")]
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(SystemExit, match=r"synthesize: .*\(asked for \('openai/gsm8k', 'main'\)\)"):
+        script().main()
+
+
+def test_the_script_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, prompts, output = script(), tmp_path / "p.jsonl", tmp_path / "out" / "answers.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    model = target_of("llama").model
+    monkeypatch.setattr(module.hub, "resolve_target", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(module.hub, "load_target", lambda *_, **__: (model, LetterTokenizer()))
+    argv = ["synthesize.py", "--base-model", "tiny", "--prompts", str(prompts), "--output", str(output)]
+    argv += [
+        "--self-prompts",
+        "8",
+        "--max-new-tokens",
+        "4",
+        "--temperature",
+        "0",
+        "0.7",
+        "--exclude",
+        str(prompts),
+    ]
+    monkeypatch.setattr("sys.argv", argv[:-2])
+    module.main()
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["conversations"][0]["content"] for row in rows][:5] == PROMPTS
+    assert len(rows) > 5 and {row["temperature"] for row in rows} == {0.0, 0.7}
+    record = json.loads((tmp_path / "out" / "answers.provenance.json").read_text())
+    assert (record["base_model"], record["rows"]) == ("tiny", len(rows))
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(SystemExit, match=r"synthesize: .*answers\.jsonl was made .*prompts was"):
+        module.main()
+    monkeypatch.setattr("sys.argv", ["synthesize.py", "--output", str(output)])
+    with pytest.raises(
+        SystemExit, match="synthesize: no prompts: give --prompts, --dataset or --self-prompts"
+    ):
+        module.main()

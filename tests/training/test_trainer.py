@@ -1,0 +1,374 @@
+"""The training loop: resuming, logs, checkpoints, schedule; held-out measures."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from support.training_world import (
+    FAST,
+    VOCAB,
+    WIDTH,
+    Oracle,
+    lm_head,
+    losses,
+    sequences,
+    tiny_head,
+    trainer_for,
+    world,
+)
+from torch import Tensor
+
+from eagle_fsd.drafting.eagle_config import HeadConfig
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.target.architecture import LogitsTransform
+from eagle_fsd.training import trainer as trainer_module
+from eagle_fsd.training.data import shards as shards_module
+from eagle_fsd.training.data.shards import FeatureSequence, write_shard
+from eagle_fsd.training.held_out import HeldOut, best_tokens, evaluate, hold_out
+from eagle_fsd.training.loss import (
+    LossWeights,
+    unroll,
+)
+from eagle_fsd.training.readout import Readout
+from eagle_fsd.training.run import folder as runs_module
+from eagle_fsd.training.run.folder import BEST, CHECKPOINT, LOG, read_checkpoint, save_atomically
+from eagle_fsd.training.schedule import initialise, learning_rate_at
+
+
+def test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+    config = replace(FAST, noise=0.1)
+    whole = trainer_for(tmp_path / "whole", config)
+    whole.run()
+    first = trainer_for(tmp_path / "parts", config)
+    step = first.train_step
+
+    def stop_after_five(batch: object) -> dict[str, object]:
+        report = step(batch)
+        if first.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return report
+
+    first.train_step = stop_after_five
+    first.run()
+    assert first.step == 5 and (tmp_path / "parts" / CHECKPOINT).is_file()
+    second = trainer_for(tmp_path / "parts", config)
+    second.run()
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+    for name, parameter in whole.head.state_dict().items():
+        assert torch.equal(parameter, second.head.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("kill_after", [2, 8])
+def test_a_killed_run_leaves_every_step_once_in_the_log(tmp_path: Path, kill_after: int) -> None:
+    """Killed before the first checkpoint and after the second, in the middle of a line of the log."""
+    config = replace(FAST, checkpoint_every=4)
+    trainer_for(tmp_path / "whole", config).run()
+    killed = trainer_for(tmp_path / "killed", config)
+    step = killed.train_step
+
+    def kill(batch: object) -> dict[str, object]:
+        if killed.step == kill_after:
+            raise KeyboardInterrupt
+        return step(batch)
+
+    killed.train_step = kill
+    with pytest.raises(KeyboardInterrupt):
+        killed.run()
+    with (tmp_path / "killed" / LOG).open("a") as log:
+        log.write('{"step": 9, "lo')
+    trainer_for(tmp_path / "killed", config).run()
+
+    def steps(folder: Path) -> list[tuple[int, bool]]:
+        records = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+        return [(record["step"], "loss" in record) for record in records]
+
+    assert steps(tmp_path / "killed") == steps(tmp_path / "whole")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    """Whatever the losses depend on must be what it was; the run's length and its pauses need not."""
+    config, data = replace(FAST, epochs=0.5), sequences()[2:]
+    trainer_for(tmp_path, config).run()
+    assert trainer_for(tmp_path, replace(config, epochs=2, eval_every=3)).resume()
+    last = data[-1]
+    changes: dict[str, dict[str, Any]] = {
+        "tokens": {"sequences": [*data[:-1], replace(last, tokens=last.tokens.flip(0))]},
+        "learn": {"sequences": [*data[:-1], replace(last, learn=~last.learn)]},
+        "sequences": {"sequences": data[:-1]},
+        "feature_std": {"sequences": [replace(one, features=1.01 * one.features) for one in data]},
+        "embedding": {"embedding": lm_head() + 1},
+        "lm_head": {"readout": Readout(lm_head() + 1)},
+        "bias": {"readout": Readout(lm_head(), torch.zeros(VOCAB))},
+        r"logits\.scale": {"readout": Readout(lm_head(), None, LogitsTransform(scale=0.5))},
+        r"logits\.cap": {"readout": Readout(lm_head(), None, LogitsTransform(cap=30.0))},
+        "common": {"common": torch.arange(6)},
+        "start": {"head": tiny_head(seed=9)},
+        r"head\.rms_norm_eps": {"head": DraftHead(replace(tiny_head().config, rms_norm_eps=1e-5))},
+        r"config\.learning_rate": {"config": replace(config, learning_rate=1e-4)},
+        r"config\.loss\.decay": {"config": replace(config, loss=LossWeights(decay=0.5))},
+    }
+    for field, change in changes.items():
+        other = trainer_for(tmp_path, **({"config": config} | change))
+        with pytest.raises(ValueError, match=rf"is of another run \(.*{field} was .*, now .*--output"):
+            other.run()
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.99])
+def test_a_checkpoint_that_is_not_whole_is_named(tmp_path: Path, kept: float) -> None:
+    trainer_for(tmp_path, replace(FAST, epochs=0.5)).run()
+    path = tmp_path / CHECKPOINT
+    data = path.read_bytes()
+    for broken in (data[: int(kept * len(data))], b"text"):
+        path.write_bytes(broken)
+        with pytest.raises(
+            ValueError, match=r"checkpoint\.pt is not a whole checkpoint .*; remove it to start again"
+        ) as error:
+            trainer_for(tmp_path, replace(FAST, epochs=0.5)).run()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError("no space left"), "no space left"),
+        (RuntimeError("unexpected pos"), r"cannot be written \(unexpected pos\): free some space"),
+        (SafetensorError("I/O error"), r"cannot be written \(I/O error\): free some space"),
+    ],
+)
+def test_what_is_cut_short_leaves_the_file_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    """Writers say of a full disk what they like; the user reads one line."""
+
+    def half(_: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise error
+
+    one = sequences(1)
+    writers = {
+        "a.pt": lambda path: save_atomically({"step": 1}, path),
+        "a.safetensors": lambda path: write_shard(path, one, torch.float32),
+        "a.json": lambda path: write_atomically(path, "text"),
+    }
+    for name, write in writers.items():
+        write(tmp_path / name)
+    before = {name: (tmp_path / name).read_bytes() for name in writers}
+    monkeypatch.setattr(runs_module.torch, "save", half)
+    monkeypatch.setattr(shards_module, "save_file", half)
+    monkeypatch.setattr(Path, "write_text", lambda path, text, encoding: half(text, path))
+    for name, write in writers.items():
+        with pytest.raises(OSError, match=message):
+            write(tmp_path / name)
+        assert (tmp_path / name).read_bytes() == before[name]
+
+
+def test_the_best_head_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = iter([1.5, 2.5, 2.0])
+    monkeypatch.setattr(trainer_module, "evaluate", lambda *_: {"chain_tau": next(results)})
+    trainer = trainer_for(tmp_path, FAST)
+    for step in range(3):
+        trainer.step = step
+        with torch.no_grad():
+            trainer.head.fc.weight.fill_(step)
+        trainer.evaluate_and_keep()
+    best = read_checkpoint(tmp_path / BEST)
+    assert (
+        best["step"] == 1 and best["held_out"] == {"chain_tau": 2.5} and best["head"]["fc.weight"].eq(1).all()
+    )
+
+
+@pytest.mark.parametrize("bfloat16", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_target_may_be_of_another_precision_than_the_training(
+    tmp_path: Path, dtype: torch.dtype, bfloat16: bool
+) -> None:
+    data, table = [replace(one, features=one.features.to(dtype)) for one in sequences()], lm_head().to(dtype)
+    config = replace(FAST, bfloat16=bfloat16, noise=0.1)
+    readout = Readout(table)
+    parts = {"sequences": data[2:], "held_out": data[:2]}
+    trainer_for(tmp_path, config, embedding=table, readout=readout, **parts).run()
+    trainer_for(tmp_path / "exact", replace(FAST, noise=0.1)).run()
+    assert losses(tmp_path) == pytest.approx(losses(tmp_path / "exact"), rel=0.05)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_it_does_harm(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, FAST)
+    trainer.head.fc.weight.register_hook(lambda gradient: gradient * math.inf)
+    before = copy.deepcopy(trainer.head.state_dict())
+    with pytest.raises(ValueError, match=r"its gradient's norm (nan|inf) at step 0: .*--learning-rate"):
+        trainer.run()
+    assert all(torch.equal(value, before[name]) for name, value in trainer.head.state_dict().items())
+    assert not (tmp_path / CHECKPOINT).exists()
+
+
+def test_gradients_are_clipped(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, replace(FAST, clip=0.01))
+    report = trainer.train_step(next(trainer.lessons()))
+    squares = [parameter.grad.square().sum() for parameter in trainer.head.parameters()]
+    assert report.norm > 0.02 and torch.stack(squares).sum().sqrt().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_drafting_steps_begin_after_their_share_of_the_run(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, FAST)
+    trainer.run()
+    records = [json.loads(line) for line in (tmp_path / LOG).read_text().splitlines()]
+    steps = [len(record["cross_entropy"]) for record in records if "loss" in record]
+    assert steps == [1 if step < 0.3 * len(steps) else 2 for step in range(len(steps))]
+
+
+def test_minutes_end_the_schedule_too(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, replace(FAST, minutes=2.0))
+    trainer.seconds = 90.0
+    assert trainer.progress() == 0.75
+    trainer.step, trainer.seconds = int(3 * trainer.steps_per_epoch), 0.0
+    assert trainer.progress() == 0.75
+
+
+def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="features are 16 wide, head 8"):
+        trainer_for(tmp_path, FAST, DraftHead(HeadConfig(8, 8, 2, 2, 4, VOCAB)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "transform", "depth"),
+    [
+        (LossWeights(regression=0.5), LogitsTransform(), 5),
+        (LossWeights(), LogitsTransform(scale=2.0, cap=5.0), 3),
+    ],
+)
+def test_a_toy_is_learned_at_every_depth(
+    tmp_path: Path, loss: LossWeights, transform: LogitsTransform, depth: int
+) -> None:
+    """Under a soft-cap by the cross-entropy alone, through the cap's slope, at the depths that are taught."""
+    head = tiny_head()
+    initialise(head, 0, lm_head())
+    config = replace(
+        FAST,
+        epochs=60,
+        batch_tokens=120,
+        unroll=3,
+        eval_every=1000,
+        checkpoint_every=1000,
+        learning_rate=3e-2,
+        loss=loss,
+    )
+    readout = Readout(lm_head(), None, transform)
+    trainer = trainer_for(tmp_path, config, head, count=32, readout=readout)
+    trainer.held_out = hold_out(sequences(2), readout, depth)
+    before = evaluate(head, trainer.held_out, lm_head())
+    after = trainer.run()
+    assert before["chain_tau"] < 3 and min(after["top1"]) > 0.9, (before, after)
+    assert len(after["top1"]) == depth and after["chain_tau"] > depth, after
+    assert (tmp_path / BEST).is_file()
+
+
+def test_a_head_starts_by_passing_the_feature_through() -> None:
+    head = tiny_head(fc_bias=True)
+    initialise(head, 0, lm_head())
+    rest = torch.cat([value.flatten() for name, value in head.named_parameters() if "weight" in name])
+    assert torch.equal(head.fc.weight[:, WIDTH:], torch.eye(WIDTH))
+    size = lm_head().square().mean().sqrt()
+    assert 0 < head.fc.weight[:, :WIDTH].abs().max() * size < 0.1 and head.fc.bias.eq(0).all()
+    assert rest.abs().median() < 0.1 and rest.abs().max() <= 1
+
+
+def test_the_schedule_warms_up_and_ends_at_zero() -> None:
+    config = replace(FAST, warmup=0.1)
+    rates = [learning_rate_at(progress / 100, config) for progress in range(101)]
+    assert rates[10] == pytest.approx(config.learning_rate) and max(rates) == rates[10]
+    assert rates[100] == pytest.approx(0, abs=1e-12) and rates[:11] == sorted(rates[:11])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epochs": 0},
+        {"epochs": float("inf")},
+        {"unroll": 0},
+        {"noise": -1.0},
+        {"warmup": 1.0},
+        {"unroll_after": 1.0},
+        {"accumulate": 0},
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        replace(FAST, **change)
+
+
+def test_evaluation_counts_chains_that_follow_the_text() -> None:
+    result = evaluate(Oracle(), hold_out(sequences(3), Readout(lm_head())), lm_head(), k=2)
+    assert result["top1"] == [1.0] * 5 and result["chain_tau"] == 6.0 and result["chain2_tau"] == 6.0
+
+
+def test_chains_equal_a_plain_count() -> None:
+    """A draft from each root, step by step: alive while every greedy token was named and the text took it."""
+    generator, depth, k = torch.Generator().manual_seed(0), 3, 2
+    data, greedy = [], []
+    for one in sequences(24):  # a text that leaves the greedy path at a third of its places
+        other = torch.randint(VOCAB, one.tokens.shape, generator=generator)
+        tokens = torch.where(torch.rand(one.tokens.shape, generator=generator) < 0.33, other, one.tokens)
+        learn = torch.rand(tokens.shape, generator=generator) < 0.8
+        data.append(FeatureSequence(tokens, learn, world()[tokens]))
+        greedy.append((3 * tokens + 1) % VOCAB)
+
+    class Forgetful(Oracle):
+        def forward(self, features: Tensor, embeddings: Tensor, positions: Tensor, attend: object) -> Tensor:
+            tokens = (embeddings @ lm_head().T).argmax(-1)
+            return torch.where(tokens[..., None] % 5 == 0, world()[(tokens + 1) % VOCAB], world()[tokens])
+
+    head = Forgetful()
+    drafts = [0] * depth
+    hits, alive = ([[0] * depth, [0] * depth] for _ in range(2))  # top 1, top k
+    for one, goal in zip(data, greedy, strict=True):
+        steps = unroll(head, one.features[None, :-1], F.embedding(one.tokens[None, 1:], lm_head()), depth)
+        best = [(step[0] @ lm_head().T).topk(k).indices.tolist() for step in steps]
+        last = len(one.tokens) - 1
+        for root in range(1, last + 1):
+            lives = [True, True]
+            for step in range(depth):
+                at = root + step  # the token after which the draft predicts
+                if at > last or not one.learn[at]:
+                    break
+                drafts[step] += 1
+                for which, wide in enumerate((1, k)):
+                    right = int(goal[at]) in best[step][at - 1][:wide]
+                    hits[which][step] += right
+                    lives[which] = lives[which] and right
+                    alive[which][step] += lives[which]
+                    if at < last and one.tokens[at + 1] != goal[at]:
+                        lives[which] = False
+    named = partial(best_tokens, readout=Readout(lm_head()))
+    result = evaluate(head, HeldOut(data, greedy, named, depth), lm_head(), k=k)
+    share = [[count / of for count, of in zip(row, drafts, strict=True)] for row in alive]
+    assert 0 < share[0][2] < share[0][1] < share[0][0] < 1
+    for which, name in enumerate(("top1", "top2")):
+        wanted = [count / of for count, of in zip(hits[which], drafts, strict=True)]
+        assert result[name] == pytest.approx(wanted, abs=1e-4)
+    wanted = [now / before for now, before in zip(share[0], [1.0, *share[0]], strict=False)]
+    assert result["chain"] == pytest.approx(wanted, abs=1e-4)
+    assert result["chain_tau"] == pytest.approx(1 + sum(share[0]), abs=1e-3)
+    assert result["chain2_tau"] == pytest.approx(1 + sum(share[1]), abs=1e-3)
+    assert result["positions"] == drafts[0]
+
+
+def test_held_out_tokens_are_a_float32_argmax() -> None:
+    """In bfloat16 both logits are 1."""
+    weight = torch.tensor([[1.0, 0.0], [1.0, 2.0**-9]], dtype=torch.bfloat16)
+    one = FeatureSequence(torch.zeros(3), torch.ones(3), torch.ones(3, 2, dtype=torch.bfloat16))
+    held = hold_out([one], Readout(weight))
+    assert held.greedy[0].tolist() == [1, 1, 1] and held.best(one.features, 1).tolist() == [[1]] * 3

@@ -1,0 +1,243 @@
+"""Text to examples, and examples to batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.training_world import (
+    VOCAB,
+    WIDTH,
+    LetterTokenizer,
+    conversation,
+    noise,
+    sequences,
+)
+
+from eagle_fsd.files.jsonl import read_jsonl
+from eagle_fsd.training.batching import (
+    add_noise,
+    batch_plan,
+    collate,
+    features_std,
+    input_sizes,
+    softmax_tokens,
+    split_held_out,
+    tokens_of_batch,
+)
+from eagle_fsd.training.data.examples import Example, batches_by_length, encode_turns, load_examples, turns_of
+from eagle_fsd.training.data.shards import FeatureSequence
+
+
+def marked(example: Example) -> str:
+    return "".join(
+        chr(token) if flag else "." for token, flag in zip(example.tokens, example.learn, strict=True)
+    )
+
+
+def test_answers_are_marked_and_end_tokens_never() -> None:
+    example = encode_turns(conversation("hi", "yes", "why", "so")["conversations"], LetterTokenizer())
+    assert "".join(map(chr, example.tokens)) == "S\n<u>hi#\n<a>yes#\n<u>why#\n<a>so"
+    assert marked(example) == "...........>yes............>so"
+
+
+def test_an_empty_answer_marks_nothing() -> None:
+    example = encode_turns(conversation("hi", "", "why", "so")["conversations"], LetterTokenizer())
+    assert marked(example) == "........................>so"
+
+
+def test_learning_everywhere_starts_at_the_first_turn() -> None:
+    example = encode_turns(conversation("hi", "yes")["conversations"], LetterTokenizer(), learn_all=True)
+    assert marked(example) == ".....hi#\n<a>yes"
+
+
+def test_files_with_mistakes_name_file_line_and_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_examples(path, LetterTokenizer(), 50)
+    path.write_text(json.dumps(conversation("a", "b")) + "\n\n{broken\n")
+    with pytest.raises(ValueError, match=r"rows\.jsonl:3: is not JSON"):
+        list(read_jsonl(path))
+    path.write_text("[1]\n")
+    with pytest.raises(ValueError, match=r":1: is no object but"):
+        list(read_jsonl(path))
+    path.write_text('{"text": "x"}\n')
+    with pytest.raises(ValueError, match=":1: no 'conversations'"):
+        load_examples(path, LetterTokenizer(), 50)
+    path.write_text('{"conversations": [{"role": "user"}]}\n')
+    with pytest.raises(ValueError, match=":1: turns must be"):
+        load_examples(path, LetterTokenizer(), 50)
+
+
+def test_chats_of_every_spelling_are_the_same_turns(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "s"}, *conversation("hi", "yes")["conversations"]]
+    share = [
+        {"from": name, "value": turn["content"]}
+        for name, turn in zip(("system", "human", "gpt"), turns, strict=True)
+    ]
+    plain = [{"from": turn["role"], "value": turn["content"]} for turn in turns]
+    rows = [{key: chat} for key in ("conversations", "messages") for chat in (turns, share, plain)]
+    rows += [{"messages": turns, "conversations": None, "prompt": "hi"}]
+    assert [turns_of(row, "here") for row in rows] == [turns] * 7
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (*rows, {"messages": share[2:]})))
+    examples, skipped = load_examples(path, LetterTokenizer(), 50)
+    assert examples == [encode_turns(turns, LetterTokenizer())] * 7
+    assert skipped.counts == {"answer before any question": 1}
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([{"from": "human"}], "here: turns must be .* 'role' and 'content', or 'from' and 'value'; remove"),
+        ([{"value": "hi"}], "here: turns must be"),
+        ([{"from": "human", "content": "hi"}], "here: turns must be"),
+        (["hi"], "here: turns must be"),
+        ({"role": "user", "content": "hi"}, "here: turns must be"),
+        (
+            [{"from": "bing", "value": "hi"}],
+            "here: from is 'bing': it must be human, .*; rename it",
+        ),
+    ],
+)
+@pytest.mark.parametrize("key", ["conversations", "messages"])
+def test_turns_that_cannot_be_read_are_named(key: str, chat: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        turns_of({key: chat}, "here")
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_no_rows_are_refused_by_name(tmp_path: Path, limit: int) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(conversation("a", "b")) + "\n")
+    with pytest.raises(ValueError, match=f"^rows is {limit}: it must be .* at least 1; change --rows$"):
+        load_examples(path, LetterTokenizer(), 50, limit=limit)
+    assert len(load_examples(path, LetterTokenizer(), 50, limit=1)[0]) == 1
+
+
+def test_empty_answers_are_skipped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        conversation("a", "b"),
+        conversation("a", " "),
+        conversation("x" * 60, "late"),
+        {"prompt": "p", "completion": "c"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    examples, skipped = load_examples(path, LetterTokenizer(), 40)
+    assert len(examples) == 2
+    assert skipped.counts == {"empty answer": 1, "nothing to learn within max_length": 1}
+    path.write_text(json.dumps(conversation("a", "")) + "\n")
+    with pytest.raises(ValueError, match="no usable row"):
+        load_examples(path, LetterTokenizer(), 40)
+
+
+def test_rows_whose_history_a_template_changes_are_skipped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Qwen3's template does, which drops the thinking of earlier answers."""
+
+    class Forgetful(LetterTokenizer):
+        def apply_chat_template(
+            self, turns: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool
+        ) -> str:
+            kept = [
+                turn | {"content": turn["content"].rpartition("</think>")[2]}
+                if turn["role"] == "assistant"
+                else turn
+                for turn in turns
+            ]
+            return super().apply_chat_template(kept, tokenize, add_generation_prompt)
+
+    path = tmp_path / "rows.jsonl"
+    thoughts = conversation("hi", "<think>hm</think>yes", "why", "so")
+    rows = [conversation("a", "b"), thoughts, conversation("hi", "yes", "why", "so"), thoughts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    examples, skipped = load_examples(path, Forgetful(), 90)
+    assert len(examples) == 2
+    assert skipped.counts == {"the chat template renders earlier turns differently": 2}
+    assert f"skipped rows: {skipped.counts}" in caplog.text
+    path.write_text(json.dumps(thoughts) + "\n")
+    with pytest.raises(ValueError, match=r"no usable row \(.*renders earlier turns differently"):
+        load_examples(path, Forgetful(), 90)
+
+
+def test_the_corpus_is_read_whole(data_folder: Path) -> None:
+    path = data_folder / "smollm2_corpus.jsonl"
+    if not path.is_file():
+        pytest.skip(f"no {path.name} in the data folder")
+    rows = list(read_jsonl(path))
+    examples = [encode_turns(row["conversations"], LetterTokenizer()) for _, row in rows]
+    assert len(examples) == 2252 and all(any(example.learn) for example in examples)
+
+
+def test_batches_by_length_hold_every_row_once_within_the_budget() -> None:
+    lengths = [5, 30, 7, 7, 12, 3, 50]
+    groups = list(batches_by_length(lengths, 24))
+    assert sorted(index for group in groups for index in group) == list(range(7))
+    assert all(
+        len(group) == 1 or len(group) * max(lengths[index] for index in group) <= 24 for group in groups
+    )
+
+
+def test_noise_is_uniform_seeded_and_on_the_inputs_alone() -> None:
+    batch = collate(sequences())
+    noisy = add_noise(batch, 0.2, 3.0, seed=1)
+    added = noisy.features - batch.features
+    assert 0.29 < added.max() <= 0.3 + 1e-5 and -0.3 - 1e-5 <= added.min() < -0.29
+    assert abs(added.mean()) < 0.02 and added.std().item() == pytest.approx(0.6 / 12**0.5, rel=0.05)
+    assert all(
+        torch.equal(getattr(noisy, part), getattr(batch, part)) for part in ("goals", "next_tokens", "learn")
+    )
+    assert torch.equal(noisy.features, add_noise(batch, 0.2, 3.0, seed=1).features)
+    assert not torch.equal(noisy.features, add_noise(batch, 0.2, 3.0, seed=2).features)
+    assert add_noise(batch, 0.0, 3.0, seed=1) is batch
+
+
+def test_the_features_std_is_of_what_is_learned() -> None:
+    data = sequences(3)
+    learned = torch.cat([one.features[one.learn] for one in data[:2]])
+    assert features_std(data[:2]) == pytest.approx(learned.std().item())
+
+
+def test_input_sizes_are_of_embeddings_and_features_by_dimension() -> None:
+    data, table = sequences(3), noise(VOCAB, WIDTH, seed=5)
+    table[:, 1] = 0.0
+    features = torch.cat([one.features for one in data[:2]])
+    embeddings = table[torch.cat([one.tokens for one in data[:2]])]
+    want = torch.cat((embeddings, features), dim=1).square().mean(0).sqrt()
+    want[1] = 0.01 * want[:WIDTH].square().mean().sqrt()  # unused: no rate without bounds
+    assert torch.allclose(input_sizes(data[:2], table), want)
+
+
+def test_every_epoch_visits_every_sequence_once_in_another_order() -> None:
+    lengths = [5, 9, 6, 30, 4, 8, 7]
+    plans = [batch_plan(lengths, 20, seed=1, epoch=epoch) for epoch in (0, 0, 1)]
+    assert plans[0] == plans[1] != plans[2]
+    assert all(sorted(index for group in plan for index in group) == list(range(7)) for plan in plans)
+
+
+def test_held_out_sequences_are_of_the_first_source_and_not_trained_on() -> None:
+    drawn = set()
+    for seed in range(20):
+        train, held = split_held_out(20, 2, seed, 8)
+        assert len(held) == 2 and sorted(train + held) == list(range(20)) and train == sorted(train)
+        drawn |= set(held)
+    assert drawn == set(range(8))
+    for count, first, most in ((9, 8, 8), (20, 20, 19), (0, 8, 8)):
+        with pytest.raises(
+            ValueError, match=rf"held_out is {count}: it must be in 1\.\.{most}, .*--held-out"
+        ):
+            split_held_out(20, count, 3, first)
+
+
+def test_the_softmax_runs_over_frequent_tokens_and_the_end_tokens() -> None:
+    tokens = torch.tensor([1, 1, 1, 5, 5, 7])
+    one = FeatureSequence(tokens, torch.ones(6, dtype=torch.bool), torch.zeros(6, WIDTH))
+    data = [tokens[:2], tokens[2:]]
+    assert softmax_tokens(data, VOCAB, 3, always=[20]).tolist() == [1, 5, 20]
+    assert softmax_tokens(data, VOCAB, 100).tolist() == [1, 5, 7]
+    assert tokens_of_batch(torch.tensor([1, 20]), collate([one])).tolist() == [1, 5, 7, 20]
