@@ -18,7 +18,6 @@ from eagle_fsd.decoding import loop
 from eagle_fsd.decoding.loop import NonFiniteLogits, rows_kept
 from eagle_fsd.drafting import eagle_drafter as draft_module
 from eagle_fsd.drafting.drafter import NoDrafter
-from eagle_fsd.target import model as target_module
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -173,7 +172,7 @@ def test_text_does_not_depend_on_the_first_capacity(capacity: int) -> None:
 def test_prompts_longer_than_the_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = prompts_of((40, 3, 17, 1), seed=5)
     whole = run_loop(target(), prompts, tiny_head(), 12, sampling=SAMPLED)
-    monkeypatch.setattr(target_module, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr("eagle_fsd.target.session.PREFILL_CHUNK", chunk)
     monkeypatch.setattr(draft_module, "EXTEND_CHUNK", chunk)
     pieces = run_loop(target(), prompts, tiny_head(), 12, sampling=SAMPLED)
     assert pieces.texts == whole.texts

@@ -161,7 +161,7 @@ def test_a_prompt_longer_than_the_prefill_chunk(monkeypatch: pytest.MonkeyPatch)
     for family in ("llama", "gemma3", "mistral", "gpt2"):
         features = {}
         for chunk in (512, 7, 1):
-            monkeypatch.setattr(target_module, "PREFILL_CHUNK", chunk)
+            monkeypatch.setattr("eagle_fsd.target.session.PREFILL_CHUNK", chunk)
             session = TargetSession(target_of(family), batch=3, capacity=2)
             with torch.inference_mode():
                 features[chunk] = session.prefill(right, [23, 5, 16])
