@@ -7,6 +7,7 @@ import functools
 import importlib
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from eagle_fsd.target.architecture import ATTENTION, end_tokens, longest_text
 logger = logging.getLogger(__name__)
 
 CONVERTER = f"transformers {transformers.__version__}"
+# transformers patches its own classes while it loads: threads that load at once undo each other's patches.
+_one_at_a_time = threading.Lock()
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -113,7 +116,7 @@ def load_files(source: TargetSource, placing: Placing) -> Loaded:
     config = load_config(source, options)
     if source.gguf_file is None:
         check_plausible(config, source.folder, source.name)
-    with one_line_errors(source.name), quiet_loading(source.gguf_file is not None):
+    with _one_at_a_time, one_line_errors(source.name), quiet_loading(source.gguf_file is not None):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=config,

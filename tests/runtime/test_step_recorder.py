@@ -242,7 +242,7 @@ def test_a_row_that_is_done_stays_as_it_is_beside_the_others() -> None:
     def watched(self: TargetSession, draft: tree.DraftTree) -> tuple[Tensor, Tensor]:
         nonlocal session
         session = self
-        return verify(self, eagle_drafter)
+        return verify(self, draft)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TargetSession, "verify", watched)
