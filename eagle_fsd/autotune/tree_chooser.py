@@ -66,7 +66,7 @@ class TreeChooser:
         self.target, self.make_drafter, self.drafted = target, make_drafter, drafted
         device = target.device
         cpu = device.type == "cpu"
-        self.asks = cpu  # elsewhere the host would have to wait for the device; see graphs.may_ask
+        self.asks = cpu  # elsewhere the host would have to wait for the device; see host_can_read
         identity = models_identity(name, target.model, head)
         del identity["target"]["name"]  # the same weights may have been loaded from elsewhere
         self.models = [__version__, identity]

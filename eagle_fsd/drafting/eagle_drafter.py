@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.devices import may_ask
+from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.tree import Candidates, DraftTree, build_tree, visible_slots
 from eagle_fsd.drafting.drafter import Vocabulary
@@ -100,7 +100,7 @@ class EagleDrafter:
         ancestry = own  # [B, K, K * level]: of all levels so far
         for level in range(1, depth):
             done = scores[:, :1] < config.least_parent  # [B, 1]: of the beam's best, and no child is better
-            if may_ask(done) and bool(done.all()):
+            if host_can_read(done) and bool(done.all()):
                 depth = level
                 break
             self.cache.place(top_k, offset=(level - 1) * top_k)

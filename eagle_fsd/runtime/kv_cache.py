@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.devices import may_ask
+from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.padding import on_device
 
 
@@ -102,7 +102,7 @@ class KVCache:
         path = path[:, 1 : slots.shape[1]]  # the first is in place; no path is longer than the tree
         source = slots.gather(1, path.clamp(min=0))
         target = self.lengths[:, None] + torch.arange(1, 1 + path.shape[1], device=self.device)
-        if not path.shape[1] or (may_ask(path) and torch.equal(source, target)):
+        if not path.shape[1] or (host_can_read(path) and torch.equal(source, target)):
             return
         rows = torch.arange(len(path), device=self.device)[:, None]
         for buffers in self.layers.values():

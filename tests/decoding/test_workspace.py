@@ -35,7 +35,7 @@ def engine(recorder: OpRecorder | None = None, **settings: int) -> EagleFSD:
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (kv_cache, eagle_drafter, sampling, tree):
-        monkeypatch.setattr(module, "may_ask", lambda tensor: False)
+        monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
 
 

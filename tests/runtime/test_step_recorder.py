@@ -48,7 +48,7 @@ RULES = [
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """No way is chosen by what a tensor holds, and views are narrow enough to change within a text."""
     for module in (kv_cache, eagle_drafter, sampling, tree):
-        monkeypatch.setattr(module, "may_ask", lambda tensor: False)
+        monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
 
 
@@ -123,7 +123,7 @@ def test_a_tree_as_large_as_the_draft_is_sure_gives_the_text_that_it_gives_on_a_
     found = [text(engine(recorder), lengths, Fuzzy(0.5), tree=sure, **warm) for lengths in ([5], [7, 3, 12])]
     assert recorder.recordings >= 4
     for module in (kv_cache, eagle_drafter, sampling, tree):
-        monkeypatch.setattr(module, "may_ask", lambda tensor: True)
+        monkeypatch.setattr(module, "host_can_read", lambda tensor: True)
     for output, lengths in zip(found, ([5], [7, 3, 12]), strict=True):
         wanted = text(engine(None), lengths, Fuzzy(0.5), tree=sure, **warm)
         assert output.new_tokens == wanted.new_tokens
