@@ -14,7 +14,7 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified, accept
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
-from eagle_fsd.acceptance.output_distribution import path_laws
+from eagle_fsd.acceptance.output_distribution import path_distributions
 from eagle_fsd.acceptance.rule_names import RULES, describe, parse_rule, rule_named
 from eagle_fsd.cli.flags import RULE_NAMES
 from eagle_fsd.core.config import SamplingConfig
@@ -42,7 +42,7 @@ def root_laws(rule: AcceptanceRule, verified: Verified) -> tuple[Tensor, Tensor]
     """The rule's law and p at the roots: [B, V] both."""
     rows = len(verified.logits)
     verdict = accept(rule, verified, RowRandom(0, rows), torch.zeros(rows, dtype=torch.int64))
-    law, p = path_laws(verified, verdict, rule.mode)
+    law, p = path_distributions(verified, verdict, rule.mode)
     return law[:, 0].double(), p[:, 0].double()
 
 
