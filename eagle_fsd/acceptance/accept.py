@@ -58,7 +58,7 @@ class Verified:
     sampling: SamplingConfig
 
     @classmethod
-    def of(cls, tree: DraftTree, logits: Tensor, sampling: SamplingConfig, eos: Tensor) -> Verified:
+    def from_logits(cls, tree: DraftTree, logits: Tensor, sampling: SamplingConfig, eos: Tensor) -> Verified:
         """What a target's logits [B, N, V] float32 say of a tree, under the user's sampling."""
         return cls(tree, logits, None if sampling.greedy else warp(logits, sampling), eos, sampling)
 
