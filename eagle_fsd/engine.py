@@ -30,7 +30,7 @@ from eagle_fsd.autotune.tree_search import Choice
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.core.devices import resolve_device, resolve_dtype
-from eagle_fsd.core.padding import as_ids, right_padded
+from eagle_fsd.core.padding import as_ids, pad_right
 from eagle_fsd.core.sampling import RowRandom, Seed, fresh_seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.loop import decode
@@ -456,7 +456,7 @@ class EagleFSD:
         stats: list[GenerationStats],
         **settled: Any,
     ) -> GenerationOutput:
-        added = right_padded(new_tokens, self.pad_token_id).to(input_ids.device)
+        added = pad_right(new_tokens, self.pad_token_id).to(input_ids.device)
         sequences = torch.cat((input_ids, added), dim=1)
         return GenerationOutput(sequences, new_tokens, stats, **settled)
 

@@ -28,7 +28,7 @@ from support.tiny_models import (
 )
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, hub
-from eagle_fsd.core.padding import left_padded, right_padded
+from eagle_fsd.core.padding import pad_left, pad_right
 from eagle_fsd.hub import save_head
 from eagle_fsd.runtime.matmul_backends import library_for
 from eagle_fsd.runtime.packed_linear import PackedLinear
@@ -59,9 +59,9 @@ def texts() -> list[list[int]]:
 
 def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
     if side == "left":
-        return left_padded(PROMPTS, pad=PAD)
+        return pad_left(PROMPTS, pad=PAD)
     lengths = torch.tensor(LENGTHS)[:, None]
-    return right_padded(PROMPTS, PAD), (torch.arange(max(LENGTHS)) < lengths).long()
+    return pad_right(PROMPTS, PAD), (torch.arange(max(LENGTHS)) < lengths).long()
 
 
 def padded_on_both_sides() -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,7 +208,7 @@ def test_a_stream_is_generate_step_by_step(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_batchs_stream_is_generate_step_by_step(temperature: float) -> None:
-    ids, mask = left_padded(PROMPTS, PAD)
+    ids, mask = pad_left(PROMPTS, PAD)
     settings = {"max_new_tokens": NEW_TOKENS, "temperature": temperature, "seed": 5, "tree": TREE}
     whole = engine().generate(ids, mask, **settings)
     stream = engine().stream_batch(ids, mask, **settings)
@@ -317,7 +317,7 @@ def test_a_stream_that_is_left_frees_its_texts(way: str) -> None:
 
 
 def test_a_stream_takes_padding_and_stops() -> None:
-    ids, mask = left_padded([PROMPTS[0], PROMPTS[1]], pad=PAD)
+    ids, mask = pad_left([PROMPTS[0], PROMPTS[1]], pad=PAD)
     end = texts()[0][6]
     chunks = list(engine().stream(ids[:1], mask[:1], max_new_tokens=NEW_TOKENS, eos_token_id=end))
     wanted = texts()[0][: texts()[0].index(end) + 1]
@@ -538,7 +538,7 @@ def test_a_head_in_training_stays_there() -> None:
 def test_a_text_ends_where_the_positions_do(drafting: str) -> None:
     prompts = prompts_of((20, 31, 4))
     wanted = [greedy_alone(gpt2().target.model, [prompt], 32 - len(prompt))[0] for prompt in prompts]
-    ids, mask = left_padded(prompts, pad=0)
+    ids, mask = pad_left(prompts, pad=0)
     maker = gpt2() if drafting == "head" else KnowingEngine(gpt2().target, wanted, reach=None)
     out = maker.generate(ids, mask, max_new_tokens=100, tree=TREE)
     assert out.new_tokens == wanted

@@ -19,7 +19,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.accept_step import Judge
 from eagle_fsd.autotune.tree_search import DEPTHS, Costs, Forwards, Observation, Rest, Witness
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.core.padding import right_padded
+from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree, root_only
@@ -57,7 +57,7 @@ def run_texts(
     capacity = max(map(len, prompts)) + new_tokens + tree.total_tokens + 1
     drafter = make_drafter(len(prompts), capacity)
     request = Request(
-        tokens=right_padded(prompts, 0).to(target.device),
+        tokens=pad_right(prompts, 0).to(target.device),
         lengths=[len(prompt) for prompt in prompts],
         limits=[max(1, min(new_tokens, target.max_positions - len(prompt))) for prompt in prompts],
         eos_token_ids=eos_token_ids,

@@ -15,7 +15,7 @@ from support.tiny_models import VOCAB, KnowingEngine, greedy_alone, prompts_of, 
 from torch import Tensor
 
 from eagle_fsd import Lossless, TreeConfig
-from eagle_fsd.core.padding import left_padded, right_padded
+from eagle_fsd.core.padding import pad_left, pad_right
 from eagle_fsd.core.tree import DraftTree, additive, ancestors, visible_slots
 from eagle_fsd.runtime import flash_attention
 from eagle_fsd.runtime.flash_attention import (
@@ -226,7 +226,7 @@ def two_steps(target: TargetModel, chunk: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(target_module, "PREFILL_CHUNK", chunk)
     lengths = [4, 0, 11]
     session = TargetSession(target, batch=3, capacity=8)
-    features = session.prefill(right_padded(prompts_of(lengths, seed=1), 0), lengths)
+    features = session.prefill(pad_right(prompts_of(lengths, seed=1), 0), lengths)
     seen = [features[0, :4], features[2]]
     seen.append(session.verify(tree_of(3))[0])
     session.keep(torch.tensor([[0, 2, 4], [0, 1, -1], [0, -1, -1]]), [3, 2, 1])
@@ -277,7 +277,7 @@ def test_texts_are_those_of_generate(family: str, fake: FakeFlash) -> None:
     wanted = greedy_alone(model, prompts, 20)
     target = TargetModel(model)
     fake.calls.clear()
-    ids, mask = left_padded(prompts, pad=0)
+    ids, mask = pad_left(prompts, pad=0)
     out = KnowingEngine(target, wanted).generate(
         ids, mask, max_new_tokens=20, rule=Lossless(), tree=TreeConfig(16, 5, 3)
     )

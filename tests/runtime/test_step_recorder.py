@@ -23,7 +23,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
 from eagle_fsd.acceptance.accept_step import never_changes
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
 from eagle_fsd.core import sampling, tree
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.drafting import eagle_drafter
 from eagle_fsd.engine import GenerationOutput
 from eagle_fsd.runtime import flash_attention, kv_cache
@@ -64,7 +64,7 @@ def recordings_of(piece: Replayed) -> list[Recording]:
 
 
 def text(model: EagleFSD, lengths: list[int], rule: AcceptanceRule, **options: object) -> GenerationOutput:
-    ids, mask = left_padded(prompts_of(lengths), 0)
+    ids, mask = pad_left(prompts_of(lengths), 0)
     return model.generate(ids, mask, rule=rule, **{"max_new_tokens": 24, "tree": TREE, "seed": 0, **options})
 
 
@@ -231,7 +231,7 @@ def test_a_row_that_is_done_stays_as_it_is_beside_the_others() -> None:
     recorder = OpRecorder()
     recorded, plain = engine(recorder), engine(None)
     prompts = [6, 9, 7, 8]
-    ids, mask = left_padded(prompts_of(prompts), 0)
+    ids, mask = pad_left(prompts_of(prompts), 0)
     stop = text(plain, prompts, Lossless()).new_tokens[1][2]
     options = {"max_new_tokens": 40, "tree": TREE, "eos_token_id": [stop]}
     wanted = plain.generate(ids, mask, **options)

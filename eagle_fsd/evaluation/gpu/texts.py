@@ -10,7 +10,7 @@ import torch
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.gpu.bench import FAMILIES, Bench, engine_of, ids_of, prompts_of, tiny_model
 from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut
@@ -115,7 +115,7 @@ def half_precision(bench: Bench, found: Mapping[str, Findings]) -> Findings:
         missing.append(str(reason))
     for name, (without, with_graphs) in pairs.items():
         prompts = watched_prompts(without.tokenizer) or prompts_of(RAGGED)
-        ids, mask = left_padded(prompts, without.pad_token_id)
+        ids, mask = pad_left(prompts, without.pad_token_id)
         options = {"max_new_tokens": tokens, "tree": TreeConfig(16, 5, 8)}
         wanted = without.generate(ids, mask, **options).new_tokens
         for _ in range(2):  # the second time from the recordings of the first
