@@ -114,7 +114,7 @@ def build_tree(
     log_q: Tensor,
     owners: Tensor,
     drafted: Tensor | None = None,
-    least_score: float = -torch.inf,
+    min_score: float = -torch.inf,
 ) -> DraftTree:
     """Keep the best total_tokens - 1 candidates below roots [B], of those with at least such a score.
 
@@ -125,12 +125,12 @@ def build_tree(
     nodes needs; fillers make up what others lack.
     """
     count = total_tokens - 1
-    if least_score > -torch.inf and host_can_read(pool.scores):
-        count = min(count, int((pool.scores >= least_score).sum(1).amax()))
+    if min_score > -torch.inf and host_can_read(pool.scores):
+        count = min(count, int((pool.scores >= min_score).sum(1).amax()))
     kept = rerank(pool.scores, count)  # [B, N-1] candidate indices
     # No score exceeds its parent's: below a filler there are fillers. They go last, so that a row's own nodes
     # are numbered as they are without them.
-    filler, order = (pool.scores.gather(1, kept) < least_score).sort(dim=1, stable=True)
+    filler, order = (pool.scores.gather(1, kept) < min_score).sort(dim=1, stable=True)
     kept = kept.gather(1, order)
     node_of = torch.full_like(pool.columns, -1)  # [B, C] node index of a candidate
     node_of.scatter_(1, kept, torch.arange(1, count + 1, device=kept.device).expand_as(kept))

@@ -159,7 +159,7 @@ def test_an_unsure_draft_is_cut_and_a_sure_one_is_not() -> None:
         tree = TreeConfig(7, 3, 2, confidence)
         assert promise([UNSURE], tree, price) == (tokens, 100 * levels + nodes), confidence
         assert promise([UNSURE, CHAIN], tree, price, 2)[1] == 100 * 3 + max(
-            nodes, sum(score >= tree.least_score for score in CHAIN.scores)
+            nodes, sum(score >= tree.min_score for score in CHAIN.scores)
         )
     capped = TreeConfig(3, 2, 2, 0.01)
     assert promise([UNSURE], capped, price) == (2, 203.0)
