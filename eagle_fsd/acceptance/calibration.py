@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.core.checks import one_line, require_integer, require_number, shown
+from eagle_fsd.core.checks import format_value, one_line, require_integer, require_number
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.fingerprints import differences
@@ -48,7 +48,7 @@ class Calibrated:
     def __post_init__(self) -> None:
         for name in ("divergence", "mode", "child"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} is {shown(getattr(self, name))}: it must be a name; {AGAIN}")
+                raise ValueError(f"{name} is {format_value(getattr(self, name))}: it must be a name; {AGAIN}")
         for name in ("threshold", "tv", "bound", "tau", "lossless_tau", "min_gain"):
             require_number(name, getattr(self, name), 0.0, math.inf, AGAIN)
 
@@ -73,9 +73,11 @@ class Calibration:
         require_number("confidence", self.confidence, 0.0, 1.0, AGAIN)
         require_integer("prompts", self.prompts, 0, AGAIN)
         if not (isinstance(self.models, Mapping) and isinstance(self.models.get("target"), Mapping)):
-            raise ValueError(f"models is {shown(self.models)}: it must name a target and a head; {AGAIN}")
+            raise ValueError(
+                f"models is {format_value(self.models)}: it must name a target and a head; {AGAIN}"
+            )
         if not isinstance(self.made, Mapping):
-            raise ValueError(f"made is {shown(self.made)}: it must be an object; {AGAIN}")
+            raise ValueError(f"made is {format_value(self.made)}: it must be an object; {AGAIN}")
 
     def find(
         self, quality_budget: float, divergence: str, mode: str, child: str, min_gain: float = 0.0

@@ -15,7 +15,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import constants, errors, utils
 
-from eagle_fsd.core.checks import one_line, shown
+from eagle_fsd.core.checks import format_value, one_line
 from eagle_fsd.hub.head_checkpoint import (
     BIN_NAME,
     CONFIG_NAME,
@@ -106,7 +106,7 @@ def shard_names(folder: Path) -> list[str]:
             for name in names:
                 if not isinstance(name, str) or PLAIN_NAME.fullmatch(name) is None:
                     raise ValueError(
-                        f"{str(path)!r} names the file {shown(name)}: the files of an index must lie "
+                        f"{str(path)!r} names the file {format_value(name)}: the files of an index must lie "
                         "beside it; choose another model"
                     )
             return sorted(names)

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle_fsd.core.checks import one_line, shown
+from eagle_fsd.core.checks import format_value, one_line
 from eagle_fsd.drafting.draft_vocabulary import check_draft_tokens
 from eagle_fsd.drafting.eagle_config import CHECK, HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
@@ -93,9 +93,9 @@ def refuse_half_vocabulary(folder: Path, config: Mapping[str, Any], name: str) -
     size, there = config.get(VOCABULARY_FIELD), (folder / VOCABULARY_NAME).is_file()
     if size is not None and not there:
         raise ValueError(
-            f"draft head {name!r} names {VOCABULARY_FIELD} {shown(size)} and has no {VOCABULARY_NAME}: an "
-            "EAGLE-1/2 head must have both or neither, and EAGLE-3 heads are not read; copy the file, or "
-            "choose another head"
+            f"draft head {name!r} names {VOCABULARY_FIELD} {format_value(size)} and has no "
+            f"{VOCABULARY_NAME}: an EAGLE-1/2 head must have both or neither, and EAGLE-3 heads are not "
+            "read; copy the file, or choose another head"
         )
     if size is None and there:
         raise ValueError(
