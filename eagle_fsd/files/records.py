@@ -24,7 +24,7 @@ MOST = 200  # records of this version that a file keeps, the newest
 Measured = TypeVar("Measured")
 
 
-def digest(*parts: object) -> str:
+def record_key(*parts: object) -> str:
     """A short key for what these parts say."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.files.provenance import cores, processor
 from eagle_fsd.files.records import LIBRARIES as LIBRARIES_FILE
-from eagle_fsd.files.records import digest, recall, remember
+from eagle_fsd.files.records import recall, record_key, remember
 from eagle_fsd.runtime.timing import BUSY, Call, disagreement, timed_in_turn
 
 ROWS = (1, 4, 16)  # a plain step, a small tree and a large one
@@ -91,7 +91,7 @@ def remembered_library(module: nn.Module) -> Library | None:
         return fastest_library(module)
     shapes = [[str(weight.dtype), *weight.shape] for weight in sample]
     here = [processor(), cores(), torch.get_num_threads(), torch.__version__]
-    key = digest("library", here, shapes, ROWS, [library.name for library in LIBRARIES])
+    key = record_key("library", here, shapes, ROWS, [library.name for library in LIBRARIES])
     by_name = {library.name: library for library in LIBRARIES} | {STOCK: None}
     if (name := recall(key, str, LIBRARIES_FILE)) in by_name:
         return by_name[name]
