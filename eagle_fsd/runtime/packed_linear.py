@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eagle_fsd.files.fingerprints import sample_values
 from eagle_fsd.runtime.matmul_backends import ONEDNN, Library, library_for
 
 MADE = ("packed", "some", "some_then")  # of the weight, and again for every copy of a layer
@@ -58,7 +59,7 @@ class PackedLinear(nn.Linear):
             self._pack()
 
     def _pack(self) -> None:
-        version, some = version_of(self.weight), some_of(self.weight)
+        version, some = version_of(self.weight), sample_values(self.weight, SAMPLE)
         library = library_for(self.weight, self.preferred)
         packed = library and library.pack(self.weight.detach())
         # The version last: until it is there, other threads pack for themselves.
@@ -85,11 +86,6 @@ class PackedLinear(nn.Linear):
 def version_of(weight: Tensor) -> tuple[int, int]:
     """What a change of the tensor in place changes, as far as torch counts such changes, or an exchange."""
     return weight.data_ptr(), -1 if weight.is_inference() else weight._version
-
-
-def some_of(weight: Tensor) -> Tensor:
-    """A view of about SAMPLE values of a weight; an update of a layer changes all of it."""
-    return weight.detach().flatten()[:: (weight.numel() // SAMPLE) | 1]
 
 
 def pack_changed(module: nn.Module) -> None:
