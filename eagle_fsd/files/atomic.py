@@ -31,7 +31,7 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a path to write to; what is written there then takes the place of `path`.
 
     Raises OSError where the disk does not take it. The name of the partial file is random, so that any number
@@ -52,7 +52,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a small text file so that a reader never sees half of it."""
-    with whole_file(path) as partial:
+    with atomic_path(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
