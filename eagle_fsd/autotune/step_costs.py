@@ -26,7 +26,7 @@ from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.request import Observer, Request
 from eagle_fsd.drafting.drafter import Drafter, NoDrafter
-from eagle_fsd.runtime.timing import RECORDED, Call, disagreement, synchronizer, timed_in_turn
+from eagle_fsd.runtime.timing import RECORDED, Call, disagreement, synchronizer, time_in_turn
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -140,7 +140,7 @@ def measure_forwards(
 
     calls = {("verify", width): verify(width) for width in (1, *WIDTHS)}
     calls |= {("draft", (beam, depth)): draft(beam, depth) for beam in beams for depth in (1, LEVELS)}
-    repeats = timed_in_turn(calls, target.device, RECORDED if target.stepper.view else 1)
+    repeats = time_in_turn(calls, target.device, RECORDED if target.stepper.view else 1)
     median = {key: statistics.median(seconds) for key, seconds in repeats.items()}
     drafts = {}
     for beam in beams:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from eagle_fsd.files.provenance import cores, processor
 from eagle_fsd.files.records import LIBRARIES as LIBRARIES_FILE
 from eagle_fsd.files.records import recall, record_key, remember
-from eagle_fsd.runtime.timing import BUSY, Call, disagreement, timed_in_turn
+from eagle_fsd.runtime.timing import BUSY, Call, disagreement, time_in_turn
 
 ROWS = (1, 4, 16)  # a plain step, a small tree and a large one
 SAMPLE = 2**28  # bytes of weights that are timed: more than most caches hold
@@ -167,7 +167,7 @@ def seconds_of(
 
         return Call(run)
 
-    repeats = timed_in_turn({count: call(count) for count in rows}, weights[0].device)
+    repeats = time_in_turn({count: call(count) for count in rows}, weights[0].device)
     if spreads is not None:
         spreads += map(disagreement, repeats.values())
     return [statistics.median(repeats[count]) for count in rows]
