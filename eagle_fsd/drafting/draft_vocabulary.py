@@ -27,7 +27,7 @@ class Ends(Protocol):
 
     def logits(self, features: Tensor) -> Tensor: ...
 
-    def transformed(self, logits: Tensor) -> Tensor: ...
+    def transform_logits(self, logits: Tensor) -> Tensor: ...
 
 
 class DraftVocabulary:
@@ -53,7 +53,7 @@ class DraftVocabulary:
         """The target's logits [..., K] float32 of features [..., d], in the order of token_ids."""
         if self.lm_head is None:
             return self.target.logits(features)[..., self.token_ids]
-        return self.target.transformed(self.lm_head(features).float())
+        return self.target.transform_logits(self.lm_head(features).float())
 
 
 def ranked_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:

@@ -101,9 +101,9 @@ class TargetModel:
         The draft's features go through the same function; lm_head alone would give it another law.
         """
         features = features.to(self.lm_head.weight.device, self.dtype)  # a head may draft in another dtype
-        return self.transformed(self.lm_head(features).to(self.device).float())
+        return self.transform_logits(self.lm_head(features).to(self.device).float())
 
-    def transformed(self, logits: Tensor) -> Tensor:
+    def transform_logits(self, logits: Tensor) -> Tensor:
         """Logits of any tokens as the model gives them, from what its lm_head gives."""
         return self.logits_transform(logits)
 
