@@ -388,7 +388,7 @@ def test_what_a_models_defaults_ask_and_do_not_get_is_said_once_by_name(
     own.generate([PROMPTS[0]], max_new_tokens=4)
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "asks for repetition_penalty=1.5, suppress_tokens=[3, 4], which is not done here" in said
-    assert own.target.unheeded == {"repetition_penalty": 1.5, "suppress_tokens": [3, 4]}
+    assert own.target.ignored_defaults == {"repetition_penalty": 1.5, "suppress_tokens": [3, 4]}
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_what_a_models_defaults_ask_and_do_not_get_is_said_once_by_name(
 def test_defaults_that_ask_for_nothing_else_are_no_warning(
     defaults: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert with_defaults(**defaults).target.unheeded == {}
+    assert with_defaults(**defaults).target.ignored_defaults == {}
     assert not [record for record in caplog.records if record.levelno == logging.WARNING]
 
 
@@ -426,7 +426,7 @@ def test_every_processor_that_a_generation_config_makes_is_known(caplog: pytest.
         alone = own.target.model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
         if alone[0, prompt.shape[1] :].tolist() != texts()[1][:9]:
             changed.append(name)
-            assert list(own.target.unheeded) == [name]
+            assert list(own.target.ignored_defaults) == [name]
     assert len(changed) >= 8, changed
 
 

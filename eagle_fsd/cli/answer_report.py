@@ -34,7 +34,7 @@ class Answer:
     text: str = ""
     interrupted: bool = False
     seed: str | None = None  # as --seed takes it; None where nothing was sampled
-    unheeded: str = ""  # what the model's generation_config asks for and nobody did
+    ignored_defaults: str = ""  # what the model's generation_config asks for and nobody did
     baseline: GenerationStats | None = None
     baseline_ids: list[int] | None = None
 
@@ -117,7 +117,7 @@ def summary(answer: Answer) -> str:
         line += ", interrupted"
     if answer.baseline is not None and answer.baseline_ids is not None:
         same = "the same text" if answer.baseline_ids == answer.token_ids else "another text"
-        without = f" without {answer.unheeded}" if answer.unheeded else ""
+        without = f" without {answer.ignored_defaults}" if answer.ignored_defaults else ""
         line += f"; target alone{without}: {speed(answer.baseline, len(answer.baseline_ids))}, {same}"
         line += f"; speed ratio {answer.speedup:.2f}" if answer.speedup is not None else ""
     return line
