@@ -43,7 +43,7 @@ from eagle_fsd.drafting.eagle_drafter import EagleDrafter
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.fingerprints import models_identity
 from eagle_fsd.runtime.cuda_graphs import cuda_recorder
-from eagle_fsd.runtime.matmul_backends import remembered_library
+from eagle_fsd.runtime.matmul_backends import find_fastest_backend
 from eagle_fsd.runtime.packed_linear import pack_changed, pack_linears
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.hf_generate import generate_alone
@@ -144,8 +144,8 @@ class EagleFSD:
             weights_cache=weights_cache,
         )
         movable = device_map is not None  # a packed layer would be packed again wherever it goes
-        library = remembered_library(model) if pack and not movable else None
-        pack_linears(model, library)
+        backend = find_fastest_backend(model) if pack and not movable else None
+        pack_linears(model, backend)
         graphs = graphs and device_map is None and model.device.type == "cuda"
         target = TargetModel(model, Graphs(cuda_recorder(model.device)) if graphs else EAGER)
         drafts_in = head_dtype or target.dtype
@@ -153,7 +153,7 @@ class EagleFSD:
         if full_vocabulary:
             head.restrict(None)
         engine = cls(target, head, tokenizer, source.name, head_source.name, drafts_in)
-        pack_linears(engine.head, library)  # after its last move, which would pack it again
+        pack_linears(engine.head, backend)  # after its last move, which would pack it again
         engine.head_folder = head_source.folder
         return engine
 

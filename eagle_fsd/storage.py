@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from eagle_fsd.files.atomic import cache_folder, read_records
-from eagle_fsd.files.records import LIBRARIES, TREES, cache_file
+from eagle_fsd.files.records import BACKENDS_FILE, TREES_FILE, cache_file
 from eagle_fsd.hub import weights_cache
 
 ALL, WEIGHTS, MEASUREMENTS = "all", "weights", "measurements"
@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
 def lines() -> list[str]:
     """What is kept, for people."""
     found = [f"{cache_folder()}"]
-    for name in (TREES, LIBRARIES):
+    for name in (TREES_FILE, BACKENDS_FILE):
         if (file := cache_file(name)).is_file():
             records = read_records(file)
             found.append(f"  {name}: {len(records)} measurements, {file.stat().st_size / 1e6:.1f} MB")
@@ -56,7 +56,7 @@ def clear(what: str) -> None:
     if what in (ALL, WEIGHTS):
         weights_cache.clear()
     if what in (ALL, MEASUREMENTS):
-        for name in (TREES, LIBRARIES):
+        for name in (TREES_FILE, BACKENDS_FILE):
             file = cache_file(name)
             file.unlink(missing_ok=True)  # not its lock, which another process may hold
 

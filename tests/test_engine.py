@@ -30,7 +30,7 @@ from support.tiny_models import (
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, hub
 from eagle_fsd.core.padding import pad_left, pad_right
 from eagle_fsd.hub import save_head
-from eagle_fsd.runtime.matmul_backends import library_for
+from eagle_fsd.runtime.matmul_backends import backend_for
 from eagle_fsd.runtime.packed_linear import PackedLinear
 from eagle_fsd.target.model import TargetModel
 
@@ -753,7 +753,7 @@ def test_weights_are_packed_and_a_list_of_tokens_is_kept_unless_told_otherwise(t
     usual = EagleFSD.from_pretrained(*places, device="cpu")
     other = EagleFSD.from_pretrained(*places, device="cpu", pack=False, full_vocabulary=True)
     assert (usual.draft_vocab_size, other.draft_vocab_size) == (9, None)
-    for loaded, packed in ((usual, library_for(torch.zeros(1, 1)) is not None), (other, False)):
+    for loaded, packed in ((usual, backend_for(torch.zeros(1, 1)) is not None), (other, False)):
         layers = [*loaded.target.model.modules(), *loaded.head.modules()]
         assert any(isinstance(layer, PackedLinear) for layer in layers) == packed
         assert isinstance(loaded.target.lm_head, PackedLinear) == packed

@@ -41,7 +41,7 @@ from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.fingerprints import models_identity
 from eagle_fsd.files.provenance import cores, processor
 from eagle_fsd.files.records import recall, record_key, remember
-from eagle_fsd.runtime.packed_linear import libraries_of
+from eagle_fsd.runtime.packed_linear import backend_names
 from eagle_fsd.runtime.timing import BUSY
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.version import __version__
@@ -74,7 +74,7 @@ class TreeChooser:
         self.machine = {
             "torch": torch.__version__,
             "layers": sorted({type(layer).__name__ for layer in target.model.modules()}),  # quantised, say
-            "packed": libraries_of(target.model),
+            "packed": backend_names(target.model),
             "attention": target.config._attn_implementation,
             "device": [device.type, name_of, cores()],
             "placed": str(getattr(target.model, "hf_device_map", None)),

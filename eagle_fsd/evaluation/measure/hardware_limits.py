@@ -17,7 +17,7 @@ from eagle_fsd.autotune.step_costs import Costs, measure_costs
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.markdown_table import table_lines
-from eagle_fsd.runtime.matmul_backends import fastest_library
+from eagle_fsd.runtime.matmul_backends import measure_fastest_backend
 from eagle_fsd.runtime.packed_linear import pack_linears, plain_linears
 from eagle_fsd.runtime.timing import median_seconds
 
@@ -44,7 +44,7 @@ def machine(device: torch.device, dtype: torch.dtype) -> Machine:
     bandwidth = LARGE / median_seconds(lambda: block.sum(dtype=dtype), device)
     left = torch.randn(SQUARE, SQUARE, device=device).to(dtype)
     layer = nn.Sequential(nn.Linear(SQUARE, SQUARE, bias=False, device=device, dtype=dtype))
-    pack_linears(layer, fastest_library(layer, [SQUARE]))
+    pack_linears(layer, measure_fastest_backend(layer, [SQUARE]))
     return Machine(bandwidth, 2 * SQUARE**3 / median_seconds(lambda: layer(left), device))
 
 
