@@ -44,7 +44,7 @@ from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.fingerprints import models_identity
 from eagle_fsd.runtime.cuda_graphs import cuda_recorder
 from eagle_fsd.runtime.matmul_backends import find_fastest_backend
-from eagle_fsd.runtime.packed_linear import pack_changed, pack_linears
+from eagle_fsd.runtime.packed_linear import pack_linears, repack_changed
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
@@ -378,7 +378,7 @@ class EagleFSD:
             ).tree
         self._check_tree(tree, prompts.lengths)
         for part in filter(None, (self.target.model, self.head)):
-            pack_changed(part)
+            repack_changed(part)
         request = Request(
             tokens=prompts.tokens.to(self.device),
             lengths=prompts.lengths,

@@ -28,7 +28,7 @@ class PackedLinear(nn.Linear):
 
     backend: the preferred one. Falls back to another that supports the weight, else to nn.Linear.
     packed: the weight as `version` of it was. `forward` packs it again where the weight was exchanged or
-    changed in place, `pack_changed` also where that was done through `weight.data`.
+    changed in place, `repack_changed` also where that was done through `weight.data`.
     plain: how many callers want the plain weight for now. Training and autocast always take it.
     """
 
@@ -49,7 +49,7 @@ class PackedLinear(nn.Linear):
             self._pack()
         return self.backend.multiply(x, self.packed, weight, self.bias)
 
-    def pack_changed(self) -> None:
+    def repack_changed(self) -> None:
         """Pack the weight again if it is another one by now, however it was changed."""
         if self.packed is None:
             return
@@ -87,11 +87,11 @@ def version_of(weight: Tensor) -> tuple[int, int]:
     return weight.data_ptr(), -1 if weight.is_inference() else weight._version
 
 
-def pack_changed(module: nn.Module) -> None:
+def repack_changed(module: nn.Module) -> None:
     """Pack the layers inside again whose weights were changed since, by a merged adapter for one."""
     for layer in module.modules():
         if isinstance(layer, PackedLinear):
-            layer.pack_changed()
+            layer.repack_changed()
 
 
 def pack_linears(module: nn.Module, backend: MatmulBackend | None = ONEDNN) -> nn.Module:
