@@ -111,7 +111,7 @@ def pack_linears(module: nn.Module, backend: MatmulBackend | None = ONEDNN) -> n
     return module
 
 
-def linear_of_rows(
+def take_rows(
     linear: nn.Linear, rows: Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> nn.Linear:
     """A layer of these outputs [K] of another alone, on a device and in a dtype, packed if the other is."""

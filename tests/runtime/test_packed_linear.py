@@ -28,9 +28,9 @@ from eagle_fsd.runtime.matmul_backends import (
 from eagle_fsd.runtime.packed_linear import (
     PackedLinear,
     backend_names,
-    linear_of_rows,
     pack_linears,
     plain_linears,
+    take_rows,
 )
 from eagle_fsd.target.model import TargetModel
 
@@ -264,7 +264,7 @@ def test_the_backend_is_measured_once_on_a_quiet_machine(
 def test_rows_of_a_layer_are_its_outputs(packed: bool, bias: bool) -> None:
     whole = PackedLinear(layer(bias=bias)) if packed else layer(bias=bias)
     rows = torch.tensor([7, 0, 79])
-    made = linear_of_rows(whole, rows, torch.device("cpu"))
+    made = take_rows(whole, rows, torch.device("cpu"))
     assert isinstance(made, PackedLinear) == packed
     x = torch.randn(4, 48)
     with torch.inference_mode():
