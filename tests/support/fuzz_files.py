@@ -39,7 +39,7 @@ from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
-from eagle_fsd.files.records import TREES, recall, remember
+from eagle_fsd.files.records import TREES_FILE, recall, remember
 from eagle_fsd.hub.download import shard_names
 from eagle_fsd.hub.head_checkpoint import read_head, save_head
 from eagle_fsd.hub.target_loader import TargetSource, load_text
@@ -202,7 +202,7 @@ def shard_index(draw: random.Random, folder: Path) -> Callable[[], object]:
 
 def trees(draw: random.Random, folder: Path) -> Callable[[], object]:
     """What is remembered of measurements: whatever is in the file, reading it is no error."""
-    spoilt_json(draw, folder / TREES, {"x": {"version": 2, "measured": {}}})
+    spoilt_json(draw, folder / TREES_FILE, {"x": {"version": 2, "measured": {}}})
     os.environ["EAGLE_FSD_CACHE"] = str(folder)
     return lambda: [recall(key, unpack) for key, (_, _, unpack) in measurements().items()]
 
