@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import Verified, likeliest, of_owners, proportional, require_guards
-from eagle_fsd.acceptance.divergence import divergence_named, largest_value, sparse_divergence
+from eagle_fsd.acceptance.divergence import get_divergence, largest_value, sparse_divergence
 from eagle_fsd.core.checks import require_choice, require_number
 from eagle_fsd.core.config import CHILDREN, HYBRID
 
@@ -63,7 +63,7 @@ class Fuzzy:
         require_number(
             "threshold", self.threshold, 0.0, math.inf, "0 is lossless, inf always follows the draft"
         )
-        divergence_named(self.divergence)
+        get_divergence(self.divergence)
         require_choice("child", self.child, CHILDREN)
         require_number("min_p", self.min_p, 0.0, 1.0, "0 turns the guard off")
         require_number("max_overshoot", self.max_overshoot, 0.0, math.inf, "inf turns the guard off")

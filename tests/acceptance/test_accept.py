@@ -18,7 +18,7 @@ from support.stubs import Chain, ChainDrafter, ChainTarget, generator, random_tr
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified, accept, choose, of_owners
-from eagle_fsd.acceptance.divergence import DIVERGENCES, divergence_named, largest_value
+from eagle_fsd.acceptance.divergence import DIVERGENCES, get_divergence, largest_value
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import RelaxedTopK, Typical
 from eagle_fsd.core.config import CHILDREN, SamplingConfig, TreeConfig
@@ -505,7 +505,7 @@ def test_zero_threshold_is_off_where_the_divergence_is_zero(sampling: SamplingCo
     rows = torch.arange(40)[:, None]
     tree = replace(tree, log_q=logits[rows, tree.owners.clamp(min=0)].log_softmax(-1))
     exact = logits[rows, tree.owners.clamp(min=0)]
-    assert (divergence_named("js")(exact, exact) == 0).all()
+    assert (get_divergence("js")(exact, exact) == 0).all()
     tree = replace(tree, log_q=exact)
     zero = outcomes(run(Fuzzy(threshold=0.0, mode=mode), tree, logits, sampling))
     assert zero == outcomes(run(Lossless(), tree, logits, sampling))

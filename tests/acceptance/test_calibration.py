@@ -20,7 +20,7 @@ from support.tiny_models import Letters, prompts_of, tiny_head, tiny_model
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.calibration import FILE, Calibrated, Calibration, read_calibration
-from eagle_fsd.acceptance.divergence import divergence_named
+from eagle_fsd.acceptance.divergence import get_divergence
 from eagle_fsd.core.config import AutoThreshold, AutoTree
 from eagle_fsd.evaluation.analysis.bootstrap import Sums
 from eagle_fsd.evaluation.calibrate.recorded_pass import LADDER, Kind, Recorder, Records, Work, kinds_of
@@ -90,7 +90,7 @@ def test_records_are_the_rules_own_numbers() -> None:
                 continue
             log_q = tree.log_q[0, owners.index(node)]
             raw = verified.logits[0, node]
-            divergences = [float(divergence_named(name)(raw, log_q)) for name in ("js", "reverse_kl")]
+            divergences = [float(get_divergence(name)(raw, log_q)) for name in ("js", "reverse_kl")]
             children = [int(t) for t, up in zip(tree.tokens[0], tree.parents[0], strict=True) if up == node]
             allowed = [t for t in children if p[t] > 0 and t not in verified.eos.tolist()]
             if not allowed:
