@@ -367,7 +367,7 @@ class EagleFSD:
         sampling = SamplingConfig(temperature, top_k, top_p)
         if isinstance(rule, AutoThreshold):
             found = self.calibration(sampling)
-            rule = Fuzzy.calibrated(found, **asdict(rule))
+            rule = Fuzzy.from_calibration(found, **asdict(rule))
             tree = found.tree if isinstance(tree, AutoTree) else tree
         if rule is not None:
             self.require_rule(rule)

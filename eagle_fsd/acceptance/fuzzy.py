@@ -71,7 +71,7 @@ class Fuzzy:
         require_guards(self.mode, self.max_consecutive, self.exact_prefix)
 
     @classmethod
-    def calibrated(
+    def from_calibration(
         cls,
         calibration: Thresholds,
         quality_budget: float = 0.02,

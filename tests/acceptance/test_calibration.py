@@ -263,21 +263,21 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_the_largest_threshold_of_a_budget(tmp_path: Path) -> None:
     calibration = a_calibration(engine())
     for budget, threshold in ((0.0125, 0.1), (0.03, 0.1), (0.0375, 0.3), (0.5, 0.8)):
-        assert Fuzzy.calibrated(calibration, budget) == Fuzzy(threshold)
+        assert Fuzzy.from_calibration(calibration, budget) == Fuzzy(threshold)
     with pytest.raises(ValueError, match=r"quality_budget is 0\.01: the smallest bound .* is 0\.0125; raise"):
-        Fuzzy.calibrated(calibration, 0.01)
+        Fuzzy.from_calibration(calibration, 0.01)
     with pytest.raises(
         ValueError, match="for tv, hybrid, draft: it was calibrated for js, hybrid, draft; cal"
     ):
-        Fuzzy.calibrated(calibration, 0.05, "tv")
+        Fuzzy.from_calibration(calibration, 0.05, "tv")
     with pytest.raises(ValueError, match="for js, paper, draft"):
-        Fuzzy.calibrated(calibration, 0.05, mode="paper")
+        Fuzzy.from_calibration(calibration, 0.05, mode="paper")
     with pytest.raises(ValueError, match=r"for js, hybrid, draft, min_gain 0\.5: it was calibrated for js"):
-        Fuzzy.calibrated(calibration, 0.05, min_gain=0.5)
+        Fuzzy.from_calibration(calibration, 0.05, min_gain=0.5)
     guarded = replace(calibration.thresholds[0], threshold=0.7, min_gain=0.5)
     both = replace(calibration, thresholds=[*calibration.thresholds, guarded])
-    assert Fuzzy.calibrated(both, 0.03, min_gain=0.5) == Fuzzy(0.7, min_gain=0.5)
-    assert Fuzzy.calibrated(both, 0.03) == Fuzzy(0.1)
+    assert Fuzzy.from_calibration(both, 0.03, min_gain=0.5) == Fuzzy(0.7, min_gain=0.5)
+    assert Fuzzy.from_calibration(both, 0.03) == Fuzzy(0.1)
 
 
 def test_generate_reads_it_and_says_what_it_chose(tmp_path: Path) -> None:
