@@ -28,7 +28,7 @@ AGAIN = "make the file again"
 
 
 @dataclass(frozen=True)
-class Calibrated:
+class CalibratedThreshold:
     """A threshold that was really run, and what it did.
 
     tv: the mean per token over the calibration prompts; bound: its upper confidence bound; tau, lossless_tau:
@@ -66,7 +66,7 @@ class Calibration:
     tree: TreeConfig
     confidence: float
     prompts: int
-    thresholds: Sequence[Calibrated]
+    thresholds: Sequence[CalibratedThreshold]
     made: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Calibration:
 
     def find(
         self, quality_budget: float, divergence: str, mode: str, child: str, min_gain: float = 0.0
-    ) -> Calibrated:
+    ) -> CalibratedThreshold:
         """The largest threshold whose bound stays inside the budget; ValueError where there is none."""
         wanted = divergence, mode, child, min_gain
         mine = [one for one in self.thresholds if one.kind == wanted]
@@ -128,7 +128,7 @@ def read_calibration(path: Path) -> Calibration:
         if data.pop("version", None) != VERSION:
             raise ValueError(f"it is not of version {VERSION}")
         data["sampling"], data["tree"] = SamplingConfig(**data["sampling"]), TreeConfig(**data["tree"])
-        data["thresholds"] = tuple(Calibrated(**one) for one in data["thresholds"])
+        data["thresholds"] = tuple(CalibratedThreshold(**one) for one in data["thresholds"])
         return Calibration(**data)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: is no calibration ({one_line(error, 200)}); {REMEDY}") from error

@@ -19,7 +19,7 @@ from support.tiny_models import Letters, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Verdict, Verified
-from eagle_fsd.acceptance.calibration import FILE, Calibrated, Calibration, read_calibration
+from eagle_fsd.acceptance.calibration import FILE, CalibratedThreshold, Calibration, read_calibration
 from eagle_fsd.acceptance.divergence import get_divergence
 from eagle_fsd.core.config import AutoThreshold, AutoTree
 from eagle_fsd.evaluation.analysis.bootstrap import Sums
@@ -249,7 +249,9 @@ def test_calibrate_end_to_end(tmp_path: Path) -> None:
 
 
 def a_calibration(model: EagleFSD, **changes: Any) -> Calibration:
-    thresholds = [Calibrated("js", "hybrid", "draft", t, t / 10, t / 8, 2.5, 2.2) for t in (0.1, 0.3, 0.8)]
+    thresholds = [
+        CalibratedThreshold("js", "hybrid", "draft", t, t / 10, t / 8, 2.5, 2.2) for t in (0.1, 0.3, 0.8)
+    ]
     models = models_identity(model.base_model, model.target.model, model.head)
     return replace(Calibration(models, WARM, TREE, 0.9, 40, tuple(thresholds), {"commit": "abc"}), **changes)
 

@@ -32,7 +32,7 @@ import torch
 import transformers
 
 from eagle_fsd import hub
-from eagle_fsd.acceptance.calibration import Calibrated, Calibration, read_calibration
+from eagle_fsd.acceptance.calibration import CalibratedThreshold, Calibration, read_calibration
 from eagle_fsd.autotune import tree_chooser
 from eagle_fsd.autotune.step_costs import WIDTHS
 from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation
@@ -235,7 +235,9 @@ def good_files(folder: Path) -> None:
     randomize(head, 0)
     save_head(head.restrict(torch.arange(9)), folder)
     tree, sampling = TreeConfig(16, 5, 8), SamplingConfig(0.6, 50, 0.9)
-    thresholds = tuple(Calibrated("js", "hybrid", "draft", t, t / 20, t / 15, 2.5, 2.2) for t in (0.1, 0.2))
+    thresholds = tuple(
+        CalibratedThreshold("js", "hybrid", "draft", t, t / 20, t / 15, 2.5, 2.2) for t in (0.1, 0.2)
+    )
     models = {"target": {"name": "y", "weights": "1"}, "head": "2"}
     Calibration(models, sampling, tree, 0.9, 16, thresholds, {"commit": "abc"}).write(
         folder / "calibration.json"
