@@ -48,7 +48,7 @@ from eagle_fsd.runtime.packed_linear import pack_linears, repack_changed
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.text.chat import watched_prompts
+from eagle_fsd.text.chat import encode_example_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -304,7 +304,12 @@ class EagleFSD:
                     self.target, self.head, self.make_drafter, self._drafted, self.base_model
                 )
             choice = self._chooser(
-                wanted, lambda: watched_prompts(self.tokenizer) or prompts, rule, sampling, batch, context
+                wanted,
+                lambda: encode_example_prompts(self.tokenizer) or prompts,
+                rule,
+                sampling,
+                batch,
+                context,
             )
         logger.info("%s", choice)
         return choice
