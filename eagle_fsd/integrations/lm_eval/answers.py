@@ -17,7 +17,7 @@ from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import batches
-from eagle_fsd.text.stop_strings import TextUntil
+from eagle_fsd.text.stop_strings import TextUntilStop
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def answer(
         eos_token_id=end_tokens(engine, ending.until),
         **asdict(ending.sampling),
     )
-    texts = [TextUntil(engine.tokenizer, ending.until) for _ in asks]
+    texts = [TextUntilStop(engine.tokenizer, ending.until) for _ in asks]
     ended: dict[int, GenerationStats] = {}
     start = time.perf_counter()
     for chunks in stream.steps:
