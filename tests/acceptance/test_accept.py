@@ -17,7 +17,15 @@ from scipy.stats import chisquare
 from support.stubs import Chain, ChainDrafter, ChainTarget, generator, random_tree, tiny_head, tiny_llama
 from torch import Tensor
 
-from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified, accept, choose, of_owners
+from eagle_fsd.acceptance.accept import (
+    AcceptanceRule,
+    Lossless,
+    Verdict,
+    Verified,
+    accept,
+    choose,
+    scatter_to_owners,
+)
 from eagle_fsd.acceptance.divergence import DIVERGENCES, get_divergence, largest_value
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import RelaxedTopK, Typical
@@ -543,7 +551,8 @@ def test_a_threshold_above_every_value_measures_nothing_and_says_the_same(name: 
     for tree_, logits_ in ((tree, logits), (replace(tree, log_q=log_q), logits), (tree, broken)):
         verified = Verified.from_logits(tree_, logits_, SAMPLINGS[0], torch.tensor([], dtype=torch.long))
         measured = rule.node_divergences(verified)
-        drafted = of_owners(tree_, tree_.owners >= 0, False)  # elsewhere measured is inf, and T may be
+        # Elsewhere measured is inf, and T may be.
+        drafted = scatter_to_owners(tree_, tree_.owners >= 0, False)
         assert torch.equal(rule.close(verified), drafted & (measured <= rule.threshold))
 
 

@@ -171,7 +171,7 @@ def test_chances_of_siblings_are_chances(name: str, sampling: SamplingConfig) ->
         assert (together <= 1 + 1e-5).all()
         mine = torch.isin(verified.tree.tokens, eos)
         if verified.probs is not None:
-            mine |= verified.of_token(verified.probs) == 0
+            mine |= verified.at_token(verified.probs) == 0
         mine[:, 0] = False
         assert (chances[mine] == 0).all()
 
@@ -189,15 +189,15 @@ def test_rules_at_their_ends(rule: AcceptanceRule, what: str) -> None:
     verified = case(5, SAMPLINGS[0])
     chances = rule.chances(verified)
     assert chances is not None
-    p = verified.of_token(verified.probs)
+    p = verified.at_token(verified.probs)
     followed = (chances > 0) & (verified.tree.parents >= 0)
     if what == "lossless":
         assert not followed.any()
     elif what == "greedy":
-        assert torch.equal(followed[:, 1:], (p == verified.of_parent(verified.probs.amax(-1)))[:, 1:])
+        assert torch.equal(followed[:, 1:], (p == verified.at_parent(verified.probs.amax(-1)))[:, 1:])
     else:
         families = (verified.tree.children * p[:, None, :]).amax(-1)  # [B, N]
-        assert torch.equal(followed[:, 1:], (p == verified.of_parent(families))[:, 1:])
+        assert torch.equal(followed[:, 1:], (p == verified.at_parent(families))[:, 1:])
     assert followed.any() or what == "lossless"
 
 
