@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def lines() -> list[str]:
+def describe_storage() -> list[str]:
     """What is kept, for people."""
     found = [f"{cache_folder()}"]
     for name in (TREES_FILE, BACKENDS_FILE):
@@ -44,7 +44,7 @@ def lines() -> list[str]:
     for folder in reversed(weights_cache.folders()):
         record = read_records(folder / weights_cache.RECORD)
         used = datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "minutes")
-        size = weights_cache.size_of(folder) / 1e6
+        size = weights_cache.folder_size(folder) / 1e6
         dtype = str(record.get("dtype")).removeprefix("torch.")
         name = f"{weights_cache.FOLDER}/{folder.name}"
         found.append(f"  {name}: {record.get('gguf')} in {dtype}, {size:.0f} MB, used {used}")
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.clear is not None:
             clear(args.clear)
-        sys.stdout.write("\n".join(lines()) + "\n")
+        sys.stdout.write("\n".join(describe_storage()) + "\n")
     except (OSError, RuntimeError) as error:
         sys.stderr.write(f"python -m eagle_fsd.storage: error: {error}\n")
         return 2

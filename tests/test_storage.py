@@ -19,7 +19,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     remember("b", 2)
     remember("c", "MKL", BACKENDS_FILE)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    origin = weights_cache.origin_of(tmp_path / "model.gguf", [], "a test")
+    origin = weights_cache.find_origin(tmp_path / "model.gguf", [], "a test")
     weights_cache.keep(origin, "torch.float32", 3, lambda folder: (folder / "weights").write_bytes(b"abc"))
     return tmp_path / "cache"
 

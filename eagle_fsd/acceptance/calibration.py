@@ -86,16 +86,16 @@ class Calibration:
         wanted = divergence, mode, child, min_gain
         mine = [one for one in self.thresholds if one.kind == wanted]
         if not mine:
-            kinds = sorted({described(one.kind) for one in self.thresholds})
+            kinds = sorted({format_kind(one.kind) for one in self.thresholds})
             raise ValueError(
-                f"threshold is auto for {described(wanted)}: it was calibrated for {'; '.join(kinds)}; "
+                f"threshold is auto for {format_kind(wanted)}: it was calibrated for {'; '.join(kinds)}; "
                 f"{REMEDY}"
             )
         inside = [one for one in mine if one.bound <= quality_budget]
         if not inside:
             least = min(one.bound for one in mine)
             raise ValueError(
-                f"quality_budget is {quality_budget:g}: the smallest bound that {described(wanted)} was "
+                f"quality_budget is {quality_budget:g}: the smallest bound that {format_kind(wanted)} was "
                 f"calibrated to is {least:.3g}; raise the budget, or calibrate for this one with "
                 "eval/calibrate.py"
             )
@@ -103,15 +103,15 @@ class Calibration:
 
     def require(self, models: Mapping[str, Any], sampling: SamplingConfig) -> None:
         """ValueError where it was made for other models, or for another way of sampling."""
-        if other := differences(without_names(self.models), without_names(models)):
+        if other := differences(drop_target_name(self.models), drop_target_name(models)):
             raise ValueError(
                 f"threshold is auto: {FILE} was made for another target or head ({one_line(other, 300)}); "
                 f"{REMEDY}"
             )
         if self.sampling != sampling:
             raise ValueError(
-                f"threshold is auto: it was calibrated at {spelled(self.sampling)}, and this is "
-                f"{spelled(sampling)}; sample as it was calibrated, {REMEDY}"
+                f"threshold is auto: it was calibrated at {format_sampling(self.sampling)}, and this is "
+                f"{format_sampling(sampling)}; sample as it was calibrated, {REMEDY}"
             )
 
     def write(self, path: Path) -> None:
@@ -134,18 +134,18 @@ def read_calibration(path: Path) -> Calibration:
         raise ValueError(f"{path}: is no calibration ({one_line(error, 200)}); {REMEDY}") from error
 
 
-def described(kind: Kind) -> str:
+def format_kind(kind: Kind) -> str:
     """A kind in words; the guard only where it is on."""
     *words, min_gain = kind
     return ", ".join([*words, *([f"min_gain {min_gain:g}"] if min_gain else [])])
 
 
-def without_names(models: Mapping[str, Any]) -> dict[str, Any]:
+def drop_target_name(models: Mapping[str, Any]) -> dict[str, Any]:
     """The same weights may have been loaded under another name."""
     target = {key: value for key, value in models["target"].items() if key != "name"}
     return {**models, "target": target}
 
 
-def spelled(sampling: SamplingConfig) -> str:
+def format_sampling(sampling: SamplingConfig) -> str:
     """temperature/top_k/top_p."""
     return f"{sampling.temperature:g}/{sampling.top_k}/{sampling.top_p:g}"

@@ -95,7 +95,7 @@ class Fuzzy:
         # not a bound.
         if self.threshold == 0 or not verified.tree.owners.shape[1]:
             return None
-        eligible = verified.allowed(self.exact_eos) & verified.at_parent(self.close(verified))  # [B, N]
+        eligible = verified.allowed(self.exact_eos) & verified.at_parent(self.is_close(verified))  # [B, N]
         log_q = verified.tree.node_log_q()
         if self.min_p > 0:  # of the ratio to the largest p, the norm falls out
             gap = verified.at_token(verified.logits) - verified.at_parent(verified.logits.amax(-1))
@@ -110,7 +110,7 @@ class Fuzzy:
             return likeliest_chances(verified.tree, eligible, log_q)
         return proportional_chances(verified.tree, eligible, log_q)
 
-    def close(self, verified: Verified) -> Tensor:
+    def is_close(self, verified: Verified) -> Tensor:
         """Where divergence(p, q) <= threshold: [B, N] bool; nowhere that p or q is no distribution.
 
         Under a threshold that the divergence cannot exceed nothing is measured but that.

@@ -63,7 +63,7 @@ class Uniforms(Protocol):
 Seed = int | Sequence[int | tuple[int, int]]
 
 
-def streams_of(seed: Seed, batch: int) -> list[tuple[int, int]]:
+def row_streams(seed: Seed, batch: int) -> list[tuple[int, int]]:
     """The (seed, row) pair that names each row's stream of random numbers.
 
     An int s gives row r the stream (s, r). A sequence names each row's stream itself: a pair as it is, an int
@@ -95,7 +95,7 @@ def fresh_seed() -> int:
 
 
 class RowRandom:
-    """One stream of uniform numbers per row of a batch, named by a (seed, row) pair; see `streams_of`.
+    """One stream of uniform numbers per row of a batch, named by a (seed, row) pair; see `row_streams`.
 
     Streams of different pairs are independent (numpy's SeedSequence), and a stream is the same on every
     device and in every batch.
@@ -105,7 +105,7 @@ class RowRandom:
         self.device = torch.device(device)
         self._generators = [
             np.random.Generator(np.random.PCG64(np.random.SeedSequence(one, spawn_key=(row,))))
-            for one, row in streams_of(seed, batch)
+            for one, row in row_streams(seed, batch)
         ]
 
     def select(self, rows: Sequence[int]) -> None:

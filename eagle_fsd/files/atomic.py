@@ -57,7 +57,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 @contextmanager
-def locked(path: Path, patience: float | None = None) -> Iterator[None]:
+def hold_lock(path: Path, patience: float | None = None) -> Iterator[None]:
     """Keep other threads and processes out of a file or folder; the lock is a file beside it.
 
     Raises OSError if it is not to be had within `patience` seconds (None: PATIENCE), or not at all: in a
@@ -92,7 +92,7 @@ def update_records(path: Path, update: Callable[[dict[str, Any]], object]) -> No
     Raises OSError where the file cannot be locked, read or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path):
+    with hold_lock(path):
         records = read_records(path)
         update(records)
         write_atomically(path, json.dumps(records, separators=(",", ":")) + "\n")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from eagle_fsd.files.fingerprints import sample_values
 from eagle_fsd.runtime.matmul_backends import ONEDNN, MatmulBackend, backend_for
 
-MADE = ("packed", "some", "some_then")  # of the weight, and again for every copy of a layer
+MADE = ("packed", "sample", "sample_then")  # of the weight, and again for every copy of a layer
 SAMPLE = 64  # values of a weight by which a change is noticed that left no other trace
 _counting = threading.Lock()  # threads may want plain layers at the same time
 
@@ -45,7 +45,7 @@ class PackedLinear(nn.Linear):
         usable = self.packed is not None and x.dtype == weight.dtype and x.numel()
         if self.plain or not usable or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return super().forward(x)
-        if self.version != version_of(weight):
+        if self.version != weight_version(weight):
             self._pack()
         return self.backend.multiply(x, self.packed, weight, self.bias)
 
@@ -54,16 +54,16 @@ class PackedLinear(nn.Linear):
         if self.packed is None:
             return
         weight = self._parameters["weight"]
-        if self.version != version_of(weight) or not torch.equal(self.some, self.some_then):
+        if self.version != weight_version(weight) or not torch.equal(self.sample, self.sample_then):
             self._pack()
 
     def _pack(self) -> None:
-        version, some = version_of(self.weight), sample_values(self.weight, SAMPLE)
+        version, sample = weight_version(self.weight), sample_values(self.weight, SAMPLE)
         backend = backend_for(self.weight, self.preferred)
         packed = backend and backend.pack(self.weight.detach())
         # The version last: until it is there, other threads pack for themselves.
         self.backend, self.packed = backend, packed
-        self.some, self.some_then, self.version = some, some.clone(), version
+        self.sample, self.sample_then, self.version = sample, sample.clone(), version
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -82,7 +82,7 @@ class PackedLinear(nn.Linear):
         return self
 
 
-def version_of(weight: Tensor) -> tuple[int, int]:
+def weight_version(weight: Tensor) -> tuple[int, int]:
     """What a change of the tensor in place changes, as far as torch counts such changes, or an exchange."""
     return weight.data_ptr(), -1 if weight.is_inference() else weight._version
 

@@ -61,7 +61,7 @@ class TargetModel:
         self.flash = False  # until the model is admitted without it
         check_tree_verification(self)
         self.flash = flash_verifies(self)
-        self._say_what_is_not_done()
+        self._warn_of_ignored_defaults()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -152,7 +152,7 @@ class TargetModel:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.input_device)
         return self.decoder(input_ids=token, use_cache=False).last_hidden_state.device
 
-    def _say_what_is_not_done(self) -> None:
+    def _warn_of_ignored_defaults(self) -> None:
         """Warn of what the model's defaults ask of `generate` and do not get here."""
         if self.ignored_defaults:
             asked = ", ".join(f"{name}={value!r}" for name, value in self.ignored_defaults.items())

@@ -15,7 +15,7 @@ def read_prompts(path: Path) -> list[str]:
     Raises ValueError for a file that cannot be read, and with its line for a row without a prompt.
     """
     if path.suffix == ".jsonl":
-        return [asked(record, f"{path}:{number}") for number, record in read_jsonl(path)]
+        return [require_prompt(record, f"{path}:{number}") for number, record in read_jsonl(path)]
     try:
         return [decode_text(path.read_bytes(), str(path))]
     except OSError as error:
@@ -30,7 +30,7 @@ def decode_text(data: bytes, origin: str) -> str:
         raise ValueError(f"{origin} is not UTF-8 at byte {error.start}: convert it to UTF-8") from error
 
 
-def asked(record: Mapping[str, Any], place: str) -> str:
+def require_prompt(record: Mapping[str, Any], place: str) -> str:
     """What a row asks; ValueError, by its place, where that is nothing."""
     prompt = find_prompt(record)
     if prompt is None:

@@ -553,7 +553,7 @@ def test_a_threshold_above_every_value_measures_nothing_and_says_the_same(name: 
         measured = rule.node_divergences(verified)
         # Elsewhere measured is inf, and T may be.
         drafted = scatter_to_owners(tree_, tree_.owners >= 0, False)
-        assert torch.equal(rule.close(verified), drafted & (measured <= rule.threshold))
+        assert torch.equal(rule.is_close(verified), drafted & (measured <= rule.threshold))
 
 
 # --- laws ---

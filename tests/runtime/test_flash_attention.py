@@ -24,7 +24,7 @@ from eagle_fsd.runtime.flash_attention import (
     flash_causal,
     flash_prefix,
     prefix_and_tree,
-    takes_heads,
+    supports_heads,
 )
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.target import model as target_module
@@ -165,9 +165,9 @@ def test_availability(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_heads() -> None:
-    assert all(takes_heads(*torch.empty(2, 1, 1, 1, size)) for size in (8, 64, 128, 256))
-    assert not any(takes_heads(*torch.empty(2, 1, 1, 1, size)) for size in (4, 60, 264))
-    assert not takes_heads(torch.empty(1, 1, 1, 192), torch.empty(1, 1, 1, 128))  # DeepSeek's
+    assert all(supports_heads(*torch.empty(2, 1, 1, 1, size)) for size in (8, 64, 128, 256))
+    assert not any(supports_heads(*torch.empty(2, 1, 1, 1, size)) for size in (4, 60, 264))
+    assert not supports_heads(torch.empty(1, 1, 1, 192), torch.empty(1, 1, 1, 128))  # DeepSeek's
 
 
 @pytest.mark.parametrize(
