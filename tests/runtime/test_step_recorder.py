@@ -29,8 +29,9 @@ from eagle_fsd.engine import GenerationOutput
 from eagle_fsd.runtime import flash_attention, kv_cache
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.runtime.step_recorder import EAGER, MOST, Graphs, Recording, Replayed
-from eagle_fsd.target import model as target_module
+from eagle_fsd.target import admission
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 TREE = TreeConfig(8, 3, 3)
 RULES = [
@@ -103,7 +104,7 @@ def test_flash_attention_is_recorded_too(monkeypatch: pytest.MonkeyPatch) -> Non
         return grouped_attention(q, k, v, seen[None, None], scale)
 
     plain = [text(engine(None), lengths, Lossless()).new_tokens for lengths in ([6], [6], [4, 11])]
-    monkeypatch.setattr(target_module, "flash_available", lambda device, dtype: True)
+    monkeypatch.setattr(admission, "flash_available", lambda device, dtype: True)
     monkeypatch.setattr(flash_attention, "flash_prefix", plain_prefix)
     monkeypatch.setattr(flash_attention, "flash_causal", causal)
     recorder = OpRecorder()
@@ -237,15 +238,15 @@ def test_a_row_that_is_done_stays_as_it_is_beside_the_others() -> None:
     wanted = plain.generate(ids, mask, **options)
     stream = recorded.stream_batch(ids, mask, **options)
     session, seen, chunks = None, [], [[], [], [], []]
-    verify = target_module.TargetSession.verify
+    verify = TargetSession.verify
 
-    def watched(self: target_module.TargetSession, draft: tree.DraftTree) -> tuple[Tensor, Tensor]:
+    def watched(self: TargetSession, draft: tree.DraftTree) -> tuple[Tensor, Tensor]:
         nonlocal session
         session = self
-        return verify(self, eagle_drafter)
+        return verify(self, draft)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target_module.TargetSession, "verify", watched)
+        patch.setattr(TargetSession, "verify", watched)
         for step in stream.steps:
             seen.append(session.cache.row_lengths.copy())
             for row, chunk in enumerate(step):
@@ -383,9 +384,9 @@ def test_a_session_goes_with_its_last_user(recorded: bool) -> None:
     """At once, and not when garbage is next collected: it holds the memory of a whole text."""
     model = engine(OpRecorder() if recorded else None)
     gone = []
-    start = target_module.TargetSession.__init__
+    start = TargetSession.__init__
 
-    def noted(self: target_module.TargetSession, *args: object) -> None:
+    def noted(self: TargetSession, *args: object) -> None:
         start(self, *args)
         gone.append(weakref.ref(self))
 
@@ -393,7 +394,7 @@ def test_a_session_goes_with_its_last_user(recorded: bool) -> None:
     gc.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(target_module.TargetSession, "__init__", noted)
+            patch.setattr(TargetSession, "__init__", noted)
             text(model, [5, 6], Lossless())
             text(model, [5], Lossless())
             model._workspaces.clear()
