@@ -30,7 +30,7 @@ from eagle_fsd.autotune.tree_search import Choice
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.core.devices import resolve_device, resolve_dtype
-from eagle_fsd.core.padding import as_ids, right_padded
+from eagle_fsd.core.padding import as_ids, pad_right
 from eagle_fsd.core.sampling import RowRandom, Seed, fresh_seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.loop import decode
@@ -43,12 +43,12 @@ from eagle_fsd.drafting.eagle_drafter import EagleDrafter
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.fingerprints import models_identity
 from eagle_fsd.runtime.cuda_graphs import cuda_recorder
-from eagle_fsd.runtime.matmul_backends import remembered_library
-from eagle_fsd.runtime.packed_linear import pack_changed, pack_linears
+from eagle_fsd.runtime.matmul_backends import find_fastest_backend
+from eagle_fsd.runtime.packed_linear import pack_linears, repack_changed
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.text.chat import watched_prompts
+from eagle_fsd.text.chat import encode_example_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +144,8 @@ class EagleFSD:
             weights_cache=weights_cache,
         )
         movable = device_map is not None  # a packed layer would be packed again wherever it goes
-        library = remembered_library(model) if pack and not movable else None
-        pack_linears(model, library)
+        backend = find_fastest_backend(model) if pack and not movable else None
+        pack_linears(model, backend)
         graphs = graphs and device_map is None and model.device.type == "cuda"
         target = TargetModel(model, Graphs(cuda_recorder(model.device)) if graphs else EAGER)
         drafts_in = head_dtype or target.dtype
@@ -153,7 +153,7 @@ class EagleFSD:
         if full_vocabulary:
             head.restrict(None)
         engine = cls(target, head, tokenizer, source.name, head_source.name, drafts_in)
-        pack_linears(engine.head, library)  # after its last move, which would pack it again
+        pack_linears(engine.head, backend)  # after its last move, which would pack it again
         engine.head_folder = head_source.folder
         return engine
 
@@ -304,7 +304,12 @@ class EagleFSD:
                     self.target, self.head, self.make_drafter, self._drafted, self.base_model
                 )
             choice = self._chooser(
-                wanted, lambda: watched_prompts(self.tokenizer) or prompts, rule, sampling, batch, context
+                wanted,
+                lambda: encode_example_prompts(self.tokenizer) or prompts,
+                rule,
+                sampling,
+                batch,
+                context,
             )
         logger.info("%s", choice)
         return choice
@@ -367,7 +372,7 @@ class EagleFSD:
         sampling = SamplingConfig(temperature, top_k, top_p)
         if isinstance(rule, AutoThreshold):
             found = self.calibration(sampling)
-            rule = Fuzzy.calibrated(found, **asdict(rule))
+            rule = Fuzzy.from_calibration(found, **asdict(rule))
             tree = found.tree if isinstance(tree, AutoTree) else tree
         if rule is not None:
             self.require_rule(rule)
@@ -378,7 +383,7 @@ class EagleFSD:
             ).tree
         self._check_tree(tree, prompts.lengths)
         for part in filter(None, (self.target.model, self.head)):
-            pack_changed(part)
+            repack_changed(part)
         request = Request(
             tokens=prompts.tokens.to(self.device),
             lengths=prompts.lengths,
@@ -456,7 +461,7 @@ class EagleFSD:
         stats: list[GenerationStats],
         **settled: Any,
     ) -> GenerationOutput:
-        added = right_padded(new_tokens, self.pad_token_id).to(input_ids.device)
+        added = pad_right(new_tokens, self.pad_token_id).to(input_ids.device)
         sequences = torch.cat((input_ids, added), dim=1)
         return GenerationOutput(sequences, new_tokens, stats, **settled)
 

@@ -80,7 +80,7 @@ def answer_prompt(
     answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree), stream.rule)
     if options["temperature"]:
         answer.seed = "/".join(map(str, options["seed"][0]))
-    answer.unheeded = ", ".join(model.target.unheeded)
+    answer.ignored_defaults = ", ".join(model.target.ignored_defaults)
     if args.baseline:
         warm_up(model, input_ids, {**options, "tree": stream.tree})
     detokenizer = Detokenizer(model.tokenizer, context=input_ids[0].tolist() if args.raw else ())

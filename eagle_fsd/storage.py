@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from eagle_fsd.files.atomic import cache_folder, read_records
-from eagle_fsd.files.records import LIBRARIES, TREES, cache_file
+from eagle_fsd.files.records import BACKENDS_FILE, TREES_FILE, cache_file
 from eagle_fsd.hub import weights_cache
 
 ALL, WEIGHTS, MEASUREMENTS = "all", "weights", "measurements"
@@ -34,17 +34,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def lines() -> list[str]:
+def describe_storage() -> list[str]:
     """What is kept, for people."""
     found = [f"{cache_folder()}"]
-    for name in (TREES, LIBRARIES):
+    for name in (TREES_FILE, BACKENDS_FILE):
         if (file := cache_file(name)).is_file():
             records = read_records(file)
             found.append(f"  {name}: {len(records)} measurements, {file.stat().st_size / 1e6:.1f} MB")
     for folder in reversed(weights_cache.folders()):
         record = read_records(folder / weights_cache.RECORD)
         used = datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "minutes")
-        size = weights_cache.size_of(folder) / 1e6
+        size = weights_cache.folder_size(folder) / 1e6
         dtype = str(record.get("dtype")).removeprefix("torch.")
         name = f"{weights_cache.FOLDER}/{folder.name}"
         found.append(f"  {name}: {record.get('gguf')} in {dtype}, {size:.0f} MB, used {used}")
@@ -56,7 +56,7 @@ def clear(what: str) -> None:
     if what in (ALL, WEIGHTS):
         weights_cache.clear()
     if what in (ALL, MEASUREMENTS):
-        for name in (TREES, LIBRARIES):
+        for name in (TREES_FILE, BACKENDS_FILE):
             file = cache_file(name)
             file.unlink(missing_ok=True)  # not its lock, which another process may hold
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.clear is not None:
             clear(args.clear)
-        sys.stdout.write("\n".join(lines()) + "\n")
+        sys.stdout.write("\n".join(describe_storage()) + "\n")
     except (OSError, RuntimeError) as error:
         sys.stderr.write(f"python -m eagle_fsd.storage: error: {error}\n")
         return 2

@@ -13,7 +13,7 @@ from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.evaluation.cli import load_engine, model_parser
 from eagle_fsd.evaluation.measure.hardware_limits import forwards, machine, table
 from eagle_fsd.files.provenance import provenance
-from eagle_fsd.runtime.packed_linear import libraries_of
+from eagle_fsd.runtime.packed_linear import backend_names
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     print(
         f"{made['device']}, {made['threads']} threads, {str(engine.dtype).removeprefix('torch.')}: "
         f"{here.bandwidth / 1e9:.1f} GB/s, {here.rate / 1e9:.0f} GFLOP/s; "
-        f"linear layers {' and '.join(libraries_of(engine.target.model)) or 'as loaded'}; milliseconds\n"
+        f"linear layers {' and '.join(backend_names(engine.target.model)) or 'as loaded'}; milliseconds\n"
     )
     print(table(found))
     print(f"\ndrafts over {drafted} tokens: first level, each further one")

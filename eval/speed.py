@@ -28,7 +28,7 @@ from eagle_fsd.evaluation.report.plots import plot_speed, require_matplotlib
 from eagle_fsd.evaluation.report.speed_ratios import results, table
 from eagle_fsd.files.jsonl import append_row
 from eagle_fsd.files.provenance import provenance
-from eagle_fsd.runtime.packed_linear import libraries_of
+from eagle_fsd.runtime.packed_linear import backend_names
 from eagle_fsd.target.model import TargetModel
 
 METHODS = ("hf", "hf-compiled", "lookup", "plain", "lossless")
@@ -102,7 +102,7 @@ def main() -> None:
         return {"log_likelihood": sum(known) / len(known) if known else None}
 
     made = {"base_model": engine.base_model, "ea_model": engine.ea_model}
-    made |= {"draft_vocab_size": engine.draft_vocab_size, "packed": libraries_of(engine.target.model)}
+    made |= {"draft_vocab_size": engine.draft_vocab_size, "packed": backend_names(engine.target.model)}
     made |= provenance(engine.device)
     rows = []
     file = arguments.output / "rows.jsonl"
@@ -121,7 +121,7 @@ def main() -> None:
 @functools.cache
 def stock_target(engine: EagleFSD, base_model: str) -> TargetModel:
     """The target as Hugging Face loads it; the engine's own where nothing of it is packed."""
-    if not libraries_of(engine.target.model):
+    if not backend_names(engine.target.model):
         return engine.target
     return TargetModel(hub.load_target(base_model, engine.dtype, engine.device)[0])
 

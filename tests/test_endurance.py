@@ -16,7 +16,7 @@ import torch
 from support.tiny_models import prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, TreeConfig
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.target.model import TargetModel
 
@@ -71,7 +71,7 @@ def leave_a_batch(engine: EagleFSD, ids: torch.Tensor, settings: dict[str, Any])
 
 def generate_a_batch(engine: EagleFSD, ids: torch.Tensor, settings: dict[str, Any]) -> None:
     rows = [row.tolist()[: 1 + place] for place, row in enumerate(ids.expand(3, -1))]
-    engine.generate(*left_padded(rows, 0), **settings)
+    engine.generate(*pad_left(rows, 0), **settings)
 
 
 def generate(engine: EagleFSD, ids: torch.Tensor, settings: dict[str, Any]) -> None:

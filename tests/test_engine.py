@@ -28,9 +28,9 @@ from support.tiny_models import (
 )
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical, hub
-from eagle_fsd.core.padding import left_padded, right_padded
+from eagle_fsd.core.padding import pad_left, pad_right
 from eagle_fsd.hub import save_head
-from eagle_fsd.runtime.matmul_backends import library_for
+from eagle_fsd.runtime.matmul_backends import backend_for
 from eagle_fsd.runtime.packed_linear import PackedLinear
 from eagle_fsd.target.model import TargetModel
 
@@ -59,9 +59,9 @@ def texts() -> list[list[int]]:
 
 def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
     if side == "left":
-        return left_padded(PROMPTS, pad=PAD)
+        return pad_left(PROMPTS, pad=PAD)
     lengths = torch.tensor(LENGTHS)[:, None]
-    return right_padded(PROMPTS, PAD), (torch.arange(max(LENGTHS)) < lengths).long()
+    return pad_right(PROMPTS, PAD), (torch.arange(max(LENGTHS)) < lengths).long()
 
 
 def padded_on_both_sides() -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,7 +208,7 @@ def test_a_stream_is_generate_step_by_step(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_batchs_stream_is_generate_step_by_step(temperature: float) -> None:
-    ids, mask = left_padded(PROMPTS, PAD)
+    ids, mask = pad_left(PROMPTS, PAD)
     settings = {"max_new_tokens": NEW_TOKENS, "temperature": temperature, "seed": 5, "tree": TREE}
     whole = engine().generate(ids, mask, **settings)
     stream = engine().stream_batch(ids, mask, **settings)
@@ -317,7 +317,7 @@ def test_a_stream_that_is_left_frees_its_texts(way: str) -> None:
 
 
 def test_a_stream_takes_padding_and_stops() -> None:
-    ids, mask = left_padded([PROMPTS[0], PROMPTS[1]], pad=PAD)
+    ids, mask = pad_left([PROMPTS[0], PROMPTS[1]], pad=PAD)
     end = texts()[0][6]
     chunks = list(engine().stream(ids[:1], mask[:1], max_new_tokens=NEW_TOKENS, eos_token_id=end))
     wanted = texts()[0][: texts()[0].index(end) + 1]
@@ -388,7 +388,7 @@ def test_what_a_models_defaults_ask_and_do_not_get_is_said_once_by_name(
     own.generate([PROMPTS[0]], max_new_tokens=4)
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "asks for repetition_penalty=1.5, suppress_tokens=[3, 4], which is not done here" in said
-    assert own.target.unheeded == {"repetition_penalty": 1.5, "suppress_tokens": [3, 4]}
+    assert own.target.ignored_defaults == {"repetition_penalty": 1.5, "suppress_tokens": [3, 4]}
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_what_a_models_defaults_ask_and_do_not_get_is_said_once_by_name(
 def test_defaults_that_ask_for_nothing_else_are_no_warning(
     defaults: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert with_defaults(**defaults).target.unheeded == {}
+    assert with_defaults(**defaults).target.ignored_defaults == {}
     assert not [record for record in caplog.records if record.levelno == logging.WARNING]
 
 
@@ -426,7 +426,7 @@ def test_every_processor_that_a_generation_config_makes_is_known(caplog: pytest.
         alone = own.target.model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
         if alone[0, prompt.shape[1] :].tolist() != texts()[1][:9]:
             changed.append(name)
-            assert list(own.target.unheeded) == [name]
+            assert list(own.target.ignored_defaults) == [name]
     assert len(changed) >= 8, changed
 
 
@@ -538,7 +538,7 @@ def test_a_head_in_training_stays_there() -> None:
 def test_a_text_ends_where_the_positions_do(drafting: str) -> None:
     prompts = prompts_of((20, 31, 4))
     wanted = [greedy_alone(gpt2().target.model, [prompt], 32 - len(prompt))[0] for prompt in prompts]
-    ids, mask = left_padded(prompts, pad=0)
+    ids, mask = pad_left(prompts, pad=0)
     maker = gpt2() if drafting == "head" else KnowingEngine(gpt2().target, wanted, reach=None)
     out = maker.generate(ids, mask, max_new_tokens=100, tree=TREE)
     assert out.new_tokens == wanted
@@ -753,7 +753,7 @@ def test_weights_are_packed_and_a_list_of_tokens_is_kept_unless_told_otherwise(t
     usual = EagleFSD.from_pretrained(*places, device="cpu")
     other = EagleFSD.from_pretrained(*places, device="cpu", pack=False, full_vocabulary=True)
     assert (usual.draft_vocab_size, other.draft_vocab_size) == (9, None)
-    for loaded, packed in ((usual, library_for(torch.zeros(1, 1)) is not None), (other, False)):
+    for loaded, packed in ((usual, backend_for(torch.zeros(1, 1)) is not None), (other, False)):
         layers = [*loaded.target.model.modules(), *loaded.head.modules()]
         assert any(isinstance(layer, PackedLinear) for layer in layers) == packed
         assert isinstance(loaded.target.lm_head, PackedLinear) == packed

@@ -64,7 +64,7 @@ class ScriptedModel:
 
     base_model, ea_model, dtype, device = "scripted", "head", torch.float32, torch.device("cpu")
     draft_vocab_size: int | None = None
-    target = SimpleNamespace(unheeded={})
+    target = SimpleNamespace(ignored_defaults={})
 
     def __init__(self, reply: str = REPLY, per_step: int = 3) -> None:
         self.tokenizer = Bytes()
@@ -331,7 +331,7 @@ def test_baseline(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
 
 def test_a_baseline_says_what_it_leaves_out(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
     """Hugging Face's `generate` with the model's own defaults would be another text."""
-    model.target = SimpleNamespace(unheeded={"repetition_penalty": 1.1, "min_length": 3})
+    model.target = SimpleNamespace(ignored_defaults={"repetition_penalty": 1.1, "min_length": 3})
     _, _, err = run(capsys, "--baseline", "Hello?")
     assert "; target alone without repetition_penalty, min_length: " in err
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from eagle_fsd import storage
-from eagle_fsd.files.records import LIBRARIES, recall, remember
+from eagle_fsd.files.records import BACKENDS_FILE, recall, remember
 from eagle_fsd.hub import weights_cache
 
 
@@ -17,9 +17,9 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
     remember("a", 1)
     remember("b", 2)
-    remember("c", "MKL", LIBRARIES)
+    remember("c", "MKL", BACKENDS_FILE)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    origin = weights_cache.origin_of(tmp_path / "model.gguf", [], "a test")
+    origin = weights_cache.find_origin(tmp_path / "model.gguf", [], "a test")
     weights_cache.keep(origin, "torch.float32", 3, lambda folder: (folder / "weights").write_bytes(b"abc"))
     return tmp_path / "cache"
 

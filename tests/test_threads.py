@@ -14,7 +14,7 @@ from support.tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 from torch import nn
 
 from eagle_fsd import EagleFSD, Lossless, TreeConfig
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.target.model import TargetModel
 
@@ -82,7 +82,7 @@ def test_the_owner_may_use_the_model_meanwhile() -> None:
     """Hugging Face's own `generate` on a padded batch, whose masks depend on what the config says."""
     engine = engine_of()
     model = engine.target.model
-    ids, mask = left_padded(PROMPTS, 0)
+    ids, mask = pad_left(PROMPTS, 0)
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     wanted = model.generate(ids, attention_mask=mask, **options)
     ours = engine.generate(ids, mask, max_new_tokens=NEW, tree=TREE).new_tokens

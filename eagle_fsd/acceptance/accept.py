@@ -58,22 +58,22 @@ class Verified:
     sampling: SamplingConfig
 
     @classmethod
-    def of(cls, tree: DraftTree, logits: Tensor, sampling: SamplingConfig, eos: Tensor) -> Verified:
+    def from_logits(cls, tree: DraftTree, logits: Tensor, sampling: SamplingConfig, eos: Tensor) -> Verified:
         """What a target's logits [B, N, V] float32 say of a tree, under the user's sampling."""
         return cls(tree, logits, None if sampling.greedy else warp(logits, sampling), eos, sampling)
 
-    def of_token(self, table: Tensor) -> Tensor:
+    def at_token(self, table: Tensor) -> Tensor:
         """What a table [B, N, V] has for each node's token at its parent: [B, N]; of the root nothing."""
         rows = torch.arange(len(table), device=table.device)[:, None]
         return table[rows, self.tree.parents.clamp(min=0), self.tree.tokens]
 
-    def of_parent(self, table: Tensor) -> Tensor:
+    def at_parent(self, table: Tensor) -> Tensor:
         """What a table [B, N] has for each node's parent: [B, N]; of the root nothing."""
         return table.gather(1, self.tree.parents.clamp(min=0))
 
     def log_p(self) -> Tensor:
         """Raw log p [B, N] of every node's token at its parent."""
-        return self.of_token(self.logits) - self.of_parent(self.logits.logsumexp(-1))
+        return self.at_token(self.logits) - self.at_parent(self.logits.logsumexp(-1))
 
     def gains(self) -> Tensor:
         """How many drafted tokens the target's own draws are expected to accept below every node: [B, N].
@@ -82,9 +82,9 @@ class Verified:
         gain), p after the user's warpers.
         """
         if self.probs is None:
-            p = (self.of_parent(self.logits.argmax(-1)) == self.tree.tokens).float()
+            p = (self.at_parent(self.logits.argmax(-1)) == self.tree.tokens).float()
         else:
-            p = self.of_token(self.probs)
+            p = self.at_token(self.probs)
         below = self.tree.children.to(p.dtype)  # [B, N, N]
         gains = torch.zeros_like(p)
         for _ in range(self.tree.depth):
@@ -97,7 +97,7 @@ class Verified:
         They must have p > 0 after the user's warpers; when greedy, the raw p decides.
         """
         raw = self.probs is None
-        allowed = self.of_token(self.logits) > -torch.inf if raw else self.of_token(self.probs) > 0
+        allowed = self.at_token(self.logits) > -torch.inf if raw else self.at_token(self.probs) > 0
         if exact_eos:
             # torch.isin makes the host wait for the device where there are more than a few end tokens.
             allowed &= ~(self.tree.tokens[..., None] == self.eos).any(-1)
@@ -140,14 +140,14 @@ class Lossless:
         return None
 
 
-def of_owners(tree: DraftTree, values: Tensor, missing: float | bool) -> Tensor:
+def scatter_to_owners(tree: DraftTree, values: Tensor, missing: float | bool) -> Tensor:
     """What a table [B, M] has for each draft distribution, at its node: [B, N]; `missing` at the others."""
     nodes = tree.tokens.shape[1]
     table = values.new_full((len(values), nodes + 1), missing)  # padded owners fall into the last column
     return table.scatter_(1, torch.where(tree.owners >= 0, tree.owners, nodes), values)[:, :nodes]
 
 
-def likeliest(tree: DraftTree, eligible: Tensor, scores: Tensor) -> Tensor:
+def likeliest_chances(tree: DraftTree, eligible: Tensor, scores: Tensor) -> Tensor:
     """Chances [B, N] of a rule that follows, of eligible siblings [B, N], the one of the largest score."""
     eligible = tree.children & eligible[:, None, :]  # [B, N, N]
     ranked = scores.nan_to_num(nan=-torch.inf)[:, None, :].clamp(min=torch.finfo(scores.dtype).min)
@@ -156,7 +156,7 @@ def likeliest(tree: DraftTree, eligible: Tensor, scores: Tensor) -> Tensor:
     return torch.zeros_like(scores).scatter_(1, torch.where(eligible.any(-1), best, 0), 1.0)
 
 
-def proportional(tree: DraftTree, eligible: Tensor, log_q: Tensor) -> Tensor:
+def proportional_chances(tree: DraftTree, eligible: Tensor, log_q: Tensor) -> Tensor:
     """Chances [B, N] of a rule that draws from q among eligible siblings [B, N]."""
     eligible = tree.children & eligible[:, None, :]  # [B, N, N]
     weights = log_q[:, None, :].expand_as(eligible).masked_fill(~eligible, -torch.inf)

@@ -81,5 +81,5 @@ def judged(
     rule, sampling, depth, most = static
     tokens, parents, depths, log_q, owners, drafted, columns = parts
     tree = DraftTree(tokens, parents, depths, log_q, owners, depth, drafted, columns, most)
-    verified = Verified.of(tree, logits, sampling, eos)
+    verified = Verified.from_logits(tree, logits, sampling, eos)
     return verified, accept(rule, verified, Drawn(numbers), emitted)

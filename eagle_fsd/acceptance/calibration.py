@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.core.checks import one_line, require_integer, require_number, shown
+from eagle_fsd.core.checks import format_value, one_line, require_integer, require_number
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.fingerprints import differences
@@ -28,7 +28,7 @@ AGAIN = "make the file again"
 
 
 @dataclass(frozen=True)
-class Calibrated:
+class CalibratedThreshold:
     """A threshold that was really run, and what it did.
 
     tv: the mean per token over the calibration prompts; bound: its upper confidence bound; tau, lossless_tau:
@@ -48,7 +48,7 @@ class Calibrated:
     def __post_init__(self) -> None:
         for name in ("divergence", "mode", "child"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} is {shown(getattr(self, name))}: it must be a name; {AGAIN}")
+                raise ValueError(f"{name} is {format_value(getattr(self, name))}: it must be a name; {AGAIN}")
         for name in ("threshold", "tv", "bound", "tau", "lossless_tau", "min_gain"):
             require_number(name, getattr(self, name), 0.0, math.inf, AGAIN)
 
@@ -66,34 +66,36 @@ class Calibration:
     tree: TreeConfig
     confidence: float
     prompts: int
-    thresholds: Sequence[Calibrated]
+    thresholds: Sequence[CalibratedThreshold]
     made: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_number("confidence", self.confidence, 0.0, 1.0, AGAIN)
         require_integer("prompts", self.prompts, 0, AGAIN)
         if not (isinstance(self.models, Mapping) and isinstance(self.models.get("target"), Mapping)):
-            raise ValueError(f"models is {shown(self.models)}: it must name a target and a head; {AGAIN}")
+            raise ValueError(
+                f"models is {format_value(self.models)}: it must name a target and a head; {AGAIN}"
+            )
         if not isinstance(self.made, Mapping):
-            raise ValueError(f"made is {shown(self.made)}: it must be an object; {AGAIN}")
+            raise ValueError(f"made is {format_value(self.made)}: it must be an object; {AGAIN}")
 
     def find(
         self, quality_budget: float, divergence: str, mode: str, child: str, min_gain: float = 0.0
-    ) -> Calibrated:
+    ) -> CalibratedThreshold:
         """The largest threshold whose bound stays inside the budget; ValueError where there is none."""
         wanted = divergence, mode, child, min_gain
         mine = [one for one in self.thresholds if one.kind == wanted]
         if not mine:
-            kinds = sorted({described(one.kind) for one in self.thresholds})
+            kinds = sorted({format_kind(one.kind) for one in self.thresholds})
             raise ValueError(
-                f"threshold is auto for {described(wanted)}: it was calibrated for {'; '.join(kinds)}; "
+                f"threshold is auto for {format_kind(wanted)}: it was calibrated for {'; '.join(kinds)}; "
                 f"{REMEDY}"
             )
         inside = [one for one in mine if one.bound <= quality_budget]
         if not inside:
             least = min(one.bound for one in mine)
             raise ValueError(
-                f"quality_budget is {quality_budget:g}: the smallest bound that {described(wanted)} was "
+                f"quality_budget is {quality_budget:g}: the smallest bound that {format_kind(wanted)} was "
                 f"calibrated to is {least:.3g}; raise the budget, or calibrate for this one with "
                 "eval/calibrate.py"
             )
@@ -101,15 +103,15 @@ class Calibration:
 
     def require(self, models: Mapping[str, Any], sampling: SamplingConfig) -> None:
         """ValueError where it was made for other models, or for another way of sampling."""
-        if other := differences(without_names(self.models), without_names(models)):
+        if other := differences(drop_target_name(self.models), drop_target_name(models)):
             raise ValueError(
                 f"threshold is auto: {FILE} was made for another target or head ({one_line(other, 300)}); "
                 f"{REMEDY}"
             )
         if self.sampling != sampling:
             raise ValueError(
-                f"threshold is auto: it was calibrated at {spelled(self.sampling)}, and this is "
-                f"{spelled(sampling)}; sample as it was calibrated, {REMEDY}"
+                f"threshold is auto: it was calibrated at {format_sampling(self.sampling)}, and this is "
+                f"{format_sampling(sampling)}; sample as it was calibrated, {REMEDY}"
             )
 
     def write(self, path: Path) -> None:
@@ -126,24 +128,24 @@ def read_calibration(path: Path) -> Calibration:
         if data.pop("version", None) != VERSION:
             raise ValueError(f"it is not of version {VERSION}")
         data["sampling"], data["tree"] = SamplingConfig(**data["sampling"]), TreeConfig(**data["tree"])
-        data["thresholds"] = tuple(Calibrated(**one) for one in data["thresholds"])
+        data["thresholds"] = tuple(CalibratedThreshold(**one) for one in data["thresholds"])
         return Calibration(**data)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: is no calibration ({one_line(error, 200)}); {REMEDY}") from error
 
 
-def described(kind: Kind) -> str:
+def format_kind(kind: Kind) -> str:
     """A kind in words; the guard only where it is on."""
     *words, min_gain = kind
     return ", ".join([*words, *([f"min_gain {min_gain:g}"] if min_gain else [])])
 
 
-def without_names(models: Mapping[str, Any]) -> dict[str, Any]:
+def drop_target_name(models: Mapping[str, Any]) -> dict[str, Any]:
     """The same weights may have been loaded under another name."""
     target = {key: value for key, value in models["target"].items() if key != "name"}
     return {**models, "target": target}
 
 
-def spelled(sampling: SamplingConfig) -> str:
+def format_sampling(sampling: SamplingConfig) -> str:
     """temperature/top_k/top_p."""
     return f"{sampling.temperature:g}/{sampling.top_k}/{sampling.top_p:g}"

@@ -114,11 +114,11 @@ _LARGEST = {"js": _LN2, "tv": 1.0}
 
 def largest_value(name: str) -> float:
     """What a divergence never exceeds: a threshold of so much lets everything through, unmeasured."""
-    divergence_named(name)
+    get_divergence(name)
     return _LARGEST.get(name.removesuffix(f"_top{TOP_K}"), math.inf)
 
 
-def divergence_named(name: str) -> Divergence:
+def get_divergence(name: str) -> Divergence:
     """The function behind a name of DIVERGENCES; ValueError with all names otherwise."""
     if not isinstance(name, str) or name not in DIVERGENCES:
         raise ValueError(f"divergence {name!r} is not known; choose one of: {', '.join(DIVERGENCES)}")
@@ -131,7 +131,7 @@ def sparse_divergence(name: str, p_logits: Tensor, log_q: Tensor, drafted: Tenso
     Outcomes of one ratio p / q, here those of q = 0, can be merged without a change to any of _FULL (all are
     f-divergences), which leaves W + 1 outcomes of V. The top variants look at tokens one by one: all of them.
     """
-    divergence = divergence_named(name)
+    divergence = get_divergence(name)
     if drafted is None:
         return divergence(p_logits, log_q)
     if divergence not in _FULL:

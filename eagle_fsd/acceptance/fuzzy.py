@@ -9,8 +9,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eagle_fsd.acceptance.accept import Verified, likeliest, of_owners, proportional, require_guards
-from eagle_fsd.acceptance.divergence import divergence_named, largest_value, sparse_divergence
+from eagle_fsd.acceptance.accept import (
+    Verified,
+    likeliest_chances,
+    proportional_chances,
+    require_guards,
+    scatter_to_owners,
+)
+from eagle_fsd.acceptance.divergence import get_divergence, largest_value, sparse_divergence
 from eagle_fsd.core.checks import require_choice, require_number
 from eagle_fsd.core.config import CHILDREN, HYBRID
 
@@ -63,7 +69,7 @@ class Fuzzy:
         require_number(
             "threshold", self.threshold, 0.0, math.inf, "0 is lossless, inf always follows the draft"
         )
-        divergence_named(self.divergence)
+        get_divergence(self.divergence)
         require_choice("child", self.child, CHILDREN)
         require_number("min_p", self.min_p, 0.0, 1.0, "0 turns the guard off")
         require_number("max_overshoot", self.max_overshoot, 0.0, math.inf, "inf turns the guard off")
@@ -71,7 +77,7 @@ class Fuzzy:
         require_guards(self.mode, self.max_consecutive, self.exact_prefix)
 
     @classmethod
-    def calibrated(
+    def from_calibration(
         cls,
         calibration: Thresholds,
         quality_budget: float = 0.02,
@@ -89,29 +95,29 @@ class Fuzzy:
         # not a bound.
         if self.threshold == 0 or not verified.tree.owners.shape[1]:
             return None
-        eligible = verified.allowed(self.exact_eos) & verified.of_parent(self.close(verified))  # [B, N]
+        eligible = verified.allowed(self.exact_eos) & verified.at_parent(self.is_close(verified))  # [B, N]
         log_q = verified.tree.node_log_q()
         if self.min_p > 0:  # of the ratio to the largest p, the norm falls out
-            gap = verified.of_token(verified.logits) - verified.of_parent(verified.logits.amax(-1))
+            gap = verified.at_token(verified.logits) - verified.at_parent(verified.logits.amax(-1))
             eligible &= gap >= math.log(self.min_p)
         if self.max_overshoot < math.inf:
             eligible &= log_q.exp() <= self.max_overshoot * verified.log_p().exp()
         if self.min_gain > 0:
             eligible &= verified.gains() >= self.min_gain
         if self.child == "target":  # among siblings, the order of p is that of the logits
-            return likeliest(verified.tree, eligible, verified.of_token(verified.logits))
+            return likeliest_chances(verified.tree, eligible, verified.at_token(verified.logits))
         if self.child == "likeliest" or verified.sampling.greedy:
-            return likeliest(verified.tree, eligible, log_q)
-        return proportional(verified.tree, eligible, log_q)
+            return likeliest_chances(verified.tree, eligible, log_q)
+        return proportional_chances(verified.tree, eligible, log_q)
 
-    def close(self, verified: Verified) -> Tensor:
+    def is_close(self, verified: Verified) -> Tensor:
         """Where divergence(p, q) <= threshold: [B, N] bool; nowhere that p or q is no distribution.
 
         Under a threshold that the divergence cannot exceed nothing is measured but that.
         """
         if self.threshold < largest_value(self.divergence):
             return self.node_divergences(verified) <= self.threshold
-        drafted = of_owners(verified.tree, verified.tree.log_q.amax(-1).isfinite(), False)
+        drafted = scatter_to_owners(verified.tree, verified.tree.log_q.amax(-1).isfinite(), False)
         return drafted & verified.logits.amax(-1).isfinite()
 
     def node_divergences(self, verified: Verified) -> Tensor:
@@ -120,4 +126,4 @@ class Fuzzy:
         rows = torch.arange(len(tree.owners), device=tree.owners.device)[:, None]
         logits = verified.logits[rows, tree.owners.clamp(min=0)]  # [B, M, V]
         measured = sparse_divergence(self.divergence, logits, tree.log_q, tree.drafted)
-        return of_owners(tree, measured, torch.inf)
+        return scatter_to_owners(tree, measured, torch.inf)

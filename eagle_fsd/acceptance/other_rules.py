@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from eagle_fsd.acceptance.accept import Verified, likeliest, require_guards
+from eagle_fsd.acceptance.accept import Verified, likeliest_chances, require_guards
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.core.config import HYBRID, PAPER
 
@@ -42,12 +42,12 @@ class Typical:
         require_guards(self.mode, self.max_consecutive, self.exact_prefix)
 
     def chances(self, verified: Verified) -> Tensor:
-        log_p = tempered(verified)  # [B, N, V]
+        log_p = log_p_at_temperature(verified)  # [B, N, V]
         entropy = torch.special.entr(log_p.exp()).sum(-1)  # [B, N]
         bound = (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
-        log_p = verified.of_token(log_p)  # [B, N]
-        eligible = verified.allowed(self.exact_eos) & (log_p.exp() > verified.of_parent(bound))
-        return likeliest(verified.tree, eligible, log_p)
+        log_p = verified.at_token(log_p)  # [B, N]
+        eligible = verified.allowed(self.exact_eos) & (log_p.exp() > verified.at_parent(bound))
+        return likeliest_chances(verified.tree, eligible, log_p)
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class RelaxedTopK:
         require_guards(self.mode, self.max_consecutive, self.exact_prefix)
 
     def chances(self, verified: Verified) -> Tensor:
-        log_p = tempered(verified)  # [B, N, V]
+        log_p = log_p_at_temperature(verified)  # [B, N, V]
         best = log_p.topk(min(self.candidates, log_p.shape[-1]), dim=-1).values  # [B, N, K]
         bound = torch.maximum(best[..., -1].exp(), best[..., 0].exp() - self.margin)
-        log_p = verified.of_token(log_p)
-        eligible = verified.allowed(self.exact_eos) & (log_p.exp() >= verified.of_parent(bound))
-        return likeliest(verified.tree, eligible, log_p)
+        log_p = verified.at_token(log_p)
+        eligible = verified.allowed(self.exact_eos) & (log_p.exp() >= verified.at_parent(bound))
+        return likeliest_chances(verified.tree, eligible, log_p)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class SGLang:
         if verified.probs is None:
             return None
         allowed = verified.allowed(self.exact_eos)
-        p = torch.where(allowed, verified.of_token(verified.probs), 0.0)  # [B, N]
+        p = torch.where(allowed, verified.at_token(verified.probs), 0.0)  # [B, N]
         siblings = verified.tree.children  # [B, N, N]
         mine = siblings * p[:, None, :]
         through = (mine.cumsum(-1) / self.acc).clamp(max=1.0)  # the coins spent up to each sibling
@@ -145,8 +145,10 @@ class Cactus:
     def chances(self, verified: Verified) -> Tensor | None:
         if verified.probs is None or self.delta == 0:
             return None
-        drafted = likeliest(verified.tree, verified.allowed(self.exact_eos), verified.tree.node_log_q())
-        p = verified.of_token(verified.probs).clamp(0.0, 1.0)
+        drafted = likeliest_chances(
+            verified.tree, verified.allowed(self.exact_eos), verified.tree.node_log_q()
+        )
+        p = verified.at_token(verified.probs).clamp(0.0, 1.0)
         bonus = torch.sqrt(2 * self.delta * p * (1 - p))
         # Following x before the draw with chance c makes its probability p + c (1 - p).
         return drafted * (bonus / (1 - p).clamp(min=1e-9)).clamp(max=1.0)
@@ -190,7 +192,7 @@ class Ensemble:
         return torch.where(allowed, (1 - self.weight) * drafted, 0.0)
 
 
-def tempered(verified: Verified) -> Tensor:
+def log_p_at_temperature(verified: Verified) -> Tensor:
     """log p [B, N, V] at the sampling temperature, before top-k and top-p; at temperature 1 when greedy."""
     temperature = 1.0 if verified.sampling.greedy else verified.sampling.temperature
     return (verified.logits / temperature).log_softmax(-1)

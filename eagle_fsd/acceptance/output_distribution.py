@@ -17,7 +17,7 @@ from eagle_fsd.core.config import PAPER
 from eagle_fsd.core.sampling import warp
 
 
-def path_laws(verified: Verified, verdict: Verdict, mode: str) -> tuple[Tensor, Tensor]:
+def path_distributions(verified: Verified, verdict: Verdict, mode: str) -> tuple[Tensor, Tensor]:
     """The rule's law and the target's p at the nodes of the accepted path, both [B, depth + 1, V].
 
     Entries past the path's length mean nothing.

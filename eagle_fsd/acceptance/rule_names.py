@@ -23,7 +23,7 @@ RULES: dict[str, type[Any]] = {
 NAMES = {rule: name for name, rule in RULES.items()}
 
 
-def rule_named(name: str, **parameters: Any) -> AcceptanceRule:
+def build_rule(name: str, **parameters: Any) -> AcceptanceRule:
     """The rule of a name of RULES; ValueError for another name, or a parameter that it does not have."""
     if name not in RULES:
         raise ValueError(f"rule is {name!r}: it must be one of {', '.join(RULES)}; choose one")

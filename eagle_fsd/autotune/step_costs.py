@@ -19,14 +19,14 @@ from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.accept_step import Judge
 from eagle_fsd.autotune.tree_search import DEPTHS, Costs, Forwards, Observation, Rest, Witness
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.core.padding import right_padded
+from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.request import Observer, Request
 from eagle_fsd.drafting.drafter import Drafter, NoDrafter
-from eagle_fsd.runtime.timing import RECORDED, Call, disagreement, synchronizer, timed_in_turn
+from eagle_fsd.runtime.timing import RECORDED, Call, disagreement, synchronizer, time_in_turn
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -57,7 +57,7 @@ def run_texts(
     capacity = max(map(len, prompts)) + new_tokens + tree.total_tokens + 1
     drafter = make_drafter(len(prompts), capacity)
     request = Request(
-        tokens=right_padded(prompts, 0).to(target.device),
+        tokens=pad_right(prompts, 0).to(target.device),
         lengths=[len(prompt) for prompt in prompts],
         limits=[max(1, min(new_tokens, target.max_positions - len(prompt))) for prompt in prompts],
         eos_token_ids=eos_token_ids,
@@ -140,7 +140,7 @@ def measure_forwards(
 
     calls = {("verify", width): verify(width) for width in (1, *WIDTHS)}
     calls |= {("draft", (beam, depth)): draft(beam, depth) for beam in beams for depth in (1, LEVELS)}
-    repeats = timed_in_turn(calls, target.device, RECORDED if target.stepper.view else 1)
+    repeats = time_in_turn(calls, target.device, RECORDED if target.stepper.view else 1)
     median = {key: statistics.median(seconds) for key, seconds in repeats.items()}
     drafts = {}
     for beam in beams:

@@ -40,8 +40,8 @@ from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.fingerprints import models_identity
 from eagle_fsd.files.provenance import cores, processor
-from eagle_fsd.files.records import digest, recall, remember
-from eagle_fsd.runtime.packed_linear import libraries_of
+from eagle_fsd.files.records import recall, record_key, remember
+from eagle_fsd.runtime.packed_linear import backend_names
 from eagle_fsd.runtime.timing import BUSY
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.version import __version__
@@ -66,7 +66,7 @@ class TreeChooser:
         self.target, self.make_drafter, self.drafted = target, make_drafter, drafted
         device = target.device
         cpu = device.type == "cpu"
-        self.asks = cpu  # elsewhere the host would have to wait for the device; see graphs.may_ask
+        self.asks = cpu  # elsewhere the host would have to wait for the device; see host_can_read
         identity = models_identity(name, target.model, head)
         del identity["target"]["name"]  # the same weights may have been loaded from elsewhere
         self.models = [__version__, identity]
@@ -74,7 +74,7 @@ class TreeChooser:
         self.machine = {
             "torch": torch.__version__,
             "layers": sorted({type(layer).__name__ for layer in target.model.modules()}),  # quantised, say
-            "packed": libraries_of(target.model),
+            "packed": backend_names(target.model),
             "attention": target.config._attn_implementation,
             "device": [device.type, name_of, cores()],
             "placed": str(getattr(target.model, "hf_device_map", None)),
@@ -113,7 +113,7 @@ class TreeChooser:
             return choice, self.lasting
 
         setting = (repr(wanted), kind_of(rule), warpers(sampling), batch, context)
-        key = digest("choice", self.models, self.machine, *setting)
+        key = record_key("choice", self.models, self.machine, *setting)
         return self.measured(key, choose_now, dataclasses.asdict, unpacked_choice)
 
     def chosen(
@@ -151,7 +151,7 @@ class TreeChooser:
             self.announce()
             return observe(self.target, self.make_drafter, texts, rule, sampling, wide), tells(rule)
 
-        key = digest("observations", self.models, kind_of(rule), sampling.greedy, str(wide))
+        key = record_key("observations", self.models, kind_of(rule), sampling.greedy, str(wide))
         return self.measured(key, measure, packed_observations, unpacked_observations)
 
     def forwards(self, beams: Sequence[int], batch: int, context: int) -> Forwards:
@@ -162,7 +162,7 @@ class TreeChooser:
             found, spread = measure_forwards(self.target, self.make_drafter, beams, batch, context)
             return found, self.quiet(spread)
 
-        key = digest("forwards", self.models, self.machine, list(beams), batch, context)
+        key = record_key("forwards", self.models, self.machine, list(beams), batch, context)
         return self.measured(key, measure, packed_forwards, unpacked_forwards)
 
     def rest(self, beam: int, batch: int, rule: AcceptanceRule, sampling: SamplingConfig) -> Rest:
@@ -173,7 +173,7 @@ class TreeChooser:
             return found, self.quiet(spread) and tells(rule)
 
         setting = (min(8, beam), batch, kind_of_rest(rule), warpers(sampling))
-        key = digest("rest", self.models, self.machine, *setting)
+        key = record_key("rest", self.models, self.machine, *setting)
         return self.measured(key, measure, dataclasses.asdict, lambda found: Rest(**found))
 
     def announce(self) -> None:

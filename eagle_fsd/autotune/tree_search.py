@@ -171,10 +171,10 @@ class Grown:
 
     def cut(self, tree: TreeConfig, asks: bool = True) -> Cut:
         """At the tree's min_confidence, its size aside; asks: see `choose`."""
-        levels = 1 + sum(score >= tree.least_parent for score in self.beams[:-1])
+        levels = 1 + sum(score >= tree.min_parent_score for score in self.beams[:-1])
         accepted = [0]
         for score, depth, taken in zip(self.scores, self.depths, self.taken, strict=True):
-            if depth <= levels and score >= tree.least_score:
+            if depth <= levels and score >= tree.min_score:
                 accepted.append(accepted[-1] + taken)
         whole = not asks or not tree.min_confidence
         return Cut(tree.depth if whole else levels, accepted, whole)

@@ -34,7 +34,7 @@ class Answer:
     text: str = ""
     interrupted: bool = False
     seed: str | None = None  # as --seed takes it; None where nothing was sampled
-    unheeded: str = ""  # what the model's generation_config asks for and nobody did
+    ignored_defaults: str = ""  # what the model's generation_config asks for and nobody did
     baseline: GenerationStats | None = None
     baseline_ids: list[int] | None = None
 
@@ -108,7 +108,7 @@ def summary(answer: Answer) -> str:
         name = f"{fields['divergence']} <= {fields['threshold']} {fields['mode']}"
     else:
         name = "lossless" if fields["threshold"] == 0 else fields["rule"]
-    line = speed(stats, len(answer.token_ids))
+    line = format_speed(stats, len(answer.token_ids))
     accepts = "relaxed" if fields["threshold"] is None else "fuzzy"
     line += f", tau {stats.tau:.2f}, {stats.fuzzy_accepts} {accepts} accepts, {name}, tree {answer.tree}"
     if answer.seed is not None:
@@ -117,13 +117,13 @@ def summary(answer: Answer) -> str:
         line += ", interrupted"
     if answer.baseline is not None and answer.baseline_ids is not None:
         same = "the same text" if answer.baseline_ids == answer.token_ids else "another text"
-        without = f" without {answer.unheeded}" if answer.unheeded else ""
-        line += f"; target alone{without}: {speed(answer.baseline, len(answer.baseline_ids))}, {same}"
+        without = f" without {answer.ignored_defaults}" if answer.ignored_defaults else ""
+        line += f"; target alone{without}: {format_speed(answer.baseline, len(answer.baseline_ids))}, {same}"
         line += f"; speed ratio {answer.speedup:.2f}" if answer.speedup is not None else ""
     return line
 
 
-def speed(stats: GenerationStats, tokens: int) -> str:
+def format_speed(stats: GenerationStats, tokens: int) -> str:
     return (
         f"{tokens} token{'s' * (tokens != 1)} in {stats.seconds:.1f} s ({stats.tokens_per_second:.1f} tok/s)"
     )

@@ -22,7 +22,7 @@ RULE_FLAGS = (
 
 def make_rule(args: argparse.Namespace) -> AcceptanceRule | AutoThreshold:
     """The rule that the flags name, with its defaults (threshold 0); a flag of another rule is refused."""
-    from eagle_fsd.acceptance.rule_names import RULES, rule_named
+    from eagle_fsd.acceptance.rule_names import RULES, build_rule
 
     given = {name: getattr(args, name) for name in RULE_FLAGS if getattr(args, name) is not None}
     auto = args.rule == "fuzzy" and args.threshold == AUTO
@@ -39,7 +39,7 @@ def make_rule(args: argparse.Namespace) -> AcceptanceRule | AutoThreshold:
         return AutoThreshold(**given)
     if args.rule == "fuzzy":
         given.setdefault("threshold", 0.0)
-    return rule_named(args.rule, **given)
+    return build_rule(args.rule, **given)
 
 
 def make_tree(args: argparse.Namespace) -> TreeConfig | AutoTree:

@@ -119,7 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("acceptance")
     group.add_argument(
         "--threshold",
-        type=auto_or(float, "a number"),
+        type=parse_auto_or(float, "a number"),
         metavar="T",
         help="follow the draft where divergence(p, q) <= T (default: 0, lossless); auto: the largest that "
         "the head's calibration knows to keep within --quality-budget",
@@ -226,7 +226,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--total-tokens",
         "--total-token",
-        type=auto_or(int, "a number of nodes"),
+        type=parse_auto_or(int, "a number of nodes"),
         default=AUTO,
         metavar="N",
         help="nodes in a verify forward, root included; 1: plain decoding; auto: the size that is fastest on "
@@ -273,7 +273,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def auto_or(kind: Callable[[str], float], what: str) -> Callable[[str], float | str]:
+def parse_auto_or(kind: Callable[[str], float], what: str) -> Callable[[str], float | str]:
     """The reader of a flag that takes `what`, or auto."""
 
     def read(text: str) -> float | str:

@@ -20,7 +20,7 @@ def require_integer(name: str, value: object, minimum: int, remedy: str, maximum
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_integer or value < minimum or (maximum is not None and value > maximum):
         span = f"of at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
-        raise ValueError(f"{name} is {shown(value)}: it must be an integer {span}; {remedy}")
+        raise ValueError(f"{name} is {format_value(value)}: it must be an integer {span}; {remedy}")
 
 
 def require_number(name: str, value: object, low: float, high: float, remedy: str) -> None:
@@ -32,16 +32,18 @@ def require_number(name: str, value: object, low: float, high: float, remedy: st
         inside = False
     if not inside:
         span = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
-        raise ValueError(f"{name} is {shown(value)}: it must be a number {span}; {remedy}")
+        raise ValueError(f"{name} is {format_value(value)}: it must be a number {span}; {remedy}")
 
 
 def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ValueError unless `value` is one of the names."""
     if value not in choices:
-        raise ValueError(f"{name} is {shown(value)}: it must be one of {', '.join(choices)}; choose one")
+        raise ValueError(
+            f"{name} is {format_value(value)}: it must be one of {', '.join(choices)}; choose one"
+        )
 
 
-def shown(value: object) -> str:
-    """A wrong value for an error line: a file may hold one of any length, which is cut."""
+def format_value(value: object, limit: int = 60) -> str:
+    """Return repr(value), cut at `limit` characters: a value from a file may be of any length."""
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

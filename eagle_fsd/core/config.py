@@ -78,17 +78,17 @@ class TreeConfig:
         return self.top_k + (self.depth - 1) * self.top_k**2
 
     @property
-    def least_score(self) -> float:
+    def min_score(self) -> float:
         """The cumulative log-probability of a node of min_confidence."""
         return math.log(self.min_confidence) if self.min_confidence else -math.inf
 
     @property
-    def least_parent(self) -> float:
+    def min_parent_score(self) -> float:
         """That of a node below which a level is drafted: below less, at most one child has min_confidence.
 
         Twice, for it is fastest; one and three times were measured too (eval/SPEED.md).
         """
-        return self.least_score + math.log(2)
+        return self.min_score + math.log(2)
 
     def __str__(self) -> str:
         sizes = f"{self.total_tokens}/{self.depth}/{self.top_k}"

@@ -49,6 +49,6 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
     return found
 
 
-def may_ask(tensor: Tensor) -> bool:
+def host_can_read(tensor: Tensor) -> bool:
     """Whether to choose a way by what a tensor holds: free on a CPU, elsewhere the host would wait."""
     return tensor.device.type == "cpu"

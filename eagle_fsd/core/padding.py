@@ -10,7 +10,7 @@ from torch import Tensor
 from eagle_fsd.core.checks import one_line
 
 
-def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
     """input_ids and attention_mask [B, longest] of prompts, padded on the left."""
     width = max(map(len, rows))
     ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device="cpu")
@@ -18,7 +18,7 @@ def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor
     return ids, mask
 
 
-def right_padded(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
+def pad_right(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
     """[B, longest] of token lists, padded on the right."""
     width = max(map(len, rows))
     padded = [list(row) + [pad] * (width - len(row)) for row in rows]
@@ -48,7 +48,7 @@ def as_ids(input_ids: object) -> Tensor:
     return ids.to(torch.int64)
 
 
-def inferred_mask(input_ids: Tensor, pad: int | None, end_tokens: Sequence[int]) -> Tensor | None:
+def infer_mask(input_ids: Tensor, pad: int | None, end_tokens: Sequence[int]) -> Tensor | None:
     """The attention_mask [B, L] that `generate` of Hugging Face assumes where none is given.
 
     Pad tokens are padding, unless the model names none or one that also ends texts. None: all is text.

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_fsd.core.config import SamplingConfig
-from eagle_fsd.core.devices import may_ask
+from eagle_fsd.core.devices import host_can_read
 
 _BLOCK = 256  # draw() looks for the block first, then inside it
 _HEAD = 1024  # as many of the likeliest tokens as top-p alone looks at first
@@ -38,7 +38,7 @@ def warp(logits: Tensor, config: SamplingConfig) -> Tensor:
         return torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter_(-1, best, 1.0)
     logits = logits.float()
     # A few tokens stay: on a CPU, where asking about ties is free, the others are never touched.
-    if 0 < config.top_k < logits.shape[-1] and may_ask(logits):
+    if 0 < config.top_k < logits.shape[-1] and host_can_read(logits):
         top = logits.topk(config.top_k + 1, dim=-1)
         if bool((top.values[..., -2] > top.values[..., -1]).all()):
             return _warp_top(logits, top.values[..., :-1], top.indices[..., :-1], config)
@@ -63,7 +63,7 @@ class Uniforms(Protocol):
 Seed = int | Sequence[int | tuple[int, int]]
 
 
-def streams_of(seed: Seed, batch: int) -> list[tuple[int, int]]:
+def row_streams(seed: Seed, batch: int) -> list[tuple[int, int]]:
     """The (seed, row) pair that names each row's stream of random numbers.
 
     An int s gives row r the stream (s, r). A sequence names each row's stream itself: a pair as it is, an int
@@ -95,7 +95,7 @@ def fresh_seed() -> int:
 
 
 class RowRandom:
-    """One stream of uniform numbers per row of a batch, named by a (seed, row) pair; see `streams_of`.
+    """One stream of uniform numbers per row of a batch, named by a (seed, row) pair; see `row_streams`.
 
     Streams of different pairs are independent (numpy's SeedSequence), and a stream is the same on every
     device and in every batch.
@@ -105,7 +105,7 @@ class RowRandom:
         self.device = torch.device(device)
         self._generators = [
             np.random.Generator(np.random.PCG64(np.random.SeedSequence(one, spawn_key=(row,))))
-            for one, row in streams_of(seed, batch)
+            for one, row in row_streams(seed, batch)
         ]
 
     def select(self, rows: Sequence[int]) -> None:
@@ -184,7 +184,7 @@ def _top_p(scores: Tensor, top_p: float) -> Tensor:
     """
     budget = 1.0 - top_p
     # Sorting a large vocabulary costs a CPU as much as a small model: mostly the head of it is enough.
-    if may_ask(scores) and scores.shape[-1] > 4 * _HEAD:
+    if host_can_read(scores) and scores.shape[-1] > 4 * _HEAD:
         top = scores.topk(_HEAD, dim=-1).values
         probs = (top - scores.logsumexp(-1, keepdim=True)).exp().flip(-1)  # [..., 1024], ascending
         below = (1.0 - probs.sum(-1, keepdim=True)).clamp_min(0.0)
@@ -226,6 +226,6 @@ def _survivors(scores: Tensor, top: Tensor, kept: Tensor, ties: Tensor | int = 0
     equal = scores == lowest
     places = ((top == lowest) & kept).sum(-1, keepdim=True) + ties
     surplus = equal.sum(-1, keepdim=True) - places  # [..., 1], 0 unless the cut goes through a tie
-    if may_ask(surplus) and not surplus.any():
+    if host_can_read(surplus) and not surplus.any():
         return scores >= lowest
     return (scores > lowest) | (equal & (equal.cumsum(-1, dtype=torch.int32) > surplus))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.devices import may_ask
+from eagle_fsd.core.devices import host_can_read
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def build_tree(
     log_q: Tensor,
     owners: Tensor,
     drafted: Tensor | None = None,
-    least_score: float = -torch.inf,
+    min_score: float = -torch.inf,
 ) -> DraftTree:
     """Keep the best total_tokens - 1 candidates below roots [B], of those with at least such a score.
 
@@ -125,12 +125,12 @@ def build_tree(
     nodes needs; fillers make up what others lack.
     """
     count = total_tokens - 1
-    if least_score > -torch.inf and may_ask(pool.scores):
-        count = min(count, int((pool.scores >= least_score).sum(1).amax()))
+    if min_score > -torch.inf and host_can_read(pool.scores):
+        count = min(count, int((pool.scores >= min_score).sum(1).amax()))
     kept = rerank(pool.scores, count)  # [B, N-1] candidate indices
     # No score exceeds its parent's: below a filler there are fillers. They go last, so that a row's own nodes
     # are numbered as they are without them.
-    filler, order = (pool.scores.gather(1, kept) < least_score).sort(dim=1, stable=True)
+    filler, order = (pool.scores.gather(1, kept) < min_score).sort(dim=1, stable=True)
     kept = kept.gather(1, order)
     node_of = torch.full_like(pool.columns, -1)  # [B, C] node index of a candidate
     node_of.scatter_(1, kept, torch.arange(1, count + 1, device=kept.device).expand_as(kept))
@@ -144,7 +144,7 @@ def build_tree(
     expanded = nodes_of_candidates(owners, node_of)  # [B, E]
     has_children = children(parents).any(-1)  # [B, N]
     used = (expanded >= 0) & has_children.gather(1, expanded.clamp(min=0))
-    needed = int(used.sum(1).amax()) if may_ask(used) else min(owners.shape[1], count)
+    needed = int(used.sum(1).amax()) if host_can_read(used) else min(owners.shape[1], count)
     rows = used.sort(dim=1, descending=True, stable=True).indices[:, :needed]
     columns = pool.columns.gather(1, kept)
     return DraftTree(

@@ -12,7 +12,7 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.core.padding import inferred_mask, unpad
+from eagle_fsd.core.padding import infer_mask, unpad
 from eagle_fsd.target.model import TargetModel
 
 
@@ -35,7 +35,7 @@ class Prompts:
         """
         require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
         if attention_mask is None:
-            attention_mask = inferred_mask(input_ids, target.pad_token_id, target.eos_token_ids)
+            attention_mask = infer_mask(input_ids, target.pad_token_id, target.eos_token_ids)
         tokens, lengths = unpad(input_ids, attention_mask, target.vocab_size)
         limits = [min(max_new_tokens, room(target, row, length)) for row, length in enumerate(lengths)]
         return cls(tokens, lengths, limits)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_fsd.core.checks import require_integer
-from eagle_fsd.runtime.packed_linear import PackedLinear, linear_of_rows
+from eagle_fsd.runtime.packed_linear import PackedLinear, take_rows
 
 
 class Ends(Protocol):
@@ -27,7 +27,7 @@ class Ends(Protocol):
 
     def logits(self, features: Tensor) -> Tensor: ...
 
-    def transformed(self, logits: Tensor) -> Tensor: ...
+    def transform_logits(self, logits: Tensor) -> Tensor: ...
 
 
 class DraftVocabulary:
@@ -43,7 +43,7 @@ class DraftVocabulary:
         self.lm_head: nn.Linear | None = None
         # Any other kind of lm_head (quantised, adapted) may compute more than a product with its rows.
         if type(target.lm_head) in (nn.Linear, PackedLinear):
-            self.lm_head = linear_of_rows(target.lm_head, token_ids, target.device, dtype)
+            self.lm_head = take_rows(target.lm_head, token_ids, target.device, dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., d] of any of the target's tokens [...]: not only drafted ones are read."""
@@ -53,7 +53,7 @@ class DraftVocabulary:
         """The target's logits [..., K] float32 of features [..., d], in the order of token_ids."""
         if self.lm_head is None:
             return self.target.logits(features)[..., self.token_ids]
-        return self.target.transformed(self.lm_head(features).float())
+        return self.target.transform_logits(self.lm_head(features).float())
 
 
 def ranked_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:

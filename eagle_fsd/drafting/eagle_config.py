@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_fsd.core.checks import require_integer, require_number, shown
+from eagle_fsd.core.checks import format_value, require_integer, require_number
 
 DEFAULT_ROPE_THETA = 10000.0
 LEAST, MOST = 1e-30, 1e30  # beyond these a rotary base or a norm's epsilon yields no finite weights
@@ -63,7 +63,9 @@ class HeadConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}: rotary positions need it even; {CHECK}")
         if self.hidden_act != "silu":
-            raise ValueError(f"hidden_act is {shown(self.hidden_act)}: EAGLE heads use 'silu'; {CHECK}")
+            raise ValueError(
+                f"hidden_act is {format_value(self.hidden_act)}: EAGLE heads use 'silu'; {CHECK}"
+            )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, fc_bias: bool, qkv_bias: bool) -> HeadConfig:
@@ -81,12 +83,12 @@ class HeadConfig:
         layers = data.get("num_hidden_layers", 1)
         if layers != 1:
             raise ValueError(
-                f"num_hidden_layers is {shown(layers)}: an EAGLE-1/2 head has 1; this is another model's "
-                "config"
+                f"num_hidden_layers is {format_value(layers)}: an EAGLE-1/2 head has 1; this is another "
+                "model's config"
             )
         rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
         if not isinstance(rope, Mapping):
-            raise ValueError(f"rope parameters are {shown(rope)}: they must be an object; {CHECK}")
+            raise ValueError(f"rope parameters are {format_value(rope)}: they must be an object; {CHECK}")
         if data.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
             raise ValueError(
                 "partial_rotary_factor is not 1: draft heads here rotate whole heads; choose another"
@@ -94,8 +96,8 @@ class HeadConfig:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise ValueError(
-                f"rope scaling is {shown(kind)}: draft heads here use plain rotary positions ('default'); "
-                "choose another head"
+                f"rope scaling is {format_value(kind)}: draft heads here use plain rotary positions "
+                "('default'); choose another head"
             )
         heads = data["num_attention_heads"]
         for name in ("num_attention_heads", "hidden_size"):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.devices import may_ask
+from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.tree import Candidates, DraftTree, build_tree, visible_slots
 from eagle_fsd.drafting.drafter import Vocabulary
@@ -99,8 +99,9 @@ class EagleDrafter:
         own = torch.eye(top_k, dtype=torch.bool, device=roots.device).expand(batch, -1, -1)
         ancestry = own  # [B, K, K * level]: of all levels so far
         for level in range(1, depth):
-            done = scores[:, :1] < config.least_parent  # [B, 1]: of the beam's best, and no child is better
-            if may_ask(done) and bool(done.all()):
+            # [B, 1]: of the beam's best, and no child is better
+            done = scores[:, :1] < config.min_parent_score
+            if host_can_read(done) and bool(done.all()):
                 depth = level
                 break
             self.cache.place(top_k, offset=(level - 1) * top_k)
@@ -140,7 +141,7 @@ class EagleDrafter:
         )
         log_q, owner = torch.cat(log_qs, dim=1), torch.cat(owners, dim=1)
         return build_tree(
-            roots, pool, config.total_tokens, depth, log_q, owner, self.head.draft_tokens, config.least_score
+            roots, pool, config.total_tokens, depth, log_q, owner, self.head.draft_tokens, config.min_score
         )
 
     def select(self, rows: Sequence[int]) -> None:

@@ -31,7 +31,7 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a path to write to; what is written there then takes the place of `path`.
 
     Raises OSError where the disk does not take it. The name of the partial file is random, so that any number
@@ -52,12 +52,12 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a small text file so that a reader never sees half of it."""
-    with whole_file(path) as partial:
+    with atomic_path(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def locked(path: Path, patience: float | None = None) -> Iterator[None]:
+def hold_lock(path: Path, patience: float | None = None) -> Iterator[None]:
     """Keep other threads and processes out of a file or folder; the lock is a file beside it.
 
     Raises OSError if it is not to be had within `patience` seconds (None: PATIENCE), or not at all: in a
@@ -92,7 +92,7 @@ def update_records(path: Path, update: Callable[[dict[str, Any]], object]) -> No
     Raises OSError where the file cannot be locked, read or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path):
+    with hold_lock(path):
         records = read_records(path)
         update(records)
         write_atomically(path, json.dumps(records, separators=(",", ":")) + "\n")

@@ -17,18 +17,18 @@ def target_identity(name: str, model: nn.Module) -> dict[str, str]:
 
     The digest reads a few values of every weight, so that a target tuned in some layers alone is another one.
     """
-    weights = [spread(weight, SAMPLE) for weight in model.parameters() if not weight.is_meta]
+    weights = [sample_values(weight, SAMPLE) for weight in model.parameters() if not weight.is_meta]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return {"name": name, "weights": digest(weights), "dtype": dtype}
+    return {"name": name, "weights": digest_tensors(weights), "dtype": dtype}
 
 
 def models_identity(name: str, target: nn.Module, head: nn.Module | None) -> dict[str, Any]:
     """What tells one pair of target and draft head from another; the head's draft vocabulary counts too."""
-    mine = None if head is None else digest([*head.parameters(), *head.buffers()])
+    mine = None if head is None else digest_tensors([*head.parameters(), *head.buffers()])
     return {"target": target_identity(name, target), "head": mine}
 
 
-def digest(tensors: Iterable[Tensor]) -> str:
+def digest_tensors(tensors: Iterable[Tensor]) -> str:
     """A digest of dtypes, shapes and values."""
     found = hashlib.sha256()
     for tensor in tensors:
@@ -38,8 +38,8 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return found.hexdigest()[:16]
 
 
-def spread(tensor: Tensor, count: int) -> Tensor:
-    """About `count` values of a tensor, evenly spaced."""
+def sample_values(tensor: Tensor, count: int) -> Tensor:
+    """Return about `count` values of a tensor, evenly spaced: a view."""
     # An odd stride is no multiple of the usual widths, so the values come from different columns.
     return tensor.detach().flatten()[:: (tensor.numel() // count) | 1]
 

@@ -23,14 +23,15 @@ def read_jsonl(path: Path, torn: bool = False) -> Iterator[tuple[int, dict[str, 
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip() and (line.endswith(b"\n") or not torn):
-                    yield number, object_of(line, f"{path}:{number}", "utf-8-sig" if number == 1 else "utf-8")
+                    encoding = "utf-8-sig" if number == 1 else "utf-8"
+                    yield number, parse_line(line, f"{path}:{number}", encoding)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: is not a whole gzip file ({error}); compress it again") from error
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); name a JSONL file") from error
 
 
-def object_of(line: bytes, place: str, encoding: str) -> dict[str, Any]:
+def parse_line(line: bytes, place: str, encoding: str) -> dict[str, Any]:
     """The object of a line; ValueError, by its place, for what is none."""
     try:
         found = json.loads(line.decode(encoding))

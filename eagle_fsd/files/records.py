@@ -17,24 +17,24 @@ from eagle_fsd.files.atomic import cache_folder, read_records, update_records
 
 logger = logging.getLogger(__name__)
 
-TREES, LIBRARIES = "trees.json", "libraries.json"
+TREES_FILE, BACKENDS_FILE = "trees.json", "libraries.json"
 VERSION = 2  # of the records; version 1 had none
 MOST = 200  # records of this version that a file keeps, the newest
 
 Measured = TypeVar("Measured")
 
 
-def digest(*parts: object) -> str:
+def record_key(*parts: object) -> str:
     """A short key for what these parts say."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def cache_file(name: str = TREES) -> Path:
+def cache_file(name: str = TREES_FILE) -> Path:
     """Where measurements are remembered."""
     return cache_folder() / name
 
 
-def recall(key: str, unpack: Callable[[Any], Measured], name: str = TREES) -> Measured | None:
+def recall(key: str, unpack: Callable[[Any], Measured], name: str = TREES_FILE) -> Measured | None:
     """What is remembered under a key; None where that is nothing, or nothing that this version reads.
 
     unpack: makes the measurement of what JSON holds of it; it may raise for what is damaged.
@@ -49,7 +49,7 @@ def recall(key: str, unpack: Callable[[Any], Measured], name: str = TREES) -> Me
         return None
 
 
-def remember(key: str, measured: Any, name: str = TREES) -> None:
+def remember(key: str, measured: Any, name: str = TREES_FILE) -> None:
     """Add a measurement, as JSON can hold it. All other records stay, but the oldest beyond MOST."""
 
     def add(records: dict[str, Any]) -> None:

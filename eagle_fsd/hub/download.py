@@ -15,7 +15,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import constants, errors, utils
 
-from eagle_fsd.core.checks import one_line, shown
+from eagle_fsd.core.checks import format_value, one_line
 from eagle_fsd.hub.head_checkpoint import (
     BIN_NAME,
     CONFIG_NAME,
@@ -106,7 +106,7 @@ def shard_names(folder: Path) -> list[str]:
             for name in names:
                 if not isinstance(name, str) or PLAIN_NAME.fullmatch(name) is None:
                     raise ValueError(
-                        f"{str(path)!r} names the file {shown(name)}: the files of an index must lie "
+                        f"{str(path)!r} names the file {format_value(name)}: the files of an index must lie "
                         "beside it; choose another model"
                     )
             return sorted(names)
@@ -116,24 +116,24 @@ def shard_names(folder: Path) -> list[str]:
 def snapshot(repo: str, revision: str | None, patterns: list[str], kind: str) -> Path:
     """The cache folder, now with every file in the repository's root that matches."""
     try:
-        with quiet_off_terminals():
+        with hide_unwanted_bars():
             folder = huggingface_hub.snapshot_download(
                 repo, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
             )
     except DOWNLOAD_ERRORS as error:
-        raise ValueError(f"{kind} {repo!r} {why(error, revision)}") from error
+        raise ValueError(f"{kind} {repo!r} {explain_failure(error, revision)}") from error
     return Path(folder)
 
 
-def bars_wanted() -> bool:
+def wants_progress_bars() -> bool:
     """Progress bars are for people: off in a pipe or a file, unless the user asks."""
     return sys.stderr.isatty() or constants.HF_HUB_DISABLE_PROGRESS_BARS is False
 
 
 @contextlib.contextmanager
-def quiet_off_terminals() -> Iterator[None]:
+def hide_unwanted_bars() -> Iterator[None]:
     """Without the download bars where they are not wanted."""
-    if bars_wanted() or utils.are_progress_bars_disabled():
+    if wants_progress_bars() or utils.are_progress_bars_disabled():
         yield
         return
     utils.disable_progress_bars()
@@ -143,7 +143,7 @@ def quiet_off_terminals() -> Iterator[None]:
         utils.enable_progress_bars()
 
 
-def why(error: Exception, revision: str | None) -> str:
+def explain_failure(error: Exception, revision: str | None) -> str:
     """What went wrong on the Hub, the rule and the remedy."""
     if isinstance(error, errors.GatedRepoError):  # before its base, RepositoryNotFoundError
         return "is gated on the Hub: access must be granted; accept its terms on its page, then set HF_TOKEN"

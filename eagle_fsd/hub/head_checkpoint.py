@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle_fsd.core.checks import one_line, shown
+from eagle_fsd.core.checks import format_value, one_line
 from eagle_fsd.drafting.draft_vocabulary import check_draft_tokens
 from eagle_fsd.drafting.eagle_config import CHECK, HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
@@ -72,7 +72,7 @@ def find_head_file(folder: Path, name: str) -> Path:
         if (folder / file_name).is_file():
             return folder / file_name
     if any(folder.glob("medusa_lm_head*")):
-        raise ValueError(refusal(name, "Medusa"))
+        raise ValueError(format_refusal(name, "Medusa"))
     raise ValueError(
         f"draft head {name!r} has no weights: its folder must hold {SAFETENSORS_NAME} or {BIN_NAME}; "
         "add one, or name a weights file"
@@ -83,9 +83,9 @@ def refuse_other_config(config: Mapping[str, Any], name: str) -> None:
     """Refuse an EAGLE-3 or Medusa head by its config.json alone, before its weights are fetched or read."""
     architectures = str(config.get("architectures") or "").lower()
     if "eagle3" in architectures:
-        raise ValueError(refusal(name, "EAGLE-3"))
+        raise ValueError(format_refusal(name, "EAGLE-3"))
     if "medusa_num_heads" in config or "medusa" in architectures:
-        raise ValueError(refusal(name, "Medusa"))
+        raise ValueError(format_refusal(name, "Medusa"))
 
 
 def refuse_half_vocabulary(folder: Path, config: Mapping[str, Any], name: str) -> None:
@@ -93,9 +93,9 @@ def refuse_half_vocabulary(folder: Path, config: Mapping[str, Any], name: str) -
     size, there = config.get(VOCABULARY_FIELD), (folder / VOCABULARY_NAME).is_file()
     if size is not None and not there:
         raise ValueError(
-            f"draft head {name!r} names {VOCABULARY_FIELD} {shown(size)} and has no {VOCABULARY_NAME}: an "
-            "EAGLE-1/2 head must have both or neither, and EAGLE-3 heads are not read; copy the file, or "
-            "choose another head"
+            f"draft head {name!r} names {VOCABULARY_FIELD} {format_value(size)} and has no "
+            f"{VOCABULARY_NAME}: an EAGLE-1/2 head must have both or neither, and EAGLE-3 heads are not "
+            "read; copy the file, or choose another head"
         )
     if size is None and there:
         raise ValueError(
@@ -109,12 +109,12 @@ def refuse_other_tensors(tensors: Mapping[str, Tensor], name: str) -> None:
     fc = tensors.get("fc.weight")
     wide = fc is not None and fc.dim() == 2 and fc.shape[1] == 3 * fc.shape[0]
     if wide or any(key in EAGLE3_KEYS or key.startswith("midlayer.") for key in tensors):
-        raise ValueError(refusal(name, "EAGLE-3"))
+        raise ValueError(format_refusal(name, "EAGLE-3"))
     if "fc.weight" not in tensors and any(MEDUSA_KEY.match(key) for key in tensors):
-        raise ValueError(refusal(name, "Medusa"))
+        raise ValueError(format_refusal(name, "Medusa"))
 
 
-def refusal(name: str, kind: str) -> str:
+def format_refusal(name: str, kind: str) -> str:
     return (
         f"draft head {name!r} is of the {kind} kind: it must be an EAGLE-1/2 head; choose one for this target"
     )
@@ -161,7 +161,8 @@ def read_draft_tokens(path: Path, config: HeadConfig) -> Tensor:
     tensors = read_tensors(path, "draft vocabulary")
     if list(tensors) != [TOKENS_KEY]:
         raise ValueError(
-            f"{shown} holds {listed(sorted(tensors)) or 'nothing'}: it must hold {TOKENS_KEY} alone; {remedy}"
+            f"{shown} holds {format_keys(sorted(tensors)) or 'nothing'}: it must hold {TOKENS_KEY} alone; "
+            f"{remedy}"
         )
     token_ids = tensors[TOKENS_KEY]
     check_draft_tokens(token_ids, config.vocab_size, shown, remedy)
@@ -212,11 +213,13 @@ def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[in
     remedy = "choose an EAGLE-1/2 head with its own config.json"
     missing = sorted(expected.keys() - tensors.keys() - {EMBEDDING_KEY})
     if missing:
-        raise ValueError(f"{where} lacks {listed(missing)}: every key of the layout must be there; {remedy}")
+        raise ValueError(
+            f"{where} lacks {format_keys(missing)}: every key of the layout must be there; {remedy}"
+        )
     unexpected = sorted(tensors.keys() - expected.keys())
     if unexpected:
         raise ValueError(
-            f"{where} has {listed(unexpected)}: no key outside the layout may be there; {remedy}"
+            f"{where} has {format_keys(unexpected)}: no key outside the layout may be there; {remedy}"
         )
     for key, value in tensors.items():
         if tuple(value.shape) != expected[key]:
@@ -233,7 +236,7 @@ def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[in
             )
 
 
-def listed(keys: list[str]) -> str:
+def format_keys(keys: list[str]) -> str:
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
     return ", ".join(one_line(key, 80) for key in keys[:SHOWN]) + more
 
@@ -258,7 +261,7 @@ def save_head(
     config = head.config.to_dict() | {"torch_dtype": stored}
     taken = sorted(config.keys() & (extra or {}).keys())
     if taken:
-        raise ValueError(f"extra has {listed(taken)}: it may not replace the head's fields; rename them")
+        raise ValueError(f"extra has {format_keys(taken)}: it may not replace the head's fields; rename them")
     config |= extra or {}
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

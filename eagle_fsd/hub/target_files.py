@@ -12,7 +12,7 @@ from typing import Any
 
 import transformers
 
-from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.checks import format_value, one_line
 from eagle_fsd.hub.download import has_whole_weights, shard_names
 from eagle_fsd.hub.head_checkpoint import BIN_NAME, CONFIG_NAME, SAFETENSORS_NAME, read_config
 from eagle_fsd.target.architecture import check_supported
@@ -80,7 +80,9 @@ def check_sizes(config: Mapping[str, Any], name: str) -> None:
     for key, value in integers(config):
         most = MOST.get(key, INTEGER - 1)
         if not -INTEGER < value <= most:
-            raise ValueError(f"target {name!r}: {key} is {brief(value)}: it must be at most {most}; {again}")
+            raise ValueError(
+                f"target {name!r}: {key} is {format_value(value, 40)}: it must be at most {most}; {again}"
+            )
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
         for key in sorted(part.keys() & MOST.keys()):
@@ -89,8 +91,8 @@ def check_sizes(config: Mapping[str, Any], name: str) -> None:
                 is_integer = isinstance(value, int) and not isinstance(value, bool)
                 if value is not None and not (is_integer and value >= 1):
                     raise ValueError(
-                        f"target {name!r}: {key} is {brief(value)}: it must be an integer from 1 to "
-                        f"{MOST[key]}; {again}"
+                        f"target {name!r}: {key} is {format_value(value, 40)}: it must be an integer from "
+                        f"1 to {MOST[key]}; {again}"
                     )
 
 
@@ -104,12 +106,6 @@ def integers(part: Any, key: str = "") -> Iterator[tuple[str, int]]:
             yield from integers(value, key)
     elif isinstance(part, int):
         yield key, part
-
-
-def brief(value: object) -> str:
-    """A value for an error's line."""
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def check_plausible(config: transformers.PreTrainedConfig, folder: Path, name: str) -> None:

@@ -18,10 +18,10 @@ import transformers
 
 from eagle_fsd.core.checks import one_line, require_choice
 from eagle_fsd.core.devices import resolve_device, resolve_dtype
-from eagle_fsd.hub.download import CHAT_FILES, TOKENIZER_FILES, bars_wanted
+from eagle_fsd.hub.download import CHAT_FILES, TOKENIZER_FILES, wants_progress_bars
 from eagle_fsd.hub.head_checkpoint import CONFIG_NAME
 from eagle_fsd.hub.target_files import check_decoder, check_folder, check_plausible, check_sizes
-from eagle_fsd.hub.weights_cache import Origin, find, is_whole, keep, origin_of
+from eagle_fsd.hub.weights_cache import Origin, find, find_origin, is_whole, keep
 from eagle_fsd.target.architecture import ATTENTION, end_tokens, longest_text
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class TargetText:
 
 
 @dataclass(frozen=True)
-class Placing:
+class LoadSettings:
     """How a target is read: see load_model, whose arguments these are, checked."""
 
     dtype: torch.dtype
@@ -84,52 +84,54 @@ def load_model(
     weights_cache: keep what was converted of a .gguf file, and read that the next time; see weights_cache.py.
     """
     place = resolve_device(device)
-    placing = Placing(resolve_dtype(dtype, place), place, device_map, attn_implementation, trust_remote_code)
+    settings = LoadSettings(
+        resolve_dtype(dtype, place), place, device_map, attn_implementation, trust_remote_code
+    )
     if attn_implementation is not None:
         require_choice("attn_implementation", attn_implementation, ATTENTION)
     if isinstance(device_map, str):
         require_choice("device_map", device_map, DEVICE_MAPS)
     if source.gguf_file is None:
-        tell(f"loading {source.name} ...")
-        return load_files(source, placing)
-    origin = origin_of_gguf(source) if weights_cache else None
-    if origin is not None and (folder := find(origin, serving(placing.dtype))):
-        tell(f"loading {source.name}, as it was kept in {folder} ...")
+        show_progress(f"loading {source.name} ...")
+        return load_files(source, settings)
+    origin = find_gguf_origin(source) if weights_cache else None
+    if origin is not None and (folder := find(origin, usable_dtypes(settings.dtype))):
+        show_progress(f"loading {source.name}, as it was kept in {folder} ...")
         try:
-            return under_its_name(source, load_files(TargetSource(source.name, folder), placing))
+            return restore_name(source, load_files(TargetSource(source.name, folder), settings))
         except ValueError:
             if is_whole(folder):  # else another process has dropped it meanwhile
                 raise
-    tell(f"converting {source.gguf_file} ...")
-    loaded = load_files(source, placing)
+    show_progress(f"converting {source.gguf_file} ...")
+    loaded = load_files(source, settings)
     # With a device_map a part may be on no device at all.
     if origin is not None and device_map is None and (folder := keep_converted(origin, *loaded)):
-        tell(f"kept what was converted in {folder}, for the next start")
+        show_progress(f"kept what was converted in {folder}, for the next start")
     return loaded
 
 
-def load_files(source: TargetSource, placing: Placing) -> Loaded:
+def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
     """The target by the source's own files."""
     if source.gguf_file is None:
-        check_folder(source.folder, source.name, placing.trust_remote_code)
-    options = options_of(source, placing.trust_remote_code)
+        check_folder(source.folder, source.name, settings.trust_remote_code)
+    options = reader_options(source, settings.trust_remote_code)
     config = load_config(source, options)
     if source.gguf_file is None:
         check_plausible(config, source.folder, source.name)
-    with _one_at_a_time, one_line_errors(source.name), quiet_loading(source.gguf_file is not None):
+    with _one_at_a_time, one_line_errors(source.name), hide_loading_bars(source.gguf_file is not None):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=config,
-            dtype=placing.dtype,
-            device_map=placing.device_map,
-            attn_implementation=placing.attn_implementation,
+            dtype=settings.dtype,
+            device_map=settings.device_map,
+            attn_implementation=settings.attn_implementation,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # check_whole says it better
             **options,
-            **(unpacked() if source.gguf_file is not None else {}),
+            **(dequantize_options() if source.gguf_file is not None else {}),
         )
-        if placing.device_map is None:
-            model = model.to(placing.device)
+        if settings.device_map is None:
+            model = model.to(settings.device)
     check_whole(report, source.name)
     if source.gguf_file is not None:
         forget_quantization(model)
@@ -140,9 +142,9 @@ def load_text(source: TargetSource, trust_remote_code: bool = False) -> TargetTe
     """What a target says of its text, from its small files: its weights need not be there."""
     if source.gguf_file is None:
         check_folder(source.folder, source.name, trust_remote_code, weights=False)
-    elif (origin := origin_of_gguf(source)) and (folder := find(origin)):
+    elif (origin := find_gguf_origin(source)) and (folder := find(origin)):
         source = TargetSource(source.name, folder)
-    options = options_of(source, trust_remote_code)
+    options = reader_options(source, trust_remote_code)
     config = load_config(source, options)
     generation = None
     if (source.folder / transformers.utils.GENERATION_CONFIG_NAME).is_file():
@@ -161,14 +163,14 @@ def load_text(source: TargetSource, trust_remote_code: bool = False) -> TargetTe
 # -- converted .gguf files ----------------------------------------
 
 
-def origin_of_gguf(source: TargetSource) -> Origin | None:
+def find_gguf_origin(source: TargetSource) -> Origin | None:
     """A .gguf file with all that may have a say in what is read of it; None where nothing is to be kept."""
     names = (CONFIG_NAME, *CHAT_FILES, *TOKENIZER_FILES)
     beside = [path for name in names for path in source.folder.glob(name)]
-    return origin_of(source.folder / source.gguf_file, beside, CONVERTER)
+    return find_origin(source.folder / source.gguf_file, beside, CONVERTER)
 
 
-def serving(dtype: torch.dtype) -> tuple[str, ...]:
+def usable_dtypes(dtype: torch.dtype) -> tuple[str, ...]:
     """The dtypes that converted weights may be kept in to serve this one: it, and float32.
 
     For a .gguf file is unpacked to float32 and then rounded too.
@@ -182,7 +184,7 @@ def keep_converted(
     """Keep what was read from a .gguf file, in the folder that is returned, where there is room."""
 
     def save(folder: Path) -> None:
-        with quiet_loading(gguf=False):
+        with hide_loading_bars(gguf=False):
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
 
@@ -190,7 +192,7 @@ def keep_converted(
     return keep(origin, str(model.dtype), size, save)
 
 
-def under_its_name(source: TargetSource, loaded: Loaded) -> Loaded:
+def restore_name(source: TargetSource, loaded: Loaded) -> Loaded:
     """A model and tokenizer that name the place they were asked for, not the cache."""
     model, tokenizer = loaded
     model.config._name_or_path = model.name_or_path = str(source.folder)
@@ -201,15 +203,15 @@ def under_its_name(source: TargetSource, loaded: Loaded) -> Loaded:
 # -- reading ----------------------------------------
 
 
-def tell(text: str) -> None:
+def show_progress(text: str) -> None:
     """Show people what takes a while; a pipe or a file only with --verbose."""
-    if bars_wanted():
+    if wants_progress_bars():
         sys.stderr.write(f"{text}\n")
     else:
         logger.info("%s", text)
 
 
-def options_of(source: TargetSource, trust_remote_code: bool) -> dict[str, Any]:
+def reader_options(source: TargetSource, trust_remote_code: bool) -> dict[str, Any]:
     """What every reader of transformers is told of a source."""
     gguf = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
     return {"trust_remote_code": trust_remote_code, **gguf}
@@ -249,7 +251,7 @@ def check_whole(report: dict[str, Any], name: str) -> None:
         )
 
 
-def unpacked() -> dict[str, Any]:
+def dequantize_options() -> dict[str, Any]:
     """Options that make plain floats of GGUF weights, whatever kernels are installed: where they are, newer
     releases of transformers keep the weights packed, under an attention that takes no masks. Older ones
     always unpack.
@@ -283,10 +285,10 @@ def one_line_errors(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet_loading(gguf: bool) -> Iterator[None]:
+def hide_loading_bars(gguf: bool) -> Iterator[None]:
     """Without the loading bars where they are not wanted."""
     logging = transformers.utils.logging
-    if bars_wanted() or not logging.is_progress_bar_enabled():
+    if wants_progress_bars() or not logging.is_progress_bar_enabled():
         yield
         return
     with contextlib.ExitStack() as stack:

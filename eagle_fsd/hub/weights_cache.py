@@ -27,7 +27,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from eagle_fsd.files.atomic import cache_folder, locked, read_records, write_atomically
+from eagle_fsd.files.atomic import cache_folder, hold_lock, read_records, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ READ_ERRORS = (SafetensorError, OSError, ValueError, TypeError, KeyError, Attrib
 class Origin:
     """A GGUF file as it was when it was looked at, before anything was read of it.
 
-    digest: of its content. stamp: see `stamp_of`. made: what else decides what is made of it.
+    digest: of its content. stamp: see `read_stamp`. made: what else decides what is made of it.
     """
 
     gguf: Path
@@ -59,7 +59,7 @@ class Origin:
         return {str(self.gguf.resolve()): self.stamp} if settled else {}
 
 
-def turned_on() -> bool:
+def is_enabled() -> bool:
     """Whether the user has not turned the cache off by EAGLE_FSD_NO_WEIGHTS_CACHE."""
     return os.environ.get(OFF, "0") in ("", "0")
 
@@ -77,18 +77,18 @@ def folders() -> list[Path]:
         return []
 
 
-def origin_of(gguf: Path, beside: Iterable[Path], made_by: str) -> Origin | None:
+def find_origin(gguf: Path, beside: Iterable[Path], made_by: str) -> Origin | None:
     """What is to be converted, or was; None where the cache is turned off, or cannot be.
 
     beside: files that are read with it. made_by: what converts it.
     """
-    if not turned_on():
+    if not is_enabled():
         return None
     try:
         root_folder()  # RuntimeError where there is no home
-        stamp = stamp_of(gguf)
-        digest = known_digest(gguf, stamp) or digest_of(gguf)
-        others = {path.name: digest_of(path) for path in sorted(beside) if path.is_file()}
+        stamp = read_stamp(gguf)
+        digest = recall_digest(gguf, stamp) or digest_file(gguf)
+        others = {path.name: digest_file(path) for path in sorted(beside) if path.is_file()}
         return Origin(gguf, digest, stamp, {"version": VERSION, "by": made_by, "beside": others})
     except (OSError, RuntimeError) as error:
         logger.info("%s has no place in the weights cache: %s", gguf.name, error)
@@ -106,7 +106,7 @@ def find(origin: Origin, dtypes: Collection[str] = ()) -> Path | None:
         fits = record.get("made") == origin.made and (not dtypes or record.get("dtype") in dtypes)
         if not fits or not is_whole(folder):
             return None
-        note(folder, lambda record: record["seen"].update(origin.seen))
+        update_record(folder, lambda record: record["seen"].update(origin.seen))
         with contextlib.suppress(OSError):
             os.utime(folder, ns=(time.time_ns(),) * 2)  # the kernel's own clock ticks too seldom
         return folder
@@ -124,18 +124,24 @@ def keep(origin: Origin, dtype: str, size: int, save: Callable[[Path], None]) ->
         folder = root_folder() / origin.digest
         folder.parent.mkdir(parents=True, exist_ok=True)
         if size > MOST:
-            raise OSError(f"{gigabytes(size)} are more than the {gigabytes(MOST)} that are kept")
+            raise OSError(
+                f"{format_gigabytes(size)} are more than the {format_gigabytes(MOST)} that are kept"
+            )
         if 2 * size > (free := shutil.disk_usage(folder.parent).free):
-            raise OSError(f"{gigabytes(size)} are much for the {gigabytes(free)} that the disk has left")
-        if stamp_of(origin.gguf) != origin.stamp:
+            raise OSError(
+                f"{format_gigabytes(size)} are much for the {format_gigabytes(free)} that the disk has left"
+            )
+        if read_stamp(origin.gguf) != origin.stamp:
             raise OSError("the file changed while it was read")
-        with locked(folder, patience=0.0):
+        with hold_lock(folder, patience=0.0):
             remove(*folder.parent.glob(f".{folder.name}-*"))  # of processes that were killed
             partial = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
             try:
                 partial.mkdir()
                 save(partial)
-                files = {path.name: [stamp_of(path), digest_of(path)] for path in sorted(partial.iterdir())}
+                files = {
+                    path.name: [read_stamp(path), digest_file(path)] for path in sorted(partial.iterdir())
+                }
                 record = {"gguf": origin.gguf.name, "dtype": dtype, "made": origin.made}
                 record |= {"seen": origin.seen, "files": files}
                 write_atomically(partial / RECORD, json.dumps(record, indent=1) + "\n")
@@ -157,12 +163,12 @@ def is_whole(folder: Path) -> bool:
     for name, (known, content) in files.items():
         if not (folder / name).is_file():
             return False
-        if (now := stamp_of(folder / name)) != known:
-            if now[0] != known[0] or digest_of(folder / name) != content:
+        if (now := read_stamp(folder / name)) != known:
+            if now[0] != known[0] or digest_file(folder / name) != content:
                 return False
             changed[name] = [now, content]  # copied or moved: next time the stamp will do
     if changed:
-        note(folder, lambda record: record["files"].update(changed))
+        update_record(folder, lambda record: record["files"].update(changed))
     return bool(files)
 
 
@@ -175,14 +181,14 @@ def clear() -> None:
 def make_room(newest: Path) -> None:
     """Drop the least recently used folders until the rest, the newest always, is within MOST."""
     kept = [folder for folder in folders() if folder != newest]
-    total = sum(map(size_of, [*kept, newest]))
+    total = sum(map(folder_size, [*kept, newest]))
     for folder in kept:
         if total > MOST:
-            total -= size_of(folder)
+            total -= folder_size(folder)
             remove(folder)
 
 
-def size_of(folder: Path) -> int:
+def folder_size(folder: Path) -> int:
     """Bytes of the files in a folder."""
     with contextlib.suppress(OSError):
         return sum(path.stat().st_size for path in folder.iterdir())
@@ -198,14 +204,14 @@ def remove(*folders: Path) -> None:
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def gigabytes(size: int) -> str:
+def format_gigabytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
 # -- which file, and whether it changed ----------------------------------------
 
 
-def known_digest(gguf: Path, stamp: list[int]) -> str | None:
+def recall_digest(gguf: Path, stamp: list[int]) -> str | None:
     """The digest of a file's content, from a kept folder that has seen the file with this very stamp."""
     for folder in folders():
         seen = read_records(folder / RECORD).get("seen")
@@ -214,13 +220,13 @@ def known_digest(gguf: Path, stamp: list[int]) -> str | None:
     return None
 
 
-def stamp_of(path: Path) -> list[int]:
+def read_stamp(path: Path) -> list[int]:
     """What changes whenever a file's content does: size, times of change in nanoseconds, inode."""
     found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
-def digest_of(path: Path) -> str:
+def digest_file(path: Path) -> str:
     """Half the SHA-256 of a file's content."""
     found = hashlib.sha256()
     with path.open("rb") as file:
@@ -229,7 +235,7 @@ def digest_of(path: Path) -> str:
     return found.hexdigest()[:32]
 
 
-def note(folder: Path, update: Callable[[dict[str, Any]], object]) -> None:
+def update_record(folder: Path, update: Callable[[dict[str, Any]], object]) -> None:
     """Change a folder's record where that changes anything and can be; it only saves time."""
     with contextlib.suppress(*READ_ERRORS):
         record = read_records(folder / RECORD)

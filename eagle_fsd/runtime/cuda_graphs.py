@@ -27,14 +27,14 @@ def cuda_recorder(device: torch.device, cuda: Any = torch.cuda) -> Recorder:
     pool, stream = cuda.graph_pool_handle(), cuda.Stream(device)
 
     def record(work: Callable[[], Any], repeatable: bool) -> tuple[Callable[[], None], Any]:
-        with _one_at_a_time, cuda.device(device), beside(cuda, stream, device):
+        with _one_at_a_time, cuda.device(device), on_stream(cuda, stream, device):
             if repeatable:  # libraries must have set themselves up before a capture begins
-                with without_waiting(cuda):
+                with refuse_waiting(cuda):
                     work()
             graph = cuda.CUDAGraph()
             # thread_local: what other threads do in the meantime, such as allocate memory, breaks nothing.
             capture = cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-            with warnings_here() as given, clean_after_failure(cuda, device, pool), capture:
+            with collect_warnings() as given, clean_after_failure(cuda, device, pool), capture:
                 result = work()
         if any("Graph is empty" in text for text in given):
             raise NothingRecorded("the CUDA graph is empty")
@@ -44,7 +44,7 @@ def cuda_recorder(device: torch.device, cuda: Any = torch.cuda) -> Recorder:
 
 
 @contextlib.contextmanager
-def beside(cuda: Any, stream: Any, device: torch.device) -> Iterator[None]:
+def on_stream(cuda: Any, stream: Any, device: torch.device) -> Iterator[None]:
     """Run the block on a stream, after all work of the current stream and before its next.
 
     The current stream is restored also where a capture fails; torch.cuda.graph alone does not do so.
@@ -59,14 +59,14 @@ def beside(cuda: Any, stream: Any, device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_waiting(cuda: Any) -> Iterator[None]:
+def refuse_waiting(cuda: Any) -> Iterator[None]:
     """Raise RuntimeError after the block if this thread waited for the device in it.
 
     Waiting breaks a capture, which leaves torch's allocator and default generator in a bad state, so it must
     be found before. The debug mode is the whole process's: "error" would fail other threads, which may wait.
     """
     before = cuda.get_sync_debug_mode()
-    with warnings_here() as given:
+    with collect_warnings() as given:
         cuda.set_sync_debug_mode("warn")
         try:
             yield
@@ -94,7 +94,7 @@ def clean_after_failure(cuda: Any, device: torch.device, pool: Any) -> Iterator[
 
 
 @contextlib.contextmanager
-def warnings_here() -> Iterator[list[str]]:
+def collect_warnings() -> Iterator[list[str]]:
     """Collect the warnings of this thread instead of showing them; those of other threads are shown."""
     mine, given = threading.get_ident(), []
     with warnings.catch_warnings():

@@ -42,7 +42,7 @@ def flash_available(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def takes_heads(q: Tensor, v: Tensor) -> bool:
+def supports_heads(q: Tensor, v: Tensor) -> bool:
     """Whether flash-attn takes heads of this size, q [..., D] and v [..., D], without padded copies."""
     return q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
 

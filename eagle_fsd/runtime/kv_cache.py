@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.devices import may_ask
+from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.padding import on_device
 
 
@@ -30,7 +30,7 @@ class KVCache:
 
     def __init__(self, batch: int, capacity: int, device: torch.device, step: int = 0) -> None:
         self.step = step
-        self.capacity = self._rounded(capacity)
+        self.capacity = self._round_up(capacity)
         self.limit: int | None = None
         self.device = device
         self.rows = batch
@@ -59,7 +59,7 @@ class KVCache:
         """
         self.exact = exact or not self.step
         end = max(self.row_lengths) + offset + width
-        self.view = end if self.exact else self._rounded(end)
+        self.view = end if self.exact else self._round_up(end)
         if self.view > self.capacity:
             double = 2 * self.capacity
             self.grow(max(self.view, double if self.limit is None else min(double, self.limit)))
@@ -102,7 +102,7 @@ class KVCache:
         path = path[:, 1 : slots.shape[1]]  # the first is in place; no path is longer than the tree
         source = slots.gather(1, path.clamp(min=0))
         target = self.lengths[:, None] + torch.arange(1, 1 + path.shape[1], device=self.device)
-        if not path.shape[1] or (may_ask(path) and torch.equal(source, target)):
+        if not path.shape[1] or (host_can_read(path) and torch.equal(source, target)):
             return
         rows = torch.arange(len(path), device=self.device)[:, None]
         for buffers in self.layers.values():
@@ -151,7 +151,7 @@ class KVCache:
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` slots in the rows that go on; what they store stays."""
-        capacity, rows = self._rounded(capacity), len(self.row_lengths)
+        capacity, rows = self._round_up(capacity), len(self.row_lengths)
         for layer, buffers in self.layers.items():
             self.layers[layer] = tuple(
                 torch.cat((b[:rows], b.new_zeros(rows, b.shape[1], capacity - self.capacity, b.shape[3])), 2)
@@ -168,5 +168,5 @@ class KVCache:
         self.lengths = self._all_lengths[: len(lengths)].copy_(on_device(lengths, self.device))
         self.row_lengths = lengths
 
-    def _rounded(self, slots: int) -> int:
+    def _round_up(self, slots: int) -> int:
         return slots if not self.step else -(-slots // self.step) * self.step

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_fsd.files.provenance import cores, processor
-from eagle_fsd.files.records import LIBRARIES as LIBRARIES_FILE
-from eagle_fsd.files.records import digest, recall, remember
-from eagle_fsd.runtime.timing import BUSY, Call, disagreement, timed_in_turn
+from eagle_fsd.files.records import BACKENDS_FILE, recall, record_key, remember
+from eagle_fsd.runtime.timing import BUSY, Call, disagreement, time_in_turn
 
 ROWS = (1, 4, 16)  # a plain step, a small tree and a large one
 SAMPLE = 2**28  # bytes of weights that are timed: more than most caches hold
@@ -28,17 +27,17 @@ BLOCK = 16  # rows that a weight is packed for; it serves any number
 
 
 @dataclass(frozen=True)
-class Library:
-    """takes: whether it multiplies with such a weight here. pack: a weight [out, in] in its own order.
+class MatmulBackend:
+    """supports: whether it multiplies with such a weight here. pack: a weight [out, in] in its own order.
     multiply: rows [..., in], the packed weight, the plain one and the bias [out] or None -> [..., out]."""
 
     name: str
-    takes: Callable[[Tensor], bool]
+    supports: Callable[[Tensor], bool]
     pack: Callable[[Tensor], Tensor]
     multiply: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
-def _onednn_takes(weight: Tensor) -> bool:
+def _onednn_supports(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -55,7 +54,7 @@ def _onednn_multiply(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | N
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def _mkl_takes(weight: Tensor) -> bool:
+def _mkl_supports(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return False
     # oneDNN's tensors carry the packed weight.
@@ -72,39 +71,39 @@ def _mkl_multiply(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None
     return torch.ops.mkl._mkl_linear(x, packed, weight, bias, x.numel() // x.shape[-1])
 
 
-ONEDNN = Library("oneDNN", _onednn_takes, _onednn_pack, _onednn_multiply)
-MKL = Library("MKL", _mkl_takes, _mkl_pack, _mkl_multiply)
-LIBRARIES = (ONEDNN, MKL)
+ONEDNN = MatmulBackend("oneDNN", _onednn_supports, _onednn_pack, _onednn_multiply)
+MKL = MatmulBackend("MKL", _mkl_supports, _mkl_pack, _mkl_multiply)
+BACKENDS = (ONEDNN, MKL)
 
 
-def library_for(weight: Tensor, preferred: Library = ONEDNN) -> Library | None:
-    """The preferred library if it takes this weight here, else another one, else None."""
-    return next((one for one in (preferred, *LIBRARIES) if one.takes(weight)), None)
+def backend_for(weight: Tensor, preferred: MatmulBackend = ONEDNN) -> MatmulBackend | None:
+    """The preferred backend if it supports this weight here, else another one, else None."""
+    return next((one for one in (preferred, *BACKENDS) if one.supports(weight)), None)
 
 
-def remembered_library(module: nn.Module) -> Library | None:
-    """`fastest_library`, measured once for layers of these shapes on this machine and remembered on disk.
+def find_fastest_backend(module: nn.Module) -> MatmulBackend | None:
+    """Return the fastest backend, measured once for layers of these shapes on this machine, then remembered.
 
-    What was measured on a busy machine, where the repeats disagree, is not remembered.
+    A measurement on a busy machine, where the repeats disagree, is not remembered.
     """
-    if not (sample := sample_of(module)):
-        return fastest_library(module)
+    if not (sample := sample_weights(module)):
+        return measure_fastest_backend(module)
     shapes = [[str(weight.dtype), *weight.shape] for weight in sample]
     here = [processor(), cores(), torch.get_num_threads(), torch.__version__]
-    key = digest("library", here, shapes, ROWS, [library.name for library in LIBRARIES])
-    by_name = {library.name: library for library in LIBRARIES} | {STOCK: None}
-    if (name := recall(key, str, LIBRARIES_FILE)) in by_name:
+    key = record_key("library", here, shapes, ROWS, [backend.name for backend in BACKENDS])
+    by_name = {backend.name: backend for backend in BACKENDS} | {STOCK: None}
+    if (name := recall(key, str, BACKENDS_FILE)) in by_name:
         return by_name[name]
     spreads: list[float] = []
-    found = fastest_library(module, spreads=spreads)
+    found = measure_fastest_backend(module, spreads=spreads)
     if statistics.median(spreads) <= BUSY:
-        remember(key, found.name if found else STOCK, LIBRARIES_FILE)
+        remember(key, found.name if found else STOCK, BACKENDS_FILE)
     return found
 
 
-def sample_of(module: nn.Module) -> list[Tensor]:
-    """Up to SAMPLE bytes of the weights that a library takes; none where there are less than LEAST."""
-    weights = weights_of(module)
+def sample_weights(module: nn.Module) -> list[Tensor]:
+    """Up to SAMPLE bytes of the weights that a backend supports; none where there are less than LEAST."""
+    weights = supported_weights(module)
     if sum(weight.nbytes for weight in weights) < LEAST:
         return []
     sample, room = [], SAMPLE
@@ -115,42 +114,42 @@ def sample_of(module: nn.Module) -> list[Tensor]:
     return sample
 
 
-def weights_of(module: nn.Module) -> list[Tensor]:
-    """The weights of the linear layers that a library takes; a tied one once."""
-    layers = (layer for layer in module.modules() if type(layer) is nn.Linear and library_for(layer.weight))
+def supported_weights(module: nn.Module) -> list[Tensor]:
+    """The weights of the linear layers that a backend supports; a tied one once."""
+    layers = (layer for layer in module.modules() if type(layer) is nn.Linear and backend_for(layer.weight))
     return list({id(layer.weight): layer.weight for layer in layers}.values())
 
 
 @torch.inference_mode()
-def fastest_library(
+def measure_fastest_backend(
     module: nn.Module, rows: Sequence[int] = ROWS, spreads: list[float] | None = None
-) -> Library | None:
-    """The library that multiplies so many rows with this module's linear layers fastest; None: stock layers.
+) -> MatmulBackend | None:
+    """Return the backend that multiplies `rows` rows with this module's layers fastest; None: stock layers.
 
     Each number of rows counts alike. Measured on up to SAMPLE bytes of the layers, in about a second; a
-    module of less than LEAST is not measured and gets the first library that takes its weights. spreads: is
-    given the disagreement of the repeats (timing.disagreement) of everything that is timed.
+    module of less than LEAST is not measured and gets the first backend that supports its weights. spreads:
+    is given the disagreement of the repeats (timing.disagreement) of everything that is timed.
     """
-    if not (sample := sample_of(module)):
-        return next((library_for(weight) for weight in weights_of(module)), None)
+    if not (sample := sample_weights(module)):
+        return next((backend_for(weight) for weight in supported_weights(module)), None)
     stock = [lambda x, weight=weight: F.linear(x, weight) for weight in sample]
-    stock = seconds_of(stock, sample, rows, spreads)
+    stock = time_products(stock, sample, rows, spreads)
     best, least = None, [seconds / GAIN for seconds in stock]
-    for library in LIBRARIES:
-        if all(library.takes(weight) for weight in sample):
-            seconds = seconds_of(products(library, sample), sample, rows, spreads)
+    for backend in BACKENDS:
+        if all(backend.supports(weight) for weight in sample):
+            seconds = time_products(pack_products(backend, sample), sample, rows, spreads)
             if sum(mine / theirs for mine, theirs in zip(seconds, least, strict=True)) < len(least):
-                best, least = library, seconds
+                best, least = backend, seconds
     return best
 
 
-def products(library: Library, weights: Sequence[Tensor]) -> list[Callable[[Tensor], Tensor]]:
-    """The library's product with each of the weights."""
-    packed = [(library.pack(weight), weight) for weight in weights]
-    return [lambda x, pair=pair: library.multiply(x, *pair, None) for pair in packed]
+def pack_products(backend: MatmulBackend, weights: Sequence[Tensor]) -> list[Callable[[Tensor], Tensor]]:
+    """The backend's product with each of the weights."""
+    packed = [(backend.pack(weight), weight) for weight in weights]
+    return [lambda x, pair=pair: backend.multiply(x, *pair, None) for pair in packed]
 
 
-def seconds_of(
+def time_products(
     multiply: Sequence[Callable[[Tensor], Tensor]],
     weights: Sequence[Tensor],
     rows: Sequence[int],
@@ -167,7 +166,7 @@ def seconds_of(
 
         return Call(run)
 
-    repeats = timed_in_turn({count: call(count) for count in rows}, weights[0].device)
+    repeats = time_in_turn({count: call(count) for count in rows}, weights[0].device)
     if spreads is not None:
         spreads += map(disagreement, repeats.values())
     return [statistics.median(repeats[count]) for count in rows]

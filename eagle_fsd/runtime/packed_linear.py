@@ -1,9 +1,8 @@
-"""Linear layers that also keep their weight in a library's blocked order: a tree then costs a CPU little more
-than a token.
+"""Linear layers that also keep their weight in a backend's blocked order.
 
-Over the few rows of a tree a stock layer runs far below what memory and the vector units give. The blocked
-copy takes the weights' memory a second time; the plain weight stays, for whatever else reads it. Which
-library: libraries.py.
+A tree then costs a CPU little more than a token: over the few rows of a tree a stock layer runs far below
+what memory and the vector units give. The blocked copy takes the weights' memory a second time; the plain
+weight stays, for whatever else reads it. matmul_backends.py chooses the backend.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle_fsd.runtime.matmul_backends import ONEDNN, Library, library_for
+from eagle_fsd.files.fingerprints import sample_values
+from eagle_fsd.runtime.matmul_backends import ONEDNN, MatmulBackend, backend_for
 
-MADE = ("packed", "some", "some_then")  # of the weight, and again for every copy of a layer
+MADE = ("packed", "sample", "sample_then")  # of the weight, and again for every copy of a layer
 SAMPLE = 64  # values of a weight by which a change is noticed that left no other trace
 _counting = threading.Lock()  # threads may want plain layers at the same time
 
@@ -26,15 +26,15 @@ _counting = threading.Lock()  # threads may want plain layers at the same time
 class PackedLinear(nn.Linear):
     """A stand-in for an nn.Linear, with its very parameters.
 
-    library: what multiplies; another one where it does not take the weight, and none where none does.
+    backend: the preferred one. Falls back to another that supports the weight, else to nn.Linear.
     packed: the weight as `version` of it was. `forward` packs it again where the weight was exchanged or
-    changed in place, `pack_changed` also where that was done through `weight.data`.
+    changed in place, `repack_changed` also where that was done through `weight.data`.
     plain: how many callers want the plain weight for now. Training and autocast always take it.
     """
 
-    def __init__(self, linear: nn.Linear, library: Library = ONEDNN) -> None:
+    def __init__(self, linear: nn.Linear, backend: MatmulBackend = ONEDNN) -> None:
         nn.Module.__init__(self)
-        self.preferred = library
+        self.preferred = backend
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.training, self.plain = linear.training, 0
@@ -45,25 +45,25 @@ class PackedLinear(nn.Linear):
         usable = self.packed is not None and x.dtype == weight.dtype and x.numel()
         if self.plain or not usable or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return super().forward(x)
-        if self.version != version_of(weight):
+        if self.version != weight_version(weight):
             self._pack()
-        return self.library.multiply(x, self.packed, weight, self.bias)
+        return self.backend.multiply(x, self.packed, weight, self.bias)
 
-    def pack_changed(self) -> None:
+    def repack_changed(self) -> None:
         """Pack the weight again if it is another one by now, however it was changed."""
         if self.packed is None:
             return
         weight = self._parameters["weight"]
-        if self.version != version_of(weight) or not torch.equal(self.some, self.some_then):
+        if self.version != weight_version(weight) or not torch.equal(self.sample, self.sample_then):
             self._pack()
 
     def _pack(self) -> None:
-        version, some = version_of(self.weight), some_of(self.weight)
-        library = library_for(self.weight, self.preferred)
-        packed = library and library.pack(self.weight.detach())
+        version, sample = weight_version(self.weight), sample_values(self.weight, SAMPLE)
+        backend = backend_for(self.weight, self.preferred)
+        packed = backend and backend.pack(self.weight.detach())
         # The version last: until it is there, other threads pack for themselves.
-        self.library, self.packed = library, packed
-        self.some, self.some_then, self.version = some, some.clone(), version
+        self.backend, self.packed = backend, packed
+        self.sample, self.sample_then, self.version = sample, sample.clone(), version
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -82,41 +82,36 @@ class PackedLinear(nn.Linear):
         return self
 
 
-def version_of(weight: Tensor) -> tuple[int, int]:
+def weight_version(weight: Tensor) -> tuple[int, int]:
     """What a change of the tensor in place changes, as far as torch counts such changes, or an exchange."""
     return weight.data_ptr(), -1 if weight.is_inference() else weight._version
 
 
-def some_of(weight: Tensor) -> Tensor:
-    """A view of about SAMPLE values of a weight; an update of a layer changes all of it."""
-    return weight.detach().flatten()[:: (weight.numel() // SAMPLE) | 1]
-
-
-def pack_changed(module: nn.Module) -> None:
+def repack_changed(module: nn.Module) -> None:
     """Pack the layers inside again whose weights were changed since, by a merged adapter for one."""
     for layer in module.modules():
         if isinstance(layer, PackedLinear):
-            layer.pack_changed()
+            layer.repack_changed()
 
 
-def pack_linears(module: nn.Module, library: Library | None = ONEDNN) -> nn.Module:
+def pack_linears(module: nn.Module, backend: MatmulBackend | None = ONEDNN) -> nn.Module:
     """Put packed layers in the place of the plain linear ones inside a module, where that is possible.
 
-    Layers of any other kind (quantised, adapted) stay as they are. library: the preferred one, of
-    `fastest_library` or, where numbers must come out the same on every run, as features do, always the same
-    one; None leaves the module as it is.
+    Layers of any other kind (quantised, adapted) stay as they are. backend: the preferred one, of
+    `measure_fastest_backend` or, where numbers must come out the same on every run, as features do, always
+    the same one; None leaves the module as it is.
     """
     made: dict[nn.Module, PackedLinear] = {}  # a layer may stand in several places
-    for parent in list(module.modules()) if library else ():
+    for parent in list(module.modules()) if backend else ():
         for name, child in list(parent._modules.items()):  # named_children skips repeats
-            if type(child) is nn.Linear and library_for(child.weight):
+            if type(child) is nn.Linear and backend_for(child.weight):
                 if child not in made:
-                    made[child] = PackedLinear(child, library)
+                    made[child] = PackedLinear(child, backend)
                 setattr(parent, name, made[child])
     return module
 
 
-def linear_of_rows(
+def take_rows(
     linear: nn.Linear, rows: Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> nn.Linear:
     """A layer of these outputs [K] of another alone, on a device and in a dtype, packed if the other is."""
@@ -128,10 +123,10 @@ def linear_of_rows(
     return PackedLinear(made, linear.preferred) if isinstance(linear, PackedLinear) else made
 
 
-def libraries_of(module: nn.Module) -> list[str]:
-    """The names of the libraries that the layers inside are packed for; none where none is packed."""
+def backend_names(module: nn.Module) -> list[str]:
+    """The names of the backends that the layers inside are packed for; none where none is packed."""
     layers = (layer for layer in module.modules() if isinstance(layer, PackedLinear))
-    return sorted({layer.library.name for layer in layers if layer.library})
+    return sorted({layer.backend.name for layer in layers if layer.backend})
 
 
 @contextmanager

@@ -28,12 +28,12 @@ class Call:
     before: Work = lambda: None
 
 
-def timed(work: Work, device: torch.device, before: Work = lambda: None) -> float:
+def median_seconds(work: Work, device: torch.device, before: Work = lambda: None) -> float:
     """Median seconds of a call, after an untimed one."""
-    return statistics.median(timed_in_turn({None: Call(work, before)}, device)[None])
+    return statistics.median(time_in_turn({None: Call(work, before)}, device)[None])
 
 
-def timed_in_turn(
+def time_in_turn(
     calls: Mapping[Key, Call],
     device: torch.device,
     untimed: int = 1,

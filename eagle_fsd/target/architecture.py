@@ -13,7 +13,7 @@ from eagle_fsd.core.checks import one_line
 ATTENTION = ("sdpa", "eager")  # implementations that take our masks
 FULL, SLIDING = "full_attention", "sliding_attention"
 # What a generation_config can ask of `generate` that is not done here, and the value that asks for nothing.
-UNHEEDED = {
+NEUTRAL_DEFAULTS = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "typical_p"), 1.0),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
     **dict.fromkeys(("min_length", "min_new_tokens", "min_p", "epsilon_cutoff", "eta_cutoff"), 0),
@@ -150,10 +150,10 @@ def longest_text(config: PretrainedConfig) -> int:
     return min(limits)
 
 
-def unheeded(generation: GenerationConfig | None) -> dict[str, object]:
+def ignored_defaults(generation: GenerationConfig | None) -> dict[str, object]:
     """What a model's generation_config asks of `generate` that is not done here, by name."""
     found = {}
-    for name, neutral in UNHEEDED.items():
+    for name, neutral in NEUTRAL_DEFAULTS.items():
         value = getattr(generation, name, None)
         if value is not None and value != neutral and value not in ([], {}):
             found[name] = value

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from eagle_fsd.runtime.flash_attention import FlashPlan, flash_attention, takes_heads
+from eagle_fsd.runtime.flash_attention import FlashPlan, flash_attention, supports_heads
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 
 GROUPED = "eagle_fsd_grouped"  # our attention's name among Hugging Face's
@@ -41,7 +41,7 @@ def grouped_attention_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if flash_plan is not None and attention_mask is flash_plan.mask and takes_heads(query, value):
+    if flash_plan is not None and attention_mask is flash_plan.mask and supports_heads(query, value):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         mixed = flash_attention(query, key, value, flash_plan, scale)
     else:
@@ -66,10 +66,10 @@ def private_copy(module: nn.Module) -> nn.Module:
     Shared are parameters, buffers, hooks, and modules that hold neither a config nor other modules. So the
     copy sees weights that change, and does not see layers that are exchanged afterwards.
     """
-    return _copied(module, {}, {})
+    return _copy(module, {}, {})
 
 
-def _copied(module: nn.Module, configs: dict[int, object], known: dict[nn.Module, nn.Module]) -> nn.Module:
+def _copy(module: nn.Module, configs: dict[int, object], known: dict[nn.Module, nn.Module]) -> nn.Module:
     """See private_copy. configs: the memo of deepcopy, so that one config stays one. known: copies so far."""
     if module in known:
         return known[module]
@@ -87,6 +87,6 @@ def _copied(module: nn.Module, configs: dict[int, object], known: dict[nn.Module
             value = functools.update_wrapper(bound, value)
         vars(made)[name] = value
     vars(made)["_modules"] = {
-        name: child and _copied(child, configs, known) for name, child in module._modules.items()
+        name: child and _copy(child, configs, known) for name, child in module._modules.items()
     }
     return made

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from eagle_fsd.core.config import SamplingConfig
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.runtime.packed_linear import plain_linears
 from eagle_fsd.target.model import TargetModel
@@ -31,7 +31,7 @@ def generate_alone(
     """
     end_tokens = () if endless else target.eos_token_ids
     warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    ids, mask = left_padded(prompts, pad_token_id)  # as `generate` needs them
+    ids, mask = pad_left(prompts, pad_token_id)  # as `generate` needs them
     start = time.perf_counter()
     with (
         torch.random.fork_rng(),

@@ -21,11 +21,11 @@ from eagle_fsd.target.architecture import (
     SLIDING,
     check_model,
     end_tokens,
+    ignored_defaults,
     layer_kinds,
     logits_transform,
     longest_text,
     suggested_sampling,
-    unheeded,
 )
 from eagle_fsd.target.hf_attention import with_grouped_attention
 
@@ -36,8 +36,9 @@ class TargetModel:
     """A causal LM and what decoding needs of it; ValueError if trees cannot be verified on it.
 
     hidden_size, vocab_size: of features and logits. max_positions: the longest text, prompt included.
-    stepper: how the parts of a step are run on it. unheeded: what the model's generation_config asks for that
-    is not done here, such as a repetition penalty. The model itself is never changed, also not for a moment.
+    stepper: how the parts of a step are run on it. ignored_defaults: what the model's generation_config asks
+    for that is not done here, such as a repetition penalty. The model itself is never changed, also not for a
+    moment.
     """
 
     def __init__(self, model: PreTrainedModel, stepper: Stepper = EAGER) -> None:
@@ -56,11 +57,11 @@ class TargetModel:
         self.window: int = getattr(self.config, "sliding_window", None) or 0
         self.logits_transform = logits_transform(self.config)
         self.device = self._feature_device()
-        self.unheeded = unheeded(getattr(model, "generation_config", None))
+        self.ignored_defaults = ignored_defaults(getattr(model, "generation_config", None))
         self.flash = False  # until the model is admitted without it
         check_tree_verification(self)
         self.flash = flash_verifies(self)
-        self._say_what_is_not_done()
+        self._warn_of_ignored_defaults()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,9 +102,9 @@ class TargetModel:
         The draft's features go through the same function; lm_head alone would give it another law.
         """
         features = features.to(self.lm_head.weight.device, self.dtype)  # a head may draft in another dtype
-        return self.transformed(self.lm_head(features).to(self.device).float())
+        return self.transform_logits(self.lm_head(features).to(self.device).float())
 
-    def transformed(self, logits: Tensor) -> Tensor:
+    def transform_logits(self, logits: Tensor) -> Tensor:
         """Logits of any tokens as the model gives them, from what its lm_head gives."""
         return self.logits_transform(logits)
 
@@ -151,10 +152,10 @@ class TargetModel:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.input_device)
         return self.decoder(input_ids=token, use_cache=False).last_hidden_state.device
 
-    def _say_what_is_not_done(self) -> None:
+    def _warn_of_ignored_defaults(self) -> None:
         """Warn of what the model's defaults ask of `generate` and do not get here."""
-        if self.unheeded:
-            asked = ", ".join(f"{name}={value!r}" for name, value in self.unheeded.items())
+        if self.ignored_defaults:
+            asked = ", ".join(f"{name}={value!r}" for name, value in self.ignored_defaults.items())
             logger.warning(
                 "the model's generation_config asks for %s, which is not done here: texts are those of "
                 "generate without it",

@@ -10,12 +10,12 @@ from eagle_fsd.files.jsonl import read_jsonl
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file: of a .jsonl file what each row asks (see prompt_of), else the whole text.
+    """The prompts of a file: of a .jsonl file what each row asks (see find_prompt), else the whole text.
 
     Raises ValueError for a file that cannot be read, and with its line for a row without a prompt.
     """
     if path.suffix == ".jsonl":
-        return [asked(record, f"{path}:{number}") for number, record in read_jsonl(path)]
+        return [require_prompt(record, f"{path}:{number}") for number, record in read_jsonl(path)]
     try:
         return [decode_text(path.read_bytes(), str(path))]
     except OSError as error:
@@ -30,9 +30,9 @@ def decode_text(data: bytes, origin: str) -> str:
         raise ValueError(f"{origin} is not UTF-8 at byte {error.start}: convert it to UTF-8") from error
 
 
-def asked(record: Mapping[str, Any], place: str) -> str:
+def require_prompt(record: Mapping[str, Any], place: str) -> str:
     """What a row asks; ValueError, by its place, where that is nothing."""
-    prompt = prompt_of(record)
+    prompt = find_prompt(record)
     if prompt is None:
         raise ValueError(
             f"{place}: has no prompt: it needs a string `prompt` or `question`, a list `turns`, or chat "
@@ -41,7 +41,7 @@ def asked(record: Mapping[str, Any], place: str) -> str:
     return prompt
 
 
-def prompt_of(record: Mapping[str, Any]) -> str | None:
+def find_prompt(record: Mapping[str, Any]) -> str | None:
     """What a row of any of the usual shapes asks: `prompt`, `question`, the first of `turns`, or the user's
     first turn of `messages` ({role, content}) or ShareGPT's `conversations` ({from, value}). None if it asks
     nothing.

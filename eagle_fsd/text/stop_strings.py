@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd.text.detokenizer import Detokenizer
 
 
-class TextUntil:
+class TextUntilStop:
     """The text of one row as its tokens come, cut before the first stop string that is complete."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, until: Sequence[str]) -> None:

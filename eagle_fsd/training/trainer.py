@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eagle_fsd.drafting.eagle_head import DraftHead
-from eagle_fsd.files.fingerprints import differences, digest, spread
+from eagle_fsd.files.fingerprints import differences, digest_tensors, sample_values
 from eagle_fsd.files.jsonl import append_row
 from eagle_fsd.training.batching import (
     Lesson,
@@ -319,14 +319,14 @@ class Trainer:
             "config": asdict(self.config),
             "batches_per_step": self.batches_per_step,
             "head": asdict(self.head.config),
-            "start": digest(self.head.parameters()),
+            "start": digest_tensors(self.head.parameters()),
             "sequences": len(self.numbers),
-            "tokens": digest(self.data.tokens[number] for number in self.numbers),
-            "learn": digest(self.data.learn[number] for number in self.numbers),
-            "common": digest([self.common]),
-            "embedding": digest([spread(self.embedding, 4096)]),
-            "lm_head": digest([spread(self.readout.weight, 4096)]),
-            "bias": None if self.readout.bias is None else digest([self.readout.bias]),
+            "tokens": digest_tensors(self.data.tokens[number] for number in self.numbers),
+            "learn": digest_tensors(self.data.learn[number] for number in self.numbers),
+            "common": digest_tensors([self.common]),
+            "embedding": digest_tensors([sample_values(self.embedding, 4096)]),
+            "lm_head": digest_tensors([sample_values(self.readout.weight, 4096)]),
+            "bias": None if self.readout.bias is None else digest_tensors([self.readout.bias]),
             "logits": asdict(self.readout.transform),
             "optimizer": "Muon",  # before, AdamW: such a run cannot be gone on with
             "feature_std": f"{self.feature_std:.4g}",  # its last digits vary with the number of threads

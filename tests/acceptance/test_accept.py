@@ -17,8 +17,16 @@ from scipy.stats import chisquare
 from support.stubs import Chain, ChainDrafter, ChainTarget, generator, random_tree, tiny_head, tiny_llama
 from torch import Tensor
 
-from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified, accept, choose, of_owners
-from eagle_fsd.acceptance.divergence import DIVERGENCES, divergence_named, largest_value
+from eagle_fsd.acceptance.accept import (
+    AcceptanceRule,
+    Lossless,
+    Verdict,
+    Verified,
+    accept,
+    choose,
+    scatter_to_owners,
+)
+from eagle_fsd.acceptance.divergence import DIVERGENCES, get_divergence, largest_value
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import RelaxedTopK, Typical
 from eagle_fsd.core.config import CHILDREN, SamplingConfig, TreeConfig
@@ -295,7 +303,7 @@ def run(
 ) -> Verdict:
     rows = len(logits)
     emitted = torch.zeros(rows, dtype=torch.int64) if emitted is None else emitted
-    return accept(rule, Verified.of(tree, logits, sampling, EOS), RowRandom(seed, rows), emitted)
+    return accept(rule, Verified.from_logits(tree, logits, sampling, EOS), RowRandom(seed, rows), emitted)
 
 
 def outcomes(verdict: Verdict) -> list[tuple[list[int], list[int], list[bool]]]:
@@ -405,7 +413,7 @@ def test_end_tokens_are_only_emitted_by_the_target() -> None:
 def test_a_row_is_the_same_alone(rule: AcceptanceRule, sampling: SamplingConfig) -> None:
     tree, logits = case("near", 3)
     seeds, emitted = [5, 17, 3, 3, 9, 1], torch.arange(6)
-    together = accept(rule, Verified.of(tree, logits, sampling, EOS), RowRandom(seeds, 6), emitted)
+    together = accept(rule, Verified.from_logits(tree, logits, sampling, EOS), RowRandom(seeds, 6), emitted)
     for row in range(6):
         part = DraftTree(
             *(
@@ -416,7 +424,7 @@ def test_a_row_is_the_same_alone(rule: AcceptanceRule, sampling: SamplingConfig)
         )
         alone = accept(
             rule,
-            Verified.of(part, logits[row : row + 1], sampling, EOS),
+            Verified.from_logits(part, logits[row : row + 1], sampling, EOS),
             RowRandom(seeds[row : row + 1], 1),
             emitted[row : row + 1],
         )
@@ -435,7 +443,7 @@ def test_extreme_uniforms_emit_nothing_impossible(u: float, rule: AcceptanceRule
             tree, logits = case(kind, seed)
             probs = warp(logits, NARROW)
             emitted = torch.zeros(6, dtype=torch.int64)
-            verdict = accept(rule, Verified.of(tree, logits, NARROW, EOS), Given(6, u), emitted)
+            verdict = accept(rule, Verified.from_logits(tree, logits, NARROW, EOS), Given(6, u), emitted)
             for row, (path, tokens, _) in enumerate(outcomes(verdict)):
                 for node, token in zip(path, tokens, strict=True):
                     assert 0 <= token < 13 and probs[row, node, token] > 0
@@ -505,7 +513,7 @@ def test_zero_threshold_is_off_where_the_divergence_is_zero(sampling: SamplingCo
     rows = torch.arange(40)[:, None]
     tree = replace(tree, log_q=logits[rows, tree.owners.clamp(min=0)].log_softmax(-1))
     exact = logits[rows, tree.owners.clamp(min=0)]
-    assert (divergence_named("js")(exact, exact) == 0).all()
+    assert (get_divergence("js")(exact, exact) == 0).all()
     tree = replace(tree, log_q=exact)
     zero = outcomes(run(Fuzzy(threshold=0.0, mode=mode), tree, logits, sampling))
     assert zero == outcomes(run(Lossless(), tree, logits, sampling))
@@ -541,10 +549,11 @@ def test_a_threshold_above_every_value_measures_nothing_and_says_the_same(name: 
     broken[0, 0, 0] = INF
     rule = Fuzzy(threshold=largest_value(name), divergence=name)
     for tree_, logits_ in ((tree, logits), (replace(tree, log_q=log_q), logits), (tree, broken)):
-        verified = Verified.of(tree_, logits_, SAMPLINGS[0], torch.tensor([], dtype=torch.long))
+        verified = Verified.from_logits(tree_, logits_, SAMPLINGS[0], torch.tensor([], dtype=torch.long))
         measured = rule.node_divergences(verified)
-        drafted = of_owners(tree_, tree_.owners >= 0, False)  # elsewhere measured is inf, and T may be
-        assert torch.equal(rule.close(verified), drafted & (measured <= rule.threshold))
+        # Elsewhere measured is inf, and T may be.
+        drafted = scatter_to_owners(tree_, tree_.owners >= 0, False)
+        assert torch.equal(rule.is_close(verified), drafted & (measured <= rule.threshold))
 
 
 # --- laws ---
@@ -607,7 +616,7 @@ def accept_many(
     rule: AcceptanceRule, tree: DraftTree, logits: Tensor, sampling: SamplingConfig, eos: Tensor = EOS
 ) -> Verdict:
     random, emitted = OneStream(ROWS, generator(11)), torch.zeros(ROWS, dtype=torch.int64)
-    return accept(rule, Verified.of(tree, logits, sampling, eos), random, emitted)
+    return accept(rule, Verified.from_logits(tree, logits, sampling, eos), random, emitted)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "narrow"])
@@ -616,7 +625,7 @@ def test_gains_are_what_the_target_goes_on_to_accept(sampling: SamplingConfig) -
     found = set()
     for seed in range(12):
         tree, logits = case("near", seed, batch=1)
-        gain = float(Verified.of(tree, logits, sampling, EOS).gains()[0, 0])
+        gain = float(Verified.from_logits(tree, logits, sampling, EOS).gains()[0, 0])
         same = {
             name: getattr(tree, name).expand(ROWS, *[-1] * (getattr(tree, name).ndim - 1))
             for name in ("tokens", "parents", "depths", "log_q", "owners")
@@ -807,11 +816,11 @@ def test_a_draft_with_a_nan_is_followed_nowhere(name: str, threshold: float, chi
     rule = Fuzzy(threshold, name, mode="paper", child=child)
     eos = torch.empty(0, dtype=torch.int64)
     for sampling in (SamplingConfig(), SamplingConfig(1.0)):
-        clean = rule.chances(Verified.of(tree, logits, sampling, eos))
+        clean = rule.chances(Verified.from_logits(tree, logits, sampling, eos))
         for token in (int(tree.tokens[0, tree.parents[0] == 0][0]), 19):
             log_q = tree.log_q.clone()
             log_q[0, tree.owners[0] == 0, token] = NAN
-            found = rule.chances(Verified.of(replace(tree, log_q=log_q), logits, sampling, eos))
+            found = rule.chances(Verified.from_logits(replace(tree, log_q=log_q), logits, sampling, eos))
             below_root = torch.zeros(2, 9, dtype=torch.bool)
             below_root[0] = tree.parents[0] == 0
             assert not found[below_root].any()
@@ -823,6 +832,6 @@ def test_a_verdict_says_of_every_row_whether_its_path_is_finite(sampling: Sampli
     tree, eos = random_tree(6, 9, 3, 3, vocab_size=20, seed=4), torch.empty(0, dtype=torch.int64)
     logits = torch.randn(6, 9, 20, generator=torch.Generator().manual_seed(1))
     logits[1, 0, 3], logits[2, 0, 3], logits[3, 0], logits[4, 0, 3] = NAN, INF, -INF, -INF
-    verified = Verified.of(tree, logits, sampling, eos)
+    verified = Verified.from_logits(tree, logits, sampling, eos)
     verdict = accept(Lossless(), verified, RowRandom(0, 6), torch.zeros(6, dtype=torch.int64))
     assert verdict.finite.tolist() == [True, False, False, False, True, True]

@@ -19,8 +19,8 @@ from support.tiny_models import Letters, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Verdict, Verified
-from eagle_fsd.acceptance.calibration import FILE, Calibrated, Calibration, read_calibration
-from eagle_fsd.acceptance.divergence import divergence_named
+from eagle_fsd.acceptance.calibration import FILE, CalibratedThreshold, Calibration, read_calibration
+from eagle_fsd.acceptance.divergence import get_divergence
 from eagle_fsd.core.config import AutoThreshold, AutoTree
 from eagle_fsd.evaluation.analysis.bootstrap import Sums
 from eagle_fsd.evaluation.calibrate.recorded_pass import LADDER, Kind, Recorder, Records, Work, kinds_of
@@ -90,7 +90,7 @@ def test_records_are_the_rules_own_numbers() -> None:
                 continue
             log_q = tree.log_q[0, owners.index(node)]
             raw = verified.logits[0, node]
-            divergences = [float(divergence_named(name)(raw, log_q)) for name in ("js", "reverse_kl")]
+            divergences = [float(get_divergence(name)(raw, log_q)) for name in ("js", "reverse_kl")]
             children = [int(t) for t, up in zip(tree.tokens[0], tree.parents[0], strict=True) if up == node]
             allowed = [t for t in children if p[t] > 0 and t not in verified.eos.tolist()]
             if not allowed:
@@ -249,7 +249,9 @@ def test_calibrate_end_to_end(tmp_path: Path) -> None:
 
 
 def a_calibration(model: EagleFSD, **changes: Any) -> Calibration:
-    thresholds = [Calibrated("js", "hybrid", "draft", t, t / 10, t / 8, 2.5, 2.2) for t in (0.1, 0.3, 0.8)]
+    thresholds = [
+        CalibratedThreshold("js", "hybrid", "draft", t, t / 10, t / 8, 2.5, 2.2) for t in (0.1, 0.3, 0.8)
+    ]
     models = models_identity(model.base_model, model.target.model, model.head)
     return replace(Calibration(models, WARM, TREE, 0.9, 40, tuple(thresholds), {"commit": "abc"}), **changes)
 
@@ -263,21 +265,21 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_the_largest_threshold_of_a_budget(tmp_path: Path) -> None:
     calibration = a_calibration(engine())
     for budget, threshold in ((0.0125, 0.1), (0.03, 0.1), (0.0375, 0.3), (0.5, 0.8)):
-        assert Fuzzy.calibrated(calibration, budget) == Fuzzy(threshold)
+        assert Fuzzy.from_calibration(calibration, budget) == Fuzzy(threshold)
     with pytest.raises(ValueError, match=r"quality_budget is 0\.01: the smallest bound .* is 0\.0125; raise"):
-        Fuzzy.calibrated(calibration, 0.01)
+        Fuzzy.from_calibration(calibration, 0.01)
     with pytest.raises(
         ValueError, match="for tv, hybrid, draft: it was calibrated for js, hybrid, draft; cal"
     ):
-        Fuzzy.calibrated(calibration, 0.05, "tv")
+        Fuzzy.from_calibration(calibration, 0.05, "tv")
     with pytest.raises(ValueError, match="for js, paper, draft"):
-        Fuzzy.calibrated(calibration, 0.05, mode="paper")
+        Fuzzy.from_calibration(calibration, 0.05, mode="paper")
     with pytest.raises(ValueError, match=r"for js, hybrid, draft, min_gain 0\.5: it was calibrated for js"):
-        Fuzzy.calibrated(calibration, 0.05, min_gain=0.5)
+        Fuzzy.from_calibration(calibration, 0.05, min_gain=0.5)
     guarded = replace(calibration.thresholds[0], threshold=0.7, min_gain=0.5)
     both = replace(calibration, thresholds=[*calibration.thresholds, guarded])
-    assert Fuzzy.calibrated(both, 0.03, min_gain=0.5) == Fuzzy(0.7, min_gain=0.5)
-    assert Fuzzy.calibrated(both, 0.03) == Fuzzy(0.1)
+    assert Fuzzy.from_calibration(both, 0.03, min_gain=0.5) == Fuzzy(0.7, min_gain=0.5)
+    assert Fuzzy.from_calibration(both, 0.03) == Fuzzy(0.1)
 
 
 def test_generate_reads_it_and_says_what_it_chose(tmp_path: Path) -> None:

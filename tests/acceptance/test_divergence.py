@@ -13,7 +13,7 @@ from eagle_fsd.acceptance.divergence import (
     DIVERGENCES,
     SPARSE_DIVERGENCES,
     TOP_K,
-    divergence_named,
+    get_divergence,
     over_top_k,
     require_sparse,
     sparse_divergence,
@@ -343,14 +343,14 @@ def test_trap_16_padded_vocabulary_is_an_error(name: str) -> None:
 def test_names() -> None:
     assert set(DIVERGENCES) == {*FULL, *(f"{name}_top{TOP_K}" for name in FULL)}
     for name, function in DIVERGENCES.items():
-        assert divergence_named(name) is function
+        assert get_divergence(name) is function
         assert function.__name__ == name
 
 
 @pytest.mark.parametrize("name", ["jsd", "JS", "", "js_topk", "js_top9"])
 def test_unknown_name_is_one_line_that_lists_the_names(name: str) -> None:
     with pytest.raises(ValueError, match="is not known; choose one of") as error:
-        divergence_named(name)
+        get_divergence(name)
     message = str(error.value)
     assert "\n" not in message
     assert all(known in message for known in DIVERGENCES)

@@ -13,7 +13,7 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified, accept
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
-from eagle_fsd.acceptance.output_distribution import distances, path_laws
+from eagle_fsd.acceptance.output_distribution import distances, path_distributions
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.tree import DraftTree
@@ -67,9 +67,9 @@ def copies(seed: int) -> tuple[DraftTree, Tensor]:
 def test_tokens_are_drawn_from_the_law(rule: AcceptanceRule, sampling: SamplingConfig) -> None:
     """The first token, and the second given the commonest first one that was drafted: chi-square, at 1e-6."""
     tree, logits = copies(4)
-    verified = Verified.of(tree, logits, sampling, NONE)
+    verified = Verified.from_logits(tree, logits, sampling, NONE)
     verdict = accept(rule, verified, OneStream(1), torch.zeros(ROWS, dtype=torch.int64))  # type: ignore[arg-type]
-    law, _ = path_laws(verified, verdict, rule.mode)
+    law, _ = path_distributions(verified, verdict, rule.mode)
     assert_counts(verdict.tokens[:, 0], law[0, 0])
     deep = verdict.length > 1
     node = int(verdict.path[deep, 1].mode().values)
@@ -119,9 +119,9 @@ def test_the_law_is_the_sum_over_draws_and_answers(rule: AcceptanceRule, guard: 
         rule = replace(rule, **{guard: 1})
     tree = random_tree(batch=40, nodes=11, depth=4, width=4, vocab_size=VOCAB, seed=2)
     logits = torch.randn(40, 11, VOCAB, generator=generator(9))
-    verified = Verified.of(tree, logits, NARROW, NONE)
+    verified = Verified.from_logits(tree, logits, NARROW, NONE)
     verdict = accept(rule, verified, RowRandom(3, 40), torch.zeros(40, dtype=torch.int64))
-    law, p = path_laws(verified, verdict, rule.mode)
+    law, p = path_distributions(verified, verdict, rule.mode)
     for row, length in enumerate(verdict.length.tolist()):
         in_a_row = 0
         for level in range(length):
@@ -144,9 +144,11 @@ def test_the_law_is_the_sum_over_draws_and_answers(rule: AcceptanceRule, guard: 
 
 def test_greedy_laws_are_of_the_argmax() -> None:
     tree = random_tree(batch=6, nodes=11, depth=4, width=4, vocab_size=VOCAB, seed=2)
-    verified = Verified.of(tree, torch.randn(6, 11, VOCAB, generator=generator(9)), SamplingConfig(), NONE)
+    verified = Verified.from_logits(
+        tree, torch.randn(6, 11, VOCAB, generator=generator(9)), SamplingConfig(), NONE
+    )
     verdict = accept(Fuzzy(10.0, mode="paper"), verified, RowRandom(0, 6), torch.zeros(6, dtype=torch.int64))
-    law, p = path_laws(verified, verdict, "paper")
+    law, p = path_distributions(verified, verdict, "paper")
     assert set(p.unique().tolist()) == {0.0, 1.0}
     kl, tv = distances(law, p)
     for row, length in enumerate(verdict.length.tolist()):
@@ -180,7 +182,7 @@ def test_distances_against_plain_sums() -> None:
 
 def test_a_lossless_verdict_has_no_distance() -> None:
     tree, logits = copies(1)
-    verified = Verified.of(tree, logits, WARM, NONE)
+    verified = Verified.from_logits(tree, logits, WARM, NONE)
     verdict: Verdict = accept(Lossless(), verified, OneStream(0), torch.zeros(ROWS, dtype=torch.int64))  # type: ignore[arg-type]
-    law, p = path_laws(verified, verdict, "hybrid")
+    law, p = path_distributions(verified, verdict, "hybrid")
     assert torch.equal(law, p)

@@ -14,8 +14,8 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified, accept
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
-from eagle_fsd.acceptance.output_distribution import path_laws
-from eagle_fsd.acceptance.rule_names import RULES, describe, parse_rule, rule_named
+from eagle_fsd.acceptance.output_distribution import path_distributions
+from eagle_fsd.acceptance.rule_names import RULES, build_rule, describe, parse_rule
 from eagle_fsd.cli.flags import RULE_NAMES
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.sampling import RowRandom
@@ -35,14 +35,14 @@ def case(seed: int, sampling: SamplingConfig) -> Verified:
     logits[rows, tree.owners.clamp(min=0)] = tree.log_q + torch.randn(
         tree.log_q.shape, generator=generator(seed)
     )
-    return Verified.of(tree, logits.float(), sampling, NONE)
+    return Verified.from_logits(tree, logits.float(), sampling, NONE)
 
 
 def root_laws(rule: AcceptanceRule, verified: Verified) -> tuple[Tensor, Tensor]:
     """The rule's law and p at the roots: [B, V] both."""
     rows = len(verified.logits)
     verdict = accept(rule, verified, RowRandom(0, rows), torch.zeros(rows, dtype=torch.int64))
-    law, p = path_laws(verified, verdict, rule.mode)
+    law, p = path_distributions(verified, verdict, rule.mode)
     return law[:, 0].double(), p[:, 0].double()
 
 
@@ -163,7 +163,7 @@ def test_chances_of_siblings_are_chances(name: str, sampling: SamplingConfig) ->
         verified = case(seed, sampling)
         eos = verified.tree.tokens[:, 1].unique()
         verified = replace(verified, eos=eos)
-        chances = rule_named(name).chances(verified)
+        chances = build_rule(name).chances(verified)
         if chances is None:
             continue
         assert (chances >= 0).all()
@@ -171,7 +171,7 @@ def test_chances_of_siblings_are_chances(name: str, sampling: SamplingConfig) ->
         assert (together <= 1 + 1e-5).all()
         mine = torch.isin(verified.tree.tokens, eos)
         if verified.probs is not None:
-            mine |= verified.of_token(verified.probs) == 0
+            mine |= verified.at_token(verified.probs) == 0
         mine[:, 0] = False
         assert (chances[mine] == 0).all()
 
@@ -189,15 +189,15 @@ def test_rules_at_their_ends(rule: AcceptanceRule, what: str) -> None:
     verified = case(5, SAMPLINGS[0])
     chances = rule.chances(verified)
     assert chances is not None
-    p = verified.of_token(verified.probs)
+    p = verified.at_token(verified.probs)
     followed = (chances > 0) & (verified.tree.parents >= 0)
     if what == "lossless":
         assert not followed.any()
     elif what == "greedy":
-        assert torch.equal(followed[:, 1:], (p == verified.of_parent(verified.probs.amax(-1)))[:, 1:])
+        assert torch.equal(followed[:, 1:], (p == verified.at_parent(verified.probs.amax(-1)))[:, 1:])
     else:
         families = (verified.tree.children * p[:, None, :]).amax(-1)  # [B, N]
-        assert torch.equal(followed[:, 1:], (p == verified.of_parent(families))[:, 1:])
+        assert torch.equal(followed[:, 1:], (p == verified.at_parent(families))[:, 1:])
     assert followed.any() or what == "lossless"
 
 
@@ -218,7 +218,7 @@ def test_rules_at_their_ends(rule: AcceptanceRule, what: str) -> None:
 def test_a_rule_is_what_was_written_down_of_it(rule: AcceptanceRule) -> None:
     written = json.loads(json.dumps(describe(rule), allow_nan=False))
     fields = {key: math.inf if value == "inf" else value for key, value in written.items()}
-    assert rule_named(fields.pop("name"), **fields) == rule
+    assert build_rule(fields.pop("name"), **fields) == rule
 
 
 @pytest.mark.parametrize(
@@ -265,9 +265,9 @@ def test_words_that_are_no_rule(text: str, line: str) -> None:
 def test_names() -> None:
     assert set(RULE_NAMES) == set(RULES)  # the flags know them without loading torch
     with pytest.raises(ValueError, match="rule is 'nucleus': it must be one of lossless, fuzzy"):
-        rule_named("nucleus")
+        build_rule("nucleus")
     with pytest.raises(ValueError, match=r"threshold is 0\.3 for the rule cactus: it has delta, exact_eos"):
-        rule_named("cactus", threshold=0.3)
+        build_rule("cactus", threshold=0.3)
 
 
 @pytest.mark.parametrize(
@@ -284,4 +284,4 @@ def test_names() -> None:
 )
 def test_bad_parameters_are_named(name: str, parameters: dict[str, float], line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        rule_named(name, **parameters)
+        build_rule(name, **parameters)

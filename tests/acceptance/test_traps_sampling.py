@@ -89,7 +89,10 @@ def decide(rule: Lossless | Fuzzy, sampling: SamplingConfig) -> Verdict:
     tree, logits = impossible_child()
     none = torch.zeros(0, dtype=torch.int64)
     return accept(
-        rule, Verified.of(tree, logits, sampling, none), Zeros(0, 1), torch.zeros(1, dtype=torch.int64)
+        rule,
+        Verified.from_logits(tree, logits, sampling, none),
+        Zeros(0, 1),
+        torch.zeros(1, dtype=torch.int64),
     )
 
 

@@ -227,8 +227,8 @@ def clocked(monkeypatch: pytest.MonkeyPatch, made: list[str], *factors: float) -
         made.append("measure_forwards")
         return step_costs.measure_forwards(*parts)
 
-    real = timing.timed_in_turn
-    monkeypatch.setattr(step_costs, "timed_in_turn", lambda *parts: real(*parts, clock=clock))
+    real = timing.time_in_turn
+    monkeypatch.setattr(step_costs, "time_in_turn", lambda *parts: real(*parts, clock=clock))
     monkeypatch.setattr(tree_chooser, "measure_forwards", measure)
     monkeypatch.setattr(tree_chooser, "BUSY", timing.BUSY)
 

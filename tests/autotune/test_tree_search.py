@@ -22,7 +22,7 @@ from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting.drafter import Drafter
 from eagle_fsd.files.records import cache_file
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.text.chat import watched_prompts
+from eagle_fsd.text.chat import encode_example_prompts
 
 GREEDY = SamplingConfig()
 EVERYTHING = TreeConfig(1 + 3 + 3 * 9, 4, 3)  # of depth 4 and beam 3 every candidate
@@ -159,7 +159,7 @@ def test_an_unsure_draft_is_cut_and_a_sure_one_is_not() -> None:
         tree = TreeConfig(7, 3, 2, confidence)
         assert promise([UNSURE], tree, price) == (tokens, 100 * levels + nodes), confidence
         assert promise([UNSURE, CHAIN], tree, price, 2)[1] == 100 * 3 + max(
-            nodes, sum(score >= tree.least_score for score in CHAIN.scores)
+            nodes, sum(score >= tree.min_score for score in CHAIN.scores)
         )
     capped = TreeConfig(3, 2, 2, 0.01)
     assert promise([UNSURE], capped, price) == (2, 203.0)
@@ -326,10 +326,10 @@ class NoTemplate:
 
 def test_targets_without_a_chat_template() -> None:
     model = EagleFSD(TargetModel(tiny_model()), tiny_head(), NoTemplate(), base_model="base")
-    assert [min(map(len, watched_prompts(model.tokenizer)))] == [5]
+    assert [min(map(len, encode_example_prompts(model.tokenizer)))] == [5]
     assert isinstance(model.generate([[1, 2]], max_new_tokens=2, tree=AutoTree()).tree, TreeConfig)
     model.tokenizer.chat_template = "broken"  # apply_chat_template is missing, as if it raised
-    assert watched_prompts(model.tokenizer) == []
+    assert encode_example_prompts(model.tokenizer) == []
 
 
 def test_measuring_is_no_part_of_a_generations_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,7 @@ def test_rerank_gives_ties_to_the_shallower() -> None:
 def test_build_tree_equals_plain_tree(
     kind: str, width: int, depth: int, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree_module, "may_ask", lambda tensor: asks)
+    monkeypatch.setattr(tree_module, "host_can_read", lambda tensor: asks)
     candidates = width + (depth - 1) * width**2
     for total in {1, 2, 1 + candidates // 2, 1 + candidates}:
         for seed in range(8):

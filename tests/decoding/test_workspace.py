@@ -13,7 +13,7 @@ from support.tiny_models import KnowingDrafter, prompts_of, tiny_head, tiny_mode
 
 from eagle_fsd import EagleFSD, Lossless, TreeConfig
 from eagle_fsd.core import sampling, tree
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.decoding import workspace
 from eagle_fsd.decoding.workspace import AHEAD, LEAST, Workspace, Workspaces
 from eagle_fsd.drafting import eagle_drafter
@@ -35,7 +35,7 @@ def engine(recorder: OpRecorder | None = None, **settings: int) -> EagleFSD:
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (kv_cache, eagle_drafter, sampling, tree):
-        monkeypatch.setattr(module, "may_ask", lambda tensor: False)
+        monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
 
 
@@ -79,7 +79,7 @@ def test_texts_in_caches_that_grow_are_the_texts_in_large_ones(
 ) -> None:
     if recorded:
         request.getfixturevalue("as_on_an_accelerator")
-    ids, mask = left_padded(prompts_of([5, 19, 11]), 0)
+    ids, mask = pad_left(prompts_of([5, 19, 11]), 0)
     options = {"max_new_tokens": 90, "tree": TREE, "temperature": 0.8, "seed": 0}
     large = engine().generate(ids, mask, **options)
     assert max(slots(used.pop())) == 19 + 90 + 8 + 6
@@ -168,7 +168,7 @@ def test_a_workspace_is_used_again_after_rows_have_left_it() -> None:
     model, plain = engine(OpRecorder()), engine()
 
     def text(lengths: list[int], **options: object) -> list[list[int]]:
-        ids, mask = left_padded(prompts_of(lengths), 0)
+        ids, mask = pad_left(prompts_of(lengths), 0)
         return model.generate(ids, mask, **{"max_new_tokens": 24, "tree": TREE, **options}).new_tokens
 
     whole = text([5, 9])
@@ -193,7 +193,7 @@ def test_a_workspace_that_grew_for_some_of_its_rows_is_not_kept(monkeypatch: pyt
     monkeypatch.setattr(workspace, "AHEAD", 4)
     monkeypatch.setattr(workspace, "LEAST", 16)
     model = engine(OpRecorder())
-    ids, mask = left_padded(prompts_of([5, 9]), 0)
+    ids, mask = pad_left(prompts_of([5, 9]), 0)
     options = {"tree": TREE, "rule": Lossless()}
     first = model.generate(ids, mask, max_new_tokens=60, **options).new_tokens
     assert model._workspaces.spare is not None

@@ -151,7 +151,7 @@ def test_a_tree_is_as_large_as_the_draft_is_sure(
     """The same nodes as the plain recursion's; fillers behind them, as many as the largest row has more, or,
     where the host must not look, as the config allows."""
     for module in (draft_module, tree_module):
-        monkeypatch.setattr(module, "may_ask", lambda tensor: asks)
+        monkeypatch.setattr(module, "host_can_read", lambda tensor: asks)
     head, vocabulary = tiny_head(VOCAB, HIDDEN, 3), TinyVocabulary(VOCAB, HIDDEN, 3, peak=2.0)
     size = TreeConfig.parse(config)
     rows = [random_pairs(count, count) for count in (5, 1, 9, 12)]

@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A CPU with recordings, on which no way is chosen by what a tensor holds; it has no real target."""
     for module in (kv_cache, eagle_drafter, sampling, tree):
-        monkeypatch.setattr(module, "may_ask", lambda tensor: False)
+        monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
     return Bench(CPU, quick=True, target="/there/is/none", record=lambda device: OpRecorder())
 

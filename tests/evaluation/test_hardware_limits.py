@@ -13,8 +13,8 @@ from support.tiny_models import tiny_head, tiny_model
 from eagle_fsd import EagleFSD
 from eagle_fsd.autotune.step_costs import WIDTHS
 from eagle_fsd.evaluation.measure.hardware_limits import Machine, forwards, machine, table
-from eagle_fsd.runtime.matmul_backends import library_for
-from eagle_fsd.runtime.packed_linear import PackedLinear, libraries_of, pack_linears
+from eagle_fsd.runtime.matmul_backends import backend_for
+from eagle_fsd.runtime.packed_linear import PackedLinear, backend_names, pack_linears
 from eagle_fsd.target.model import TargetModel
 
 
@@ -26,8 +26,8 @@ def test_a_forward_is_bound_by_reading_or_by_multiplying() -> None:
 
 def test_every_width_is_timed() -> None:
     engine = EagleFSD(TargetModel(pack_linears(tiny_model())), tiny_head())
-    library = library_for(torch.zeros(1, 1))
-    assert libraries_of(engine.target.model) == ([library.name] if library else [])
+    backend = backend_for(torch.zeros(1, 1))
+    assert backend_names(engine.target.model) == ([backend.name] if backend else [])
     found, costs = forwards(engine, Machine(1e9, 1e9), 32, [2])
     assert [one.nodes for one in found] == [1, *WIDTHS]
     assert all(min(one.limit, one.plain_linears, one.linears) > 0 for one in found)

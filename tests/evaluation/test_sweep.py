@@ -17,7 +17,7 @@ from support.tiny_models import Letters, prompts_of, tiny_head, tiny_model
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
 from eagle_fsd.acceptance.other_rules import Cactus, SGLang
-from eagle_fsd.acceptance.output_distribution import distances, path_laws
+from eagle_fsd.acceptance.output_distribution import distances, path_distributions
 from eagle_fsd.acceptance.rule_names import describe, parse_rule
 from eagle_fsd.core.config import PAPER
 from eagle_fsd.evaluation.grids import GRIDS
@@ -105,7 +105,7 @@ def test_the_law_is_summed_over_the_tokens_that_were_emitted(tmp_path: Path) -> 
 
     def watch(verified: Verified, verdict: Verdict, emitted: dict[int, int]) -> None:
         counts.append(emitted[0])
-        law, p = path_laws(verified, verdict, PAPER)
+        law, p = path_distributions(verified, verdict, PAPER)
         for level in range(emitted[0]):
             kl, tv = distances(law[0, level], p[0, level])
             wanted["kl"], wanted["tv"] = wanted["kl"] + float(kl), wanted["tv"] + float(tv)

@@ -15,7 +15,7 @@ import pytest
 from filelock import FileLock
 
 from eagle_fsd.files import atomic, records
-from eagle_fsd.files.atomic import read_records, update_records, whole_file, write_atomically
+from eagle_fsd.files.atomic import atomic_path, read_records, update_records, write_atomically
 from eagle_fsd.files.records import cache_file, recall, remember
 
 
@@ -59,10 +59,10 @@ def test_threads_that_write_one_file_never_tear_it(tmp_path: Path) -> None:
 def test_what_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     write_atomically(path, "old")
-    with pytest.raises(OSError, match="cannot be written"), whole_file(path) as partial:
+    with pytest.raises(OSError, match="cannot be written"), atomic_path(path) as partial:
         partial.write_text("half")
         raise RuntimeError("no space")
-    with pytest.raises(KeyboardInterrupt), whole_file(path) as partial:
+    with pytest.raises(KeyboardInterrupt), atomic_path(path) as partial:
         partial.write_text("half")
         raise KeyboardInterrupt
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]

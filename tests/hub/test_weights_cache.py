@@ -66,13 +66,13 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was read as GGUF."""
     made: list[str] = []
-    real = target_loader.unpacked
+    real = target_loader.dequantize_options
 
     def counting() -> dict[str, object]:
         made.append("read")
         return real()
 
-    monkeypatch.setattr(target_loader, "unpacked", counting)
+    monkeypatch.setattr(target_loader, "dequantize_options", counting)
     return made
 
 
@@ -260,7 +260,9 @@ def test_a_copied_cache_is_as_good(
     shutil.copytree(own_folder, own_folder.with_name("copied"))
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(own_folder.with_name("copied")))
     hub.load_target(str(gguf))
-    monkeypatch.setattr(weights_cache, "digest_of", lambda path: pytest.fail(f"{path} is known by its stamp"))
+    monkeypatch.setattr(
+        weights_cache, "digest_file", lambda path: pytest.fail(f"{path} is known by its stamp")
+    )
     hub.load_target(str(gguf))
     assert len(conversions) == 1
 
@@ -341,7 +343,7 @@ def test_the_least_recently_used_folders_make_room(
     pytest.importorskip("gguf")
     files = [aged(write_gguf(tmp_path / f"{seed}.gguf", tensors(seed))) for seed in range(3)]
     hub.load_target(str(files[0]))
-    size = weights_cache.size_of(weights_cache.folders()[0])
+    size = weights_cache.folder_size(weights_cache.folders()[0])
     monkeypatch.setattr(weights_cache, "MOST", int(2.5 * size))
     for file in (files[1], files[0], files[2]):
         hub.load_target(str(file))
@@ -402,7 +404,7 @@ def test_people_are_told_what_takes_long_and_pipes_are_not(
     hub.load_target(str(gguf))
     assert capfd.readouterr() == ("", "")
     weights_cache.clear()
-    monkeypatch.setattr(target_loader, "bars_wanted", lambda: True)
+    monkeypatch.setattr(target_loader, "wants_progress_bars", lambda: True)
     hub.load_target(str(gguf))
     shown = capfd.readouterr()
     assert shown.out == ""

@@ -235,7 +235,7 @@ def test_an_empty_capture_is_refused_and_says_nothing() -> None:
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (kv_cache, eagle_drafter, sampling, tree):
-        monkeypatch.setattr(module, "may_ask", lambda tensor: False)
+        monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
 
 
 def launching(cuda: Cuda, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

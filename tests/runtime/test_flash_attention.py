@@ -15,7 +15,7 @@ from support.tiny_models import VOCAB, KnowingEngine, greedy_alone, prompts_of, 
 from torch import Tensor
 
 from eagle_fsd import Lossless, TreeConfig
-from eagle_fsd.core.padding import left_padded, right_padded
+from eagle_fsd.core.padding import pad_left, pad_right
 from eagle_fsd.core.tree import DraftTree, additive, ancestors, visible_slots
 from eagle_fsd.runtime import flash_attention
 from eagle_fsd.runtime.flash_attention import (
@@ -24,9 +24,11 @@ from eagle_fsd.runtime.flash_attention import (
     flash_causal,
     flash_prefix,
     prefix_and_tree,
-    takes_heads,
+    supports_heads,
 )
 from eagle_fsd.runtime.grouped_attention import grouped_attention
+from eagle_fsd.target import admission
+from eagle_fsd.target import session as session_module
 from eagle_fsd.target.hf_attention import grouped_attention_forward
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -43,7 +45,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeFlash:
 def install(monkeypatch: pytest.MonkeyPatch, dtypes: tuple[torch.dtype, ...]) -> FakeFlash:
     module = FakeFlash(dtypes)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr("eagle_fsd.target.admission.flash_available", lambda device, dtype: True)
+    monkeypatch.setattr(admission, "flash_available", lambda device, dtype: True)
     return module
 
 
@@ -164,9 +166,9 @@ def test_availability(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_heads() -> None:
-    assert all(takes_heads(*torch.empty(2, 1, 1, 1, size)) for size in (8, 64, 128, 256))
-    assert not any(takes_heads(*torch.empty(2, 1, 1, 1, size)) for size in (4, 60, 264))
-    assert not takes_heads(torch.empty(1, 1, 1, 192), torch.empty(1, 1, 1, 128))  # DeepSeek's
+    assert all(supports_heads(*torch.empty(2, 1, 1, 1, size)) for size in (8, 64, 128, 256))
+    assert not any(supports_heads(*torch.empty(2, 1, 1, 1, size)) for size in (4, 60, 264))
+    assert not supports_heads(torch.empty(1, 1, 1, 192), torch.empty(1, 1, 1, 128))  # DeepSeek's
 
 
 @pytest.mark.parametrize(
@@ -222,10 +224,10 @@ def tree_of(batch: int) -> DraftTree:
 def two_steps(target: TargetModel, chunk: int, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Features of a ragged batch's prompts, the middle row's being empty, and the logits of two trees with an
     accepted path between them."""
-    monkeypatch.setattr("eagle_fsd.target.session.PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(session_module, "PREFILL_CHUNK", chunk)
     lengths = [4, 0, 11]
     session = TargetSession(target, batch=3, capacity=8)
-    features = session.prefill(right_padded(prompts_of(lengths, seed=1), 0), lengths)
+    features = session.prefill(pad_right(prompts_of(lengths, seed=1), 0), lengths)
     seen = [features[0, :4], features[2]]
     seen.append(session.verify(tree_of(3))[0])
     session.keep(torch.tensor([[0, 2, 4], [0, 1, -1], [0, -1, -1]]), [3, 2, 1])
@@ -276,7 +278,7 @@ def test_texts_are_those_of_generate(family: str, fake: FakeFlash) -> None:
     wanted = greedy_alone(model, prompts, 20)
     target = TargetModel(model)
     fake.calls.clear()
-    ids, mask = left_padded(prompts, pad=0)
+    ids, mask = pad_left(prompts, pad=0)
     out = KnowingEngine(target, wanted).generate(
         ids, mask, max_new_tokens=20, rule=Lossless(), tree=TreeConfig(16, 5, 3)
     )

@@ -17,29 +17,31 @@ from eagle_fsd import EagleFSD
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
 from eagle_fsd.runtime import matmul_backends
 from eagle_fsd.runtime.matmul_backends import (
-    LIBRARIES,
+    BACKENDS,
     MKL,
     ONEDNN,
-    Library,
-    fastest_library,
-    library_for,
-    remembered_library,
+    MatmulBackend,
+    backend_for,
+    find_fastest_backend,
+    measure_fastest_backend,
 )
 from eagle_fsd.runtime.packed_linear import (
     PackedLinear,
-    libraries_of,
-    linear_of_rows,
+    backend_names,
     pack_linears,
     plain_linears,
+    take_rows,
 )
 from eagle_fsd.target.model import TargetModel
 
-pytestmark = pytest.mark.skipif(not ONEDNN.takes(torch.zeros(2, 2)), reason="torch is built without oneDNN")
+pytestmark = pytest.mark.skipif(
+    not ONEDNN.supports(torch.zeros(2, 2)), reason="torch is built without oneDNN"
+)
 
 
-@pytest.fixture(params=LIBRARIES, ids=lambda library: library.name)
-def library(request: pytest.FixtureRequest) -> Library:
-    if not request.param.takes(torch.zeros(2, 2)):
+@pytest.fixture(params=BACKENDS, ids=lambda backend: backend.name)
+def backend(request: pytest.FixtureRequest) -> MatmulBackend:
+    if not request.param.supports(torch.zeros(2, 2)):
         pytest.skip(f"torch is built without {request.param.name}")
     return request.param
 
@@ -52,32 +54,34 @@ def layer(dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(48,), (1, 48), (17, 48), (3, 5, 48), (2, 600, 48), (0, 48), (2, 0, 48)])
 def test_a_packed_layer_gives_what_the_plain_one_does(
-    shape: tuple[int, ...], bias: bool, library: Library
+    shape: tuple[int, ...], bias: bool, backend: MatmulBackend
 ) -> None:
     plain = layer(bias=bias)
     x = torch.randn(shape)
     with torch.inference_mode():
-        made = PackedLinear(plain, library)(x)
+        made = PackedLinear(plain, backend)(x)
         torch.testing.assert_close(made, plain(x), rtol=1e-5, atol=1e-6)
         strided = torch.randn(4, 48, 7).transpose(1, 2)
         torch.testing.assert_close(
-            PackedLinear(plain, library)(strided), plain(strided), rtol=1e-5, atol=1e-6
+            PackedLinear(plain, backend)(strided), plain(strided), rtol=1e-5, atol=1e-6
         )
 
 
 @pytest.mark.parametrize("shape", [(576, 1536), (1536, 576), (7, 3), (1, 5), (576, 5000)])
-def test_a_weight_packed_once_serves_any_rows_and_threads(shape: tuple[int, int], library: Library) -> None:
-    """A library may ask for both when it packs; it must not depend on them afterwards."""
+def test_a_weight_packed_once_serves_any_rows_and_threads(
+    shape: tuple[int, int], backend: MatmulBackend
+) -> None:
+    """A backend may ask for both when it packs; it must not depend on them afterwards."""
     torch.manual_seed(0)
     x, weight, threads = torch.randn(300, shape[0]), torch.randn(shape[1], shape[0]), torch.get_num_threads()
     try:
         for packing in (1, 2):
             torch.set_num_threads(packing)
-            packed = library.pack(weight)
+            packed = backend.pack(weight)
             for multiplying in (1, 2, 3):
                 torch.set_num_threads(multiplying)
                 for rows in (1, 2, 3, 5, 16, 17, 64, 300):
-                    made = library.multiply(x[:rows], packed, weight, None)
+                    made = backend.multiply(x[:rows], packed, weight, None)
                     torch.testing.assert_close(made, x[:rows] @ weight.T, rtol=1e-4, atol=1e-3)
     finally:
         torch.set_num_threads(threads)
@@ -94,10 +98,10 @@ def exchange(weight: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("change", [scale, exchange])
 def test_a_weight_that_changes_is_packed_again(
-    change: Callable[[nn.Parameter], None], library: Library
+    change: Callable[[nn.Parameter], None], backend: MatmulBackend
 ) -> None:
     """Or a merged adapter would be in the training text and not in the generated one."""
-    made, x = PackedLinear(layer(bias=False), library), torch.randn(3, 48)
+    made, x = PackedLinear(layer(bias=False), backend), torch.randn(3, 48)
     with torch.inference_mode():
         before = made(x)
         change(made.weight)
@@ -124,18 +128,18 @@ def test_a_change_through_data_is_seen_by_the_next_generation() -> None:
 
 def test_bfloat16_layers_are_packed_where_the_machine_has_it() -> None:
     plain = layer(torch.bfloat16)
-    if not library_for(plain.weight):
+    if not backend_for(plain.weight):
         pytest.skip("oneDNN has no bfloat16 on this machine")
     x = torch.randn(5, 48, dtype=torch.bfloat16)
     made = PackedLinear(plain, MKL)
-    assert made.library is ONEDNN  # MKL packs float32 alone
+    assert made.backend is ONEDNN  # MKL packs float32 alone
     with torch.inference_mode():
         torch.testing.assert_close(made(x), plain(x), rtol=2e-2, atol=2e-2)
 
 
-def test_the_packed_weight_is_what_is_multiplied(library: Library) -> None:
+def test_the_packed_weight_is_what_is_multiplied(backend: MatmulBackend) -> None:
     """Or all of this would hold for a stand-in that does nothing."""
-    made = PackedLinear(layer(bias=False), library)
+    made = PackedLinear(layer(bias=False), backend)
     x = torch.randn(3, 48)
     with torch.inference_mode():
         before = made(x)
@@ -146,19 +150,19 @@ def test_the_packed_weight_is_what_is_multiplied(library: Library) -> None:
         assert torch.equal(made(x), before)
 
 
-def test_a_packed_layer_moves_and_copies_with_its_weight(library: Library) -> None:
-    made = PackedLinear(layer(), library)
+def test_a_packed_layer_moves_and_copies_with_its_weight(backend: MatmulBackend) -> None:
+    made = PackedLinear(layer(), backend)
     x = torch.randn(3, 48)
     with torch.inference_mode():
         made.weight.data.mul_(2.0)
         torch.testing.assert_close(made.float()(x), nn.functional.linear(x, made.weight, made.bias))
         twin = copy.deepcopy(made)
-        assert twin.packed is not None and twin.library == library and torch.equal(twin(x), made(x))
+        assert twin.packed is not None and twin.backend == backend and torch.equal(twin(x), made(x))
     assert made.double().packed is None and made(x.double()).dtype == torch.float64
 
 
-def test_a_packed_layer_sees_weights_that_are_loaded(library: Library) -> None:
-    made, other = PackedLinear(layer(), library), nn.Linear(48, 80)
+def test_a_packed_layer_sees_weights_that_are_loaded(backend: MatmulBackend) -> None:
+    made, other = PackedLinear(layer(), backend), nn.Linear(48, 80)
     made.load_state_dict(other.state_dict())
     x = torch.randn(3, 48)
     with torch.inference_mode():
@@ -188,10 +192,10 @@ def test_packing_leaves_parameters_and_other_layers_alone() -> None:
     assert pack_linears(model)["one"] is model["one"]
 
 
-def test_no_library_leaves_a_module_as_it_is() -> None:
+def test_no_backend_leaves_a_module_as_it_is() -> None:
     model = nn.Sequential(layer())
-    assert pack_linears(model, None) is model and type(model[0]) is nn.Linear and libraries_of(model) == []
-    assert libraries_of(pack_linears(model)) == ["oneDNN"]
+    assert pack_linears(model, None) is model and type(model[0]) is nn.Linear and backend_names(model) == []
+    assert backend_names(pack_linears(model)) == ["oneDNN"]
 
 
 @pytest.mark.parametrize(
@@ -202,20 +206,20 @@ def test_no_library_leaves_a_module_as_it_is() -> None:
         ({None: [2.0, 5.0], "oneDNN": [2.8, 4.4], "MKL": [1.9, 5.0]}, None),
     ],
 )
-def test_the_fastest_library_is_taken(
+def test_the_fastest_backend_is_taken(
     seconds: dict[str | None, list[float]], wanted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the ratios over one row and a tree's; a second copy of the weights must gain more than a little."""
-    if not MKL.takes(torch.zeros(2, 2)):
+    if not MKL.supports(torch.zeros(2, 2)):
         pytest.skip("torch is built without MKL")
-    asked = iter([None, *(library.name for library in LIBRARIES)])
-    monkeypatch.setattr(matmul_backends, "seconds_of", lambda *_: seconds[next(asked)])
+    asked = iter([None, *(backend.name for backend in BACKENDS)])
+    monkeypatch.setattr(matmul_backends, "time_products", lambda *_: seconds[next(asked)])
     monkeypatch.setattr(matmul_backends, "LEAST", 1)
-    found = fastest_library(nn.Sequential(layer()))
+    found = measure_fastest_backend(nn.Sequential(layer()))
     assert (found and found.name) == wanted and next(asked, "all") == "all"
 
 
-def test_a_library_is_chosen_by_running_it(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_is_chosen_by_running_it(backend: MatmulBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow stand-ins for the others; a module of few weights is not measured at all."""
     calls = []
 
@@ -224,16 +228,16 @@ def test_a_library_is_chosen_by_running_it(library: Library, monkeypatch: pytest
         time.sleep(0.05)
         return x
 
-    slow = [replace(one, multiply=wait) for one in LIBRARIES if one != library]
-    monkeypatch.setattr(matmul_backends, "LIBRARIES", (*slow, library))
+    slow = [replace(one, multiply=wait) for one in BACKENDS if one != backend]
+    monkeypatch.setattr(matmul_backends, "BACKENDS", (*slow, backend))
     monkeypatch.setattr(matmul_backends.F, "linear", wait)
     small, large = nn.Sequential(layer()), nn.Sequential(nn.Linear(512, 9000))
-    assert fastest_library(small) is library_for(small[0].weight) and not calls
-    assert fastest_library(large) is library and set(calls) == set(matmul_backends.ROWS)
-    assert fastest_library(nn.Sequential(nn.LayerNorm(4))) is None
+    assert measure_fastest_backend(small) is backend_for(small[0].weight) and not calls
+    assert measure_fastest_backend(large) is backend and set(calls) == set(matmul_backends.ROWS)
+    assert measure_fastest_backend(nn.Sequential(nn.LayerNorm(4))) is None
 
 
-def test_the_library_is_measured_once_on_a_quiet_machine(
+def test_the_backend_is_measured_once_on_a_quiet_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
@@ -241,18 +245,18 @@ def test_the_library_is_measured_once_on_a_quiet_machine(
     results = [(ONEDNN, 0.5), (ONEDNN, 0.5), (None, 0.01), (ONEDNN, 0.01), (MKL, 0.01)]  # the first two busy
     left = iter(results)
 
-    def measure(*_: object, spreads: list[float]) -> Library | None:
-        library, spread = next(left)
+    def measure(*_: object, spreads: list[float]) -> MatmulBackend | None:
+        backend, spread = next(left)
         spreads.append(spread)
-        return library
+        return backend
 
-    monkeypatch.setattr(matmul_backends, "fastest_library", measure)
+    monkeypatch.setattr(matmul_backends, "measure_fastest_backend", measure)
     model = nn.Sequential(layer())
-    found = [remembered_library(model) for _ in range(5)]
+    found = [find_fastest_backend(model) for _ in range(5)]
     assert found == [ONEDNN, ONEDNN, None, None, None], "stock layers are remembered too"
-    assert remembered_library(nn.Sequential(nn.Linear(24, 8))) is ONEDNN
+    assert find_fastest_backend(nn.Sequential(nn.Linear(24, 8))) is ONEDNN
     (tmp_path / "libraries.json").write_text("{")
-    assert remembered_library(model) is MKL and next(left, None) is None
+    assert find_fastest_backend(model) is MKL and next(left, None) is None
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -260,7 +264,7 @@ def test_the_library_is_measured_once_on_a_quiet_machine(
 def test_rows_of_a_layer_are_its_outputs(packed: bool, bias: bool) -> None:
     whole = PackedLinear(layer(bias=bias)) if packed else layer(bias=bias)
     rows = torch.tensor([7, 0, 79])
-    made = linear_of_rows(whole, rows, torch.device("cpu"))
+    made = take_rows(whole, rows, torch.device("cpu"))
     assert isinstance(made, PackedLinear) == packed
     x = torch.randn(4, 48)
     with torch.inference_mode():
@@ -268,14 +272,14 @@ def test_rows_of_a_layer_are_its_outputs(packed: bool, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "phi"])
-def test_packed_targets_write_the_same_texts(family: str, library: Library) -> None:
+def test_packed_targets_write_the_same_texts(family: str, backend: MatmulBackend) -> None:
     model = tiny_model(family, "eager" if family == "gemma2" else "sdpa")
     ids = torch.tensor([prompts_of([12])[0]])
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     wanted = model.generate(ids, **options)
-    pack_linears(model, library)
+    pack_linears(model, backend)
     target = TargetModel(model)
-    assert libraries_of(model) == [library.name]
+    assert backend_names(model) == [backend.name]
     assert isinstance(target.lm_head, PackedLinear)
     assert torch.equal(model.generate(ids, **options), wanted)
     drafted = torch.tensor([3, 11, 5])

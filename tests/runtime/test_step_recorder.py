@@ -23,12 +23,13 @@ from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
 from eagle_fsd.acceptance.accept_step import never_changes
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
 from eagle_fsd.core import sampling, tree
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.drafting import eagle_drafter
 from eagle_fsd.engine import GenerationOutput
 from eagle_fsd.runtime import flash_attention, kv_cache
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.runtime.step_recorder import EAGER, MOST, Graphs, Recording, Replayed
+from eagle_fsd.target import admission
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -48,7 +49,7 @@ RULES = [
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """No way is chosen by what a tensor holds, and views are narrow enough to change within a text."""
     for module in (kv_cache, eagle_drafter, sampling, tree):
-        monkeypatch.setattr(module, "may_ask", lambda tensor: False)
+        monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
 
 
@@ -64,7 +65,7 @@ def recordings_of(piece: Replayed) -> list[Recording]:
 
 
 def text(model: EagleFSD, lengths: list[int], rule: AcceptanceRule, **options: object) -> GenerationOutput:
-    ids, mask = left_padded(prompts_of(lengths), 0)
+    ids, mask = pad_left(prompts_of(lengths), 0)
     return model.generate(ids, mask, rule=rule, **{"max_new_tokens": 24, "tree": TREE, "seed": 0, **options})
 
 
@@ -103,7 +104,7 @@ def test_flash_attention_is_recorded_too(monkeypatch: pytest.MonkeyPatch) -> Non
         return grouped_attention(q, k, v, seen[None, None], scale)
 
     plain = [text(engine(None), lengths, Lossless()).new_tokens for lengths in ([6], [6], [4, 11])]
-    monkeypatch.setattr("eagle_fsd.target.admission.flash_available", lambda device, dtype: True)
+    monkeypatch.setattr(admission, "flash_available", lambda device, dtype: True)
     monkeypatch.setattr(flash_attention, "flash_prefix", plain_prefix)
     monkeypatch.setattr(flash_attention, "flash_causal", causal)
     recorder = OpRecorder()
@@ -123,7 +124,7 @@ def test_a_tree_as_large_as_the_draft_is_sure_gives_the_text_that_it_gives_on_a_
     found = [text(engine(recorder), lengths, Fuzzy(0.5), tree=sure, **warm) for lengths in ([5], [7, 3, 12])]
     assert recorder.recordings >= 4
     for module in (kv_cache, eagle_drafter, sampling, tree):
-        monkeypatch.setattr(module, "may_ask", lambda tensor: True)
+        monkeypatch.setattr(module, "host_can_read", lambda tensor: True)
     for output, lengths in zip(found, ([5], [7, 3, 12]), strict=True):
         wanted = text(engine(None), lengths, Fuzzy(0.5), tree=sure, **warm)
         assert output.new_tokens == wanted.new_tokens
@@ -231,7 +232,7 @@ def test_a_row_that_is_done_stays_as_it_is_beside_the_others() -> None:
     recorder = OpRecorder()
     recorded, plain = engine(recorder), engine(None)
     prompts = [6, 9, 7, 8]
-    ids, mask = left_padded(prompts_of(prompts), 0)
+    ids, mask = pad_left(prompts_of(prompts), 0)
     stop = text(plain, prompts, Lossless()).new_tokens[1][2]
     options = {"max_new_tokens": 40, "tree": TREE, "eos_token_id": [stop]}
     wanted = plain.generate(ids, mask, **options)

@@ -12,7 +12,16 @@ from eagle_fsd import EagleFSD
 from eagle_fsd.autotune import step_costs
 from eagle_fsd.runtime import timing
 from eagle_fsd.runtime.step_recorder import Graphs
-from eagle_fsd.runtime.timing import BUSY, ENOUGH, RECORDED, REPEATS, Call, disagreement, timed, timed_in_turn
+from eagle_fsd.runtime.timing import (
+    BUSY,
+    ENOUGH,
+    RECORDED,
+    REPEATS,
+    Call,
+    disagreement,
+    median_seconds,
+    time_in_turn,
+)
 from eagle_fsd.target.model import TargetModel
 
 CPU = torch.device("cpu")
@@ -45,7 +54,7 @@ def test_a_recorded_call_is_timed_as_it_is_replayed() -> None:
     clock = Clock()
     for before in (lambda: None, clock.takes(0.1)):
         call = Call(clock.takes(EAGER, CAPTURE, REPLAY), before)
-        repeats = timed_in_turn({"call": call}, CPU, untimed=RECORDED, clock=clock)["call"]
+        repeats = time_in_turn({"call": call}, CPU, untimed=RECORDED, clock=clock)["call"]
         assert repeats == pytest.approx([REPLAY] * len(repeats)) and len(repeats) == REPEATS
 
 
@@ -70,7 +79,7 @@ def test_the_cost_of_a_step_is_that_of_its_replay(monkeypatch: pytest.MonkeyPatc
     clock = Clock()
     recorder = Recorder(clock)
     model = EagleFSD(TargetModel(tiny_model(), Graphs(recorder)), tiny_head(), base_model="tiny")
-    monkeypatch.setattr(step_costs, "timed_in_turn", lambda *parts: timing.timed_in_turn(*parts, clock=clock))
+    monkeypatch.setattr(step_costs, "time_in_turn", lambda *parts: timing.time_in_turn(*parts, clock=clock))
     found, spread = step_costs.measure_forwards(model.target, model.make_drafter, [1, 4], 1, 64)
     assert recorder.captures >= len(found.verify)
     assert max(found.verify.values()) < 10 * REPLAY, "a capture was timed"
@@ -86,22 +95,22 @@ def test_a_call_that_takes_long_is_made_once() -> None:
         made.append(1)
         clock.now += 2 * ENOUGH
 
-    assert timed_in_turn({"call": Call(work)}, CPU, clock=clock) == {"call": [2 * ENOUGH]} and len(made) == 1
+    assert time_in_turn({"call": Call(work)}, CPU, clock=clock) == {"call": [2 * ENOUGH]} and len(made) == 1
 
 
 def test_what_comes_before_is_not_timed_and_bounds_the_repeats() -> None:
     clock = Clock()
     call = Call(clock.takes(0.01), before=clock.takes(ENOUGH / 2))
-    repeats = timed_in_turn({"call": call}, CPU, clock=clock)["call"]
+    repeats = time_in_turn({"call": call}, CPU, clock=clock)["call"]
     assert repeats == pytest.approx([0.01, 0.01])
 
 
 def test_calls_take_turns() -> None:
     order: list[str] = []
     calls = {name: Call(lambda name=name: order.append(name)) for name in "ab"}
-    timed_in_turn(calls, CPU)
+    time_in_turn(calls, CPU)
     assert "".join(order) == "ab" * (1 + REPEATS)
-    assert timed(lambda: None, CPU) >= 0
+    assert median_seconds(lambda: None, CPU) >= 0
 
 
 def test_a_disturbance_meets_a_few_repeats_of_every_call() -> None:
@@ -112,7 +121,7 @@ def test_a_disturbance_meets_a_few_repeats_of_every_call() -> None:
         turn[0] += 1
         clock.now += 0.03 if 4 * 10 < turn[0] <= 6 * 10 else 0.01  # the fourth and fifth of six rounds
 
-    repeats = timed_in_turn({name: Call(work) for name in range(10)}, CPU, clock=clock)
+    repeats = time_in_turn({name: Call(work) for name in range(10)}, CPU, clock=clock)
     for one in repeats.values():
         assert sorted(one)[2] == pytest.approx(0.01) and disagreement(one) > BUSY
 

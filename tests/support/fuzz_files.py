@@ -32,14 +32,14 @@ import torch
 import transformers
 
 from eagle_fsd import hub
-from eagle_fsd.acceptance.calibration import Calibrated, Calibration, read_calibration
+from eagle_fsd.acceptance.calibration import CalibratedThreshold, Calibration, read_calibration
 from eagle_fsd.autotune import tree_chooser
 from eagle_fsd.autotune.step_costs import WIDTHS
 from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
-from eagle_fsd.files.records import TREES, recall, remember
+from eagle_fsd.files.records import TREES_FILE, recall, remember
 from eagle_fsd.hub.download import shard_names
 from eagle_fsd.hub.head_checkpoint import read_head, save_head
 from eagle_fsd.hub.target_loader import TargetSource, load_text
@@ -202,7 +202,7 @@ def shard_index(draw: random.Random, folder: Path) -> Callable[[], object]:
 
 def trees(draw: random.Random, folder: Path) -> Callable[[], object]:
     """What is remembered of measurements: whatever is in the file, reading it is no error."""
-    spoilt_json(draw, folder / TREES, {"x": {"version": 2, "measured": {}}})
+    spoilt_json(draw, folder / TREES_FILE, {"x": {"version": 2, "measured": {}}})
     os.environ["EAGLE_FSD_CACHE"] = str(folder)
     return lambda: [recall(key, unpack) for key, (_, _, unpack) in measurements().items()]
 
@@ -235,7 +235,9 @@ def good_files(folder: Path) -> None:
     randomize(head, 0)
     save_head(head.restrict(torch.arange(9)), folder)
     tree, sampling = TreeConfig(16, 5, 8), SamplingConfig(0.6, 50, 0.9)
-    thresholds = tuple(Calibrated("js", "hybrid", "draft", t, t / 20, t / 15, 2.5, 2.2) for t in (0.1, 0.2))
+    thresholds = tuple(
+        CalibratedThreshold("js", "hybrid", "draft", t, t / 20, t / 15, 2.5, 2.2) for t in (0.1, 0.2)
+    )
     models = {"target": {"name": "y", "weights": "1"}, "head": "2"}
     Calibration(models, sampling, tree, 0.9, 16, thresholds, {"commit": "abc"}).write(
         folder / "calibration.json"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.core.padding import right_padded
+from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree
@@ -300,7 +300,7 @@ def run_loop(
     batch = len(prompts)
     limits = [max_new_tokens] * batch if isinstance(max_new_tokens, int) else list(max_new_tokens)
     request = Request(
-        tokens=right_padded(prompts, 0),
+        tokens=pad_right(prompts, 0),
         lengths=[len(prompt) for prompt in prompts],
         limits=limits,
         eos_token_ids=tuple(eos),

@@ -22,10 +22,11 @@ from support.tiny_models import (
 )
 
 from eagle_fsd import EagleFSD, Lossless, TreeConfig
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.tree import DraftTree, additive
 from eagle_fsd.hub import save_head
 from eagle_fsd.target import model as target_module
+from eagle_fsd.target import session as session_module
 from eagle_fsd.target.architecture import check_supported, longest_text
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -69,7 +70,7 @@ def test_single_prompts_with_a_strong_drafter_equal_generate(family: str, attent
 
 @every_architecture
 def test_a_left_padded_batch_with_a_strong_drafter_equals_generate(family: str, attention: str) -> None:
-    ids, mask = left_padded(prompts_of(LENGTHS), pad=0)
+    ids, mask = pad_left(prompts_of(LENGTHS), pad=0)
     engine = KnowingEngine(target_of(family, attention), references(family, attention))
     out = engine.generate(ids, mask, max_new_tokens=NEW_TOKENS, rule=Lossless(), tree=TREE)
     assert out.new_tokens == references(family, attention)
@@ -78,7 +79,7 @@ def test_a_left_padded_batch_with_a_strong_drafter_equals_generate(family: str, 
 
 @every_architecture
 def test_a_left_padded_batch_with_a_random_head_equals_generate(family: str, attention: str) -> None:
-    ids, mask = left_padded(prompts_of(LENGTHS), pad=0)
+    ids, mask = pad_left(prompts_of(LENGTHS), pad=0)
     engine = EagleFSD(target_of(family, attention), tiny_head())
     out = engine.generate(ids, mask, max_new_tokens=NEW_TOKENS, tree=TreeConfig(40, 4, 8))
     assert out.new_tokens == references(family, attention)
@@ -109,7 +110,7 @@ def test_bfloat16_follows_the_targets_choice_within_rounding() -> None:
     model = tiny_model("llama").to(torch.bfloat16)
     target = TargetModel(model)
     prompts = prompts_of(LENGTHS)
-    ids, mask = left_padded(prompts, pad=0)
+    ids, mask = pad_left(prompts, pad=0)
     made = EagleFSD(target, tiny_head()).generate(ids, mask, max_new_tokens=NEW_TOKENS)
     for prompt, text in zip(prompts, made.new_tokens, strict=True):
         assert len(text) == NEW_TOKENS
@@ -161,7 +162,7 @@ def test_a_prompt_longer_than_the_prefill_chunk(monkeypatch: pytest.MonkeyPatch)
     for family in ("llama", "gemma3", "mistral", "gpt2"):
         features = {}
         for chunk in (512, 7, 1):
-            monkeypatch.setattr("eagle_fsd.target.session.PREFILL_CHUNK", chunk)
+            monkeypatch.setattr(session_module, "PREFILL_CHUNK", chunk)
             session = TargetSession(target_of(family), batch=3, capacity=2)
             with torch.inference_mode():
                 features[chunk] = session.prefill(right, [23, 5, 16])
@@ -271,7 +272,7 @@ def test_a_text_may_fill_every_position(family: str) -> None:
     prompts = prompts_of((15, 20))
     target = TargetModel(model)
     wanted = [greedy_alone(model, [prompt], 24 - len(prompt))[0] for prompt in prompts]
-    ids, mask = left_padded(prompts, pad=0)
+    ids, mask = pad_left(prompts, pad=0)
     for engine in (KnowingEngine(target, wanted, reach=None), EagleFSD(target, tiny_head())):
         out = engine.generate(ids, mask, max_new_tokens=100, tree=TREE)
         assert out.new_tokens == wanted
@@ -475,7 +476,7 @@ ON_CPU = {f"model.{part}": "cpu" for part in PARTS} | {"lm_head": "cpu"}
 def check_engine_of_folders(engine: EagleFSD) -> None:
     prompts = prompts_of(LENGTHS)
     wanted = greedy_alone(tiny_model("llama"), prompts, NEW_TOKENS)
-    ids, mask = left_padded(prompts, pad=0)
+    ids, mask = pad_left(prompts, pad=0)
     assert engine.generate(ids, mask, max_new_tokens=NEW_TOKENS).new_tokens == wanted
     known = KnowingEngine(engine.target, wanted).generate(ids, mask, max_new_tokens=NEW_TOKENS, tree=TREE)
     assert known.new_tokens == wanted

@@ -24,7 +24,7 @@ from eagle_fsd import SamplingConfig
 from eagle_fsd.core.sampling import warp
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
-from eagle_fsd.text.prompt_files import prompt_of
+from eagle_fsd.text.prompt_files import find_prompt
 from eagle_fsd.training.data import conversations
 from eagle_fsd.training.data.conversations import (
     Plan,
@@ -313,7 +313,7 @@ def test_plans_that_cannot_be(field: str) -> None:
     ],
 )
 def test_what_a_row_asks(row: dict[str, Any], prompt: str | None) -> None:
-    assert prompt_of(row) == prompt
+    assert find_prompt(row) == prompt
 
 
 def test_prompts_come_from_files_once_each(tmp_path: Path) -> None:

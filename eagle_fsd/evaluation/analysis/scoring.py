@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle_fsd.evaluation.markdown_table import table_lines
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task, task_named
-from eagle_fsd.files.atomic import whole_file
+from eagle_fsd.files.atomic import atomic_path
 from eagle_fsd.files.jsonl import append_row, drop_torn_line, read_jsonl
 
 Row = dict[str, Any]
@@ -81,7 +81,7 @@ def score_file(source: Path, output: Path, path: Path | None = None) -> Iterator
 def replace_scores(source: Path, rows: Sequence[Row], path: Path | None) -> Iterator[Row]:
     """Score the rows of a file into its place, which changes only when all are scored."""
     size = source.stat().st_size
-    with whole_file(source) as partial:
+    with atomic_path(source) as partial:
         with partial.open("w", encoding="utf-8") as file:
             for row in score_rows(rows, path, str(source)):
                 file.write(json.dumps(row) + "\n")

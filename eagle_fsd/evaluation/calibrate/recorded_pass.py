@@ -28,7 +28,7 @@ from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.calibration import Kind
 from eagle_fsd.acceptance.divergence import DIVERGENCES
 from eagle_fsd.acceptance.fuzzy import Fuzzy
-from eagle_fsd.acceptance.output_distribution import distances, path_laws
+from eagle_fsd.acceptance.output_distribution import distances, path_distributions
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.analysis.bootstrap import Sums
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions, answer, run, unanswered
@@ -60,7 +60,9 @@ class Recorder:
         for mode, child, min_gain in self.moves:
             rule = Fuzzy(math.inf, "tv", mode=mode, child=child, min_gain=min_gain)
             chances = rule.chances(verified)
-            columns.append(distances(*path_laws(verified, replace(everywhere, chances=chances), mode))[1])
+            columns.append(
+                distances(*path_distributions(verified, replace(everywhere, chances=chances), mode))[1]
+            )
         table = torch.stack(columns, dim=-1).cpu()  # [B, D, columns]
         for place, (row, count) in enumerate(emitted.items()):
             self.found[row] += table[place, :count].tolist()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_fsd.acceptance.calibration import Calibrated, Calibration, Kind
+from eagle_fsd.acceptance.calibration import CalibratedThreshold, Calibration, Kind
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Sums, estimates
 from eagle_fsd.evaluation.calibrate.recorded_pass import LADDER, Records, Work
 from eagle_fsd.evaluation.markdown_table import table_lines
@@ -34,13 +34,13 @@ def largest(
     records: Records,
     really: Callable[[Kind, float], Sequence[Mapping[str, Any]]],
     confidence: float,
-) -> Calibrated | None:
+) -> CalibratedThreshold | None:
     """The largest threshold of the ladder that was run on these prompts and stayed within the budget.
 
     The first to be run is the largest whose foretold bound is inside; each further one is corrected by the
     ratio of what was run to what was foretold. None where even the least leaves the budget.
     """
-    tried: dict[float, Calibrated] = {}
+    tried: dict[float, CalibratedThreshold] = {}
     aim = budget
     for _ in range(ROUNDS):
         foretold = {t: bound(records.foretold(kind, t, places), confidence)[1] for t in LADDER}
@@ -68,14 +68,14 @@ def measured(
     rows: Sequence[Mapping[str, Any]],
     records: Records,
     confidence: float,
-) -> Calibrated:
+) -> CalibratedThreshold:
     """What a run says of a threshold on some of its prompts."""
     mine = [rows[place] for place in places]
     tv, upper = bound(tv_of(mine), confidence)
     tokens, steps = (sum(records.taus[place][i] for place in places) for i in (0, 1))
     tau = sum(row["new_tokens"] for row in mine) / sum(row["steps"] for row in mine)
     divergence, mode, child, min_gain = kind
-    return Calibrated(divergence, mode, child, threshold, tv, upper, tau, tokens / steps, min_gain)
+    return CalibratedThreshold(divergence, mode, child, threshold, tv, upper, tau, tokens / steps, min_gain)
 
 
 def tv_of(rows: Sequence[Mapping[str, Any]]) -> Sums:
@@ -91,7 +91,7 @@ class Trial:
     kind: Kind
     budget: float
     split: int
-    chosen: Calibrated | None
+    chosen: CalibratedThreshold | None
     tv: float | None
 
     @property
@@ -136,7 +136,7 @@ def calibrate(
     )
     places = range(len(records.tables))
     really = functools.cache(work.really)  # budgets and splits share thresholds
-    found: dict[tuple[Kind, float], Calibrated] = {}
+    found: dict[tuple[Kind, float], CalibratedThreshold] = {}
     trials: list[Trial] = []
     for kind, budget in product(kinds, budgets):
         best = largest(kind, budget, places, records, really, work.confidence)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from eagle_fsd import hub
 from eagle_fsd.core.checks import one_line
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.engine import EagleFSD
@@ -218,4 +218,4 @@ def prompts_of(lengths: list[int], vocab_size: int = VOCAB, seed: int = 0) -> li
 
 def ids_of(lengths: list[int], vocab_size: int = VOCAB) -> tuple[Tensor, Tensor]:
     """A left-padded batch of random prompts of these lengths, and its mask."""
-    return left_padded(prompts_of(lengths, vocab_size), 0)
+    return pad_left(prompts_of(lengths, vocab_size), 0)

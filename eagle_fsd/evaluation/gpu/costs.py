@@ -18,7 +18,7 @@ from eagle_fsd.evaluation.gpu.bench import Bench, head_like, prompts_of, tiny_mo
 from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut
 from eagle_fsd.runtime.flash_attention import flash_available
 from eagle_fsd.runtime.step_recorder import Stepper
-from eagle_fsd.runtime.timing import timed
+from eagle_fsd.runtime.timing import median_seconds
 from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -165,7 +165,7 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float:
     """The median of some calls, after calls in which graphs are recorded."""
     for _ in range(WARM_UP):
         work()
-    return round(1000 * timed(work, device), 4)
+    return round(1000 * median_seconds(work, device), 4)
 
 
 def whole_steps(bench: Bench, engine: EagleFSD, context: int) -> dict[str, float]:

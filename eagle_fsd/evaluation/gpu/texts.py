@@ -10,13 +10,13 @@ import torch
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.gpu.bench import FAMILIES, Bench, engine_of, ids_of, prompts_of, tiny_model
 from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut
 from eagle_fsd.evaluation.measure.greedy_equality import Difference, compare, first_difference, reference
 from eagle_fsd.runtime.step_recorder import EAGER
-from eagle_fsd.text.chat import watched_prompts
+from eagle_fsd.text.chat import encode_example_prompts
 
 RAGGED = [5, 12, 3, 9]
 TINY_TREES = (TreeConfig(8, 3, 3), TreeConfig(16, 5, 4), TreeConfig(1))  # the first one for every family
@@ -85,7 +85,7 @@ def equality_of_target(bench: Bench, found: Mapping[str, Findings]) -> Findings:
     expected = None
     for mode, stepper in bench.modes().items():
         engine = bench.real_engine(torch.float32, stepper)
-        prompts = watched_prompts(engine.tokenizer) or prompts_of(RAGGED, engine.target.vocab_size)
+        prompts = encode_example_prompts(engine.tokenizer) or prompts_of(RAGGED, engine.target.vocab_size)
         expected = expected or reference(engine, prompts, tokens)
         cells[mode] = compared(engine, prompts, expected, trees, (1, 4), tokens)
     wrong = sum(cell["wrong"] for cell in cells.values())
@@ -114,8 +114,8 @@ def half_precision(bench: Bench, found: Mapping[str, Findings]) -> Findings:
     except LeftOut as reason:
         missing.append(str(reason))
     for name, (without, with_graphs) in pairs.items():
-        prompts = watched_prompts(without.tokenizer) or prompts_of(RAGGED)
-        ids, mask = left_padded(prompts, without.pad_token_id)
+        prompts = encode_example_prompts(without.tokenizer) or prompts_of(RAGGED)
+        ids, mask = pad_left(prompts, without.pad_token_id)
         options = {"max_new_tokens": tokens, "tree": TreeConfig(16, 5, 8)}
         wanted = without.generate(ids, mask, **options).new_tokens
         for _ in range(2):  # the second time from the recordings of the first

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.markdown_table import table_lines
@@ -64,7 +64,7 @@ def measure(
     stats: list[GenerationStats] = []
     for places in batches(len(order), batch_size):
         rows = [order[place] for place in places]
-        ids, mask = left_padded([prompts[row] for row in rows], engine.pad_token_id)
+        ids, mask = pad_left([prompts[row] for row in rows], engine.pad_token_id)
         output = engine.generate(
             ids,
             mask,

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import batches
@@ -58,7 +58,7 @@ def compare(
     for rows in tqdm(
         list(batches(len(prompts), batch_size)), desc=f"tree {tree}, batch {batch_size}", unit="batch"
     ):
-        ids, mask = left_padded([prompts[row] for row in rows], engine.pad_token_id)
+        ids, mask = pad_left([prompts[row] for row in rows], engine.pad_token_id)
         output = engine.generate(ids, mask, max_new_tokens=max_new_tokens, rule=Lossless(), tree=tree)
         stats.append(GenerationStats.total(output.stats, concurrent=True))
         for row, found in zip(rows, output.new_tokens, strict=True):

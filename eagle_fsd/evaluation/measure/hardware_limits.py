@@ -17,9 +17,9 @@ from eagle_fsd.autotune.step_costs import Costs, measure_costs
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.markdown_table import table_lines
-from eagle_fsd.runtime.matmul_backends import fastest_library
+from eagle_fsd.runtime.matmul_backends import measure_fastest_backend
 from eagle_fsd.runtime.packed_linear import pack_linears, plain_linears
-from eagle_fsd.runtime.timing import timed
+from eagle_fsd.runtime.timing import median_seconds
 
 LARGE = 512 * 2**20  # bytes, more than any cache
 SQUARE = 2048
@@ -41,11 +41,11 @@ class Machine:
 def machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """Sums over a large tensor, and products of large square matrices, on this device in this dtype."""
     block = torch.ones(LARGE // dtype.itemsize, dtype=dtype, device=device)
-    bandwidth = LARGE / timed(lambda: block.sum(dtype=dtype), device)
+    bandwidth = LARGE / median_seconds(lambda: block.sum(dtype=dtype), device)
     left = torch.randn(SQUARE, SQUARE, device=device).to(dtype)
     layer = nn.Sequential(nn.Linear(SQUARE, SQUARE, bias=False, device=device, dtype=dtype))
-    pack_linears(layer, fastest_library(layer, [SQUARE]))
-    return Machine(bandwidth, 2 * SQUARE**3 / timed(lambda: layer(left), device))
+    pack_linears(layer, measure_fastest_backend(layer, [SQUARE]))
+    return Machine(bandwidth, 2 * SQUARE**3 / median_seconds(lambda: layer(left), device))
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def forwards(
             for layer, x in zip(layers, inputs, strict=True):
                 layer(x)
 
-        mine = timed(multiply, engine.device)
+        mine = median_seconds(multiply, engine.device)
         with plain_linears(engine.target.model):
-            plain = timed(multiply, engine.device)
+            plain = median_seconds(multiply, engine.device)
         found.append(Forward(nodes, here.limit(weight_bytes, parameters, nodes), plain, mine, verify))
     return found, costs
 

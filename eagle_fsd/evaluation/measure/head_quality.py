@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import batches
@@ -92,7 +92,7 @@ def observe(
     witness = Witness(tree.reach)
     stats, answers = [], []
     for rows in tqdm(list(batches(len(prompts), batch_size)), desc="prompts", unit="batch"):
-        ids, mask = left_padded([prompts[row] for row in rows], engine.pad_token_id)
+        ids, mask = pad_left([prompts[row] for row in rows], engine.pad_token_id)
         output = engine.generate(ids, mask, max_new_tokens=max_new_tokens, tree=tree, observer=witness)
         stats.append(GenerationStats.total(output.stats, concurrent=True))
         answers += output.new_tokens

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from eagle_fsd.acceptance.accept import Verdict, Verified
-from eagle_fsd.acceptance.output_distribution import distances, path_laws
+from eagle_fsd.acceptance.output_distribution import distances, path_distributions
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -37,7 +37,7 @@ class LawMeter:
         inside = torch.arange(verdict.path.shape[1], device=counts.device) < counts[:, None]  # [B, D]
         kl, tv = (
             torch.where(inside, each, 0.0).sum(1).tolist()
-            for each in distances(*path_laws(verified, verdict, self.mode))
+            for each in distances(*path_distributions(verified, verdict, self.mode))
         )
         for row, its_kl, its_tv in zip(emitted, kl, tv, strict=True):
             self.kl[row] += its_kl

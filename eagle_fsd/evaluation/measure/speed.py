@@ -20,7 +20,7 @@ from transformers import CompileConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import batches
@@ -98,7 +98,7 @@ def ours(
     engine: EagleFSD, rule: AcceptanceRule, tree: TreeConfig | AutoTree, setting: Setting
 ) -> Callable[..., Answers]:
     def answer(prompts: Sequence[Sequence[int]], most: int) -> Answers:
-        ids, mask = left_padded(prompts, engine.pad_token_id)
+        ids, mask = pad_left(prompts, engine.pad_token_id)
         output = engine.generate(
             ids,
             mask,

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.rule_names import describe
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.decoding.outputs import GenerationOutput
 from eagle_fsd.decoding.request import Observer
 from eagle_fsd.engine import EagleFSD
@@ -215,7 +215,7 @@ def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) ->
     """One batch of a cell: what its rows say of each sample, and of each what the meter does."""
     questions = cell.questions
     prompts = [questions.prompts[place] for place in places]
-    ids, mask = left_padded(prompts, engine.pad_token_id)
+    ids, mask = pad_left(prompts, engine.pad_token_id)
     output: GenerationOutput = engine.generate(
         ids,
         mask,

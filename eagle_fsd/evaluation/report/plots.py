@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle_fsd.files.atomic import whole_file
+from eagle_fsd.files.atomic import atomic_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -111,5 +111,5 @@ def save(figure: Figure, path: Path) -> None:
 
     kind = path.suffix.removeprefix(".") or "png"
     made = {"Date": None} if kind == "svg" else None
-    with whole_file(path) as partial, rc_context({"svg.hashsalt": "eagle_fsd"}):
+    with atomic_path(path) as partial, rc_context({"svg.hashsalt": "eagle_fsd"}):
         figure.savefig(partial, format=kind, dpi=150, metadata=made)

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
-from eagle_fsd.core.padding import left_padded
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import batches
-from eagle_fsd.text.stop_strings import TextUntil
+from eagle_fsd.text.stop_strings import TextUntilStop
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def answer(
     """Answer one batch, whose asks share an ending. It ends when every row has."""
     assert engine.tokenizer is not None
     ending = asks[0].ending
-    ids, mask = left_padded([ask.prompt for ask in asks], engine.pad_token_id)
+    ids, mask = pad_left([ask.prompt for ask in asks], engine.pad_token_id)
     stream = engine.stream_batch(
         ids,
         mask,
@@ -84,7 +84,7 @@ def answer(
         eos_token_id=end_tokens(engine, ending.until),
         **asdict(ending.sampling),
     )
-    texts = [TextUntil(engine.tokenizer, ending.until) for _ in asks]
+    texts = [TextUntilStop(engine.tokenizer, ending.until) for _ in asks]
     ended: dict[int, GenerationStats] = {}
     start = time.perf_counter()
     for chunks in stream.steps:

@@ -24,7 +24,7 @@ from eagle_fsd.files.fingerprints import differences, target_identity
 from eagle_fsd.files.jsonl import drop_torn_line, read_jsonl
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import encode
-from eagle_fsd.text.prompt_files import prompt_of, read_prompts
+from eagle_fsd.text.prompt_files import find_prompt, read_prompts
 from eagle_fsd.training.data.examples import overlap, word_runs
 from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
 
@@ -102,7 +102,7 @@ def dataset_prompts(name: str, split: str, limit: int | None, config: str | None
     for row in rows:
         if limit is not None and len(found) >= limit:
             break
-        if (prompt := prompt_of(row)) is not None:
+        if (prompt := find_prompt(row)) is not None:
             found.append(prompt)
     if not found:
         raise ValueError(

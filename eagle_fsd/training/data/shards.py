@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle_fsd.core.checks import one_line
-from eagle_fsd.files.atomic import whole_file
+from eagle_fsd.files.atomic import atomic_path
 from eagle_fsd.files.fingerprints import differences
 
 MANIFEST = "manifest.json"
@@ -156,7 +156,7 @@ def write_shard(path: Path, sequences: Sequence[FeatureSequence], dtype: torch.d
         "features": torch.cat([sequence.features for sequence in sequences]).to(dtype),
         "offsets": lengths.cumsum(0),
     }
-    with whole_file(path) as partial:
+    with atomic_path(path) as partial:
         save_file(shard, partial)
 
 

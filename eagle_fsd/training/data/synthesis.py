@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig
-from eagle_fsd.core.padding import right_padded
+from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.sampling import RowRandom, draw, warp
 from eagle_fsd.core.tree import root_only
 from eagle_fsd.target.model import TargetModel
@@ -119,7 +119,7 @@ def prefilled(target: TargetModel, questions: Sequence[Question], max_new_tokens
     places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
     lengths = [len(text) - 1 for text in places]
     session = TargetSession(target, len(places), max(lengths) + max_new_tokens + 1)
-    tokens = right_padded(list(places), 0).to(target.device)
+    tokens = pad_right(list(places), 0).to(target.device)
     session.prefill(tokens[:, :-1], lengths)
     session.select([places[text] for text in texts])
     return session

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.files.atomic import whole_file
+from eagle_fsd.files.atomic import atomic_path
 from eagle_fsd.training.run.folder import read_log
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def plot_curves(folder: Path) -> Path | None:
     for axes in (loss, accuracy):
         if axes.lines:
             axes.legend(fontsize="small")
-    with whole_file(folder / CURVES) as partial:
+    with atomic_path(folder / CURVES) as partial:
         figure.savefig(partial, format="png", dpi=120)
     return folder / CURVES
 

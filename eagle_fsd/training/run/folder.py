@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from eagle_fsd.core.checks import one_line
-from eagle_fsd.files.atomic import whole_file, write_atomically
+from eagle_fsd.files.atomic import atomic_path, write_atomically
 from eagle_fsd.files.jsonl import read_jsonl
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def save_atomically(state: dict[str, Any], path: Path) -> None:
-    with whole_file(path) as partial:
+    with atomic_path(path) as partial:
         torch.save(state, partial)
 
 
