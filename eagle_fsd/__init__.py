@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from eagle_fsd.core.stats import GenerationStats
     from eagle_fsd.decoding.loop import NonFiniteLogits
     from eagle_fsd.decoding.outputs import GenerationOutput
+    from eagle_fsd.decoding.request import GenerationOptions
     from eagle_fsd.drafting.eagle_config import HeadConfig
     from eagle_fsd.drafting.eagle_head import DraftHead
     from eagle_fsd.engine import EagleFSD
@@ -28,6 +29,7 @@ _HOMES = {
     "EagleFSD": "engine",
     "Fuzzy": "acceptance.fuzzy",
     "GenerationOutput": "decoding.outputs",
+    "GenerationOptions": "decoding.request",
     "GenerationStats": "core.stats",
     "HeadConfig": "drafting.eagle_config",
     "Lossless": "acceptance.accept",
@@ -43,6 +45,7 @@ __all__ = [
     "DraftHead",
     "EagleFSD",
     "Fuzzy",
+    "GenerationOptions",
     "GenerationOutput",
     "GenerationStats",
     "HeadConfig",

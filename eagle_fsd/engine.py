@@ -6,12 +6,10 @@ It turns padded batches into requests and back, and holds no text: a tokenizer c
 from __future__ import annotations
 
 import copy
-import logging
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,82 +18,62 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
-from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
-from eagle_fsd.acceptance.calibration import FILE as CALIBRATION
-from eagle_fsd.acceptance.calibration import Calibration, read_calibration
-from eagle_fsd.acceptance.divergence import require_sparse
-from eagle_fsd.acceptance.fuzzy import Fuzzy
-from eagle_fsd.autotune.tree_chooser import TreeChooser
+from eagle_fsd.acceptance.accept import AcceptanceRule
+from eagle_fsd.acceptance.calibration import Calibration
+from eagle_fsd.autotune.settle import Settler
 from eagle_fsd.autotune.tree_search import Choice
 from eagle_fsd.core.checks import require_integer
-from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
-from eagle_fsd.core.devices import resolve_device, resolve_dtype
+from eagle_fsd.core.config import AutoTree, SamplingConfig
 from eagle_fsd.core.padding import as_ids, pad_right
-from eagle_fsd.core.sampling import RowRandom, Seed, fresh_seed
+from eagle_fsd.core.sampling import RowRandom, fresh_seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, TokenStream
-from eagle_fsd.decoding.request import Observer, Prompts, Request, end_token_ids
+from eagle_fsd.decoding.request import GenerationOptions, Prompts, Request, end_token_ids
 from eagle_fsd.decoding.workspace import Workspace, Workspaces
-from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
-from eagle_fsd.drafting.drafter import Vocabulary
-from eagle_fsd.drafting.eagle_drafter import EagleDrafter
+from eagle_fsd.drafting.drafter import DrafterSpec
+from eagle_fsd.drafting.eagle_drafter import EagleSpec
 from eagle_fsd.drafting.eagle_head import DraftHead
-from eagle_fsd.files.fingerprints import models_identity
-from eagle_fsd.runtime.cuda_graphs import cuda_recorder
-from eagle_fsd.runtime.matmul_backends import find_fastest_backend
-from eagle_fsd.runtime.packed_linear import pack_linears, repack_changed
-from eagle_fsd.runtime.step_recorder import EAGER, Graphs
+from eagle_fsd.hub.load_pair import load_pair
+from eagle_fsd.runtime.packed_linear import repack_changed
 from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.text.chat import encode_example_prompts
-
-logger = logging.getLogger(__name__)
-
-DEFAULT_MAX_NEW_TOKENS = 256
 
 
 class EagleFSD:
-    """Fuzzy speculative decoding on EAGLE-2 trees for one target and one head.
+    """Fuzzy speculative decoding on draft trees, for one target and one way to draft.
 
     Threads may use one engine, or engines of one model, at the same time, and the model meanwhile as well.
 
-    target: a TargetModel. head: a DraftHead that fits it, or None for plain decoding only; it stays as it is,
-    a copy is made where it has another device or dtype. tokenizer: for the callers. base_model, ea_model:
-    what they were loaded from, for reports. head_dtype: what drafts are computed in; None is the target's
-    dtype.
+    target: a TargetModel. head: a DraftHead that fits it, another DrafterSpec, or None for plain decoding
+    only. A head stays as it is; a copy is made where it has another device or dtype. tokenizer: for the
+    callers. base_model, ea_model: what they were loaded from, for reports. head_dtype: what drafts are
+    computed in; None is the target's dtype. head_folder: where the head's calibration is.
     """
 
     def __init__(
         self,
         target: TargetModel,
-        head: DraftHead | None,
+        head: DraftHead | DrafterSpec | None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         base_model: str = "",
         ea_model: str = "",
         head_dtype: torch.dtype | None = None,
+        head_folder: Path | None = None,
     ) -> None:
-        if head is not None:
-            for name, mine, its in (
-                ("hidden_size", head.config.hidden_size, target.hidden_size),
-                ("vocab_size", head.config.vocab_size, target.vocab_size),
-            ):
-                if mine != its:
-                    raise ValueError(
-                        f"the head's {name} is {mine} and the target's is {its}: a head drafts only for the "
-                        "target it was trained on; choose the head of this target"
-                    )
         self.target = target
-        self.head = None if head is None else placed(head, target.device, head_dtype or target.dtype)
-        self.vocabulary: Vocabulary = target
-        if self.head is not None and self.head.draft_tokens is not None:
-            self.vocabulary = DraftVocabulary(target, self.head.draft_tokens, self.head.fc.weight.dtype)
+        self.head: DraftHead | None = None
+        self.drafter: DrafterSpec | None = None
+        if isinstance(head, DraftHead):
+            require_fitting(head, target)
+            self.head = placed(head, target.device, head_dtype or target.dtype)
+            self.drafter = EagleSpec.for_target(self.head, target)
+        else:
+            self.drafter = head
         self.tokenizer = tokenizer
         self.base_model = base_model
         self.ea_model = ea_model
-        self.head_folder: Path | None = None  # where its calibration is looked for
-        self._chooser: TreeChooser | None = None
-        self._choosing = threading.Lock()  # times measured beside each other would be too long
+        self._settler = Settler(target, self.drafter, base_model, tokenizer, head_folder)
         self._workspaces = Workspaces(target)
 
     @classmethod
@@ -128,34 +106,23 @@ class EagleFSD:
         ones. weights_cache: keep what was converted of a .gguf file on disk and read that the next time.
         Raises ValueError for anything that cannot be had, does not fit or is not supported.
         """
-        base_model = os.fspath(base_model)
-        ea_model = None if ea_model is None else os.fspath(ea_model)
-        # First what fails faster than a download.
-        head_dtype = None if head_dtype is None else resolve_dtype(head_dtype, resolve_device(device))
-        head_source = hub.resolve_head(ea_model, base_model)
-        source = hub.resolve_target(base_model, trust_remote_code=trust_remote_code)
-        model, tokenizer = hub.load_target(
-            source,
+        pair = load_pair(
+            os.fspath(base_model),
+            None if ea_model is None else os.fspath(ea_model),
             dtype=dtype,
+            head_dtype=head_dtype,
             device=device,
             device_map=device_map,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            pack=pack,
+            graphs=graphs,
+            full_vocabulary=full_vocabulary,
             weights_cache=weights_cache,
         )
-        movable = device_map is not None  # a packed layer would be packed again wherever it goes
-        backend = find_fastest_backend(model) if pack and not movable else None
-        pack_linears(model, backend)
-        graphs = graphs and device_map is None and model.device.type == "cuda"
-        target = TargetModel(model, Graphs(cuda_recorder(model.device)) if graphs else EAGER)
-        drafts_in = head_dtype or target.dtype
-        head = hub.load_head(head_source, target.hidden_size, target.vocab_size, drafts_in, target.device)
-        if full_vocabulary:
-            head.restrict(None)
-        engine = cls(target, head, tokenizer, source.name, head_source.name, drafts_in)
-        pack_linears(engine.head, backend)  # after its last move, which would pack it again
-        engine.head_folder = head_source.folder
-        return engine
+        drafts_in = pair.head.fc.weight.dtype
+        names = (pair.base_model, pair.ea_model)
+        return cls(pair.target, pair.head, pair.tokenizer, *names, drafts_in, pair.folder)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -167,51 +134,41 @@ class EagleFSD:
 
     @property
     def draft_vocab_size(self) -> int | None:
-        """How many tokens the head drafts; None where it drafts them all, or where there is no head."""
-        return None if self.head is None else self.head.config.draft_vocab_size
+        """How many tokens are drafted; None where all are, or where there is no drafter."""
+        return self._settler.tokens if self._settler.drafts_some_tokens else None
+
+    @property
+    def head_folder(self) -> Path | None:
+        """Where the head's calibration is looked for."""
+        return self._settler.folder
+
+    @head_folder.setter
+    def head_folder(self, folder: Path | None) -> None:
+        self._settler.folder = folder
+
+    @property
+    def pad_token_id(self) -> int:
+        """What fills short rows: the tokenizer's pad token, else the first end token, else 0."""
+        known = getattr(self.tokenizer, "pad_token_id", None)
+        return known if known is not None else next(iter(self.target.eos_token_ids), 0)
 
     def generate(
         self,
         input_ids: Tensor | Sequence[Sequence[int]],
         attention_mask: Tensor | None = None,
-        *,
-        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        rule: AcceptanceRule | AutoThreshold | None = None,
-        tree: TreeConfig | AutoTree | None = None,
-        seed: Seed | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
-        observer: Observer | None = None,
+        options: GenerationOptions | None = None,
+        **keywords: Any,
     ) -> GenerationOutput:
         """Generate for a batch of prompts [B, L], left- or right-padded as attention_mask [B, L] says.
 
-        rule: when a drafted token is accepted; None is Lossless(), and AutoThreshold() reads the threshold
-        of a quality budget from the head's calibration. tree: the draft tree's size; total_tokens=1 is plain
-        decoding, and AutoTree() measures which is fastest here, or takes the calibration's. seed: the same
-        one and the same tree give the same texts; None draws a fresh one, which the output names. Row r of
-        an int seed s draws from the stream (s, r), whatever else is in the batch. A sequence names each
-        row's stream, so that seed=[(s, r)] gives row r again on its own. eos_token_id: None is the model's
-        own. observer: is shown every step, for measurements. Without an attention_mask the model's pad
-        tokens are padding, as in Hugging Face. Texts end after an end token, at max_new_tokens, or where the
-        model's positions end. Raises ValueError for bad arguments, NonFiniteLogits where a step's logits are
-        no numbers to choose a token by.
+        options, keywords: how, as GenerationOptions has it; its fields are the keywords, which count before
+        `options`: `max_new_tokens=64, temperature=0.6, rule=Fuzzy(0.3), tree=TreeConfig(16, 5, 8), seed=1`.
+        Without an attention_mask the model's pad tokens are padding, as in Hugging Face. Texts end after an
+        end token, at max_new_tokens, or where the model's positions end. Raises ValueError for bad arguments,
+        NonFiniteLogits where a step's logits are no numbers to choose a token by.
         """
         input_ids = as_ids(input_ids)
-        started = self._start(
-            input_ids,
-            attention_mask,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            rule=rule,
-            tree=tree,
-            seed=seed,
-            eos_token_id=eos_token_id,
-            observer=observer,
-        )
+        started = self._start(input_ids, attention_mask, options, keywords)
         start = time.perf_counter()  # what choosing a tree took is not part of it
         new_tokens: list[list[int]] = [[] for _ in started.stats]
         with started:
@@ -227,11 +184,12 @@ class EagleFSD:
         self,
         input_ids: Tensor | Sequence[Sequence[int]],
         attention_mask: Tensor | None = None,
-        **options: Any,
+        options: GenerationOptions | None = None,
+        **keywords: Any,
     ) -> TokenStream:
         """Generate for one prompt [1, L] and yield its new token ids as each step emits them.
 
-        options: the keyword arguments of `generate`, with the same defaults.
+        options, keywords: as for `generate`.
         """
         input_ids = as_ids(input_ids)
         if input_ids.ndim != 2 or len(input_ids) != 1:
@@ -239,42 +197,47 @@ class EagleFSD:
                 f"input_ids has shape {list(input_ids.shape)}: a stream takes one prompt, [1, L]; use "
                 "generate for a batch"
             )
-        return TokenStream(self._start(input_ids, attention_mask, **options))
+        return TokenStream(self._start(input_ids, attention_mask, options, keywords))
 
     def stream_batch(
         self,
         input_ids: Tensor | Sequence[Sequence[int]],
         attention_mask: Tensor | None = None,
-        **options: Any,
+        options: GenerationOptions | None = None,
+        **keywords: Any,
     ) -> BatchStream:
-        """Generate for a batch of prompts [B, L] step by step, for callers with their own reasons to end it.
+        """Generate for a batch of prompts [B, L] step by step, for callers that stop early, as at stop
+        strings.
 
-        options: the keyword arguments of `generate`, with the same defaults.
+        options, keywords: as for `generate`.
         """
-        return self._start(as_ids(input_ids), attention_mask, **options)
+        return self._start(as_ids(input_ids), attention_mask, options, keywords)
 
     def target_alone(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        *,
-        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
+        options: GenerationOptions | None = None,
+        **keywords: Any,
     ) -> GenerationOutput:
-        """The baseline: the same prompts through the target's own Hugging Face `generate`, without drafting.
+        """Run the baseline: the same prompts through the target's own Hugging Face `generate`.
 
-        Its random numbers are Hugging Face's: sampled texts have the same law, not the same tokens. Stats
-        count one step a token. All rows end where the longest prompt leaves no position.
+        options, keywords: as for `generate`, but seed is one number, rule and tree have no meaning, and end
+        tokens are the model's own. Random numbers are Hugging Face's: sampled texts have the same
+        distribution, not the same tokens. Stats count one step a token. All rows end where the longest prompt
+        leaves no position.
         """
         input_ids = as_ids(input_ids)
-        seed = fresh_seed() if seed is None else seed
+        options = replace(options or GenerationOptions(), **keywords)
+        if options.eos_token_id is not None or options.observer is not None:
+            raise ValueError(
+                "eos_token_id and observer are not for the target alone, which ends texts as its model says "
+                "and has no steps to show; leave them out"
+            )
+        seed = fresh_seed() if options.seed is None else options.seed
         require_integer("seed", seed, 0, "any will do")
-        sampling = SamplingConfig(temperature, top_k, top_p)
-        prompts = Prompts.of(self.target, input_ids, attention_mask, max_new_tokens)
-        limit = min(prompts.limits)
+        prompts = Prompts.from_padded(self.target, input_ids, attention_mask, options.max_new_tokens)
+        limit, sampling = min(prompts.limits), options.sampling
         new_tokens, stats = generate_alone(
             self.target, prompts.rows, limit, sampling, seed, self.pad_token_id
         )
@@ -289,116 +252,61 @@ class EagleFSD:
         context: int,
         prompts: Sequence[Sequence[int]] = (),
     ) -> Choice:
-        """The draft tree with the most tokens per second for texts of about `context` tokens, `batch` at a
-        time: measured the first time, which takes half a minute and more, and remembered on disk.
+        """Choose the draft tree with the most tokens per second for `batch` texts of about `context` tokens.
+
+        It is measured the first time, which takes half a minute and more, and remembered on disk.
 
         prompts: token ids of texts to watch the head on, where our own cannot be had: without a tokenizer, or
         where its chat template takes no lone user turn.
         """
-        if self.head is None:
-            raise ValueError("there is no draft head to choose a tree for: pass one to EagleFSD")
-        self._check_beam(wanted.top_k or 1)
-        with self._choosing:
-            if self._chooser is None:
-                self._chooser = TreeChooser(
-                    self.target, self.head, self.make_drafter, self._drafted, self.base_model
-                )
-            choice = self._chooser(
-                wanted,
-                lambda: encode_example_prompts(self.tokenizer) or prompts,
-                rule,
-                sampling,
-                batch,
-                context,
-            )
-        logger.info("%s", choice)
-        return choice
+        return self._settler.choose_tree(wanted, rule, sampling, batch, context, prompts)
+
+    def calibration(self, sampling: SamplingConfig) -> Calibration:
+        """Return the thresholds found for this target and head, sampled so. Raises ValueError for none."""
+        return self._settler.calibration(sampling)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what tells this pair of target and head from another; it reads all of the head."""
+        return self._settler.identity()
+
+    def require_rule(self, rule: object) -> None:
+        """Raise ValueError unless this is an acceptance rule that the drafts here can be held to."""
+        self._settler.require_rule(rule)
 
     def free_memory(self) -> None:
         """Drop the caches and recordings that are kept on a GPU for the next batch; it makes its own."""
         self._workspaces.clear()
 
-    def calibration(self, sampling: SamplingConfig) -> Calibration:
-        """The thresholds found for this target and head, sampled so; ValueError where there are none."""
-        if self.head_folder is None:
-            raise ValueError(
-                "threshold is auto: the head was not loaded from a folder, where its calibration would be; "
-                "give a number"
-            )
-        found = read_calibration(self.head_folder / CALIBRATION)
-        found.require(self.identity(), sampling)
-        return found
-
-    def identity(self) -> dict[str, Any]:
-        """What tells this pair of target and head from another; it reads all of the head."""
-        return models_identity(self.base_model, self.target.model, self.head)
-
-    def require_rule(self, rule: object) -> None:
-        """ValueError for what is no acceptance rule, or none that this head's drafts can be held to."""
-        if isinstance(rule, type) or not hasattr(rule, "chances"):
-            raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
-        if isinstance(rule, Fuzzy) and rule.threshold > 0 and self.draft_vocab_size is not None:
-            require_sparse(rule.divergence, self.draft_vocab_size)
-
-    @property
-    def pad_token_id(self) -> int:
-        """What fills short rows: the tokenizer's pad token, else the first end token, else 0."""
-        known = getattr(self.tokenizer, "pad_token_id", None)
-        return known if known is not None else next(iter(self.target.eos_token_ids), 0)
-
     def _start(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None,
-        *,
-        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        rule: AcceptanceRule | AutoThreshold | None = None,
-        tree: TreeConfig | AutoTree | None = None,
-        seed: Seed | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
-        observer: Observer | None = None,
+        options: GenerationOptions | None,
+        keywords: dict[str, Any],
     ) -> BatchStream:
-        """Check the arguments, settle rule and tree and set one batch up; nothing of the texts runs before
+        """Check the arguments, settle rule and tree and set one batch up. Nothing of the texts runs before
         the first step is asked for."""
-        prompts = Prompts.of(self.target, input_ids, attention_mask, max_new_tokens)
-        tree = TreeConfig() if tree is None else tree
-        if not isinstance(tree, (TreeConfig, AutoTree)):
-            raise ValueError(
-                f"tree is {tree!r}: it must be a TreeConfig, such as TreeConfig(16, 5, 8), or AutoTree()"
-            )
-        sampling = SamplingConfig(temperature, top_k, top_p)
-        if isinstance(rule, AutoThreshold):
-            found = self.calibration(sampling)
-            rule = Fuzzy.from_calibration(found, **asdict(rule))
-            tree = found.tree if isinstance(tree, AutoTree) else tree
-        if rule is not None:
-            self.require_rule(rule)
-        rule = Lossless() if rule is None else rule
-        if isinstance(tree, AutoTree):
-            tree = self.choose_tree(
-                tree, rule, sampling, len(prompts), prompts.context, prompts.rows[:4]
-            ).tree
-        self._check_tree(tree, prompts.lengths)
-        for part in filter(None, (self.target.model, self.head)):
-            repack_changed(part)
+        options = replace(options or GenerationOptions(), **keywords)
+        prompts = Prompts.from_padded(self.target, input_ids, attention_mask, options.max_new_tokens)
+        rule, tree = self._settler.settle(options, prompts)
+        for network in filter(None, (self.target.model, self.drafter and self.drafter.network)):
+            repack_changed(network)
+        sampling, seed = options.sampling, options.seed
         request = Request(
             tokens=prompts.tokens.to(self.device),
             lengths=prompts.lengths,
             limits=prompts.limits,
-            eos_token_ids=end_token_ids(self.target, eos_token_id),
+            eos_token_ids=end_token_ids(self.target, options.eos_token_id),
             rule=rule,
             tree=tree,
             sampling=sampling,
-            observer=observer,
+            observer=options.observer,
         )
         if seed is None:  # what draws nothing leaves torch's generator alone
             seed = 0 if sampling.greedy else fresh_seed()
         random = RowRandom(seed, len(prompts), self.device)
         workspace = self._workspaces.take(
-            len(prompts), max(prompts.lengths), prompts.longest_text, tree, self.make_drafter
+            len(prompts), max(prompts.lengths), prompts.longest_text, tree, self.drafter
         )
         stats = [GenerationStats() for _ in prompts.lengths]
         watch = Stopwatch()
@@ -413,46 +321,12 @@ class EagleFSD:
         stats: Sequence[GenerationStats],
         watch: Stopwatch,
     ) -> Iterator[list[list[int]]]:
-        """The loop's steps; the workspace is spare afterwards."""
+        """Yield the loop's steps; the workspace is spare afterwards."""
         try:
-            parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.judge)
+            parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.accept_step)
             yield from decode(request, *parts)
         finally:
             self._workspaces.give_back(workspace)
-
-    def _check_tree(self, tree: TreeConfig, lengths: Sequence[int]) -> None:
-        """ValueError for a tree that cannot be drafted; a warning where the head was not trained so far."""
-        if tree.total_tokens == 1:
-            return
-        if self.head is None:
-            raise ValueError(
-                "there is no draft head: pass one to EagleFSD, or a tree of one node, TreeConfig(1)"
-            )
-        self._check_beam(tree.top_k)
-        trained = self.head.config.trained_positions or self.head.config.max_position_embeddings
-        if max(lengths) > trained:
-            logger.warning(
-                "prompt of %d tokens: the head was trained up to position %d, so it may draft worse; the "
-                "text is not affected",
-                max(lengths),
-                trained,
-            )
-
-    def _check_beam(self, top_k: int) -> None:
-        if top_k > self._drafted:
-            whose = "vocabulary" if self.draft_vocab_size is None else "head's draft vocabulary"
-            raise ValueError(
-                f"top_k of the tree is {top_k}: the {whose} has {self._drafted} tokens; lower top_k"
-            )
-
-    @property
-    def _drafted(self) -> int:
-        """How many tokens the draft scores."""
-        return self.draft_vocab_size or self.target.vocab_size
-
-    def make_drafter(self, batch: int, capacity: int) -> EagleDrafter:
-        """A drafter for so many texts, of at most so many pairs and beam nodes each."""
-        return EagleDrafter(self.head, self.vocabulary, batch, capacity, self.device, self.target.stepper)
 
     def _output(
         self,
@@ -466,7 +340,20 @@ class EagleFSD:
         return GenerationOutput(sequences, new_tokens, stats, **settled)
 
 
+def require_fitting(head: DraftHead, target: TargetModel) -> None:
+    """Raise ValueError unless the head has the target's sizes."""
+    for name, mine, its in (
+        ("hidden_size", head.config.hidden_size, target.hidden_size),
+        ("vocab_size", head.config.vocab_size, target.vocab_size),
+    ):
+        if mine != its:
+            raise ValueError(
+                f"the head's {name} is {mine} and the target's is {its}: a head drafts only for the "
+                "target it was trained on; choose the head of this target"
+            )
+
+
 def placed(head: DraftHead, device: torch.device, dtype: torch.dtype) -> DraftHead:
-    """The head there; a copy where that is elsewhere, for another engine may use the given one."""
+    """Return the head there; a copy where that is elsewhere, for another engine may use the given one."""
     weight = head.fc.weight
     return head if (weight.device, weight.dtype) == (device, dtype) else copy.deepcopy(head).to(device, dtype)

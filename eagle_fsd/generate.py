@@ -17,8 +17,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from eagle_fsd.cli.answer_report import Answer, summary, to_json
 from eagle_fsd.cli.arguments import generation_options
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from eagle_fsd.decoding.outputs import TokenStream
+    from eagle_fsd.decoding.request import GenerationOptions
     from eagle_fsd.engine import EagleFSD
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
@@ -68,7 +70,7 @@ def prompts_named(args: Namespace) -> list[str]:
 
 
 def answer_prompt(
-    model: EagleFSD, prompt: str, args: Namespace, options: dict[str, Any], out: TextIO
+    model: EagleFSD, prompt: str, args: Namespace, options: GenerationOptions, out: TextIO
 ) -> Answer:
     """Run one prompt, writing its text to `out` as it is made unless --json holds it back."""
     from eagle_fsd.text.chat import encode
@@ -76,13 +78,13 @@ def answer_prompt(
 
     with users_mistakes():
         input_ids = encode(model.tokenizer, prompt, args.system, args.raw)
-        stream = model.stream(input_ids, **options)  # measures the tree, where that is asked for
+        stream = model.stream(input_ids, options=options)  # measures the tree, where that is asked for
     answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree), stream.rule)
-    if options["temperature"]:
-        answer.seed = "/".join(map(str, options["seed"][0]))
+    if options.temperature:
+        answer.seed = "/".join(map(str, options.seed[0]))
     answer.ignored_defaults = ", ".join(model.target.ignored_defaults)
     if args.baseline:
-        warm_up(model, input_ids, {**options, "tree": stream.tree})
+        warm_up(model, input_ids, replace(options, tree=stream.tree))
     detokenizer = Detokenizer(model.tokenizer, context=input_ids[0].tolist() if args.raw else ())
 
     def show(piece: str) -> None:
@@ -110,7 +112,7 @@ def answer_prompt(
         out.flush()
     if args.baseline and not answer.interrupted:
         try:
-            output = model.target_alone(input_ids, **without_draft(options))
+            output = model.target_alone(input_ids, options=with_one_seed(options))
             answer.baseline, answer.baseline_ids = output.stats[0], output.new_tokens[0]
         except KeyboardInterrupt:
             answer.interrupted = True
@@ -126,18 +128,18 @@ def run_steps(stream: TokenStream) -> Iterator[list[int]]:
     yield from steps
 
 
-def warm_up(model: EagleFSD, input_ids: Tensor, options: dict[str, Any]) -> None:
-    """A few tokens both ways, untimed, so that neither side of a comparison pays for first calls."""
-    few = {**options, "max_new_tokens": min(4, options["max_new_tokens"])}
+def warm_up(model: EagleFSD, input_ids: Tensor, options: GenerationOptions) -> None:
+    """Run a few tokens both ways, untimed, so that neither side of a comparison pays for first calls."""
+    few = replace(options, max_new_tokens=min(4, options.max_new_tokens))
     with users_mistakes():
-        model.generate(input_ids, **few)
-        model.target_alone(input_ids, **without_draft(few))
+        model.generate(input_ids, options=few)
+        model.target_alone(input_ids, options=with_one_seed(few))
 
 
-def without_draft(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of the target alone, whose seed is one number."""
-    kept = {name: value for name, value in options.items() if name not in ("rule", "tree")}
-    return {**kept, "seed": options["seed"][0][0]}
+def with_one_seed(options: GenerationOptions) -> GenerationOptions:
+    """Return the options for the target alone, whose seed is one number."""
+    ((seed, _row),) = options.seed
+    return replace(options, seed=seed)
 
 
 @contextlib.contextmanager
@@ -214,11 +216,11 @@ def run(args: Namespace, out: TextIO) -> int:
             raise ValueError("--system with --raw: a raw prompt has no chat template; leave one of them out")
         options = generation_options(args)
         model = load_model(args)
-    seed, first = options["seed"] or (fresh_seed(), 0)
+    ((seed, first),) = options.seed or [(fresh_seed(), 0)]
     for number, prompt in enumerate(prompts, 1):
-        options["seed"] = [(seed, first + number - 1)]
+        of_prompt = replace(options, seed=[(seed, first + number - 1)])
         try:
-            answer = answer_prompt(model, prompt, args, options, out)
+            answer = answer_prompt(model, prompt, args, of_prompt, out)
         except UserError as error:
             raise UserError(
                 f"prompt {number} of {len(prompts)}: {error}" if len(prompts) > 1 else str(error)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.drafters import feed
 from support.tiny_models import (
     FAMILIES,
     VOCAB,
@@ -776,17 +777,17 @@ def test_a_head_in_bfloat16_drafts_for_a_target_in_float32(tmp_path: Path, draft
     assert (engine.dtype, engine.head.fc.weight.dtype) == (torch.float32, torch.bfloat16)
     assert same.head.fc.weight.dtype == torch.float32
     if drafted:
-        assert engine.vocabulary.lm_head.weight.dtype == torch.bfloat16
+        assert engine.drafter.vocabulary.lm_head.weight.dtype == torch.bfloat16
     prompts = prompts_of([4, 9])
     for prompt in prompts:
         (text,) = greedy_alone(model, [prompt], 16)
         assert engine.generate([prompt], max_new_tokens=16, tree=TreeConfig(8, 3, 3)).new_tokens == [text]
     trees = []
     for one in (engine, same):
-        drafter = one.make_drafter(1, 64)
+        drafter = one.drafter.make(1, 64, TreeConfig(16, 5, 8))
         with torch.inference_mode():
             features = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
-            drafter.extend(features, torch.tensor([[5, 6, 7]]), [3])
+            feed(drafter, features, torch.tensor([[5, 6, 7]]), [3])
             trees.append(drafter.draft(torch.tensor([7]), TreeConfig(8, 3, 3)))
     rounded, exact = (tree.log_q[0, 0] for tree in trees)
     assert 0 < (rounded - exact).abs().max() < 0.05 * (exact.max() - exact.min())

@@ -30,6 +30,7 @@ RANK = {wing: rank for rank, line in enumerate(WINGS) for wing in line}
 HUGGING_FACE = {"transformers", "huggingface_hub", "tokenizers"}
 KNOWS_HUGGING_FACE = {
     "target",
+    "autotune",
     "hub",
     "engine",
     "text",

@@ -12,19 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from support.drafters import eagle_drafter, feed
 from support.op_recorder import Capturing, NoAnswers
 from support.tiny_models import FAMILIES, VOCAB, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import Fuzzy, Lossless, TreeConfig, Typical
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict
-from eagle_fsd.acceptance.accept_step import Judge
+from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.loop import keep
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
-from eagle_fsd.drafting.eagle_drafter import EagleDrafter
+from eagle_fsd.drafting.tree_growth import BeamDrafter
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -52,10 +53,12 @@ class Captured:
 
     view, records = 16, True
 
-    def of(self, work: Callable[..., Any], repeatable: bool = True) -> Callable[..., Any]:
-        def run(_state: object, static: object, *tensors: Tensor | None) -> Any:
+    def wrap(
+        self, work: Callable[..., Any], cache: object = None, repeatable: bool = True, by_view: bool = True
+    ) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
             with NoAnswers(), Capturing():
-                return work(static, *tensors)
+                return work(*arguments)
 
         return run
 
@@ -77,14 +80,14 @@ def target_of(family: str, dtype: torch.dtype = torch.float32) -> TargetModel:
     return target
 
 
-def pieces(target: TargetModel, drafted: int | None) -> tuple[TargetSession, EagleDrafter]:
+def pieces(target: TargetModel, drafted: int | None) -> tuple[TargetSession, BeamDrafter]:
     """A session and a drafter that have read prompts of 5, 1 and 3 tokens but for the last of each."""
     head = tiny_head().restrict(None if drafted is None else torch.arange(drafted)).to(META, target.dtype)
     vocabulary = target if drafted is None else DraftVocabulary(target, head.draft_tokens, target.dtype)
     session = TargetSession(target, BATCH, 8)
-    drafter = EagleDrafter(head, vocabulary, BATCH, 8, META, target.stepper)
+    drafter = eagle_drafter(head, vocabulary, BATCH, 8, META, target.stepper)
     tokens = torch.zeros(BATCH, 4, dtype=torch.int64, device=META)
-    drafter.extend(session.prefill(tokens, [4, 0, 2]), tokens, [4, 1, 2])
+    feed(drafter, session.prefill(tokens, [4, 0, 2]), tokens, [4, 1, 2])
     return session, drafter
 
 
@@ -104,7 +107,7 @@ def judged(
     rule: AcceptanceRule, sampling: SamplingConfig, ends: int, tree: DraftTree, logits: Tensor
 ) -> Verdict:
     eos, emitted = torch.arange(ends, device=META), roots()
-    return Judge(Captured())(rule, sampling, eos, tree, logits, Numbers(), emitted)[1]
+    return AcceptStep(Captured())(rule, sampling, eos, tree, logits, Numbers(), emitted)[1]
 
 
 def step(target: TargetModel, drafted: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The accept phase of a step as one piece of work: what the target says of a tree, and the rule's verdict."""
+"""The accept phase of a step: what the target says of a tree, and the rule's verdict on it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from eagle_fsd.core.sampling import Uniforms
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
-Static = tuple[AcceptanceRule, SamplingConfig, int, int]
-
 
 @dataclass(frozen=True)
 class Drawn:
@@ -26,12 +24,12 @@ class Drawn:
         return self.numbers
 
 
-class Judge:
-    """Applies acceptance rules to verified trees; stepper: how."""
+class AcceptStep:
+    """Applies acceptance rules to verified trees. stepper: how the work is run."""
 
     def __init__(self, stepper: Stepper = EAGER) -> None:
         self.stepper = stepper
-        self._judged, self._judged_anew = stepper.of(judged), EAGER.of(judged)
+        self._recorded = stepper.wrap(accept_tree)
 
     def __call__(
         self,
@@ -43,12 +41,28 @@ class Judge:
         random: Uniforms,
         emitted: Tensor,
     ) -> tuple[Verified, Verdict]:
-        """logits [B, N, V], eos [E] and emitted [B], tokens so far, as Verified and `accept` take them."""
-        numbers = None if sampling.greedy else random.uniform(2 * tree.largest)
-        static = (rule, sampling, tree.depth, tree.most)
-        parts = (tree.tokens, tree.parents, tree.depths, tree.log_q, tree.owners, tree.drafted, tree.columns)
-        step = self._judged if self.stepper.records and never_changes(rule) else self._judged_anew
-        return step(None, static, logits, numbers, emitted, eos, *parts)
+        """Say which path of a tree is accepted.
+
+        logits: [B, N, V], the target's. eos: [E], the tokens that end a text. random: each row's stream.
+        emitted: [B], the tokens that each text has so far.
+        """
+        uniforms = None if sampling.greedy else random.uniform(2 * tree.largest)
+        accept_now = self._recorded if self.stepper.records and never_changes(rule) else accept_tree
+        return accept_now(rule, sampling, eos, tree, logits, uniforms, emitted)
+
+
+def accept_tree(
+    rule: AcceptanceRule,
+    sampling: SamplingConfig,
+    eos: Tensor,
+    tree: DraftTree,
+    logits: Tensor,
+    uniforms: Tensor | None,
+    emitted: Tensor,
+) -> tuple[Verified, Verdict]:
+    """Apply the rule with uniform numbers [B, n] that were drawn before; None when greedy. See AcceptStep."""
+    verified = Verified.from_logits(tree, logits, sampling, eos)
+    return verified, accept(rule, verified, Drawn(uniforms), emitted)
 
 
 def never_changes(thing: object) -> bool:
@@ -67,19 +81,3 @@ def never_changes(thing: object) -> bool:
     names = {field.name for field in fields(thing) if field.compare}
     held = set(getattr(thing, "__dict__", names)) | {field.name for field in fields(thing)}
     return held == names and all(never_changes(getattr(thing, name)) for name in names)
-
-
-def judged(
-    static: Static,
-    logits: Tensor,
-    numbers: Tensor | None,
-    emitted: Tensor,
-    eos: Tensor,
-    *parts: Tensor | None,
-) -> tuple[Verified, Verdict]:
-    """See Judge; static: rule, sampling, and the tree's depth and most; parts: the tree's tensors."""
-    rule, sampling, depth, most = static
-    tokens, parents, depths, log_q, owners, drafted, columns = parts
-    tree = DraftTree(tokens, parents, depths, log_q, owners, depth, drafted, columns, most)
-    verified = Verified.from_logits(tree, logits, sampling, eos)
-    return verified, accept(rule, verified, Drawn(numbers), emitted)

@@ -10,13 +10,13 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
-from eagle_fsd.acceptance.accept_step import Judge
+from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.autotune.tree_search import DEPTHS, Costs, Forwards, Observation, Rest, Witness
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.padding import pad_right
@@ -25,7 +25,7 @@ from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.request import Observer, Request
-from eagle_fsd.drafting.drafter import Drafter, NoDrafter
+from eagle_fsd.drafting.drafter import DrafterSpec, NoDrafter, Seen
 from eagle_fsd.runtime.timing import RECORDED, Call, disagreement, synchronizer, time_in_turn
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -39,12 +39,10 @@ TIMED_TOKENS = 16  # of the texts that only time accept and keep
 LONGEST = 20.0  # seconds that a text is watched; the step in hand is finished
 SHORTEST = 128  # contexts up to here cost alike
 
-MakeDrafter = Callable[[int, int], Drafter]  # of a batch size and a capacity
-
 
 def run_texts(
     target: TargetModel,
-    make_drafter: MakeDrafter,
+    drafting: DrafterSpec,
     prompts: Sequence[Sequence[int]],
     rule: AcceptanceRule,
     sampling: SamplingConfig,
@@ -54,8 +52,9 @@ def run_texts(
     observer: Observer | None = None,
 ) -> float:
     """Decode the prompts as one batch; the median seconds that accept and keep took in a step."""
-    capacity = max(map(len, prompts)) + new_tokens + tree.total_tokens + 1
-    drafter = make_drafter(len(prompts), capacity)
+    longest = max(map(len, prompts)) + new_tokens + 1
+    drafter = drafting.make(len(prompts), longest, tree)
+    session = TargetSession(target, len(prompts), longest + tree.total_tokens)
     request = Request(
         tokens=pad_right(prompts, 0).to(target.device),
         lengths=[len(prompt) for prompt in prompts],
@@ -66,11 +65,10 @@ def run_texts(
         sampling=sampling,
         observer=observer,
     )
-    session, watch = TargetSession(target, len(prompts), capacity), Stopwatch(synchronizer(target.device))
-    stats = [GenerationStats() for _ in prompts]
+    watch, stats = Stopwatch(synchronizer(target.device)), [GenerationStats() for _ in prompts]
     random, start = RowRandom(0, len(prompts), target.device), time.monotonic()
     rests, before = [], 0.0
-    for _ in decode(request, session, drafter, random, stats, watch, Judge(target.stepper)):
+    for _ in decode(request, session, drafter, random, stats, watch, AcceptStep(target.stepper)):
         spent = watch.seconds["accept"] + watch.seconds["keep"]
         rests.append(spent - before)
         before = spent
@@ -81,7 +79,7 @@ def run_texts(
 
 def observe(
     target: TargetModel,
-    make_drafter: MakeDrafter,
+    drafting: DrafterSpec,
     prompts: Sequence[Sequence[int]],
     rule: AcceptanceRule,
     sampling: SamplingConfig,
@@ -89,13 +87,13 @@ def observe(
 ) -> list[Observation]:
     """Steps of a few texts with the wide tree."""
     witness, ends = Witness(), target.eos_token_ids
-    run_texts(target, make_drafter, prompts, rule, sampling, wide, eos_token_ids=ends, observer=witness)
+    run_texts(target, drafting, prompts, rule, sampling, wide, eos_token_ids=ends, observer=witness)
     return witness.observations
 
 
 def measure_costs(
     target: TargetModel,
-    make_drafter: MakeDrafter,
+    drafting: DrafterSpec,
     beams: Sequence[int],
     batch: int,
     context: int,
@@ -103,14 +101,14 @@ def measure_costs(
     sampling: SamplingConfig,
 ) -> Costs:
     """All that a step costs: measure_forwards and measure_rest."""
-    forwards, _ = measure_forwards(target, make_drafter, beams, batch, context)
-    rest, _ = measure_rest(target, make_drafter, max(beams), batch, rule, sampling)
+    forwards, _ = measure_forwards(target, drafting, beams, batch, context)
+    rest, _ = measure_rest(target, drafting, max(beams), batch, rule, sampling)
     return forwards.with_rest(rest)
 
 
 @torch.inference_mode()
 def measure_forwards(
-    target: TargetModel, make_drafter: MakeDrafter, beams: Sequence[int], batch: int, context: int
+    target: TargetModel, drafting: DrafterSpec, beams: Sequence[int], batch: int, context: int
 ) -> tuple[Forwards, float]:
     """Time the forwards of a step on a cache of `context` slots; what the slots hold does not matter.
 
@@ -119,15 +117,14 @@ def measure_forwards(
     """
     deepest, widest = max(DEPTHS), max(WIDTHS)
     room = max(2, min(context, target.max_positions - deepest - 2))
-    capacity = room + widest + max(beams) * deepest + 1
     roots = torch.zeros(batch, dtype=torch.int64, device=target.device)
-    session = TargetSession(target, batch, capacity)
-    features = session.prefill(roots[:, None], [1] * batch)
-    drafter = make_drafter(batch, capacity)
-    drafter.extend(features, roots[:, None], [1] * batch)
-    for cache in (session.cache, drafter.cache):
-        cache.reserve(room - 1)
-        cache.advance([room - 1] * batch)
+    session = TargetSession(target, batch, room + widest + 1)
+    features = session.prefill(roots[:, None], [1] * batch)  # which makes the cache's buffers
+    session.cache.reserve(room - 1)
+    session.cache.advance([room - 1] * batch)
+    drafter = drafting.make(batch, room, TreeConfig(1 + deepest, deepest, max(beams)))
+    texts = roots[:, None].expand(-1, room)
+    drafter.begin(Seen(texts, [room] * batch, features.new_zeros(*texts.shape, features.shape[-1])))
 
     def verify(width: int) -> Call:
         tree = star(roots, width, target.vocab_size)
@@ -152,7 +149,7 @@ def measure_forwards(
 
 def measure_rest(
     target: TargetModel,
-    make_drafter: MakeDrafter,
+    drafting: DrafterSpec,
     beam: int,
     batch: int,
     rule: AcceptanceRule,
@@ -165,14 +162,14 @@ def measure_rest(
     two runs disagree.
     """
     ways = {
-        "drafted": (make_drafter, TreeConfig.within(16, 5, min(8, beam))),
-        "plain": (lambda *_: NoDrafter(target.vocab_size), TreeConfig(1)),
+        "drafted": (drafting, TreeConfig.within(16, 5, min(8, beam))),
+        "plain": (NoDrafter(target.vocab_size), TreeConfig(1)),
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(2):
-        for name, (make, tree) in ways.items():
+        for name, (spec, tree) in ways.items():
             prompts = [[0] * 4] * batch
-            found[name].append(run_texts(target, make, prompts, rule, sampling, tree, TIMED_TOKENS))
+            found[name].append(run_texts(target, spec, prompts, rule, sampling, tree, TIMED_TOKENS))
     rest = Rest(**{name: statistics.median(seconds) for name, seconds in found.items()})
     return rest, disagreement(found["drafted"])
 

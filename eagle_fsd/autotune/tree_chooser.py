@@ -29,7 +29,6 @@ from eagle_fsd.autotune.step_costs import (
     BEAMS,
     WIDE,
     WIDTHS,
-    MakeDrafter,
     bucket,
     measure_forwards,
     measure_rest,
@@ -37,7 +36,7 @@ from eagle_fsd.autotune.step_costs import (
 )
 from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation, Rest, choose
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
-from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.files.fingerprints import models_identity
 from eagle_fsd.files.provenance import cores, processor
 from eagle_fsd.files.records import recall, record_key, remember
@@ -54,20 +53,14 @@ Measured = TypeVar("Measured")
 
 
 class TreeChooser:
-    """Chooses for one target and head.
+    """Chooses for one target and drafter. name: what the target was loaded from."""
 
-    make_drafter: takes a batch size and a capacity. drafted: how many tokens the head scores. name: what the
-    target was loaded from.
-    """
-
-    def __init__(
-        self, target: TargetModel, head: DraftHead, make_drafter: MakeDrafter, drafted: int, name: str
-    ) -> None:
-        self.target, self.make_drafter, self.drafted = target, make_drafter, drafted
+    def __init__(self, target: TargetModel, drafting: DrafterSpec, name: str) -> None:
+        self.target, self.drafting = target, drafting
         device = target.device
         cpu = device.type == "cpu"
         self.asks = cpu  # elsewhere the host would have to wait for the device; see host_can_read
-        identity = models_identity(name, target.model, head)
+        identity = models_identity(name, target.model, drafting.identity)
         del identity["target"]["name"]  # the same weights may have been loaded from elsewhere
         self.models = [__version__, identity]
         name_of = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
@@ -126,7 +119,8 @@ class TreeChooser:
         context: int,
     ) -> Choice:
         """The choice by what is remembered, and by what is measured now where nothing is."""
-        beams = [beam for beam in BEAMS if beam <= self.drafted] if wanted.top_k is None else [wanted.top_k]
+        widest = self.drafting.tokens
+        beams = [beam for beam in BEAMS if beam <= widest] if wanted.top_k is None else [wanted.top_k]
         observed = {beam: self.observations(prompts, rule, sampling, beam) for beam in beams}
         costs = self.forwards(beams, batch, context).with_rest(self.rest(max(beams), batch, rule, sampling))
         return choose(costs, observed, wanted, batch, self.asks)
@@ -141,7 +135,7 @@ class TreeChooser:
         """Steps of the watched texts with a tree that is wide enough for this beam."""
         nodes, depth, widest = WIDE
         if isinstance(rule, Lossless) or beam > NARROW:
-            wide = TreeConfig.within(nodes, depth, min(widest, self.drafted))
+            wide = TreeConfig.within(nodes, depth, min(widest, self.drafting.tokens))
         else:
             wide = TreeConfig.within(nodes // 2, depth, beam)
 
@@ -149,7 +143,7 @@ class TreeChooser:
             if not (texts := prompts()):
                 raise ValueError("prompts are empty: a tree is chosen on texts; give some, as token ids")
             self.announce()
-            return observe(self.target, self.make_drafter, texts, rule, sampling, wide), tells(rule)
+            return observe(self.target, self.drafting, texts, rule, sampling, wide), tells(rule)
 
         key = record_key("observations", self.models, kind_of(rule), sampling.greedy, str(wide))
         return self.measured(key, measure, packed_observations, unpacked_observations)
@@ -159,7 +153,7 @@ class TreeChooser:
 
         def measure() -> tuple[Forwards, bool]:
             self.announce()
-            found, spread = measure_forwards(self.target, self.make_drafter, beams, batch, context)
+            found, spread = measure_forwards(self.target, self.drafting, beams, batch, context)
             return found, self.quiet(spread)
 
         key = record_key("forwards", self.models, self.machine, list(beams), batch, context)
@@ -169,7 +163,7 @@ class TreeChooser:
         """What accept and keep cost here."""
 
         def measure() -> tuple[Rest, bool]:
-            found, spread = measure_rest(self.target, self.make_drafter, beam, batch, rule, sampling)
+            found, spread = measure_rest(self.target, self.drafting, beam, batch, rule, sampling)
             return found, self.quiet(spread) and tells(rule)
 
         setting = (min(8, beam), batch, kind_of_rest(rule), warpers(sampling))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from eagle_fsd.cli.flags import AUTO
-from eagle_fsd.core.checks import require_integer
-from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
+from eagle_fsd.core.config import AutoThreshold, AutoTree, TreeConfig
 
 if TYPE_CHECKING:
     from eagle_fsd.acceptance.accept import AcceptanceRule
+    from eagle_fsd.decoding.request import GenerationOptions
 
 # Flags of the rules' own fields; None where not given, so that the rules' defaults hold.
 RULE_FLAGS = (
@@ -19,55 +20,153 @@ RULE_FLAGS = (
     "max_consecutive", "exact_prefix", "epsilon", "delta", "candidates", "margin", "single", "acc", "weight",
 )  # fmt: skip
 
+Value = TypeVar("Value")
+
 
 def make_rule(args: argparse.Namespace) -> AcceptanceRule | AutoThreshold:
-    """The rule that the flags name, with its defaults (threshold 0); a flag of another rule is refused."""
-    from eagle_fsd.acceptance.rule_names import RULES, build_rule
+    """Make the rule that the flags name, with its defaults (threshold 0); refuse a flag of another rule."""
+    from eagle_fsd.acceptance.rule_names import RULES
 
-    given = {name: getattr(args, name) for name in RULE_FLAGS if getattr(args, name) is not None}
     auto = args.rule == "fuzzy" and args.threshold == AUTO
-    takes = {field.name for field in dataclasses.fields(AutoThreshold if auto else RULES[args.rule])}
-    for name, value in given.items():
-        if name not in takes | ({"threshold"} if auto else set()):
-            flag = "--" + name.replace("_", "-")
-            whose = "--threshold auto" if auto else f"--rule {args.rule}"
-            if name == "quality_budget":
-                raise ValueError(f"{flag} is {value}: it is what --threshold auto may cost; give both")
-            raise ValueError(f"{flag} is {value} with {whose}: that rule has none; drop the flag")
-    if auto:
-        del given["threshold"]
-        return AutoThreshold(**given)
-    if args.rule == "fuzzy":
-        given.setdefault("threshold", 0.0)
-    return build_rule(args.rule, **given)
+    refuse_flags_of_others(args, AutoThreshold if auto else RULES[args.rule], auto)
+    return auto_threshold(args) if auto else MAKERS[args.rule](args)
+
+
+def refuse_flags_of_others(args: argparse.Namespace, rule: type, auto: bool) -> None:
+    """Raise ValueError for a flag that was given and that the rule has no field for."""
+    takes = {field.name for field in dataclasses.fields(rule)} | ({"threshold"} if auto else set())
+    for name in RULE_FLAGS:
+        value = getattr(args, name)
+        if value is None or name in takes:
+            continue
+        flag = "--" + name.replace("_", "-")
+        whose = "--threshold auto" if auto else f"--rule {args.rule}"
+        if name == "quality_budget":
+            raise ValueError(f"{flag} is {value}: it is what --threshold auto may cost; give both")
+        raise ValueError(f"{flag} is {value} with {whose}: that rule has none; drop the flag")
+
+
+def given(value: Value | None, default: Value) -> Value:
+    """Return a flag's value, or the default where it was not given."""
+    return default if value is None else value
+
+
+def auto_threshold(args: argparse.Namespace) -> AutoThreshold:
+    usual = AutoThreshold()
+    return AutoThreshold(
+        quality_budget=given(args.quality_budget, usual.quality_budget),
+        divergence=given(args.divergence, usual.divergence),
+        mode=given(args.mode, usual.mode),
+        child=given(args.child, usual.child),
+        min_gain=given(args.min_gain, usual.min_gain),
+    )
+
+
+def fuzzy(args: argparse.Namespace) -> AcceptanceRule:
+    from eagle_fsd.acceptance.fuzzy import Fuzzy
+
+    usual = Fuzzy(threshold=0.0)
+    return Fuzzy(
+        threshold=given(args.threshold, usual.threshold),
+        divergence=given(args.divergence, usual.divergence),
+        mode=given(args.mode, usual.mode),
+        child=given(args.child, usual.child),
+        min_p=given(args.min_p, usual.min_p),
+        max_overshoot=given(args.max_overshoot, usual.max_overshoot),
+        max_consecutive=given(args.max_consecutive, usual.max_consecutive),
+        exact_prefix=given(args.exact_prefix, usual.exact_prefix),
+        min_gain=given(args.min_gain, usual.min_gain),
+    )
+
+
+def typical(args: argparse.Namespace) -> AcceptanceRule:
+    from eagle_fsd.acceptance.other_rules import Typical
+
+    usual = Typical()
+    return Typical(
+        epsilon=given(args.epsilon, usual.epsilon),
+        delta=given(args.delta, usual.delta),
+        mode=given(args.mode, usual.mode),
+        max_consecutive=given(args.max_consecutive, usual.max_consecutive),
+        exact_prefix=given(args.exact_prefix, usual.exact_prefix),
+    )
+
+
+def relaxed_topk(args: argparse.Namespace) -> AcceptanceRule:
+    from eagle_fsd.acceptance.other_rules import RelaxedTopK
+
+    usual = RelaxedTopK()
+    return RelaxedTopK(
+        candidates=given(args.candidates, usual.candidates),
+        margin=given(args.margin, usual.margin),
+        mode=given(args.mode, usual.mode),
+        max_consecutive=given(args.max_consecutive, usual.max_consecutive),
+        exact_prefix=given(args.exact_prefix, usual.exact_prefix),
+    )
+
+
+def sglang(args: argparse.Namespace) -> AcceptanceRule:
+    from eagle_fsd.acceptance.other_rules import SGLang
+
+    usual = SGLang()
+    return SGLang(single=given(args.single, usual.single), acc=given(args.acc, usual.acc))
+
+
+def cactus(args: argparse.Namespace) -> AcceptanceRule:
+    from eagle_fsd.acceptance.other_rules import Cactus
+
+    return Cactus(delta=given(args.delta, Cactus().delta))
+
+
+def ensemble(args: argparse.Namespace) -> AcceptanceRule:
+    from eagle_fsd.acceptance.other_rules import Ensemble
+
+    return Ensemble(weight=given(args.weight, Ensemble().weight))
+
+
+def lossless(_args: argparse.Namespace) -> AcceptanceRule:
+    from eagle_fsd.acceptance.accept import Lossless
+
+    return Lossless()
+
+
+MAKERS: dict[str, Callable[[argparse.Namespace], AcceptanceRule]] = {
+    "fuzzy": fuzzy,
+    "lossless": lossless,
+    "typical": typical,
+    "relaxed_topk": relaxed_topk,
+    "sglang": sglang,
+    "cactus": cactus,
+    "ensemble": ensemble,
+}
 
 
 def make_tree(args: argparse.Namespace) -> TreeConfig | AutoTree:
-    """The tree that the flags name; what they leave open is measured with auto, and the default without."""
+    """Make the tree that the flags name; what they leave open is measured, or else the default."""
     if args.total_tokens == AUTO:
         return AutoTree(args.depth, args.tree_top_k, args.min_confidence)
     usual = TreeConfig()
     return TreeConfig(
         args.total_tokens,
-        usual.depth if args.depth is None else args.depth,
-        usual.top_k if args.tree_top_k is None else args.tree_top_k,
-        usual.min_confidence if args.min_confidence is None else args.min_confidence,
+        given(args.depth, usual.depth),
+        given(args.tree_top_k, usual.top_k),
+        given(args.min_confidence, usual.min_confidence),
     )
 
 
-def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of EagleFSD.stream but for the prompt; all are checked here, before a model is loaded."""
-    require_integer("max_new_tokens", args.max_new_tokens, 1, "256 is usual")
-    sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
-    return {
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "seed": None if args.seed is None else parse_stream(args.seed),
-        "tree": make_tree(args),
-        "rule": make_rule(args),
-    }
+def generation_options(args: argparse.Namespace) -> GenerationOptions:
+    """Make the options of a generation; all are checked here, before a model is loaded."""
+    from eagle_fsd.decoding.request import GenerationOptions
+
+    return GenerationOptions(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=None if args.seed is None else [parse_stream(args.seed)],
+        tree=make_tree(args),
+        rule=make_rule(args),
+    )
 
 
 def parse_stream(text: str) -> tuple[int, int]:

@@ -7,6 +7,8 @@ never into one of probability zero. All randomness comes from `RowRandom`: one s
 that a row's text does not depend on its batch.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from numbers import Integral
@@ -109,8 +111,19 @@ class RowRandom:
         ]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only."""
+        """Go on with these rows of the batch, in this order."""
         self._generators = [self._generators[row] for row in rows]
+
+    def at(self, rows: Sequence[int]) -> RowRandom:
+        """Return the streams of these rows alone; what is drawn from them is drawn from these here."""
+        some = RowRandom(0, 0, self.device)
+        some._generators = [self._generators[row] for row in rows]
+        return some
+
+    def replace(self, rows: Sequence[int], other: RowRandom) -> None:
+        """Put other streams, one for each, in the place of these rows' streams."""
+        for row, generator in zip(rows, other._generators, strict=True):
+            self._generators[row] = generator
 
     def uniform(self, n: int) -> Tensor:
         """The next n numbers of every row: [B, n] float64 in [0, 1).

@@ -7,7 +7,8 @@ W the tokens that are drafted (all V, or a list of frequent ones), S cache slots
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class DraftTree:
     owners: [B, M] int64, the node that each row of log_q belongs to; -1 marks an unused row.
     depth: the most drafted tokens on a path, so that a walk has static length.
     drafted: [W] int64, the tokens that log_q covers, all others having q = 0; None: all V, in order.
+      A drafter that copies tokens lists those that it copied, and its log_q is 0 at one token, else -inf.
     columns: [B, N] int64, where each node's token stands in log_q; None where that is at its id.
     most: the nodes that a tree of its config may have, where this one may have fewer.
     """
@@ -43,6 +45,19 @@ class DraftTree:
     def largest(self) -> int:
         """The nodes of the largest tree that this step might have had: for so many it uses random numbers."""
         return max(self.most, self.tokens.shape[1])
+
+    def select(self, rows: Sequence[int]) -> DraftTree:
+        """Return the trees of these rows of the batch."""
+        index = list(rows)
+        return replace(
+            self,
+            tokens=self.tokens[index],
+            parents=self.parents[index],
+            depths=self.depths[index],
+            log_q=self.log_q[index],
+            owners=self.owners[index],
+            columns=None if self.columns is None else self.columns[index],
+        )
 
     @property
     def children(self) -> Tensor:

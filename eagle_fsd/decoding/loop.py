@@ -8,18 +8,21 @@ the prompt.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eagle_fsd.acceptance.accept import Verdict
-from eagle_fsd.acceptance.accept_step import Judge
+from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.acceptance.accept_step import AcceptStep
+from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
-from eagle_fsd.decoding.request import Request
-from eagle_fsd.drafting.drafter import Drafter
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding.request import Observer, Request, Terms, Text
+from eagle_fsd.drafting.drafter import Drafter, Seen
 from eagle_fsd.target.session import TargetSession
 
 
@@ -45,82 +48,196 @@ def decode(
     random: RowRandom,
     stats: Sequence[GenerationStats],
     watch: Stopwatch,
-    judge: Judge | None = None,
+    accept_step: AcceptStep | None = None,
 ) -> Iterator[list[list[int]]]:
     """Yield, after every step, the tokens that each of the B rows emitted in it (none once a row is done)."""
-    judge = judge or Judge()
+    terms = Terms(tuple(request.eos_token_ids), request.rule, request.sampling)
+    texts = [
+        Text(number, limit, terms, of_row)
+        for number, (limit, of_row) in enumerate(zip(request.limits, stats, strict=True))
+    ]
+    batch = Batch(target, drafter, random, request.tree, watch, accept_step, request.observer)
     with watch("prefill"):
-        roots = prefill(request, target, drafter)
-    rows = list(range(len(request.lengths)))  # the batch, by place in the request; see `rows_kept`
-    going = rows  # those that are not done
-    eos = torch.tensor(request.eos_token_ids, dtype=torch.int64, device=roots.device)
-    while going:
-        with watch("draft"):
-            tree = drafter.draft(roots, request.tree)
-        with watch("verify"):
-            logits, features = target.verify(tree)
-        with watch("accept"):
-            emitted = on_device([stats[row].new_tokens for row in rows], roots.device)
-            verified, verdict = judge(request.rule, request.sampling, eos, tree, logits, random, emitted)
-            steps = dict(zip(rows, to_host(verdict), strict=True))  # the one place where a step waits
-            news = {row: emit(request, row, stats[row], steps[row]) for row in going}
-        if request.observer is not None:
-            request.observer(verified, verdict, {row: len(news[row]) for row in rows})
-        with watch("keep"):
-            going = [row for row in going if stats[row].finish_reason is None]
-            if going:
-                counts = [steps[row].count if row in going else 0 for row in rows]
-                roots = keep(target, drafter, verdict, features, counts)
-                kept = rows_kept(rows, going, judge.stepper.records and request.observer is None)
-                if len(kept) < len(rows):
-                    places = [rows.index(row) for row in kept]
-                    for part in (target, drafter, random):
-                        part.select(places)
-                    rows, roots = kept, roots[places]
-        yield [news.get(row, []) for row in range(len(request.lengths))]
+        batch.begin(texts, prefill(request.tokens, request.lengths, target, drafter))
+    while batch.going:
+        emitted = batch.step()
+        yield [emitted.get(text, []) for text in texts]
 
 
-def rows_kept(rows: Sequence[int], going: Sequence[int], recorded: bool) -> list[int]:
-    """Choose the rows of the next step's batch, in order. going: the rows that are not done.
+class Batch:
+    """Texts that are decoded together. Rows leave when their text is done, and others may take their places.
 
-    Without recording only these stay. A recording is good for one number of rows: with recording, rows that
-    are done stay until half of the batch can leave at once. They commit no token, so that neither their texts
-    nor their caches grow, and nothing of theirs is emitted or counted.
+    texts: by row. roots: [B], each row's newest token, which the target has not read yet.
     """
-    count = len(going)
+
+    def __init__(
+        self,
+        target: TargetSession,
+        drafter: Drafter,
+        random: RowRandom,
+        tree: TreeConfig,
+        watch: Stopwatch | None = None,
+        accept_step: AcceptStep | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.target, self.drafter, self.random, self.tree = target, drafter, random, tree
+        self.watch = watch or Stopwatch()
+        self.accept_step = accept_step or AcceptStep()
+        self.observer = observer
+        self.texts: list[Text] = []
+        self.roots: Tensor
+        self._ends: dict[tuple[int, ...], Tensor] = {}  # end tokens, on the device
+
+    @property
+    def going(self) -> list[Text]:
+        """The texts that are not done."""
+        return [text for text in self.texts if not text.done]
+
+    def begin(self, texts: Sequence[Text], roots: Tensor) -> None:
+        """Decode these texts, whose prompts target and drafter have read up to the roots [B]."""
+        self.texts, self.roots = list(texts), roots
+
+    def step(self, hold: bool = False) -> dict[Text, list[int]]:
+        """Run one step and return what each text that was not done emitted in it.
+
+        hold: keep the rows of texts that are done, for others that wait to take their places.
+        """
+        watch, before = self.watch, self.going
+        with watch("draft"):
+            tree = self.drafter.draft(self.roots, self.tree)
+        with watch("verify"):
+            logits, features = self.target.verify(tree)
+        with watch("accept"):
+            groups, verdict = self._accept(tree, logits)
+            steps = dict(zip(self.texts, to_host(verdict), strict=True))  # the one place where a step waits
+            emitted = {text: emit(text, steps[text]) for text in before}
+        if self.observer is not None:
+            for rows, verified, part in groups:
+                counts = {self.texts[row]: len(emitted.get(self.texts[row], ())) for row in rows}
+                self.observer(verified, part, {text.number: count for text, count in counts.items()})
+        with watch("keep"):
+            if self.going:
+                kept = [0 if text.done else steps[text].count for text in self.texts]
+                self.roots = keep(self.target, self.drafter, verdict, features, kept)
+                if not hold:
+                    self._leave()
+        return emitted
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows of the batch, in this order."""
+        for part in (self.target, self.drafter, self.random):
+            part.select(rows)
+        self.texts = [self.texts[row] for row in rows]
+        self.roots = self.roots[list(rows)]
+
+    def join(self, other: Batch) -> None:
+        """Take in the texts of another batch on the same models: first in the places of texts that are done.
+
+        The other batch has read its prompts and made no step.
+        """
+        places = [place for place, text in enumerate(self.texts) if text.done][: len(other.texts)]
+        if more := len(other.texts) - len(places):
+            count = len(self.texts)
+            self.select([*range(count), *[0] * more])  # rows to be overwritten
+            places += range(count, count + more)
+        self.target.replace(places, other.target)
+        self.drafter.replace(places, other.drafter)
+        self.random.replace(places, other.random)
+        self.roots = self.roots.index_copy(0, on_device(places, self.roots.device), other.roots)
+        for place, text in zip(places, other.texts, strict=True):
+            self.texts[place] = text
+
+    def _accept(
+        self, tree: DraftTree, logits: Tensor
+    ) -> tuple[list[tuple[list[int], Verified, Verdict]], Verdict]:
+        """Apply each text's rule. Returns what was said of each group of rows with the same terms, and of
+        all rows in one."""
+        emitted = on_device([text.stats.new_tokens for text in self.texts], logits.device)
+        groups: list[tuple[Terms, list[int]]] = []
+        for row, text in enumerate(self.texts):
+            mine = next((rows for terms, rows in groups if terms is text.terms or terms == text.terms), None)
+            if mine is None:
+                groups.append((text.terms, [row]))
+            else:
+                mine.append(row)
+        found = []
+        for terms, rows in groups:
+            part = (tree, logits, self.random, emitted)
+            if len(groups) > 1:
+                part = (tree.select(rows), logits[rows], self.random.at(rows), emitted[rows])
+            ends = self._end_tokens(terms, logits.device)
+            found.append((rows, *self.accept_step(terms.rule, terms.sampling, ends, *part)))
+        return found, merged([(rows, verdict) for rows, _, verdict in found])
+
+    def _end_tokens(self, terms: Terms, device: torch.device) -> Tensor:
+        ends = terms.eos_token_ids
+        if ends not in self._ends:
+            self._ends[ends] = torch.tensor(ends, dtype=torch.int64, device=device)
+        return self._ends[ends]
+
+    def _leave(self) -> None:
+        """Drop rows whose texts are done; see `rows_kept`."""
+        recorded = self.accept_step.stepper.records and self.observer is None
+        kept = rows_kept([text.done for text in self.texts], recorded)
+        if len(kept) < len(self.texts):
+            self.select(kept)
+
+
+def rows_kept(done: Sequence[bool], recorded: bool) -> list[int]:
+    """Choose the rows of the next step's batch, in order. done: by row, whether its text is done.
+
+    Without recording only the others stay. A recording is good for one number of rows: with recording, rows
+    that are done stay until half of the batch can leave at once. They commit no token, so that neither their
+    texts nor their caches grow, and nothing of theirs is emitted or counted.
+    """
+    going = done.count(False)
+    count = going
     if recorded:
-        count = len(rows)
-        while (half := (count + 1) // 2) < count and len(going) <= half:
+        count = len(done)
+        while (half := (count + 1) // 2) < count and going <= half:
             count = half
-    done = [row for row in rows if row not in going][: count - len(going)]
-    return [row for row in rows if row in going or row in done]
+    idle = [row for row, is_done in enumerate(done) if is_done][: count - going]
+    return [row for row, is_done in enumerate(done) if not is_done or row in idle]
 
 
-def prefill(request: Request, target: TargetSession, drafter: Drafter) -> Tensor:
-    """Run every prompt but its last token, the first root [B], which is returned."""
-    counts = [length - 1 for length in request.lengths]
-    features = target.prefill(request.tokens[:, :-1], counts)
-    last = torch.tensor(counts, device=request.tokens.device)[:, None]
-    # A one-token prompt has no feature yet: its first pair carries a zero feature and the root.
-    empty = last == 0
-    pairs = features if features.shape[1] else features.new_zeros(len(counts), 1, features.shape[2])
-    followers = request.tokens[:, 1:] if features.shape[1] else request.tokens
-    drafter.extend(
-        pairs.masked_fill(empty[:, :, None], 0.0),
-        torch.where(empty, request.tokens[:, :1], followers),
-        [max(count, 1) for count in counts],
-    )
-    return request.tokens.gather(1, last)[:, 0]
+def prefill(tokens: Tensor, lengths: Sequence[int], target: TargetSession, drafter: Drafter) -> Tensor:
+    """Run prompts [B, L] but the last token of each, the first root [B], which is returned."""
+    counts = [length - 1 for length in lengths]
+    features = target.prefill(tokens[:, :-1], counts)
+    before = None
+    if drafter.needs.features:  # a text's first token was chosen by none
+        before = torch.cat((features.new_zeros(len(counts), 1, features.shape[-1]), features), dim=1)
+    drafter.begin(Seen(tokens, lengths, before))
+    last = on_device(counts, tokens.device)[:, None]
+    return tokens.gather(1, last)[:, 0]
 
 
 def keep(
     target: TargetSession, drafter: Drafter, verdict: Verdict, features: Tensor, counts: Sequence[int]
 ) -> Tensor:
-    """Commit the path, show the drafter its true features [B, N, d]; returns the next roots [B]."""
+    """Commit the path, show the drafter its tokens and features [B, N, d], return the next roots [B]."""
     target.keep(verdict.path, counts)
-    nodes = verdict.path.clamp(min=0)[:, :, None].expand(-1, -1, features.shape[-1])
-    drafter.extend(features.gather(1, nodes), verdict.tokens.clamp(min=0), counts)
+    before = None
+    if drafter.needs.features:
+        # A node's feature is what the token after it was chosen by.
+        nodes = verdict.path.clamp(min=0)[:, :, None].expand(-1, -1, features.shape[-1])
+        before = features.gather(1, nodes)
+    drafter.extend(Seen(verdict.tokens.clamp(min=0), counts, before))
     return verdict.next_token
+
+
+def merged(parts: Sequence[tuple[Sequence[int], Verdict]]) -> Verdict:
+    """Put verdicts on groups of rows together, in the order of the rows, without the rules' own `chances`."""
+    if len(parts) == 1:
+        return parts[0][1]
+    order = [row for rows, _ in parts for row in rows]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    whole = {
+        field.name: torch.cat([getattr(verdict, field.name) for _, verdict in parts])[back]
+        for field in fields(Verdict)
+        if field.name != "chances"
+    }
+    return replace(parts[0][1], **whole, chances=None)
 
 
 class Step(NamedTuple):
@@ -147,19 +264,19 @@ def to_host(verdict: Verdict) -> list[Step]:
     ]
 
 
-def emit(request: Request, row: int, stats: GenerationStats, step: Step) -> list[int]:
-    """Cut a step's tokens at the row's limit and after its first end token, and record what is left."""
+def emit(text: Text, step: Step) -> list[int]:
+    """Cut a step's tokens at the text's limit and after its first end token, and record what is left."""
+    stats, ends = text.stats, text.terms.eos_token_ids
     if not step.finite:
-        raise NonFiniteLogits(stats.steps + 1, row)
-    count, tokens, fuzzy, _ = step
-    room = request.limits[row] - stats.new_tokens
-    ends = [i for i, token in enumerate(tokens) if token in request.eos_token_ids]
-    emitted = tokens[: min(room, ends[0] + 1 if ends else room)]
-    accepted = min(len(emitted), count - 1)  # the step's last token is the target's own, not an accepted one
-    relaxed = sum(fuzzy[:accepted])
+        raise NonFiniteLogits(stats.steps + 1, text.number)
+    room = text.limit - stats.new_tokens
+    end = next((place for place, token in enumerate(step.tokens) if token in ends), room)
+    emitted = step.tokens[: min(room, end + 1)]
+    accepted = min(len(emitted), step.count - 1)  # the last token is the target's own, not an accepted one
+    relaxed = sum(step.fuzzy[:accepted])
     stats.record(len(emitted), accepted - relaxed, relaxed)
-    if emitted[-1] in request.eos_token_ids:
+    if emitted[-1] in ends:
         stats.finish_reason = "stop"
-    elif stats.new_tokens == request.limits[row]:
+    elif stats.new_tokens == text.limit:
         stats.finish_reason = "length"
     return emitted

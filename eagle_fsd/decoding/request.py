@@ -1,19 +1,73 @@
-"""What a caller asks of a target, checked: prompts as one batch, and the tokens that end a text."""
+"""What a caller asks for, checked: how to generate, prompts as one batch, and the tokens that end a text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Protocol
 
 from torch import Tensor
 
-from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified
 from eagle_fsd.core.checks import require_integer
-from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.core.padding import infer_mask, unpad
+from eagle_fsd.core.sampling import Seed
+from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.target.model import TargetModel
+
+
+class Observer(Protocol):
+    """Looks at every step of a batch and changes nothing.
+
+    emitted: how many tokens each row of the tree, by its number in the request, got of the verdict's. Where
+    steps are recorded (see step_recorder.py) the next one overwrites all these tensors: copy what is kept.
+    """
+
+    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None: ...
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How to generate: what `EagleFSD.generate` takes beside the prompts.
+
+    max_new_tokens: the most new tokens of each text.
+    temperature, top_k, top_p: see SamplingConfig; temperature 0 is greedy.
+    rule: when a drafted token is accepted; None is Lossless(), and AutoThreshold() reads the threshold of a
+      quality budget from the head's calibration.
+    tree: the draft tree's size; None is TreeConfig(), total_tokens=1 is plain decoding, and AutoTree()
+      measures which is fastest here, or takes the calibration's.
+    seed: the same one and the same tree give the same texts; None draws a fresh one, which the output names.
+      Row r of an int seed s draws from the stream (s, r), whatever else is in the batch. A sequence names
+      each row's stream, so that seed=[(s, r)] gives row r again on its own.
+    eos_token_id: the tokens that end a text; None takes the model's own.
+    observer: is shown every step, for measurements.
+
+    Raises ValueError for values out of range, and for what is no tree.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    rule: AcceptanceRule | AutoThreshold | None = None
+    tree: TreeConfig | AutoTree | None = None
+    seed: Seed | None = None
+    eos_token_id: int | Sequence[int] | None = None
+    observer: Observer | None = None
+
+    def __post_init__(self) -> None:
+        require_integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token")
+        SamplingConfig(self.temperature, self.top_k, self.top_p)  # which checks them
+        if self.tree is not None and not isinstance(self.tree, (TreeConfig, AutoTree)):
+            raise ValueError(
+                f"tree is {self.tree!r}: it must be a TreeConfig, such as TreeConfig(16, 5, 8), or AutoTree()"
+            )
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        return SamplingConfig(self.temperature, self.top_k, self.top_p)
 
 
 @dataclass(frozen=True)
@@ -25,15 +79,14 @@ class Prompts:
     limits: list[int]
 
     @classmethod
-    def of(
+    def from_padded(
         cls, target: TargetModel, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int
     ) -> Prompts:
-        """Prompts [B, L] as attention_mask [B, L] pads them; texts end where the target's positions do.
+        """Read prompts [B, L] as attention_mask [B, L] pads them; texts end where the target's positions do.
 
-        Without a mask the model's pad tokens are padding, as in Hugging Face's `generate`. ValueError for
-        what are none, or leave no position for an answer.
+        Without a mask the model's pad tokens are padding, as in Hugging Face's `generate`. Raises ValueError
+        if the input holds no token ids, or a prompt fills the whole context.
         """
-        require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
         if attention_mask is None:
             attention_mask = infer_mask(input_ids, target.pad_token_id, target.eos_token_ids)
         tokens, lengths = unpad(input_ids, attention_mask, target.vocab_size)
@@ -60,7 +113,7 @@ class Prompts:
 
 
 def room(target: TargetModel, row: int, length: int) -> int:
-    """How many tokens a prompt of this length leaves room for."""
+    """Return how many tokens a prompt of this length leaves room for."""
     positions = target.max_positions
     if length >= positions:
         raise ValueError(
@@ -71,7 +124,7 @@ def room(target: TargetModel, row: int, length: int) -> int:
 
 
 def end_token_ids(target: TargetModel, eos_token_id: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The tokens that end a text: the caller's, or else the model's own."""
+    """Return the tokens that end a text: the caller's, or else the model's own."""
     if eos_token_id is None:
         return target.eos_token_ids
     ids = tuple(eos_token_id) if isinstance(eos_token_id, (list, tuple, set)) else (eos_token_id,)
@@ -84,14 +137,32 @@ def end_token_ids(target: TargetModel, eos_token_id: int | Sequence[int] | None)
     return tuple(int(token) for token in ids)
 
 
-class Observer(Protocol):
-    """Looks at every step of a batch and changes nothing.
+@dataclass(frozen=True)
+class Terms:
+    """How a text's tokens are chosen and what ends it. Rows with the same terms are accepted together."""
 
-    emitted: how many tokens each row of the tree, by its place in the request, got of the verdict's. Where
-    steps are recorded (see graphs.py) the next one overwrites all these tensors: copy what is kept.
+    eos_token_ids: tuple[int, ...]
+    rule: AcceptanceRule = Lossless()  # noqa: RUF009  # it is frozen
+    sampling: SamplingConfig = SamplingConfig()  # noqa: RUF009
+
+
+@dataclass(eq=False)
+class Text:
+    """One text that is decoded. number: its name among others. limit: its most new tokens.
+
+    prompt, stream: its token ids and its stream of random numbers, where it joins others; see Scheduler.
     """
 
-    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None: ...
+    number: int
+    limit: int
+    terms: Terms
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    prompt: Sequence[int] = ()
+    stream: tuple[int, int] = (0, 0)
+
+    @property
+    def done(self) -> bool:
+        return self.stats.finish_reason is not None
 
 
 @dataclass(frozen=True)

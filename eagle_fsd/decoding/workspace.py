@@ -1,4 +1,5 @@
-"""Where a batch is decoded: its session on the target, its drafter and its judge, with what they recorded.
+"""Where a batch is decoded: its session on the target, its drafter and its accept step, with what they
+recorded.
 
 Memory follows the texts: caches begin with room for the prompts and AHEAD more tokens, and double as they
 fill. Growth drops recordings, which costs little: it happens where a wider view is recorded anew anyway.
@@ -7,14 +8,11 @@ fill. Growth drops recordings, which costs little: it happens where a wider view
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from eagle_fsd.acceptance.accept_step import Judge
+from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.drafting.drafter import Drafter, NoDrafter
-from eagle_fsd.drafting.eagle_drafter import EagleDrafter
-from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, NoDrafter
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -24,33 +22,23 @@ LEAST = 1024  # slots of a workspace that is used again: most texts fit, and non
 
 @dataclass(frozen=True)
 class Workspace:
-    """One batch at a time. batch: the rows it was made for."""
+    """One batch at a time. batch: the rows it was made for. spec: what made its drafter."""
 
     session: TargetSession
     drafter: Drafter
-    judge: Judge
+    accept_step: AcceptStep
     batch: int
-
-    @property
-    def caches(self) -> Iterator[KVCache]:
-        """The target's, and the head's if it has one."""
-        yield self.session.cache
-        if isinstance(self.drafter, EagleDrafter):
-            yield self.drafter.cache
+    spec: DrafterSpec
 
     @property
     def whole(self) -> bool:
         """Whether all its rows still have memory: a cache that grows keeps only the rows that go on."""
-        return all(cache.rows == self.batch for cache in self.caches)
+        return self.session.cache.rows == self.drafter.rows == self.batch
 
-    def fits(self, batch: int, drafts: bool) -> bool:
-        """Whether so many texts can be decoded here; drafts: with a drafter or without."""
-        return self.batch == batch and isinstance(self.drafter, EagleDrafter) == drafts
-
-    def reset(self, *limits: int) -> None:
-        """Forget the texts. limits: the slots of a row that the next ones need at most, by cache."""
-        for cache, limit in zip(self.caches, limits, strict=False):
-            cache.reset(limit)
+    def reset(self, longest: int, tree: TreeConfig) -> None:
+        """Forget the texts. longest: the most tokens that one of the next texts may come to."""
+        self.session.cache.reset(longest + tree.total_tokens)
+        self.drafter.reset(longest, tree)
 
 
 class Workspaces:
@@ -58,39 +46,32 @@ class Workspaces:
 
     def __init__(self, target: TargetModel) -> None:
         self.target = target
+        self.plain = NoDrafter(target.vocab_size)
         self.spare: Workspace | None = None
         self._lock = threading.Lock()  # two threads never get the same one
 
     def take(
-        self,
-        batch: int,
-        prompt: int,
-        longest: int,
-        tree: TreeConfig,
-        make_drafter: Callable[[int, int], Drafter],
+        self, batch: int, prompt: int, longest: int, tree: TreeConfig, drafter: DrafterSpec | None
     ) -> Workspace:
-        """The spare one if it fits, else a new one, for texts that are `prompt` tokens long at most, and may
-        come to `longest`.
+        """Return the spare workspace if it fits, else a new one.
 
-        make_drafter: of so many texts, with room for so many pairs and beam nodes each at first.
+        It is for texts whose prompts have at most `prompt` tokens, and which may come to `longest` tokens.
+        drafter: who drafts; nobody does for a tree of one node.
         """
-        drafts = tree.total_tokens > 1
-        nodes = tree.total_tokens
-        beams = nodes + tree.top_k * (tree.reach - 1) if drafts else 0
+        spec = self.plain if tree.total_tokens == 1 or drafter is None else drafter
         workspace = self._swapped(None)
-        if workspace is None or not workspace.fits(batch, drafts):
+        if workspace is None or workspace.batch != batch or workspace.spec != spec:
             first = min(longest, prompt + AHEAD)
-            least = LEAST if self.target.stepper.view else 0
-            session = TargetSession(self.target, batch, max(first + nodes, least))
-            drafter = NoDrafter(self.target.vocab_size)
-            if drafts:
-                drafter = make_drafter(batch, max(first + beams, least))
-            workspace = Workspace(session, drafter, Judge(self.target.stepper), batch)
-        workspace.reset(longest + nodes, longest + beams)
+            if self.target.stepper.view:
+                first = max(first, LEAST - tree.total_tokens)
+            session = TargetSession(self.target, batch, first + tree.total_tokens)
+            step = AcceptStep(self.target.stepper)
+            workspace = Workspace(session, spec.make(batch, first, tree), step, batch, spec)
+        workspace.reset(longest, tree)
         return workspace
 
     def give_back(self, workspace: Workspace) -> None:
-        """Keep it, where another batch has any good of it."""
+        """Keep the workspace for reuse if its recordings can serve another batch."""
         if self.target.stepper.view and workspace.whole:
             self._swapped(workspace)
 

@@ -1,25 +1,27 @@
-"""Drafting with an EAGLE head: its cache, its pairs, the growth of a tree (EAGLE-2, section 4.1).
+"""Drafting with an EAGLE-1/2 head: which pairs it reads, and where (EAGLE, arXiv 2401.15077, section 4.1).
 
 Pair j is (feature f_j, token x_{j+1}) and sits in slot j, at position j. For a text whose last token, the
 root, is x_L, pairs 0..L-1 are committed; the root's pair is the last, so a tree node of depth i >= 1 is fed
-at position L - 1 + i. Shapes: B rows, d hidden size, K top_k, V vocabulary, W the tokens that are drafted:
-all V, or those of the head's draft vocabulary.
+at position L - 1 + i. A predictor's state is the feature that the head predicts. Shapes: B rows, d hidden
+size, K top_k, V vocabulary, W the tokens that are drafted: all V, or those of the head's draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.padding import on_device
-from eagle_fsd.core.tree import Candidates, DraftTree, build_tree, visible_slots
-from eagle_fsd.drafting.drafter import Vocabulary
+from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
+from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.drafting.tree_growth import BeamDrafter, room
+from eagle_fsd.files.fingerprints import digest_tensors
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
@@ -27,126 +29,125 @@ from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 EXTEND_CHUNK = 512  # pairs per forward while a prompt is read: bounds the mask to chunk x context
 
 
-class EagleDrafter:
-    """Grows EAGLE-2 trees for one batch of texts with an EAGLE-1/2 head."""
+class Vocabulary(Protocol):
+    """The target's two ends: tokens to embeddings [..., d] and features to logits [..., W].
+
+    A TargetModel where the head drafts all tokens, a DraftVocabulary of its tokens where it does not.
+    """
+
+    def embed(self, tokens: Tensor) -> Tensor: ...
+
+    def logits(self, features: Tensor) -> Tensor: ...
+
+
+class Verifier(Vocabulary, Protocol):
+    """What drafting for a target needs to know of it: a TargetModel."""
+
+    stepper: Stepper
+    device: torch.device
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class EagleSpec:
+    """Drafting with one head. vocabulary: what the head scores its features with; see Vocabulary."""
+
+    head: DraftHead
+    vocabulary: Vocabulary
+    device: torch.device
+    stepper: Stepper = EAGER
+    name: str = "eagle"
+
+    @classmethod
+    def for_target(cls, head: DraftHead, target: Verifier) -> EagleSpec:
+        """Draft for this target with a head that is on its device."""
+        vocabulary: Vocabulary = target
+        if head.draft_tokens is not None:
+            vocabulary = DraftVocabulary(target, head.draft_tokens, head.fc.weight.dtype)
+        return cls(head, vocabulary, target.device, target.stepper)
+
+    @property
+    def network(self) -> DraftHead:
+        return self.head
+
+    @property
+    def tokens(self) -> int:
+        return self.head.config.draft_vocab_size or self.head.config.vocab_size
+
+    @property
+    def trained_positions(self) -> int:
+        return self.head.config.trained_positions or self.head.config.max_position_embeddings
+
+    @property
+    def identity(self) -> str:
+        """A digest of the head's weights; its draft vocabulary counts too."""
+        return digest_tensors([*self.head.parameters(), *self.head.buffers()])
+
+    def make(self, batch: int, tokens: int, tree: TreeConfig) -> BeamDrafter:
+        cache = KVCache(batch, room(tokens, tree), self.device, self.stepper.view)
+        return BeamDrafter(EaglePredictor(self.head, self.vocabulary, cache, self.stepper), self.stepper)
+
+
+class EaglePredictor:
+    """An EAGLE-1/2 head as a predictor: its states are features [..., d], those of the target or its own."""
+
+    needs = Needs(features=True)
 
     def __init__(
-        self,
-        head: DraftHead,
-        vocabulary: Vocabulary,
-        batch: int,
-        capacity: int,
-        device: torch.device,
-        stepper: Stepper = EAGER,
+        self, head: DraftHead, vocabulary: Vocabulary, cache: KVCache, stepper: Stepper = EAGER
     ) -> None:
         self.head = head
         self.vocabulary = vocabulary
-        self.cache = KVCache(batch, capacity, device, stepper.view)
-        self._read_step = EAGER.of(self._extend)
-        self._extend_step = stepper.of(self._extend)
-        self._draft_step = stepper.of(self._draft)
-        # What the head predicts at each root
-        self.root_features = torch.zeros(batch, head.config.hidden_size, device=device)
+        self.cache = cache
+        self.drafted = head.draft_tokens
+        self.width = head.config.hidden_size
+        self._read = stepper.wrap(self._read_pairs, cache)
 
-    def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Commit new true pairs to the head's cache and predict the roots' features.
+    def commit(self, seen: Seen, first: bool) -> Tensor:
+        """Commit true pairs to the head's cache and return the features predicted at the roots."""
+        assert seen.features is not None
+        features, tokens, counts = seen.features, seen.tokens, seen.counts
+        if first:
+            features, tokens, counts = pairs_of_prompts(seen)
+        return self.commit_pairs(features, tokens, counts, first)
+
+    def commit_pairs(
+        self, features: Tensor, tokens: Tensor, counts: list[int], first: bool = False
+    ) -> Tensor:
+        """Commit counts[row] of the pairs of features [B, P, d] with the tokens [B, P] behind them.
 
         Rows are right-padded: what lies past counts[row] is read, hidden by the masks and overwritten later.
         """
         cache, outputs = self.cache, []
-        prompt = not any(cache.row_lengths)  # prompts are of any length: no recording would come again
-        step = self._read_step if prompt else self._extend_step
+        # Prompts are of any length: a recording of one would not come again.
+        read = self._read_pairs if first else self._read
         for start in range(0, tokens.shape[1], EXTEND_CHUNK):
             chunk = slice(start, start + EXTEND_CHUNK)
-            cache.reserve(tokens[:, chunk].shape[1], offset=start, exact=prompt)
-            static = (start, cache.view)
-            outputs.append(step(cache.buffers, static, features[:, chunk], tokens[:, chunk]))
+            cache.reserve(tokens[:, chunk].shape[1], offset=start, exact=first)
+            outputs.append(read(features[:, chunk], tokens[:, chunk], start))
         last = on_device([max(count, 1) for count in counts], tokens.device)[:, None, None] - 1
         output = torch.cat(outputs, dim=1)
-        self.root_features = output.gather(1, last.expand(-1, -1, output.shape[-1]))[:, 0]
         cache.advance(counts)
+        return output.gather(1, last.expand(-1, -1, output.shape[-1]))[:, 0]
 
-    def _extend(self, static: tuple[int, int], features: Tensor, tokens: Tensor) -> Tensor:
-        """What the head predicts behind pairs [B, q]; where they start and the cache's view are static."""
-        start, view = static
+    def _read_pairs(self, features: Tensor, tokens: Tensor, start: int) -> Tensor:
+        """Return what the head predicts behind pairs [B, q], `start` slots past what is committed."""
         slots = self.cache.place(tokens.shape[1], offset=start)  # [B, q]
-        visible = torch.arange(view, device=slots.device) <= slots[:, :, None]
+        visible = torch.arange(self.cache.view, device=slots.device) <= slots[:, :, None]
         return self._forward(features, tokens, slots, visible)
 
-    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
-        """Grow levels of `top_k` beam nodes by cumulative log-probability, then keep the best nodes of all.
+    def log_q(self, states: Tensor) -> Tensor:
+        """Return log-probabilities [..., W] at temperature 1 of predicted features [..., d]."""
+        logits = self.vocabulary.logits(states)
+        drafted = self.head.config.draft_vocab_size or self.head.config.vocab_size
+        assert logits.shape[-1] == drafted, "the vocabulary is not the head's: see DraftVocabulary"
+        return F.log_softmax(logits, dim=-1)
 
-        A kept node's ancestors are kept, so no level beyond `config.reach` could have a part in the tree.
-        """
-        self.cache.reserve(config.top_k * (config.reach - 1))
-        return self._draft_step(self.cache.buffers, (config, self.cache.view), roots, self.root_features)
-
-    def _draft(self, static: tuple[TreeConfig, int], roots: Tensor, root_features: Tensor) -> DraftTree:
-        """`draft`; the tree's size and the cache's view are static."""
-        config, view = static
-        top_k, depth, batch = config.top_k, config.reach, len(roots)
-        lengths = self.cache.lengths
-        every = torch.arange(batch, device=roots.device)[:, None]  # [B, 1]
-
-        log_q = self._log_q(root_features[:, None])  # [B, 1, W]
-        scores, columns = (best[:, 0] for best in best_children(log_q, top_k))  # [B, K] of the beam
-        below_root = torch.full_like(columns, -1)
-        levels = [Candidates(columns, below_root, scores, torch.ones_like(columns[0]))]
-        log_qs, owners = [log_q], [below_root[:, :1]]
-
-        beam = torch.arange(top_k, device=roots.device).expand(batch, -1)  # [B, K] indices of candidates
-        features = root_features[:, None].expand(-1, top_k, -1)  # each beam node's parent's prediction
-        own = torch.eye(top_k, dtype=torch.bool, device=roots.device).expand(batch, -1, -1)
-        ancestry = own  # [B, K, K * level]: of all levels so far
-        for level in range(1, depth):
-            # [B, 1]: of the beam's best, and no child is better
-            done = scores[:, :1] < config.min_parent_score
-            if host_can_read(done) and bool(done.all()):
-                depth = level
-                break
-            self.cache.place(top_k, offset=(level - 1) * top_k)
-            slots = lengths[:, None] + torch.arange(level * top_k, device=roots.device)
-            visible = visible_slots(lengths, slots, ancestry, view)
-            positions = (lengths[:, None] + level - 1).expand(-1, top_k)
-            hidden = self._forward(features, self._tokens(columns), positions, visible)  # [B, K, d]
-
-            log_q = self._log_q(hidden)  # [B, K, W]
-            child_scores, children = best_children(log_q, top_k)  # [B, K, K]
-            flat_scores = (scores[:, :, None] + child_scores).flatten(1)  # [B, K * K]
-            flat_scores = flat_scores.masked_fill(done, -torch.inf)
-            flat_columns = children.flatten(1)
-            levels.append(
-                Candidates(
-                    columns=flat_columns,
-                    parents=beam.repeat_interleave(top_k, dim=1),
-                    scores=flat_scores,
-                    depths=torch.full((top_k**2,), level + 1, device=roots.device),
-                )
-            )
-            log_qs.append(log_q)
-            owners.append(beam)
-
-            picked = flat_scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]  # [B, K]
-            parent = picked // top_k  # index within the beam
-            beam = top_k + (level - 1) * top_k**2 + picked
-            columns, scores = flat_columns.gather(1, picked), flat_scores.gather(1, picked)
-            features = hidden[every, parent]
-            ancestry = torch.cat((ancestry[every, parent], own), dim=2)
-
-        pool = Candidates(
-            columns=torch.cat([level.columns for level in levels], dim=1),
-            parents=torch.cat([level.parents for level in levels], dim=1),
-            scores=torch.cat([level.scores for level in levels], dim=1),
-            depths=torch.cat([level.depths for level in levels]),
-        )
-        log_q, owner = torch.cat(log_qs, dim=1), torch.cat(owners, dim=1)
-        return build_tree(
-            roots, pool, config.total_tokens, depth, log_q, owner, self.head.draft_tokens, config.min_score
-        )
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.cache.select(rows)
-        self.root_features = self.root_features[list(rows)]
+    def step(self, tokens: Tensor, parents: Tensor, level: int, visible: Tensor) -> Tensor:
+        """Read a level of pairs: drafted tokens [B, K] with the features predicted at their parents."""
+        # The root's pair is committed at position L - 1, its children's level comes right behind it.
+        positions = (self.cache.lengths[:, None] + level - 1).expand_as(tokens)
+        return self._forward(parents, tokens, positions, visible)
 
     def _forward(self, features: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """Run the head on pairs [B, n] that see visible [B, n, S]; keys go where the cache was placed."""
@@ -157,18 +158,19 @@ class EagleDrafter:
         dtype = self.head.fc.weight.dtype
         return self.head(features.to(dtype), self.vocabulary.embed(tokens).to(dtype), positions, attend)
 
-    def _log_q(self, features: Tensor) -> Tensor:
-        """Log-probabilities [..., W] at temperature 1 of predicted features [..., d]."""
-        logits = self.vocabulary.logits(features)
-        drafted = self.head.config.draft_vocab_size or self.head.config.vocab_size
-        assert logits.shape[-1] == drafted, "the vocabulary is not the head's: see DraftVocabulary"
-        return F.log_softmax(logits, dim=-1)
 
-    def _tokens(self, columns: Tensor) -> Tensor:
-        """The target's ids of drafted tokens by their places among the W."""
-        return columns if self.head.draft_tokens is None else self.head.draft_tokens[columns]
+def pairs_of_prompts(seen: Seen) -> tuple[Tensor, Tensor, list[int]]:
+    """Return the pairs of whole prompts: every token but a text's first one, with the feature before it.
 
-
-def best_children(log_q: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and places of the top_k most likely tokens of log_q [..., W]; each [..., top_k]."""
-    return torch.nan_to_num(log_q, nan=-torch.inf).topk(top_k, dim=-1)
+    A prompt of one token has no such pair. Its first one carries a zero feature and the root itself.
+    """
+    tokens, features = seen.tokens, seen.features
+    assert features is not None
+    if tokens.shape[1] == 1:
+        return features, tokens, [1] * len(tokens)
+    alone = on_device(seen.counts, tokens.device)[:, None] == 1  # [B, 1]
+    return (
+        features[:, 1:].masked_fill(alone[:, :, None], 0.0),
+        torch.where(alone, tokens[:, :1], tokens[:, 1:]),
+        [max(count - 1, 1) for count in seen.counts],
+    )

@@ -22,10 +22,9 @@ def target_identity(name: str, model: nn.Module) -> dict[str, str]:
     return {"name": name, "weights": digest_tensors(weights), "dtype": dtype}
 
 
-def models_identity(name: str, target: nn.Module, head: nn.Module | None) -> dict[str, Any]:
-    """What tells one pair of target and draft head from another; the head's draft vocabulary counts too."""
-    mine = None if head is None else digest_tensors([*head.parameters(), *head.buffers()])
-    return {"target": target_identity(name, target), "head": mine}
+def models_identity(name: str, target: nn.Module, drafter: str | None) -> dict[str, Any]:
+    """What tells one pair of target and drafter from another. drafter: its own identity."""
+    return {"target": target_identity(name, target), "head": drafter}
 
 
 def digest_tensors(tensors: Iterable[Tensor]) -> str:

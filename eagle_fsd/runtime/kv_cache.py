@@ -142,6 +142,10 @@ class KVCache:
         if other.view > self.capacity:
             self.grow(other.view)
         for layer, news in other.layers.items():
+            if layer not in self.layers:  # all prompts here were single tokens, which no forward has read
+                self.layers[layer] = tuple(
+                    new.new_zeros(self.rows, new.shape[1], self.capacity, new.shape[3]) for new in news
+                )
             for buffer, new in zip(self.layers[layer], news, strict=True):
                 buffer[list(rows), :, : other.view] = new[: len(rows), :, : other.view]
         lengths = self.row_lengths.copy()

@@ -39,6 +39,17 @@ class NothingRecorded(RuntimeError):
     """A recording holds no operation, so that a replay would do nothing."""
 
 
+class Recordable(Protocol):
+    """Memory that recorded work reads and writes: a KVCache.
+
+    buffers: another object once the memory is another, which ends all recordings. view: how much of it the
+    work sees; a recording is good for one view.
+    """
+
+    buffers: object
+    view: int
+
+
 class Stepper(Protocol):
     """How the parts of a step are run.
 
@@ -52,13 +63,20 @@ class Stepper(Protocol):
     @property
     def records(self) -> bool: ...
 
-    def of(self, work: Work, repeatable: bool = True) -> Work:
-        """A stand-in for work(static, *tensors), called as stand_in(state, static, *tensors).
+    def wrap(
+        self,
+        work: Work,
+        cache: Recordable | None = None,
+        repeatable: bool = True,
+        by_view: bool = True,
+    ) -> Work:
+        """Return a stand-in for `work` that is called as `work` is.
 
-        static: whatever else than tensors the work depends on, hashable. state: what must be the same object
-        for old recordings to be good, such as a cache's buffers. Tensors may be None. repeatable: whether a
-        second run in a row changes nothing, so that it may be tried before it is recorded. The stand-in of a
-        method does not keep the method's object alive, which usually holds the stand-in.
+        Arguments are tensors, None, tuples and dataclasses of them, and hashable values, which the work
+        depends on as well. cache: what the work reads and writes beside its arguments. repeatable: whether a
+        second run in a row changes nothing, so that it may be tried before it is recorded. by_view: whether
+        the work depends on how much of the cache it sees. The stand-in of a method does not keep the
+        method's object alive, which usually holds the stand-in.
         """
 
 
@@ -67,9 +85,14 @@ class Eager:
 
     view, records = 0, False
 
-    def of(self, work: Work, repeatable: bool = True) -> Work:
-        work = loose(work)
-        return lambda _state, static, *tensors: work(static, *tensors)
+    def wrap(
+        self,
+        work: Work,
+        cache: Recordable | None = None,
+        repeatable: bool = True,
+        by_view: bool = True,
+    ) -> Work:
+        return loose(work)
 
 
 EAGER = Eager()
@@ -96,8 +119,14 @@ class Graphs:
     def records(self) -> bool:
         return self.record is not None
 
-    def of(self, work: Work, repeatable: bool = True) -> Work:
-        piece = Replayed(self, loose(work), repeatable)
+    def wrap(
+        self,
+        work: Work,
+        cache: Recordable | None = None,
+        repeatable: bool = True,
+        by_view: bool = True,
+    ) -> Work:
+        piece = Replayed(self, loose(work), cache, repeatable, by_view)
         with self._lock:
             self._pieces.add(piece)
         return piece
@@ -123,7 +152,7 @@ class Graphs:
 
 @dataclass
 class Recording:
-    inputs: list[Tensor | None]
+    inputs: list[Tensor]
     replay: Callable[[], None]
     result: Any
 
@@ -137,48 +166,50 @@ class Mark(Enum):
 
 
 class Replayed:
-    """One piece of work; see Stepper.of.
+    """One piece of work; see Stepper.wrap.
 
-    known: recordings by static and shapes, the one used last at the end. memory: result tensors by shapes.
+    known: recordings by the arguments' values and shapes and the cache's view, the one used last at the end.
+    memory: result tensors by shapes.
     """
 
-    def __init__(self, graphs: Graphs, work: Work, repeatable: bool = True) -> None:
-        self.graphs, self.work, self.repeatable = graphs, work, repeatable
-        self.state: object = None
+    def __init__(
+        self, graphs: Graphs, work: Work, cache: Recordable | None, repeatable: bool, by_view: bool
+    ) -> None:
+        self.graphs, self.work, self.cache = graphs, work, cache
+        self.repeatable, self.by_view = repeatable, by_view
+        self.buffers: object = None
         self.known: dict[Hashable, Recording | Mark] = {}
         self.memory: dict[Hashable, list[Tensor]] = {}
 
-    def __call__(self, state: object, static: Hashable, *tensors: Tensor | None) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         if self.graphs.record is None:
-            return self.work(static, *tensors)
-        if state is not self.state:
+            return self.work(*arguments)
+        if self.cache is not None and self.cache.buffers is not self.buffers:
             self.known.clear()
-            self.state = state
-        key = (static, *(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors))
+            self.buffers = self.cache.buffers
+        view = self.cache.view if self.cache is not None and self.by_view else None
+        key = (view, described(arguments))
         known = self.known.pop(key, Mark.NEW)
         if known is Mark.NEW:
             known = Mark.ONCE
         elif known is Mark.ONCE:
-            known = self._recorded(self.graphs.record, static, tensors)
+            known = self._recorded(self.graphs.record, arguments)
         self.known[key] = known
         if len(self.known) > MOST:
             self.known.pop(next(iter(self.known), None), None)
         if isinstance(known, Mark):
-            return self.work(static, *tensors)
-        for mine, given in zip(known.inputs, tensors, strict=True):
-            if mine is not None and mine is not given:
+            return self.work(*arguments)
+        for mine, given in zip(known.inputs, leaves(arguments), strict=True):
+            if mine is not given:
                 mine.copy_(given)
         known.replay()
         return known.result
 
-    def _recorded(
-        self, record: Recorder, static: Hashable, tensors: tuple[Tensor | None, ...]
-    ) -> Recording | Mark:
+    def _recorded(self, record: Recorder, arguments: tuple[Any, ...]) -> Recording | Mark:
         try:
-            inputs = [self._input(tensor) for tensor in tensors]
-            recording = Recording(
-                inputs, *record(lambda: self._in_place(self.work(static, *inputs)), self.repeatable)
-            )
+            inputs = [self._input(tensor) for tensor in leaves(arguments)]
+            fixed = with_leaves(arguments, iter(inputs))
+            recording = Recording(inputs, *record(lambda: self._in_place(self.work(*fixed)), self.repeatable))
         except NothingRecorded:
             return Mark.EAGER
         except torch.OutOfMemoryError:
@@ -195,10 +226,9 @@ class Replayed:
             self.memory.pop(next(iter(self.memory), None), None)
         return recording
 
-    def _input(self, tensor: Tensor | None) -> Tensor | None:
+    def _input(self, tensor: Tensor) -> Tensor:
         """Choose where a recording reads an input: in another recording's result, or in a copy."""
-        shared = tensor is None or self.graphs.results.get(id(tensor)) is tensor
-        return tensor if shared else tensor.clone()
+        return tensor if self.graphs.results.get(id(tensor)) is tensor else tensor.clone()
 
     def _in_place(self, made: Any) -> Any:
         """Put results into the memory of an earlier recording's results of the same shapes.
@@ -226,22 +256,38 @@ def shapes_of(tensors: Iterable[Tensor]) -> Hashable:
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 
 
-def leaves(result: Any) -> list[Tensor]:
-    """List the tensors in a result, which may nest tuples and dataclasses."""
-    if isinstance(result, Tensor):
-        return [result]
-    if is_dataclass(result):
-        result = tuple(getattr(result, field.name) for field in fields(result))
-    return [leaf for part in result for leaf in leaves(part)] if isinstance(result, tuple) else []
+def leaves(value: Any) -> list[Tensor]:
+    """List the tensors in arguments or results, which may nest tuples and dataclasses."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for part in parts_of(value) or () for leaf in leaves(part)]
 
 
-def with_leaves(result: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return the result with its tensors, in the order of `leaves`, replaced by others."""
-    if isinstance(result, Tensor):
+def with_leaves(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return the value with its tensors, in the order of `leaves`, replaced by others."""
+    if isinstance(value, Tensor):
         return next(tensors)
-    if isinstance(result, tuple):
-        return tuple(with_leaves(part, tensors) for part in result)
-    if is_dataclass(result):
-        parts = {field.name: with_leaves(getattr(result, field.name), tensors) for field in fields(result)}
-        return replace(result, **parts)
-    return result
+    if not leaves(value):
+        return value
+    parts = tuple(with_leaves(part, tensors) for part in parts_of(value))
+    if isinstance(value, tuple):
+        return parts
+    return replace(value, **{field.name: part for field, part in zip(fields(value), parts, strict=True)})
+
+
+def described(value: Any) -> Hashable:
+    """Return what a recording depends on: a tensor's shape and dtype, anything else itself."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if not leaves(value):
+        return value
+    return type(value), *map(described, parts_of(value))
+
+
+def parts_of(value: Any) -> tuple[Any, ...] | None:
+    """Return the parts of a tuple or a dataclass, None for anything else."""
+    if isinstance(value, tuple):
+        return value
+    if is_dataclass(value):
+        return tuple(getattr(value, field.name) for field in fields(value))
+    return None

@@ -45,8 +45,8 @@ class TargetSession:
     def __init__(self, target: MaskedForward, batch: int, capacity: int) -> None:
         self.target = target
         self.cache = KVCache(batch, capacity, target.device, target.stepper.view)
-        self._verify_step = target.stepper.of(self._verify)
-        self._compact_step = target.stepper.of(self._compact, repeatable=False)
+        self._forward = target.stepper.wrap(self._verify, self.cache)
+        self._compact = target.stepper.wrap(self.cache.compact, self.cache, repeatable=False, by_view=False)
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         """Run and commit the first lengths[row] of right-padded tokens [B, L]; their features [B, L, d].
@@ -70,17 +70,14 @@ class TargetSession:
     def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
         """One forward over all nodes under the tree mask: logits [B, N, V] float32 and features [B, N, d]."""
         self.cache.reserve(tree.tokens.shape[1])
-        static = (tree.depth, self.cache.view)
-        logits, features, self.cache.slots = self._verify_step(
-            self.cache.buffers, static, tree.tokens, tree.parents, tree.depths
-        )
+        logits, features, self.cache.slots = self._forward(tree.tokens, tree.parents, tree.depths, tree.depth)
         return logits, features
 
     def _verify(
-        self, static: tuple[int, int], tokens: Tensor, parents: Tensor, depths: Tensor
+        self, tokens: Tensor, parents: Tensor, depths: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, features and the nodes' slots [B, N]; the tree's depth and the cache's view are static."""
-        cache, (depth, view) = self.cache, static
+        """Return logits, features and the nodes' slots [B, N]; see DraftTree."""
+        cache, view = self.cache, self.cache.view
         slots = cache.place(tokens.shape[1])  # [B, N]
         # A node past the last position is never emitted, but a learned embedding must not be read out of
         # range.
@@ -94,12 +91,13 @@ class TargetSession:
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
         """Commit counts[row] nodes of the path [B, P] (node indices, -1 padded), root included."""
-        self._compact_step(self.cache.buffers, None, path, self.cache.slots)
+        self._compact(path, self.cache.slots)
         self.cache.advance(counts)
 
-    def _compact(self, _: None, path: Tensor, slots: Tensor) -> None:
-        self.cache.compact(path, slots)
-
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only."""
+        """Go on with these rows of the batch, in this order."""
         self.cache.select(rows)
+
+    def replace(self, rows: Sequence[int], other: TargetSession) -> None:
+        """Put the texts of another session, one for each, in the place of these rows."""
+        self.cache.replace(rows, other.cache)

@@ -12,12 +12,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLAIN = "or continue the prompt as it stands (--raw)"
-EXAMPLE_PROMPTS = (  # what a head is watched on while a tree is chosen for it
-    "Why is the sky blue?",
-    "Write a Python function that reverses the words of a sentence.",
-    "Tom has 3 boxes with 12 pencils each. He gives 7 pencils away. How many are left?",
-    "Write a short story about a lighthouse keeper and a storm.",
-)
 
 
 def encode(
@@ -60,14 +54,3 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Ma
         raise ValueError(
             f"the target's chat template refuses this chat ({error}): leave the system message out, {PLAIN}"
         ) from error
-
-
-def encode_example_prompts(tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
-    """Our own texts as prompts for a target; none where it has no way to read them."""
-    if tokenizer is None:
-        return []
-    raw = not getattr(tokenizer, "chat_template", None)
-    try:
-        return [encode(tokenizer, prompt, raw=raw)[0].tolist() for prompt in EXAMPLE_PROMPTS]
-    except ValueError:
-        return []

@@ -38,7 +38,6 @@ from eagle_fsd.evaluation.measure.sweep import Cell, Questions
 from eagle_fsd.evaluation.rows import read_rows
 from eagle_fsd.evaluation.tasks import Sample, Task
 from eagle_fsd.evaluation.tasks.source import Source
-from eagle_fsd.files.fingerprints import models_identity
 from eagle_fsd.target.model import TargetModel
 
 WARM = SamplingConfig(0.9, 20, 0.95)
@@ -252,7 +251,7 @@ def a_calibration(model: EagleFSD, **changes: Any) -> Calibration:
     thresholds = [
         CalibratedThreshold("js", "hybrid", "draft", t, t / 10, t / 8, 2.5, 2.2) for t in (0.1, 0.3, 0.8)
     ]
-    models = models_identity(model.base_model, model.target.model, model.head)
+    models = model.identity()
     return replace(Calibration(models, WARM, TREE, 0.9, 40, tuple(thresholds), {"commit": "abc"}), **changes)
 
 

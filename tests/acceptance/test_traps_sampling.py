@@ -25,7 +25,7 @@ from eagle_fsd.core.sampling import RowRandom, draw, warp
 from eagle_fsd.core.stats import Stopwatch
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding import loop
-from eagle_fsd.decoding.request import Request
+from eagle_fsd.decoding.request import Text
 
 TREE = TreeConfig(16, 5, 8)
 PACKAGE = Path(eagle_fsd.__file__).parent
@@ -196,12 +196,12 @@ def test_trap_12_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
 
     check()
 
-    def emit(request: Request, row: int, stats: GenerationStats, step: loop.Step) -> list[int]:
-        tokens = step.tokens
+    def emit(text: Text, step: loop.Step) -> list[int]:
+        tokens, stats = step.tokens, text.stats
         stats.record(len(tokens), step.count - 1, 0)
-        if stats.new_tokens >= request.limits[row]:
+        if stats.new_tokens >= text.limit:
             stats.finish_reason = "length"
-        if any(token in request.eos_token_ids for token in tokens):
+        if any(token in text.terms.eos_token_ids for token in tokens):
             stats.finish_reason = "stop"
         return tokens
 

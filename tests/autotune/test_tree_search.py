@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import prompts_of, tiny_head, tiny_model
+from support.drafters import StandIn, StandInSpec
+from support.tiny_models import VOCAB, prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import AutoTree, EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.autotune import tree_chooser as autotree_module
+from eagle_fsd.autotune.settle import encode_example_prompts
 from eagle_fsd.autotune.step_costs import WIDTHS, bucket, measure_costs, observe, run_texts
 from eagle_fsd.autotune.tree_search import Choice, Costs, Observation, Witness, choose, expected, grown
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.drafting.drafter import Drafter
+from eagle_fsd.drafting.drafter import Drafter, Seen
 from eagle_fsd.files.records import cache_file
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.text.chat import encode_example_prompts
 
 GREEDY = SamplingConfig()
 EVERYTHING = TreeConfig(1 + 3 + 3 * 9, 4, 3)  # of depth 4 and beam 3 every candidate
@@ -36,16 +37,20 @@ def engine() -> EagleFSD:
 # --- what is observed ---
 
 
-class Both:
+class Both(StandIn):
     """Two drafters told the same; the first one's trees are verified, the second one's only kept."""
 
     def __init__(self, first: Drafter, second: Drafter, small: TreeConfig) -> None:
         self.first, self.second, self.small = first, second, small
         self.trees: list[tuple[DraftTree, DraftTree]] = []
 
-    def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
-        self.first.extend(features, tokens, counts)
-        self.second.extend(features, tokens, counts)
+    def begin(self, seen: Seen) -> None:
+        self.first.begin(seen)
+        self.second.begin(seen)
+
+    def extend(self, seen: Seen) -> None:
+        self.first.extend(seen)
+        self.second.extend(seen)
 
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
         self.trees.append((self.first.draft(roots, config), self.second.draft(roots, self.small)))
@@ -67,13 +72,14 @@ def test_a_smaller_tree_follows_from_the_wide_one(small: str) -> None:
     made: list[Both] = []
     witness = Witness()
 
-    def drafter(*sizes: int) -> Both:
-        made.append(Both(model.make_drafter(*sizes), model.make_drafter(*sizes), config))
+    def drafter(*sizes: Any) -> Both:
+        made.append(Both(model.drafter.make(*sizes), model.drafter.make(*sizes), config))
         return made[0]
 
     follow = Fuzzy(math.inf, mode="paper")  # so that paths are long, whatever the head is worth
     sampling = SamplingConfig(1.0)
-    run_texts(model.target, drafter, prompts_of([6]), follow, sampling, EVERYTHING, observer=witness)
+    spec = StandInSpec(drafter, VOCAB)
+    run_texts(model.target, spec, prompts_of([6]), follow, sampling, EVERYTHING, observer=witness)
     (both,) = made
     observed = witness.observations
     assert sum(len(one.path) for one in observed) > 20
@@ -99,8 +105,8 @@ def test_rows_that_end_are_observed_to_their_last_step() -> None:
     model = engine()
     target = model.target
     target.model.generation_config.eos_token_id = list(range(0, 96, 7))
-    seen = observe(target, model.make_drafter, prompts_of([5, 9, 12]), Lossless(), GREEDY, EVERYTHING)
-    alone = observe(target, model.make_drafter, prompts_of([5]), Lossless(), GREEDY, EVERYTHING)
+    seen = observe(target, model.drafter, prompts_of([5, 9, 12]), Lossless(), GREEDY, EVERYTHING)
+    alone = observe(target, model.drafter, prompts_of([5]), Lossless(), GREEDY, EVERYTHING)
     assert len(seen) > len(alone) > 0
 
 
@@ -249,7 +255,7 @@ def test_a_relaxed_rule_is_watched_with_each_narrow_beam(monkeypatch: pytest.Mon
 
 def test_costs_are_of_every_width_and_beam() -> None:
     model = engine()
-    found = measure_costs(model.target, model.make_drafter, [1, 4], 2, 64, Lossless(), GREEDY)
+    found = measure_costs(model.target, model.drafter, [1, 4], 2, 64, Lossless(), GREEDY)
     assert set(found.verify) == {1, *WIDTHS} and set(found.draft) == {1, 4}
     assert min(found.verify.values()) > 0 and found.rest > 0 and found.plain > found.verify[1]
     assert found.step(8, 3, 4) > found.verify[8]
@@ -339,7 +345,7 @@ def test_measuring_is_no_part_of_a_generations_seconds(monkeypatch: pytest.Monke
         time.sleep(0.5)
         return Choice(TreeConfig(4, 3, 2), 1.0, 1.0, 1.0)
 
-    monkeypatch.setattr(model, "choose_tree", slow)
+    monkeypatch.setattr(model._settler, "choose_tree", slow)
     output = model.generate(prompts_of([5]), max_new_tokens=2, tree=AutoTree())
     assert output.stats[0].seconds < 0.4 and output.tree == TreeConfig(4, 3, 2)
 
@@ -360,7 +366,7 @@ def test_a_wide_tree_that_is_cut_still_ranks_what_it_holds() -> None:
     model = engine()
     follow = Fuzzy(math.inf, mode="paper", child="likeliest")
     whole, cut = (
-        observe(model.target, model.make_drafter, prompts_of([6]), follow, GREEDY, tree)
+        observe(model.target, model.drafter, prompts_of([6]), follow, GREEDY, tree)
         for tree in (EVERYTHING, TreeConfig(9, 4, 3))
     )
     all_of, some_of = whole[0], cut[0]

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
+from support.drafters import StandInSpec
 from support.op_recorder import OpRecorder
-from support.tiny_models import KnowingDrafter, prompts_of, tiny_head, tiny_model
+from support.tiny_models import VOCAB, KnowingDrafter, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Lossless, TreeConfig
 from eagle_fsd.core import sampling, tree
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.decoding import workspace
 from eagle_fsd.decoding.workspace import AHEAD, LEAST, Workspace, Workspaces
-from eagle_fsd.drafting import eagle_drafter
-from eagle_fsd.drafting.drafter import NoDrafter
+from eagle_fsd.drafting import tree_growth
+from eagle_fsd.drafting.eagle_drafter import EagleSpec
 from eagle_fsd.runtime import kv_cache
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.model import TargetModel
 
 TREE = TreeConfig(8, 3, 3)
+HEAD = tiny_head()
 LONG = 131_072
 
 
@@ -34,7 +35,7 @@ def engine(recorder: OpRecorder | None = None, **settings: int) -> EagleFSD:
 
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kv_cache, eagle_drafter, sampling, tree):
+    for module in (kv_cache, tree_growth, sampling, tree):
         monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
 
@@ -54,7 +55,8 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[Workspace]:
 
 def slots(one: Workspace) -> list[int]:
     """What is allocated for a row of each layer, of the target and of the head."""
-    return [buffer.shape[2] for part in one.caches for layer in part.layers.values() for buffer in layer]
+    caches = [part.cache for part in (one.session, one.drafter) if hasattr(part, "cache")]
+    return [buffer.shape[2] for cache in caches for layer in cache.layers.values() for buffer in layer]
 
 
 # --- memory ---
@@ -102,9 +104,8 @@ def test_memory_of_a_short_limit_is_no_more_than_it_needs(used: list[Workspace])
 
 
 def take(spaces: Workspaces, batch: int, drafts: bool = True, longest: int = 30) -> Workspace:
-    make: Callable[[int, int], eagle_drafter.Drafter]
-    make = engine().make_drafter if drafts else lambda batch, capacity: NoDrafter(96)
-    return spaces.take(batch, 5, longest, TREE if drafts else TreeConfig(1), make)
+    spec = EagleSpec.for_target(HEAD, spaces.target)
+    return spaces.take(batch, 5, longest, TREE if drafts else TreeConfig(1), spec)
 
 
 def test_two_threads_never_get_one_workspace() -> None:
@@ -152,7 +153,7 @@ def test_a_workspace_is_kept_only_where_steps_are_recorded_and_used_only_where_i
     assert eager.spare is None
     spaces = Workspaces(TargetModel(tiny_model(), Graphs(OpRecorder())))
     one = take(spaces, 2)
-    assert {part.capacity for part in one.caches} == {LEAST}
+    assert one.session.cache.capacity == LEAST and one.drafter.cache.capacity >= LEAST
     spaces.give_back(one)
     assert take(spaces, 2, longest=5000) is one, "it grows"
     assert one.session.cache.limit == 5000 + 8 and one.drafter.cache.limit == 5000 + 8 + 6
@@ -207,6 +208,7 @@ def test_a_workspace_that_grew_for_some_of_its_rows_is_not_kept(monkeypatch: pyt
 
 def test_a_drafter_without_a_cache_has_a_workspace_too() -> None:
     spaces = Workspaces(TargetModel(tiny_model(), Graphs(OpRecorder())))
-    one = spaces.take(1, 5, 30, TREE, lambda batch, capacity: KnowingDrafter([[1]]))
+    spec = StandInSpec(lambda *_: KnowingDrafter([[1]]), VOCAB)
+    one = spaces.take(1, 5, 30, TREE, spec)
     spaces.give_back(one)
     assert one.whole and torch.equal(one.session.cache.lengths, torch.zeros(1, dtype=torch.int64))

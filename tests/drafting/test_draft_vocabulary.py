@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.drafters import feed
 from support.stubs import generator
 from support.tiny_models import HIDDEN, VOCAB, greedy_alone, prompts_of, tiny_head, tiny_model
 from support.trap_models import VOCAB as EXACT_VOCAB
@@ -236,9 +237,9 @@ def test_only_tokens_of_the_vocabulary_are_drafted() -> None:
     """A tree holds them alone, and its log q is -inf elsewhere and a distribution there."""
     tokens = some_tokens(7)
     engine = EagleFSD(TargetModel(tiny_model()), tiny_head().restrict(tokens))
-    drafter = engine.make_drafter(1, 64)
+    drafter = engine.drafter.make(1, 64, TreeConfig(16, 5, 8))
     with torch.inference_mode():
-        drafter.extend(torch.randn(1, 3, HIDDEN, generator=generator(0)), torch.tensor([[5, 6, 7]]), [3])
+        feed(drafter, torch.randn(1, 3, HIDDEN, generator=generator(0)), torch.tensor([[5, 6, 7]]), [3])
         tree = drafter.draft(torch.tensor([7]), TREE)
     assert set(tree.tokens[0, 1:].tolist()) <= set(tokens.tolist())
     assert torch.equal(tree.drafted[tree.columns[:, 1:]], tree.tokens[:, 1:])
@@ -252,11 +253,11 @@ def test_only_tokens_of_the_vocabulary_are_drafted() -> None:
 
 def test_rows_are_copied_once() -> None:
     engine = EagleFSD(TargetModel(tiny_model()), tiny_head().restrict(some_tokens(9)))
-    weight = engine.vocabulary.lm_head.weight
+    weight = engine.drafter.vocabulary.lm_head.weight
     for _ in range(2):
         engine.generate([[1, 2, 3]], max_new_tokens=4, tree=TREE)
-    assert engine.vocabulary.lm_head.weight is weight
-    assert EagleFSD(engine.target, tiny_head()).vocabulary is engine.target
+    assert engine.drafter.vocabulary.lm_head.weight is weight
+    assert EagleFSD(engine.target, tiny_head()).drafter.vocabulary is engine.target
 
 
 # --- what a draft vocabulary rules out ---

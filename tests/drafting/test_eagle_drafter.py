@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from support.drafters import eagle_drafter, feed
 from support.stubs import TinyVocabulary, causal_attention, depths_of, generator, tiny_head
 from torch import Tensor
 
@@ -17,10 +18,12 @@ import eagle_fsd.core.tree as tree_module
 import eagle_fsd.drafting.eagle_drafter as draft_module
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.drafting import tree_growth
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
-from eagle_fsd.drafting.drafter import NoDrafter, Vocabulary
-from eagle_fsd.drafting.eagle_drafter import EagleDrafter
+from eagle_fsd.drafting.drafter import NoDrafter
+from eagle_fsd.drafting.eagle_drafter import Vocabulary
 from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.drafting.tree_growth import BeamDrafter
 
 CPU = torch.device("cpu")
 VOCAB, HIDDEN = 40, 32
@@ -42,9 +45,9 @@ def pad(rows: list[Pairs]) -> tuple[Tensor, Tensor, list[int]]:
     return features, tokens, counts
 
 
-def fed(head: DraftHead, vocabulary: Vocabulary, rows: list[Pairs], capacity: int = 64) -> EagleDrafter:
-    drafter = EagleDrafter(head, vocabulary, len(rows), capacity, CPU)
-    drafter.extend(*pad(rows))
+def fed(head: DraftHead, vocabulary: Vocabulary, rows: list[Pairs], capacity: int = 64) -> BeamDrafter:
+    drafter = eagle_drafter(head, vocabulary, len(rows), capacity, CPU)
+    feed(drafter, *pad(rows))
     return drafter
 
 
@@ -150,7 +153,7 @@ def test_a_tree_is_as_large_as_the_draft_is_sure(
 ) -> None:
     """The same nodes as the plain recursion's; fillers behind them, as many as the largest row has more, or,
     where the host must not look, as the config allows."""
-    for module in (draft_module, tree_module):
+    for module in (tree_growth, tree_module):
         monkeypatch.setattr(module, "host_can_read", lambda tensor: asks)
     head, vocabulary = tiny_head(VOCAB, HIDDEN, 3), TinyVocabulary(VOCAB, HIDDEN, 3, peak=2.0)
     size = TreeConfig.parse(config)
@@ -229,7 +232,7 @@ def test_trees_equal_the_plain_recursion_over_a_dialogue() -> None:
                 random_pairs(int(n), 50 + 7 * step + int(n))
                 for n in torch.randint(1, 5, (3,), generator=draw)
             ]
-            drafter.extend(*pad(news))
+            feed(drafter, *pad(news))
             rows = [(torch.cat((f, g)), torch.cat((t, u))) for (f, t), (g, u) in zip(rows, news, strict=True)]
             if step == 2:  # the middle row is done
                 drafter.select([0, 2])
@@ -381,10 +384,10 @@ def test_cache_after_extend_equals_a_head_run_from_scratch(
                 for buffer, expected in zip(drafter.cache.layers[0], (keys, values), strict=True):
                     kept = buffer[row, :, : len(pairs[1])]
                     torch.testing.assert_close(kept, expected, atol=1e-5, rtol=1e-5)
-                torch.testing.assert_close(drafter.root_features[row], prediction, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(drafter.root_states[row], prediction, atol=1e-5, rtol=1e-5)
             drafter.draft(torch.stack([tokens[-1] for _, tokens in rows]), TreeConfig(10, 3, 3))
             news = [random_pairs(1 + (step + row) % 4, 90 + 9 * step + row) for row in range(3)]
-            drafter.extend(*pad(news))
+            feed(drafter, *pad(news))
             rows = [(torch.cat((f, g)), torch.cat((t, u))) for (f, t), (g, u) in zip(rows, news, strict=True)]
 
 
@@ -410,7 +413,7 @@ def test_positions_follow_pairs_and_depth() -> None:
         levels = [[[4 + depth] * 2, [1 + depth] * 2] for depth in (1, 2, 3)]  # the deepest nodes are not run
         assert [p.tolist() for p in head.seen] == levels
         head.seen.clear()
-        drafter.extend(*pad([random_pairs(1, 8), random_pairs(3, 9)]))
+        feed(drafter, *pad([random_pairs(1, 8), random_pairs(3, 9)]))
         assert [p.tolist() for p in head.seen] == [[[5, 6, 7], [2, 3, 4]]]
 
 

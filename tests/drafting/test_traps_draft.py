@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.drafters import eagle_drafter, feed
 from support.trap_models import exact_engine, exact_pair, random_head, random_llama, random_tokens
 from torch import Tensor
 from transformers import LlamaModel
@@ -19,9 +20,10 @@ from eagle_fsd import EagleFSD, Fuzzy, HeadConfig, Lossless, TreeConfig
 from eagle_fsd.core import tree as trees
 from eagle_fsd.core.tree import DraftTree, rerank
 from eagle_fsd.decoding import loop
-from eagle_fsd.drafting import eagle_drafter
-from eagle_fsd.drafting.eagle_drafter import EagleDrafter
+from eagle_fsd.drafting import tree_growth
+from eagle_fsd.drafting.eagle_drafter import EaglePredictor
 from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.drafting.tree_growth import BeamDrafter
 from eagle_fsd.hub import load_target
 from eagle_fsd.hub.head_checkpoint import read_head, read_tensors, save_head
 from eagle_fsd.target.model import TargetModel
@@ -120,8 +122,8 @@ def first_tree(engine: EagleFSD, config: TreeConfig) -> DraftTree:
     tokens = random_tokens(1, 12, engine.target.vocab_size)
     with torch.inference_mode():
         features = TargetSession(engine.target, 1, 64).prefill(tokens[:, :-1], [11])
-        drafter = EagleDrafter(engine.head, engine.target, 1, 128, engine.device)
-        drafter.extend(features, tokens[:, 1:], [11])
+        drafter = eagle_drafter(engine.head, engine.target, 1, 128, engine.device)
+        feed(drafter, features, tokens[:, 1:], [11])
         return drafter.draft(tokens[:, -1], config)
 
 
@@ -161,21 +163,22 @@ def test_trap_03_scores_in_float32() -> None:
     assert rerank(scores.bfloat16(), 1).tolist() == [[0]]
 
 
-def extend_with_drafted(
-    drafter: EagleDrafter, features: Tensor, tokens: Tensor, counts: Sequence[int]
-) -> None:
-    """EagleDrafter.extend that keeps what was drafted: only the last accepted token has its true feature."""
-    if not drafter.cache.row_lengths[0]:  # a prompt has true features only
-        return RIGHT_EXTEND(drafter, features, tokens, counts)
+def commit_with_drafted(
+    predictor: EaglePredictor, features: Tensor, tokens: Tensor, counts: Sequence[int], first: bool = False
+) -> Tensor:
+    """commit_pairs that keeps what was drafted: only the last accepted token has its true feature."""
+    if first:  # a prompt has true features only
+        predictor.state = RIGHT_COMMIT(predictor, features, tokens, counts, first)
+        return predictor.state
     (count,) = counts
     for pair in range(count):
         true = pair == count - 1
-        feature = features[:, pair : pair + 1] if true else drafter.root_features[:, None]
-        RIGHT_EXTEND(drafter, feature, tokens[:, pair : pair + 1], [1])
-    return None
+        feature = features[:, pair : pair + 1] if true else predictor.state[:, None]
+        predictor.state = RIGHT_COMMIT(predictor, feature, tokens[:, pair : pair + 1], [1])
+    return predictor.state
 
 
-RIGHT_EXTEND = EagleDrafter.extend
+RIGHT_COMMIT = EaglePredictor.commit_pairs
 
 
 def tau_alone(engine: EagleFSD) -> float:
@@ -190,11 +193,17 @@ def test_trap_05_head_cache_from_true_features(monkeypatch: pytest.MonkeyPatch) 
     seen: list[tuple[Tensor, Tensor, list[int]]] = []
     with monkeypatch.context() as patch:
 
-        def record(drafter: EagleDrafter, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
+        def record(
+            predictor: EaglePredictor,
+            features: Tensor,
+            tokens: Tensor,
+            counts: Sequence[int],
+            first: bool = False,
+        ) -> Tensor:
             seen.append((features, tokens, list(counts)))
-            RIGHT_EXTEND(drafter, features, tokens, counts)
+            return RIGHT_COMMIT(predictor, features, tokens, counts, first)
 
-        patch.setattr(EagleDrafter, "extend", record)
+        patch.setattr(EaglePredictor, "commit_pairs", record)
         prompt = random_tokens(1, 12)
         text = engine.generate(prompt, max_new_tokens=30, rule=Lossless(), tree=TREE).sequences
     with torch.inference_mode():
@@ -204,7 +213,7 @@ def test_trap_05_head_cache_from_true_features(monkeypatch: pytest.MonkeyPatch) 
     tokens = torch.cat([tokens[:, : counts[0]] for _, tokens, counts in seen], dim=1)
     assert torch.equal(tokens, text[:, 1 : 1 + tokens.shape[1]])
     assert text.shape[1] - tokens.shape[1] <= TREE.depth + 2, "all but the last step was learnt"
-    monkeypatch.setattr(EagleDrafter, "extend", extend_with_drafted)
+    monkeypatch.setattr(EaglePredictor, "commit_pairs", commit_with_drafted)
     assert tau_alone(engine) < LOST
 
 
@@ -293,7 +302,7 @@ def test_trap_19_broken_draft_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tau(engine) == FULL  # checks the text as well
     with monkeypatch.context() as patch:
         patch.setattr(
-            eagle_drafter, "best_children", lambda log_q, top_k: (-log_q).topk(top_k, dim=-1)
+            tree_growth, "best_children", lambda log_q, top_k: (-log_q).topk(top_k, dim=-1)
         )  # drafts what is least likely
         assert tau(engine) == 1.0  # and the text, checked in there, is still right
     with torch.no_grad():
@@ -327,7 +336,7 @@ def test_trap_20_feature_of_the_wrong_token(monkeypatch: pytest.MonkeyPatch) -> 
     right = loop.keep
 
     def keep(
-        target: TargetSession, drafter: EagleDrafter, verdict: object, features: Tensor, counts: Sequence[int]
+        target: TargetSession, drafter: BeamDrafter, verdict: object, features: Tensor, counts: Sequence[int]
     ) -> Tensor:
         return right(target, drafter, verdict, features.roll(1, dims=1), counts)
 

@@ -23,7 +23,7 @@ from support.op_recorder import OpRecorder
 
 from eagle_fsd import EagleFSD, Lossless
 from eagle_fsd.core import sampling, tree
-from eagle_fsd.drafting import eagle_drafter
+from eagle_fsd.drafting import tree_growth
 from eagle_fsd.evaluation.gpu import checks, costs, failures, recordings, sampled, texts, waits
 from eagle_fsd.evaluation.gpu.bench import Bench, Counted, engine_of, tiny_model
 from eagle_fsd.evaluation.gpu.projection import EIGHT_B, PAPERS, PUBLISHED, projected, projection
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A CPU with recordings, on which no way is chosen by what a tensor holds; it has no real target."""
-    for module in (kv_cache, eagle_drafter, sampling, tree):
+    for module in (kv_cache, tree_growth, sampling, tree):
         monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
     return Bench(CPU, quick=True, target="/there/is/none", record=lambda device: OpRecorder())

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.core import sampling, tree
-from eagle_fsd.drafting import eagle_drafter
+from eagle_fsd.drafting import tree_growth
 from eagle_fsd.runtime import kv_cache
 from eagle_fsd.runtime.cuda_graphs import cuda_recorder
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs, NothingRecorded
@@ -234,7 +234,7 @@ def test_an_empty_capture_is_refused_and_says_nothing() -> None:
 
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kv_cache, eagle_drafter, sampling, tree):
+    for module in (kv_cache, tree_growth, sampling, tree):
         monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
 
 
@@ -280,7 +280,7 @@ def test_the_stand_in_notices_an_error_mode() -> None:
     cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchronizing"):
         cuda.wait()
-    assert EAGER.of(lambda static: static)(None, 3) == 3
+    assert EAGER.wrap(lambda static: static)(3) == 3
 
 
 def test_out_of_memory_drops_recordings_and_recording_goes_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -291,14 +291,14 @@ def test_out_of_memory_drops_recordings_and_recording_goes_on(caplog: pytest.Log
         cuda.launch()
         return tensor + static
 
-    piece, other = graphs.of(work), graphs.of(work)
+    piece, other = graphs.wrap(work), graphs.wrap(work)
     for _ in range(2):
-        piece(None, 1, torch.ones(3)), other(None, 1, torch.ones(3))
+        piece(1, torch.ones(3)), other(1, torch.ones(3))
     assert len(cuda.captures) == 2
     cuda.lost = 1.0
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert torch.equal(piece(None, 2, torch.ones(3)), torch.full((3,), 3.0)), "run as it comes"
+            assert torch.equal(piece(2, torch.ones(3)), torch.full((3,), 3.0)), "run as it comes"
     assert len(cuda.captures) == 3, "what did not fit is not tried again at every step"
     assert "out of memory for a CUDA graph" in caplog.text and len(caplog.records) == 1
     assert (
@@ -308,15 +308,15 @@ def test_out_of_memory_drops_recordings_and_recording_goes_on(caplog: pytest.Log
     )
     cuda.lost = 0.0
     for _ in range(3):
-        piece(None, 1, torch.ones(3))
+        piece(1, torch.ones(3))
     assert len(cuda.captures) == 4 and graphs.records
 
 
 def test_work_that_does_nothing_keeps_the_rest_recorded() -> None:
     cuda = Cuda()
     graphs = Graphs(cuda_recorder(DEVICE, cuda))
-    nothing, something = graphs.of(lambda static: static), graphs.of(lambda static: cuda.launch())
+    nothing, something = graphs.wrap(lambda static: static), graphs.wrap(lambda static: cuda.launch())
     for _ in range(4):
-        assert nothing(None, 7) == 7
-        something(None, 7)
+        assert nothing(7) == 7
+        something(7)
     assert [bool(graph.launches) for graph in cuda.captures] == [False, True] and graphs.records

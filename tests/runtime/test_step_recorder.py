@@ -24,7 +24,7 @@ from eagle_fsd.acceptance.accept_step import never_changes
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
 from eagle_fsd.core import sampling, tree
 from eagle_fsd.core.padding import pad_left
-from eagle_fsd.drafting import eagle_drafter
+from eagle_fsd.drafting import tree_growth
 from eagle_fsd.engine import GenerationOutput
 from eagle_fsd.runtime import flash_attention, kv_cache
 from eagle_fsd.runtime.grouped_attention import grouped_attention
@@ -48,7 +48,7 @@ RULES = [
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """No way is chosen by what a tensor holds, and views are narrow enough to change within a text."""
-    for module in (kv_cache, eagle_drafter, sampling, tree):
+    for module in (kv_cache, tree_growth, sampling, tree):
         monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
 
@@ -123,7 +123,7 @@ def test_a_tree_as_large_as_the_draft_is_sure_gives_the_text_that_it_gives_on_a_
     recorder, sure = OpRecorder(), TreeConfig(14, 3, 4, 0.012)
     found = [text(engine(recorder), lengths, Fuzzy(0.5), tree=sure, **warm) for lengths in ([5], [7, 3, 12])]
     assert recorder.recordings >= 4
-    for module in (kv_cache, eagle_drafter, sampling, tree):
+    for module in (kv_cache, tree_growth, sampling, tree):
         monkeypatch.setattr(module, "host_can_read", lambda tensor: True)
     for output, lengths in zip(found, ([5], [7, 3, 12]), strict=True):
         wanted = text(engine(None), lengths, Fuzzy(0.5), tree=sure, **warm)
@@ -278,16 +278,17 @@ def test_an_observer_sees_the_rows_that_go_on_only() -> None:
     assert recorded_sizes == sizes and 2 in sizes
 
 
-def test_the_judge_reads_logits_where_verify_left_them() -> None:
+def test_the_accept_step_reads_logits_where_verify_left_them() -> None:
     """Also behind views of several widths, whose recordings have one memory for their results."""
     model = engine(OpRecorder())
     for _ in range(3):
         text(model, [5], Lossless(), max_new_tokens=60)
     workspace = model._workspaces.spare
-    verified = recordings_of(workspace.session._verify_step)
-    (judged,) = recordings_of(workspace.judge._judged)
+    verified = recordings_of(workspace.session._forward)
+    (accepted,) = recordings_of(workspace.accept_step._recorded)
     assert len(verified) >= 4
-    assert {id(one.result[0]) for one in verified} == {id(judged.inputs[0])}
+    (logits,) = {id(one.result[0]) for one in verified}
+    assert logits in map(id, accepted.inputs)
 
 
 # --- how many there are ---
@@ -300,7 +301,7 @@ def test_prompts_are_not_recorded() -> None:
     for _ in range(2):
         for length in range(2, 42):
             text(model, [length], Lossless(), max_new_tokens=4)
-    extended = recordings_of(model._workspaces.spare.drafter._extend_step)
+    extended = recordings_of(model._workspaces.spare.drafter.predictor._read)
     assert {one.inputs[1].shape[1] for one in extended} == {TREE.depth + 1}
     assert recorder.recordings <= 4 * 4 + 2, "by view of 16 slots, of verify, draft and extend"
 
@@ -311,14 +312,14 @@ def test_recordings_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> No
     model = engine(recorder)
     for number in range(50):
         text(model, [5], Lossless(), max_new_tokens=4, temperature=0.5 + number / 100)
-    known = model._workspaces.spare.judge._judged.known
-    assert len(known) == MOST and len(model._workspaces.spare.judge._judged.memory) <= 8
+    known = model._workspaces.spare.accept_step._recorded.known
+    assert len(known) == MOST and len(model._workspaces.spare.accept_step._recorded.memory) <= 8
     before = recorder.recordings
     text(model, [5], Lossless(), max_new_tokens=4, temperature=0.99)
     assert recorder.recordings == before
-    piece = Graphs(recorder).of(lambda static, tensor: tensor + static)
+    piece = Graphs(recorder).wrap(lambda static, tensor: tensor + static)
     for static in [*range(MOST + 5), *range(MOST + 5), *range(MOST + 5)]:
-        assert float(piece(None, static, torch.ones(1))[0]) == 1 + static
+        assert float(piece(static, torch.ones(1))[0]) == 1 + static
     assert len(piece.known) == MOST and not recordings_of(piece), "each had gone when it came again"
 
 
@@ -364,7 +365,7 @@ def test_a_rule_that_changes_between_calls_is_never_recorded() -> None:
             assert one.new_tokens == wanted.new_tokens
             assert one.stats[0].fuzzy_accepts == wanted.stats[0].fuzzy_accepts
         assert (wanted.stats[0].fuzzy_accepts > 0) == (threshold > 0)
-    assert not model._workspaces.spare.judge._judged.known
+    assert not model._workspaces.spare.accept_step._recorded.known
 
 
 def test_only_frozen_dataclasses_of_plain_values_never_change() -> None:

@@ -80,7 +80,7 @@ def test_the_cost_of_a_step_is_that_of_its_replay(monkeypatch: pytest.MonkeyPatc
     recorder = Recorder(clock)
     model = EagleFSD(TargetModel(tiny_model(), Graphs(recorder)), tiny_head(), base_model="tiny")
     monkeypatch.setattr(step_costs, "time_in_turn", lambda *parts: timing.time_in_turn(*parts, clock=clock))
-    found, spread = step_costs.measure_forwards(model.target, model.make_drafter, [1, 4], 1, 64)
+    found, spread = step_costs.measure_forwards(model.target, model.drafter, [1, 4], 1, 64)
     assert recorder.captures >= len(found.verify)
     assert max(found.verify.values()) < 10 * REPLAY, "a capture was timed"
     assert max(first for first, _ in found.draft.values()) < 10 * REPLAY

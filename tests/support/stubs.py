@@ -18,9 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.drafting.drafter import Drafter
+from eagle_fsd.drafting.drafter import Drafter, Seen
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
+from support.drafters import StandIn
 
 
 def generator(seed: int) -> torch.Generator:
@@ -104,7 +105,7 @@ class ChainTarget:
             self.texts = [self.texts[row] for row in rows]
 
 
-class ChainDrafter:
+class ChainDrafter(StandIn):
     """Drafts from a Chain of its own, q, on a tree of fixed shape: the children of a node are q's likeliest
     tokens there, so siblings are distinct and deterministic.
 
@@ -117,11 +118,14 @@ class ChainDrafter:
         self.before = torch.zeros(batch, dtype=torch.int64)  # the token before each root
         self.followers = torch.zeros(batch, dtype=torch.int64)  # what extend() said the roots are
 
-    def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
-        last = torch.tensor(counts) - 1
+    def begin(self, seen: Seen) -> None:
+        last = torch.tensor(seen.counts) - 1
         rows = torch.arange(len(last))
-        self.before = features[rows, last, 1].long()
-        self.followers = tokens[rows, last]
+        self.before = seen.features[rows, last, 1].long()
+        self.followers = seen.tokens[rows, last]
+
+    def extend(self, seen: Seen) -> None:
+        self.begin(seen)
 
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
         assert torch.equal(self.followers, roots), "a drafter is told each root as the last follower"
@@ -176,7 +180,7 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 # --- drafters beside a real model ---
 
 
-class ForesightDrafter:
+class ForesightDrafter(StandIn):
     """Drafts what `model` itself would greedily say (or must not say), whatever the head: one chain of
     `depth` tokens with wrong siblings at the root.
 
@@ -194,13 +198,13 @@ class ForesightDrafter:
         self.texts = [list(prompt) for prompt in prompts]
         self.names = list(range(len(prompts)))  # rows by their place in the first batch
         self.right = right
-        self.prompts_seen = False
 
-    def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
-        if self.prompts_seen:
-            for text, row, count in zip(self.texts, tokens.tolist(), counts, strict=True):
-                text.extend(row[:count])
-        self.prompts_seen = True
+    def begin(self, seen: Seen) -> None:
+        pass
+
+    def extend(self, seen: Seen) -> None:
+        for text, row, count in zip(self.texts, seen.tokens.tolist(), seen.counts, strict=True):
+            text.extend(row[:count])
 
     @torch.no_grad()
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
@@ -237,17 +241,21 @@ class ForesightDrafter:
         self.names = [self.names[row] for row in rows]
 
 
-class RecordingDrafter:
+class RecordingDrafter(StandIn):
     """Any drafter, with what it was told and what it proposed written down."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.told: list[tuple[Tensor, Tensor, list[int]]] = []
+        self.told: list[Seen] = []
         self.trees: list[DraftTree] = []
 
-    def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
-        self.told.append((features.clone(), tokens.clone(), list(counts)))
-        self.drafter.extend(features, tokens, counts)
+    def begin(self, seen: Seen) -> None:
+        self.told.append(copied(seen))
+        self.drafter.begin(seen)
+
+    def extend(self, seen: Seen) -> None:
+        self.told.append(copied(seen))
+        self.drafter.extend(seen)
 
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
         self.trees.append(self.drafter.draft(roots, config))
@@ -255,6 +263,10 @@ class RecordingDrafter:
 
     def select(self, rows: Sequence[int]) -> None:
         self.drafter.select(rows)
+
+
+def copied(seen: Seen) -> Seen:
+    return Seen(seen.tokens.clone(), list(seen.counts), seen.features.clone())
 
 
 # --- tiny models ---

@@ -24,13 +24,13 @@ from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.request import Request
-from eagle_fsd.drafting.drafter import Drafter
+from eagle_fsd.drafting.drafter import Drafter, Seen
 from eagle_fsd.drafting.eagle_config import HeadConfig
-from eagle_fsd.drafting.eagle_drafter import EagleDrafter
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
+from support.drafters import StandIn, StandInSpec, eagle_drafter
 
 VOCAB, HIDDEN, WINDOW = 96, 32, 8
 
@@ -175,7 +175,7 @@ def greedy_alone(
     return texts
 
 
-class KnowingDrafter:
+class KnowingDrafter(StandIn):
     """Knows each row's text to come and drafts it among wrong tokens, on another tree in every row and step.
 
     Every level of the tree has `width` nodes in random order: the path's next token, wrong siblings of it,
@@ -195,14 +195,16 @@ class KnowingDrafter:
         check: bool = True,
     ) -> None:
         self.texts = [list(text) for text in texts]
-        self.emitted = [-1] * len(texts)  # -1: the prompt is not read yet
+        self.emitted = [0] * len(texts)
+        self.rows = len(texts)
         self.width, self.reach, self.wrong, self.check = width, reach, wrong, check
         self.randoms = [random.Random(f"{seed}/{first_row + row}") for row in range(len(texts))]
 
-    def extend(self, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
-        self.emitted = [
-            0 if done < 0 else done + count for done, count in zip(self.emitted, counts, strict=True)
-        ]
+    def begin(self, seen: Seen) -> None:
+        self.emitted = [0] * len(seen.counts)
+
+    def extend(self, seen: Seen) -> None:
+        self.emitted = [done + count for done, count in zip(self.emitted, seen.counts, strict=True)]
 
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
         rows = [
@@ -264,14 +266,8 @@ class KnowingEngine(EagleFSD):
     """EagleFSD whose drafter is a KnowingDrafter of these texts; use trees of depth D, top_k 3."""
 
     def __init__(self, target: TargetModel, texts: Sequence[Sequence[int]], **options: Any) -> None:
-        super().__init__(target, head=None)
-        self.texts, self.options = texts, options
-
-    def _check_tree(self, tree: TreeConfig, lengths: Sequence[int]) -> None:
-        pass
-
-    def make_drafter(self, batch: int, capacity: int) -> Drafter:
-        return KnowingDrafter(self.texts, **self.options)
+        spec = StandInSpec(lambda *_: KnowingDrafter(texts, **options), target.vocab_size)
+        super().__init__(target, spec)
 
 
 @dataclass(frozen=True)
@@ -309,7 +305,7 @@ def run_loop(
         sampling=sampling or SamplingConfig(),
     )
     if isinstance(drafter, DraftHead):
-        drafter = EagleDrafter(drafter, target, batch, capacity, target.device)
+        drafter = eagle_drafter(drafter, target, batch, capacity, target.device)
     stats = [GenerationStats() for _ in prompts]
     session = TargetSession(target, batch, capacity)
     steps = list(decode(request, session, drafter, RowRandom(seed, batch), stats, Stopwatch()))

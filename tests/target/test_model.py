@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.drafters import feed
 from support.tiny_models import (
     HIDDEN,
     VOCAB,
@@ -194,12 +195,12 @@ def test_logits_of_features_are_the_models_logits(family: str) -> None:
 def test_the_drafts_law_goes_through_the_same_logits(family: str) -> None:
     target = target_of(family, "eager")
     engine = EagleFSD(target, tiny_head())
-    drafter = engine.make_drafter(1, 64)
+    drafter = engine.drafter.make(1, 64, TreeConfig(16, 5, 8))
     with torch.inference_mode():
         features = torch.randn(1, 3, HIDDEN, generator=torch.Generator().manual_seed(0))
-        drafter.extend(features, torch.tensor([[5, 6, 7]]), [3])
+        feed(drafter, features, torch.tensor([[5, 6, 7]]), [3])
         tree = drafter.draft(torch.tensor([7]), TreeConfig(16, 3, 8))
-        wanted = target.logits(drafter.root_features).log_softmax(-1)
+        wanted = target.logits(drafter.root_states).log_softmax(-1)
     row = tree.owners[0].tolist().index(0)
     torch.testing.assert_close(tree.log_q[0, row], wanted[0])
 

@@ -114,7 +114,8 @@ def context_error(engine: EagleFSD, monkeypatch: pytest.MonkeyPatch, rule: Fuzzy
 
     with monkeypatch.context() as patch:
         patch.setattr(TargetSession, "verify", verify)
-        output = engine.generate(prompts, mask, max_new_tokens=40, temperature=1.0, rule=rule, tree=TREE)
+        options = {"temperature": 1.0, "rule": rule, "tree": TREE, "seed": 2}
+        output = engine.generate(prompts, mask, max_new_tokens=40, **options)
     assert len({tuple(stats.accept_histogram) for stats in output.stats}) == 2
     worst = 0.0
     for row, length in enumerate(lengths):

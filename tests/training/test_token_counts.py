@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from support.drafters import feed
 from support.tiny_models import greedy_alone
 from support.training_world import LetterTokenizer, conversation, script
 from support.trap_models import VOCAB, WIDTH, exact_pair, random_tokens
@@ -151,10 +152,10 @@ def test_rare_tokens_are_never_drafted_and_the_text_stays(rank: Ranking) -> None
     made = engine.generate(prompts, max_new_tokens=40, tree=TREE)
     assert made.new_tokens == whole.new_tokens == target_texts()
     assert all(1 < few.tau < all_.tau for few, all_ in zip(made.stats, whole.stats, strict=True))
-    drafter = engine.make_drafter(1, 64)
+    drafter = engine.drafter.make(1, 64, TreeConfig(16, 5, 8))
     with torch.inference_mode():
         features = target.decoder(input_ids=prompts[:1]).last_hidden_state
-        drafter.extend(features[:, :-1], prompts[:1, 1:], [11])
+        feed(drafter, features[:, :-1], prompts[:1, 1:], [11])
         tree = drafter.draft(prompts[0, -1:], TREE)
     drafted = set(tree.tokens[0, 1:].tolist())
     assert drafted and drafted <= set(plain_list(8))

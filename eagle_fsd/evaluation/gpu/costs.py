@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eagle_fsd.autotune.step_costs import star
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.drafting.drafter import Seen
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.gpu.bench import Bench, head_like, prompts_of, tiny_model
 from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut
@@ -140,12 +141,13 @@ def parts_of_a_step(bench: Bench, engine: EagleFSD, context: int) -> dict[str, d
     target = engine.target
     beam = min(BEAM, engine.draft_vocab_size or target.vocab_size)
     roots = torch.zeros(1, dtype=torch.int64, device=target.device)
-    capacity = context + max(widths) + beam * max(levels) + 1
-    session, drafter = TargetSession(target, 1, capacity), engine.make_drafter(1, capacity)
-    drafter.extend(session.prefill(roots[:, None], [1]), roots[:, None], [1])
-    for cache in (session.cache, drafter.cache):
-        cache.reserve(context - 1)
-        cache.advance([context - 1])
+    session = TargetSession(target, 1, context + max(widths) + 1)
+    features = session.prefill(roots[:, None], [1])  # which makes the cache's buffers
+    session.cache.reserve(context - 1)
+    session.cache.advance([context - 1])
+    drafter = engine.drafter.make(1, context, TreeConfig.within(60, max(levels), beam))
+    text = roots[:, None].expand(-1, context)
+    drafter.begin(Seen(text, [context], features.new_zeros(*text.shape, features.shape[-1])))
     verify = {
         str(width): milliseconds(
             lambda width=width: session.verify(star(roots, width, target.vocab_size)), bench.device

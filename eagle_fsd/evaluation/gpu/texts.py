@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from eagle_fsd.autotune.settle import encode_example_prompts
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import pad_left
@@ -16,7 +17,6 @@ from eagle_fsd.evaluation.gpu.bench import FAMILIES, Bench, engine_of, ids_of, p
 from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut
 from eagle_fsd.evaluation.measure.greedy_equality import Difference, compare, first_difference, reference
 from eagle_fsd.runtime.step_recorder import EAGER
-from eagle_fsd.text.chat import encode_example_prompts
 
 RAGGED = [5, 12, 3, 9]
 TINY_TREES = (TreeConfig(8, 3, 3), TreeConfig(16, 5, 4), TreeConfig(1))  # the first one for every family

@@ -1,0 +1,169 @@
+"""What a caller leaves open, settled: the threshold of a quality budget, and the size of the draft tree."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
+from eagle_fsd.acceptance.calibration import FILE, Calibration, read_calibration
+from eagle_fsd.acceptance.divergence import require_sparse
+from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.autotune.tree_chooser import TreeChooser
+from eagle_fsd.autotune.tree_search import Choice
+from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
+from eagle_fsd.decoding.request import GenerationOptions, Prompts
+from eagle_fsd.drafting.drafter import DrafterSpec
+from eagle_fsd.files.fingerprints import models_identity
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.chat import encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+# What a drafter is watched on while a tree is chosen for it.
+EXAMPLE_PROMPTS = (
+    "Why is the sky blue?",
+    "Write a Python function that reverses the words of a sentence.",
+    "Tom has 3 boxes with 12 pencils each. He gives 7 pencils away. How many are left?",
+    "Write a short story about a lighthouse keeper and a storm.",
+)
+
+
+class Settler:
+    """Settles rules and trees for one target and drafter.
+
+    drafter: None where there is none, for plain decoding only. name: what the target was loaded from.
+    tokenizer: for texts of our own to watch the drafter on. folder: where the drafter's calibration is.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: DrafterSpec | None,
+        name: str = "",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self.target, self.drafter, self.name = target, drafter, name
+        self.tokenizer, self.folder = tokenizer, folder
+        self._chooser: TreeChooser | None = None
+        self._choosing = threading.Lock()  # times measured beside each other would be too long
+
+    def settle(self, options: GenerationOptions, prompts: Prompts) -> tuple[AcceptanceRule, TreeConfig]:
+        """Return the rule and the tree for these prompts. Raises ValueError for what cannot be had."""
+        rule, tree, sampling = options.rule, options.tree or TreeConfig(), options.sampling
+        if isinstance(rule, AutoThreshold):
+            found = self.calibration(sampling)
+            rule = Fuzzy.from_calibration(found, **asdict(rule))
+            tree = found.tree if isinstance(tree, AutoTree) else tree
+        if rule is not None:
+            self.require_rule(rule)
+        rule = Lossless() if rule is None else rule
+        if isinstance(tree, AutoTree):
+            setting = (sampling, len(prompts), prompts.context, prompts.rows[:4])
+            tree = self.choose_tree(tree, rule, *setting).tree
+        self.check_tree(tree, prompts.lengths)
+        return rule, tree
+
+    def choose_tree(
+        self,
+        wanted: AutoTree,
+        rule: AcceptanceRule,
+        sampling: SamplingConfig,
+        batch: int,
+        context: int,
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> Choice:
+        """Choose the draft tree with the most tokens per second; see EagleFSD.choose_tree."""
+        if self.drafter is None:
+            raise ValueError("there is no draft head to choose a tree for: pass one to EagleFSD")
+        self.check_beam(wanted.top_k or 1)
+        with self._choosing:
+            if self._chooser is None:
+                self._chooser = TreeChooser(self.target, self.drafter, self.name)
+            texts = partial(self._texts, prompts)
+            choice = self._chooser(wanted, texts, rule, sampling, batch, context)
+        logger.info("%s", choice)
+        return choice
+
+    def _texts(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return the texts to watch the drafter on: our own, or else these."""
+        return encode_example_prompts(self.tokenizer) or prompts
+
+    def calibration(self, sampling: SamplingConfig) -> Calibration:
+        """Return the thresholds found for this target and head, sampled so."""
+        if self.folder is None:
+            raise ValueError(
+                "threshold is auto: the head was not loaded from a folder, where its calibration would be; "
+                "give a number"
+            )
+        found = read_calibration(self.folder / FILE)
+        found.require(self.identity(), sampling)
+        return found
+
+    def identity(self) -> dict[str, Any]:
+        """Return what tells this target and drafter from others; it reads all of the drafter's weights."""
+        drafter = None if self.drafter is None else self.drafter.identity
+        return models_identity(self.name, self.target.model, drafter)
+
+    def require_rule(self, rule: object) -> None:
+        """Raise ValueError unless this is an acceptance rule that the drafter's drafts can be held to."""
+        if isinstance(rule, type) or not hasattr(rule, "chances"):
+            raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
+        if isinstance(rule, Fuzzy) and rule.threshold > 0 and self.drafts_some_tokens:
+            require_sparse(rule.divergence, self.tokens)
+
+    def check_tree(self, tree: TreeConfig, lengths: Sequence[int]) -> None:
+        """Raise ValueError for a tree that cannot be drafted; warn where the head was not trained so far."""
+        if tree.total_tokens == 1:
+            return
+        if self.drafter is None:
+            raise ValueError(
+                "there is no draft head: pass one to EagleFSD, or a tree of one node, TreeConfig(1)"
+            )
+        self.check_beam(tree.top_k)
+        trained = self.drafter.trained_positions
+        if trained is not None and max(lengths) > trained:
+            logger.warning(
+                "prompt of %d tokens: the head was trained up to position %d, so it may draft worse; the "
+                "text is not affected",
+                max(lengths),
+                trained,
+            )
+
+    def check_beam(self, top_k: int) -> None:
+        """Raise ValueError for a beam that is wider than what is drafted."""
+        if top_k > self.tokens:
+            whose = "head's draft vocabulary" if self.drafts_some_tokens else "vocabulary"
+            raise ValueError(
+                f"top_k of the tree is {top_k}: the {whose} has {self.tokens} tokens; lower top_k"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens can be drafted."""
+        return self.target.vocab_size if self.drafter is None else self.drafter.tokens
+
+    @property
+    def drafts_some_tokens(self) -> bool:
+        """Whether the drafter leaves out tokens, at which its distribution is zero."""
+        return self.tokens < self.target.vocab_size
+
+
+def encode_example_prompts(tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
+    """Return our own texts as prompts for a target; none where it has no way to read them."""
+    if tokenizer is None:
+        return []
+    raw = not getattr(tokenizer, "chat_template", None)
+    try:
+        return [encode(tokenizer, prompt, raw=raw)[0].tolist() for prompt in EXAMPLE_PROMPTS]
+    except ValueError:
+        return []

@@ -1,0 +1,177 @@
+"""The growth of an EAGLE-2 tree (arXiv 2406.16858, section 4.1), whatever network predicts the next token.
+
+A `Predictor` scores the next token and takes a level of tokens at a time. `BeamDrafter` grows trees with one:
+level by level, from the nodes whose paths are the most probable, and then keeps the best nodes of all.
+Shapes: B rows, K top_k, W the tokens that are drafted, d the width of a predictor's states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.devices import host_can_read
+from eagle_fsd.core.tree import Candidates, DraftTree, build_tree, visible_slots
+from eagle_fsd.drafting.drafter import Drafter, Needs, Seen
+from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.runtime.step_recorder import EAGER, Stepper
+
+
+class Predictor(Protocol):
+    """A network that predicts tokens from committed text and from drafted tokens behind it.
+
+    A state [..., d] is what it knows at one token: `log_q` reads the next token's distribution from it.
+    needs: see Drafter. drafted: the target's ids [W] of the tokens that it proposes; None: all, in order.
+    cache: its own; it holds the committed text, and a tree's levels behind it while they grow. width: d.
+    """
+
+    needs: Needs
+    cache: KVCache
+    drafted: Tensor | None
+    width: int
+
+    def commit(self, seen: Seen, first: bool) -> Tensor:
+        """Read committed text and return the state [B, d] at each row's root. first: whole prompts."""
+
+    def log_q(self, states: Tensor) -> Tensor:
+        """Return log-probabilities [..., W] at temperature 1, float32, from states [..., d]."""
+
+    def step(self, tokens: Tensor, parents: Tensor, level: int, visible: Tensor) -> Tensor:
+        """Read one level of drafted tokens [B, K], `level` tokens below the root, and return their states.
+
+        parents: [B, K, d], the state at each token's parent. visible: [B, K, S], the slots of the cache that
+        each token sees; their own keys go where the cache was placed.
+        """
+
+
+class BeamDrafter:
+    """Grows EAGLE-2 trees for one batch of texts with a predictor."""
+
+    def __init__(self, predictor: Predictor, stepper: Stepper = EAGER) -> None:
+        self.predictor = predictor
+        self.cache = predictor.cache
+        self.needs = predictor.needs
+        self.root_states = torch.zeros(self.cache.rows, predictor.width, device=self.cache.device)
+        self._grow = stepper.wrap(self.grow, self.cache)
+
+    @property
+    def rows(self) -> int:
+        return self.cache.rows
+
+    def begin(self, seen: Seen) -> None:
+        self.root_states = self.predictor.commit(seen, first=True)
+
+    def extend(self, seen: Seen) -> None:
+        self.root_states = self.predictor.commit(seen, first=False)
+
+    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+        """Propose a tree below roots [B]."""
+        self.cache.reserve(beam_slots(config))
+        return self._grow(roots, self.root_states, config)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.cache.select(rows)
+        self.root_states = self.root_states[list(rows)]
+
+    def replace(self, rows: Sequence[int], other: Drafter) -> None:
+        assert isinstance(other, BeamDrafter)
+        self.cache.replace(rows, other.cache)
+        self.root_states[list(rows)] = other.root_states
+
+    def reset(self, longest: int, tree: TreeConfig) -> None:
+        self.cache.reset(room(longest, tree))
+
+    def grow(self, roots: Tensor, root_states: Tensor, config: TreeConfig) -> DraftTree:
+        """Grow levels of `top_k` beam nodes by cumulative log-probability, then keep the best nodes of all.
+
+        root_states: [B, d]. A kept node's ancestors are kept, so no level beyond `config.reach` could have a
+        part in the tree.
+        """
+        predictor, cache = self.predictor, self.cache
+        top_k, depth, batch = config.top_k, config.reach, len(roots)
+        lengths = cache.lengths
+        every = torch.arange(batch, device=roots.device)[:, None]  # [B, 1]
+
+        log_q = predictor.log_q(root_states[:, None])  # [B, 1, W]
+        scores, columns = (best[:, 0] for best in best_children(log_q, top_k))  # [B, K] of the beam
+        below_root = torch.full_like(columns, -1)
+        levels = [Candidates(columns, below_root, scores, torch.ones_like(columns[0]))]
+        log_qs, owners = [log_q], [below_root[:, :1]]
+
+        beam = torch.arange(top_k, device=roots.device).expand(batch, -1)  # [B, K] indices of candidates
+        parents = root_states[:, None].expand(-1, top_k, -1)  # [B, K, d], of each beam node's parent
+        own = torch.eye(top_k, dtype=torch.bool, device=roots.device).expand(batch, -1, -1)
+        ancestry = own  # [B, K, K * level]: which nodes of all levels so far each beam node descends from
+        for level in range(1, depth):
+            # No child scores above its parent: once the beam's best is too unlikely, so is all below it.
+            done = scores[:, :1] < config.min_parent_score  # [B, 1]
+            if host_can_read(done) and bool(done.all()):
+                depth = level
+                break
+            # A level's keys lie behind those of the levels before it, all of them beyond the committed text,
+            # so that the next commit overwrites them.
+            cache.place(top_k, offset=(level - 1) * top_k)
+            slots = lengths[:, None] + torch.arange(level * top_k, device=roots.device)
+            visible = visible_slots(lengths, slots, ancestry, cache.view)
+            states = predictor.step(self._tokens(columns), parents, level, visible)  # [B, K, d]
+
+            log_q = predictor.log_q(states)  # [B, K, W]
+            child_scores, children = best_children(log_q, top_k)  # [B, K, K]
+            # A path's log-probability is its parent's plus its own; K children of K nodes compete.
+            flat_scores = (scores[:, :, None] + child_scores).flatten(1)  # [B, K * K]
+            # In a batch the other rows may go on: what a row that is done adds must never be chosen.
+            flat_scores = flat_scores.masked_fill(done, -torch.inf)
+            flat_columns = children.flatten(1)
+            levels.append(
+                Candidates(
+                    columns=flat_columns,
+                    parents=beam.repeat_interleave(top_k, dim=1),
+                    scores=flat_scores,
+                    depths=torch.full((top_k**2,), level + 1, device=roots.device),
+                )
+            )
+            log_qs.append(log_q)
+            owners.append(beam)
+
+            # A stable sort, and not topk, so that equal scores are taken in one order on every machine.
+            picked = flat_scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]  # [B, K]
+            parent = picked // top_k  # index within the beam
+            beam = top_k + (level - 1) * top_k**2 + picked
+            columns, scores = flat_columns.gather(1, picked), flat_scores.gather(1, picked)
+            parents = states[every, parent]
+            ancestry = torch.cat((ancestry[every, parent], own), dim=2)
+
+        pool = Candidates(
+            columns=torch.cat([level.columns for level in levels], dim=1),
+            parents=torch.cat([level.parents for level in levels], dim=1),
+            scores=torch.cat([level.scores for level in levels], dim=1),
+            depths=torch.cat([level.depths for level in levels]),
+        )
+        log_q, owner = torch.cat(log_qs, dim=1), torch.cat(owners, dim=1)
+        return build_tree(
+            roots, pool, config.total_tokens, depth, log_q, owner, predictor.drafted, config.min_score
+        )
+
+    def _tokens(self, columns: Tensor) -> Tensor:
+        """Return the target's ids of drafted tokens, by their places among the W."""
+        drafted = self.predictor.drafted
+        return columns if drafted is None else drafted[columns]
+
+
+def room(tokens: int, tree: TreeConfig) -> int:
+    """Return the slots of a row whose text may come to `tokens` tokens, a growing tree behind it."""
+    return tokens + tree.total_tokens + beam_slots(tree)
+
+
+def beam_slots(tree: TreeConfig) -> int:
+    """Return the slots that a growing tree takes: a beam for each level that has children."""
+    return tree.top_k * (tree.reach - 1)
+
+
+def best_children(log_q: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the top_k most likely tokens of log_q [..., W]: log-probabilities and places, [..., top_k]."""
+    return torch.nan_to_num(log_q, nan=-torch.inf).topk(top_k, dim=-1)

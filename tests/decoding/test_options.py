@@ -1,0 +1,101 @@
+"""GenerationOptions: the keywords of a generation, written once and checked where they enter."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from support.tiny_models import prompts_of, tiny_head, tiny_model
+
+from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, TreeConfig
+from eagle_fsd.cli.arguments import generation_options
+from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.target.model import TargetModel
+
+TREE = TreeConfig(8, 3, 3)
+
+
+def engine() -> EagleFSD:
+    return EagleFSD(TargetModel(tiny_model()), tiny_head())
+
+
+def test_options_and_keywords_are_one() -> None:
+    """As an object, as keywords, and as both: then the keywords count."""
+    model, prompt = engine(), prompts_of([5])
+    keywords = {
+        "max_new_tokens": 9,
+        "temperature": 0.8,
+        "top_k": 9,
+        "seed": 4,
+        "rule": Fuzzy(0.4),
+        "tree": TREE,
+    }
+    options = GenerationOptions(**keywords)
+    wanted = model.generate(prompt, **keywords).new_tokens
+    assert model.generate(prompt, options=options).new_tokens == wanted
+    assert model.generate(prompt, options=dataclasses.replace(options, seed=5), seed=4).new_tokens == wanted
+    assert [token for chunk in model.stream(prompt, options=options) for token in chunk] == wanted[0]
+    with model.stream_batch(prompt, options=options) as batch:
+        assert [token for (chunk,) in batch.steps for token in chunk] == wanted[0]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "named"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"top_k": 1.5}, "top_k is 1.5"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"tree": 16}, "tree is 16"),
+    ],
+)
+def test_wrong_values_are_named_before_anything_runs(keywords: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        GenerationOptions(**keywords)
+    with pytest.raises(ValueError, match=named):
+        engine().generate(prompts_of([5]), **keywords)
+
+
+def test_an_unknown_keyword_is_named() -> None:
+    with pytest.raises(TypeError, match="max_tokens"):
+        engine().generate(prompts_of([5]), max_tokens=5)
+
+
+def test_the_target_alone_has_no_end_tokens_or_observers_of_its_own() -> None:
+    with pytest.raises(ValueError, match="eos_token_id and observer"):
+        engine().target_alone(prompts_of([5]), max_new_tokens=3, eos_token_id=4)
+
+
+def test_flags_become_options() -> None:
+    """Every rule's flags reach its fields; what is not given keeps the rule's default."""
+    parse = build_parser().parse_args
+    given = generation_options(
+        parse(
+            [
+                "x",
+                "--threshold",
+                "0.4",
+                "--divergence",
+                "tv",
+                "--min-p",
+                "0.1",
+                "--seed",
+                "3/2",
+                "--top-k",
+                "5",
+            ]
+        )
+    )
+    assert given.rule == Fuzzy(0.4, "tv", min_p=0.1) and given.seed == [(3, 2)] and given.top_k == 5
+    rules = {
+        ("typical", "--epsilon", "0.2", "--delta", "0.3"): "Typical(epsilon=0.2, delta=0.3",
+        ("relaxed_topk", "--candidates", "5", "--margin", "0.1"): "RelaxedTopK(candidates=5, margin=0.1",
+        ("sglang", "--single", "0.4", "--acc", "0.9"): "SGLang(single=0.4, acc=0.9",
+        ("cactus", "--delta", "0.2"): "Cactus(delta=0.2",
+        ("ensemble", "--weight", "0.7"): "Ensemble(weight=0.7",
+        ("lossless",): "Lossless()",
+    }
+    for (name, *flags), shown in rules.items():
+        assert repr(generation_options(parse(["x", "--rule", name, *flags])).rule).startswith(shown)

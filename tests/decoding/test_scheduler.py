@@ -1,0 +1,156 @@
+"""The scheduler: whoever joins and leaves, every text is the one that it is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from support.op_recorder import OpRecorder
+from support.tiny_models import prompts_of, tiny_head, tiny_model
+
+from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig, Typical
+from eagle_fsd.acceptance.accept import AcceptanceRule
+from eagle_fsd.core import sampling, tree
+from eagle_fsd.decoding.request import Terms, Text
+from eagle_fsd.decoding.scheduler import CANCELLED, Scheduler
+from eagle_fsd.drafting import tree_growth
+from eagle_fsd.runtime import kv_cache
+from eagle_fsd.runtime.step_recorder import EAGER, Graphs
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
+
+TREE = TreeConfig(8, 3, 3)
+LENGTHS = [5, 1, 9, 5, 12, 2, 7]
+LIMITS = [12, 5, 20, 3, 9, 16, 1]
+KINDS: list[tuple[AcceptanceRule, SamplingConfig]] = [
+    (Lossless(), SamplingConfig()),
+    (Fuzzy(0.5), SamplingConfig(0.8, top_k=20)),
+    (Lossless(), SamplingConfig(1.0)),
+    (Typical(), SamplingConfig(0.7, top_p=0.9)),
+]
+
+
+def engine(recorder: OpRecorder | None = None) -> EagleFSD:
+    stepper = EAGER if recorder is None else Graphs(recorder)
+    return EagleFSD(TargetModel(tiny_model(), stepper), tiny_head())
+
+
+def prompts() -> list[list[int]]:
+    return [prompts_of([length], seed=number)[0] for number, length in enumerate(LENGTHS)]
+
+
+def text(number: int, prompt: Sequence[int], limit: int, ends: tuple[int, ...] = ()) -> Text:
+    rule, sampling = KINDS[number % len(KINDS)]
+    return Text(number, limit, Terms(ends, rule, sampling), prompt=prompt, stream=(7, number))
+
+
+def alone(model: EagleFSD, one: Text, size: TreeConfig) -> list[int]:
+    """What the engine makes of a text on its own."""
+    sampling = one.terms.sampling
+    return model.generate(
+        [one.prompt],
+        max_new_tokens=one.limit,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        rule=one.terms.rule,
+        tree=size,
+        seed=[one.stream],
+        eos_token_id=one.terms.eos_token_ids,
+    ).new_tokens[0]
+
+
+def collect(scheduler: Scheduler) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for one, tokens in scheduler.run():
+        found.setdefault(one.number, []).extend(tokens)
+    return found
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("size", [TREE, TreeConfig(1)], ids=["drafted", "plain"])
+def test_a_text_is_the_one_that_it_is_alone(size: TreeConfig, rows: int, group: int) -> None:
+    """Whatever rule and sampling its neighbours have, whenever they join and leave."""
+    model = engine()
+    scheduler = Scheduler(model.target, model.drafter, size, rows, group)
+    texts = [text(number, prompt, LIMITS[number]) for number, prompt in enumerate(prompts())]
+    for one in texts:
+        scheduler.admit(one)
+    assert collect(scheduler) == {one.number: alone(model, one, size) for one in texts}
+    assert all(one.stats.finish_reason == "length" for one in texts)
+    assert not scheduler.busy and scheduler.step() == {}
+
+
+def test_texts_may_come_while_others_are_decoded() -> None:
+    """One more after every step, also where the batch has to grow for it; an end token ends a text."""
+    model = engine()
+    scheduler = Scheduler(model.target, model.drafter, TREE, 4)
+    found: dict[int, list[int]] = {number: [] for number in range(len(LENGTHS))}
+    texts = []
+    for number, prompt in enumerate(prompts()):
+        texts.append(text(number, prompt, 12, ends=(3, 40)))
+        scheduler.admit(texts[-1])
+        for one, tokens in scheduler.step().items():
+            found[one.number] += tokens
+    for one, tokens in scheduler.run():
+        found[one.number] += tokens
+    assert found == {one.number: alone(model, one, TREE) for one in texts}
+    assert {one.stats.finish_reason for one in texts} == {"stop", "length"}
+
+
+def test_a_retired_text_makes_room() -> None:
+    model = engine()
+    scheduler = Scheduler(model.target, model.drafter, TREE, 1)
+    first, second, third = (text(number, prompts()[number], 40) for number in range(3))
+    for one in (first, second, third):
+        scheduler.admit(one)
+    assert set(scheduler.step()) == {first}
+    scheduler.retire(first)
+    scheduler.retire(third)
+    assert first.stats.finish_reason == third.stats.finish_reason == CANCELLED
+    assert collect(scheduler) == {1: alone(model, second, TREE)}
+
+
+def test_equal_prompts_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read = engine(), []
+    prefill = TargetSession.prefill
+
+    def counted(session: TargetSession, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        read.append(len(lengths))
+        return prefill(session, tokens, lengths)
+
+    monkeypatch.setattr(TargetSession, "prefill", counted)
+    scheduler = Scheduler(model.target, model.drafter, TREE, 8)
+    texts = [text(number, prompts()[number % 2], 10) for number in range(6)]
+    for one in texts:
+        scheduler.admit(one)
+    found = collect(scheduler)
+    assert read == [2]
+    assert found == {one.number: alone(model, one, TREE) for one in texts}
+
+
+def test_recorded_steps_give_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (kv_cache, tree_growth, sampling, tree):  # as on an accelerator
+        monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
+    monkeypatch.setattr(Graphs, "view", 16)
+    recorder, plain = OpRecorder(), engine()
+    model = engine(recorder)
+    scheduler = Scheduler(model.target, model.drafter, TREE, 2)
+    texts = [text(number, prompt, 24) for number, prompt in enumerate(prompts())]
+    for one in texts:
+        scheduler.admit(one)
+    assert collect(scheduler) == {one.number: alone(plain, one, TREE) for one in texts}
+    assert recorder.replays > 10
+
+
+@pytest.mark.parametrize("length", [0, 256])
+def test_a_prompt_without_room_is_refused(length: int) -> None:
+    model = engine()
+    scheduler = Scheduler(model.target, None, TREE, 2)
+    length = length and model.target.max_positions
+    with pytest.raises(ValueError, match=f"prompt 4 has {length} tokens"):
+        scheduler.admit(Text(4, 5, Terms(()), prompt=[1] * length))
+    with pytest.raises(ValueError, match="rows is 0"):
+        Scheduler(model.target, None, TREE, 0)

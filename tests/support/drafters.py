@@ -1,0 +1,66 @@
+"""Drafters for tests: an EAGLE drafter by its parts, and what stand-ins share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.drafting.drafter import Drafter, Needs
+from eagle_fsd.drafting.eagle_drafter import EaglePredictor, Vocabulary
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.drafting.tree_growth import BeamDrafter
+from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.runtime.step_recorder import EAGER, Stepper
+
+CPU = torch.device("cpu")
+
+
+def eagle_drafter(
+    head: DraftHead,
+    vocabulary: Vocabulary,
+    batch: int,
+    capacity: int,
+    device: torch.device = CPU,
+    stepper: Stepper = EAGER,
+) -> BeamDrafter:
+    """A drafter with an EAGLE head whose cache has this capacity at first."""
+    cache = KVCache(batch, capacity, device, stepper.view)
+    return BeamDrafter(EaglePredictor(head, vocabulary, cache, stepper), stepper)
+
+
+def feed(drafter: BeamDrafter, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
+    """Show a drafter pairs: the features [B, P, d] and the tokens [B, P] behind them."""
+    first = not any(drafter.cache.row_lengths)
+    drafter.root_states = drafter.predictor.commit_pairs(features, tokens, counts, first)
+
+
+class StandIn:
+    """What most drafters of tests have in common: features, no memory, and nothing that joins later."""
+
+    needs = Needs(features=True)
+    rows = 0
+
+    def replace(self, rows: Sequence[int], other: Drafter) -> None:
+        raise NotImplementedError
+
+    def reset(self, longest: int, tree: TreeConfig) -> None:
+        pass
+
+
+@dataclass(frozen=True, eq=False)
+class StandInSpec:
+    """A spec that makes drafters by a function of batch, tokens and tree."""
+
+    maker: Callable[[int, int, TreeConfig], Drafter]
+    tokens: int
+    name: str = "stand-in"
+    trained_positions: int | None = None
+    network: None = None
+    identity: str | None = "stand-in"
+
+    def make(self, batch: int, tokens: int, tree: TreeConfig) -> Drafter:
+        return self.maker(batch, tokens, tree)
