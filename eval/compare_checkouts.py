@@ -198,7 +198,9 @@ def summed_up(base: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Compare the two checkouts and let them race. ValueError for arguments that leave nothing to compare."""
-    from eagle_fsd.text.prompt_files import read_prompts  # only here: a worker imports the package of its checkout
+    from eagle_fsd.text.prompt_files import (
+        read_prompts,  # only here: a worker imports the package of its checkout
+    )
 
     if args.max_new_tokens < 1 or args.repeat < 0:
         raise ValueError("--max-new-tokens must be at least 1 and --repeat at least 0; raise it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from numbers import Number
+from typing import Any
 
 from torch import Tensor
 
@@ -18,9 +19,10 @@ from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 class Drawn:
     """Random numbers [B, n] that were drawn before, for work that draws none itself."""
 
-    numbers: Tensor
+    numbers: Tensor | None
 
     def uniform(self, n: int) -> Tensor:
+        assert self.numbers is not None, "a greedy step draws nothing"
         return self.numbers
 
 
@@ -65,7 +67,7 @@ def accept_tree(
     return verified, accept(rule, verified, Drawn(uniforms), emitted)
 
 
-def never_changes(thing: object) -> bool:
+def never_changes(thing: Any) -> bool:
     """Whether everything that equals this behaves as it does, for ever: what a recorded rule needs.
 
     True for numbers, texts, None, tuples of such things, and frozen dataclasses whose fields are such things

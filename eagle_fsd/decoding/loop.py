@@ -8,8 +8,7 @@ the prompt.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -240,7 +239,8 @@ def merged(parts: Sequence[tuple[Sequence[int], Verdict]]) -> Verdict:
     return replace(parts[0][1], **whole, chances=None)
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """One row's part of a verdict, on the host.
 
     count: nodes on the path. tokens: the `count` tokens that it emits. fuzzy: for each but the last, whether

@@ -129,7 +129,8 @@ def end_token_ids(target: TargetModel, eos_token_id: int | Sequence[int] | None)
         return target.eos_token_ids
     ids = tuple(eos_token_id) if isinstance(eos_token_id, (list, tuple, set)) else (eos_token_id,)
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < target.vocab_size:
+        is_id = isinstance(token, Integral) and not isinstance(token, bool)
+        if not is_id or not 0 <= int(token) < target.vocab_size:
             raise ValueError(
                 f"eos_token_id is {eos_token_id!r}: it must be one token id or a list of them, in "
                 f"0..{target.vocab_size - 1}; None takes the model's own"

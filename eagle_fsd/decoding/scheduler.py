@@ -46,8 +46,9 @@ class Scheduler:
     ) -> None:
         require_integer("rows", rows, 1, "64 suits a CPU")
         self.target, self.tree, self.rows, self.group = target, tree, rows, min(group, rows)
-        plain = tree.total_tokens == 1 or drafter is None
-        self.drafter: DrafterSpec = NoDrafter(target.vocab_size) if plain else drafter
+        self.drafter: DrafterSpec = NoDrafter(target.vocab_size)
+        if drafter is not None and tree.total_tokens > 1:
+            self.drafter = drafter
         self.watch = watch or Stopwatch()
         self.waiting: deque[Text] = deque()
         self.batch: Batch | None = None

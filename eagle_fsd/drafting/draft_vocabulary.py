@@ -31,10 +31,10 @@ class Ends(Protocol):
 
 
 class DraftVocabulary:
-    """A target's two ends for a head that drafts token_ids [K] alone, in its dtype (None: the target's).
+    """A target's two ends for a head that drafts the tokens token_ids [K] alone.
 
-    The K rows of lm_head are copied once, so that each draft forward reads one block of memory. They lie
-    where features come out.
+    dtype: the head's; None is the target's. The K rows of lm_head are copied once, to the device where
+    features come out, so that each draft forward reads one block of memory.
     """
 
     def __init__(self, target: Ends, token_ids: Tensor, dtype: torch.dtype | None = None) -> None:
@@ -42,22 +42,23 @@ class DraftVocabulary:
         self.token_ids = token_ids
         self.lm_head: nn.Linear | None = None
         # Any other kind of lm_head (quantised, adapted) may compute more than a product with its rows.
-        if type(target.lm_head) in (nn.Linear, PackedLinear):
-            self.lm_head = take_rows(target.lm_head, token_ids, target.device, dtype)
+        whole = target.lm_head
+        if isinstance(whole, nn.Linear) and type(whole) in (nn.Linear, PackedLinear):
+            self.lm_head = take_rows(whole, token_ids, target.device, dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [..., d] of any of the target's tokens [...]: not only drafted ones are read."""
+        """Return embeddings [..., d] of any of the target's tokens [...]: not only drafted ones are read."""
         return self.target.embed(tokens)
 
     def logits(self, features: Tensor) -> Tensor:
-        """The target's logits [..., K] float32 of features [..., d], in the order of token_ids."""
+        """Return the target's logits [..., K] float32 of features [..., d], in the order of token_ids."""
         if self.lm_head is None:
             return self.target.logits(features)[..., self.token_ids]
         return self.target.transform_logits(self.lm_head(features).float())
 
 
 def ranked_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
-    """The `size` most frequent tokens, most frequent first, ties by the lower id: [size] int64.
+    """Return the `size` most frequent tokens, most frequent first, ties by the lower id: [size] int64.
 
     counts: [V], how often each token of the vocabulary occurs. always: tokens that must be inside whatever
     their count (end tokens); they stand at their own rank. Where fewer tokens occur, others fill up in the

@@ -8,6 +8,7 @@ size, K top_k, V vocabulary, W the tokens that are drafted: all V, or those of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import on_device
-from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
+from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, Ends
 from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.tree_growth import BeamDrafter, room
@@ -40,7 +41,7 @@ class Vocabulary(Protocol):
     def logits(self, features: Tensor) -> Tensor: ...
 
 
-class Verifier(Vocabulary, Protocol):
+class Verifier(Ends, Protocol):
     """What drafting for a target needs to know of it: a TargetModel."""
 
     stepper: Stepper
@@ -112,7 +113,7 @@ class EaglePredictor:
         return self.commit_pairs(features, tokens, counts, first)
 
     def commit_pairs(
-        self, features: Tensor, tokens: Tensor, counts: list[int], first: bool = False
+        self, features: Tensor, tokens: Tensor, counts: Sequence[int], first: bool = False
     ) -> Tensor:
         """Commit counts[row] of the pairs of features [B, P, d] with the tokens [B, P] behind them.
 
