@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from eagle_fsd.evaluation.markdown_table import table_lines
+from eagle_fsd.evaluation.markdown_table import markdown_table
 
 
 def word(part: Mapping[str, Any]) -> str:
@@ -30,14 +30,14 @@ def table(result: Mapping[str, Any]) -> str:
         [part["name"], word(part), f"{part['seconds']:.1f}", part["summary"], part["shows"]]
         for part in result["parts"]
     ]
-    lines += table_lines(["part", "verdict", "seconds", "what was found", "what must hold"], rows)
+    lines.append(markdown_table(["part", "verdict", "seconds", "what was found", "what must hold"], rows))
     if result["left_out"]:
         lines += ["", "Left out:"]
         lines += [f"- {one['part']}: {one['reason']}" for one in result["left_out"]]
     for part in result["parts"]:
         if "table" in part["findings"]:
             shown = part["findings"]["table"]
-            lines += ["", f"{part['name']}:", "", *table_lines(shown["titles"], shown["rows"])]
+            lines += ["", f"{part['name']}:", "", markdown_table(shown["titles"], shown["rows"])]
             lines += ["", part["findings"]["label"]] if "label" in part["findings"] else []
     return "\n".join(lines)
 
