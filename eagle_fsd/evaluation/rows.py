@@ -23,9 +23,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("key", "task", "dtype", "base_model", "finish_reason"), TEXT),
     **dict.fromkeys(("seed", "max_new_tokens", "batch_size", "steps", "new_tokens", "fuzzy_accepts"), WHOLE),
     **dict.fromkeys(("rule", "sampling", "tree", "scores"), OBJECT),
-    **dict.fromkeys(("log_p", "agreement"), NUMBER + NONE),
     **{"version": WHOLE + TEXT, "sample": TEXT + WHOLE, "seconds": NUMBER, "law": OBJECT + NONE},
-    **{"ea_model": TEXT + NONE, "draft_vocab_size": WHOLE + NONE},
+    **{"ea_model": TEXT + NONE, "draft_vocab_size": WHOLE + NONE, "log_p": NUMBER + NONE},
 }
 JSON_NAMES = {dict: "an object", str: "a string", int: "an integer", float: "a number", type(None): "null"}
 PROVENANCE = ("commit", "eagle_fsd", "python", "torch", "transformers")
@@ -63,7 +62,6 @@ class Row:
     kl: float | None
     tv: float | None
     log_p: float | None
-    agreement: float | None
     scores: Mapping[str, float | None]
     provenance: Mapping[str, Any]
 
@@ -107,7 +105,7 @@ def check(data: Mapping[str, Any]) -> Mapping[str, Any]:
     require_number("seconds", data["seconds"], 0.0, float("inf"), "make the row again")
     law = data["law"] or {}
     numbers = {"law kl": law.get("kl"), "law tv": law.get("tv"), **data["scores"]}
-    for name, value in {**numbers, "log_p": data["log_p"], "agreement": data["agreement"]}.items():
+    for name, value in {**numbers, "log_p": data["log_p"]}.items():
         if value is not None and not isinstance(value, (*NUMBER, bool)):
             raise ValueError(f"{name} is {value!r}: a number or null is wanted; score the row again")
         if value is not None and value != value:

@@ -24,9 +24,10 @@ from support.op_recorder import OpRecorder
 from eagle_fsd import EagleFSD, Lossless
 from eagle_fsd.core import sampling, tree
 from eagle_fsd.drafting import eagle_drafter
-from eagle_fsd.evaluation.gpu import checks, costs, failures, recordings, sampled, texts, waits
+from eagle_fsd.evaluation.gpu import checks
 from eagle_fsd.evaluation.gpu.bench import Bench, Counted, engine_of, tiny_model
-from eagle_fsd.evaluation.gpu.projection import EIGHT_B, PAPERS, PUBLISHED, projected, projection
+from eagle_fsd.evaluation.gpu.parts import costs, failures, recordings, sampled, texts, waits
+from eagle_fsd.evaluation.gpu.parts.projection import EIGHT_B, PAPERS, PUBLISHED, projected, projection
 from eagle_fsd.evaluation.gpu.report import progress, ready, table
 from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut, Part, run_parts
 from eagle_fsd.runtime import kv_cache

@@ -43,7 +43,7 @@ class Quality:
 
     def loss(self, point: Point) -> Estimate | None:
         """Return what the point loses against lossless; nothing for lossless itself."""
-        if point.is_reference:
+        if point.is_lossless:
             return Estimate(0.0, 0.0, 0.0, point.samples)
         change = point.changes.get(self.measure)
         if change is None:
@@ -58,7 +58,6 @@ QUALITIES = {
     "log_p": Quality("log_p", "log p per token", -1, relative=True),
     "law_tv": Quality("law_tv", "TV per token", 1),
     "law_kl": Quality("law_kl", "KL per token", 1),
-    "agreement": Quality("agreement", "agreement", -1),
 }
 
 
@@ -76,7 +75,7 @@ def quality_named(name: str, panels: Sequence[Panel]) -> Quality:
 
 def speedup(point: Point, speed: str) -> Estimate | None:
     """Return the point's tokens per second, or tau, as a ratio to lossless's; 1 for lossless itself."""
-    if point.family == "lossless":
+    if point.is_lossless:
         return EXACT if speed in point.values else None
     change = point.changes.get(speed)
     return change.ratio if change else None
@@ -120,10 +119,10 @@ def winners(
 ) -> list[Winner]:
     """Find for every level of loss the winner, by the measured loss and by its interval's worse end.
 
-    Lossless takes part, and wins where no rule within the level is faster; plain decoding does not. Empty
-    where the panel has no lossless to compare with, or does not know the quality.
+    Lossless takes part, and wins where no rule within the level is faster. Empty where the panel has no
+    lossless to compare with, or does not know the quality.
     """
-    known = [one for one in panel.points if not one.is_reference and quality.measure in one.changes]
+    known = [one for one in panel.points if not one.is_lossless and quality.measure in one.changes]
     if panel.lossless is None or not known:
         return []
     found = []

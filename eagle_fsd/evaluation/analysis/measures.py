@@ -52,7 +52,6 @@ MEASURES: dict[str, Measure] = {
     "law_tv": Measure("TV", lambda row: total(row.tv, row), whole=True),
     "law_kl": Measure("KL", lambda row: total(row.kl, row), whole=True),
     "log_p": Measure("log p", lambda row: mean(row.log_p, row)),
-    "agreement": Measure("agreement", lambda row: mean(row.agreement, row)),
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LOSSLESS, PLAIN = "lossless", "plain"
+LOSSLESS = "lossless"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--rows", type=Path, nargs="+", required=True, help="JSONL files of raw rows, or .jsonl.gz")
     add("--output", type=Path, required=True, help="folder of the report")
-    known = f"log_p, law_tv, law_kl, agreement or a task's score; default: {' '.join(QUALITIES)}"
+    known = f"log_p, law_tv, law_kl or a task's score; default: {' '.join(QUALITIES)}"
     add("--quality", nargs="+", default=list(QUALITIES), help=known)
     add("--tau", action="store_true", help="speed is tokens per step, not tokens per second")
     add("--resamples", type=int, default=10_000, help="default: %(default)s")

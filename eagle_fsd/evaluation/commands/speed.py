@@ -114,7 +114,7 @@ def mean_likelihood(
     engine: EagleFSD, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> Mapping[str, Any]:
     """Score a batch of answers by the target: the mean of their log-probabilities per token."""
-    scored = [likelihood(engine.target, *pair).log_p for pair in zip(prompts, answers, strict=True)]
+    scored = [likelihood(engine.target, *pair) for pair in zip(prompts, answers, strict=True)]
     known = [log_p for log_p in scored if log_p is not None]
     return {"log_likelihood": sum(known) / len(known) if known else None}
 

@@ -12,9 +12,9 @@ import torch
 from eagle_fsd import hub
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.devices import resolve_device
-from eagle_fsd.evaluation.gpu import costs, failures, recordings, sampled, texts, waits
 from eagle_fsd.evaluation.gpu.bench import Bench
-from eagle_fsd.evaluation.gpu.projection import EIGHT_B, projection
+from eagle_fsd.evaluation.gpu.parts import costs, failures, recordings, sampled, texts, waits
+from eagle_fsd.evaluation.gpu.parts.projection import EIGHT_B, projection
 from eagle_fsd.evaluation.gpu.runner import Part
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.runtime.cuda_graphs import cuda_recorder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -61,26 +60,17 @@ class DistanceMeter:
         return {"law": {"kl": kl, "tv": self.tv[row]}}
 
 
-@dataclass(frozen=True)
-class Likelihood:
-    """What the target, raw and at temperature 1, says of a text's new tokens.
-
-    log_p: their mean log-probability, in nats. It flatters a rule that picks likely tokens: text sharper than
-    the target's own scores higher than it. agreement: the share that is the argmax of its context.
-    """
-
-    log_p: float | None
-    agreement: float | None
-
-
 @torch.inference_mode()
-def likelihood(target: TargetModel, prompt: Sequence[int], tokens: Sequence[int]) -> Likelihood:
-    """Score the tokens after the prompt (ids) by the target; no tokens have no likelihood."""
+def likelihood(target: TargetModel, prompt: Sequence[int], tokens: Sequence[int]) -> float | None:
+    """Return the mean log-probability of a text's new tokens (ids), by the target at temperature 1, in nats.
+
+    It flatters a rule that picks likely tokens: text sharper than the target's own scores higher than it.
+    None for no tokens.
+    """
     if not tokens:
-        return Likelihood(None, None)
+        return None
     text = torch.tensor([[*prompt, *tokens]], device=target.device)
     session = TargetSession(target, 1, text.shape[1])
     features = session.prefill(text[:, :-1], [text.shape[1] - 1])[0, len(prompt) - 1 :]
-    logits, new = target.logits(features), text[0, len(prompt) :]
-    log_p = logits.log_softmax(-1).gather(1, new[:, None])
-    return Likelihood(float(log_p.mean()), float((logits.argmax(-1) == new).float().mean()))
+    log_p = target.logits(features).log_softmax(-1)
+    return float(log_p.gather(1, text[0, len(prompt) :, None]).mean())

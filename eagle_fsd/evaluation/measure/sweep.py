@@ -210,6 +210,6 @@ def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) ->
             "fuzzy_accepts": stats.fuzzy_accepts,
             "seconds": seconds,
             **meter.row(row),
-            **asdict(likelihood(engine.target, prompts[row], tokens)),
+            "log_p": likelihood(engine.target, prompts[row], tokens),
             "scores": questions.task.score(sample.reference, text),
         }

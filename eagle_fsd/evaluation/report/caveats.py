@@ -16,7 +16,7 @@ MANY_AT_LIMIT = 0.1
 def caveats(rows: Sequence[Row], panels: Sequence[Panel], how: Bootstrap) -> list[str]:
     """List in sentences what the rows lack, then what holds of any such report."""
     points = [(panel, point) for panel in panels for point in panel.points]
-    rules = [(panel, point) for panel, point in points if not point.is_reference]
+    rules = [(panel, point) for panel, point in points if not point.is_lossless]
     lines = []
     bare = [panel for panel in panels if panel.lossless is None]
     if bare:

@@ -29,7 +29,7 @@ class Exchange:
                 "add them with --rules lossless"
             )
         self.lossless, self.how = panel.lossless, how
-        drafting = [point for point in panel.points if not point.is_reference]
+        drafting = [point for point in panel.points if not point.is_lossless]
         whole = len(self.lossless.rows)
         self.points = {p.label: p for p in drafting if p.pairs == whole and tv_of(p) >= LEAST}
         self.left_out = [p.label for p in drafting if p.label not in self.points]

@@ -30,7 +30,6 @@ LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 PANEL = (4.8, 3.9)  # inches
 COLUMNS = 3
 LABEL_SIZE, GAP, MARKER_SIZE = 7, 3.5, 5  # points
-FAR = 0.25  # of the points' span: plain decoding further off is written, not drawn
 # Where a label may stand beside its marker, right and up; the first that is free.
 SIDES = ((1, 1), (-1, -1), (1, -1), (-1, 1), (1, 0), (-1, 0), (0, 1), (0, -1))
 FILLED = "filled: no other is both faster and better"
@@ -51,11 +50,11 @@ class Placed:
 
 
 def placed(panel: Panel, quality: Quality, speed: str) -> list[Placed]:
-    """Return the panel's points that have a place. Plain decoding is a line, not a point."""
+    """Return the panel's points that have a place."""
     found = []
     for point in panel.points:
         loss, fast = quality.loss(point), speedup(point, speed)
-        if point.family != "plain" and loss is not None and fast is not None:
+        if loss is not None and fast is not None:
             found.append(Placed(point, fast, loss.scaled(100) if quality.relative else loss))
     return found
 
@@ -65,7 +64,7 @@ def plot_frontier(panels: Sequence[Panel], quality: Quality, speed: str, path: P
     from matplotlib.figure import Figure
 
     drawn = [(panel, placed(panel, quality, speed)) for panel in panels]
-    drawn = [(panel, points) for panel, points in drawn if any(not one.point.is_reference for one in points)]
+    drawn = [(panel, points) for panel, points in drawn if any(not one.point.is_lossless for one in points)]
     if not drawn:
         return False
     samplings = len({panel.task.sampling for panel, _ in drawn})
@@ -73,12 +72,11 @@ def plot_frontier(panels: Sequence[Panel], quality: Quality, speed: str, path: P
     lines = -(-len(drawn) // columns)
     figure = Figure(figsize=(columns * PANEL[0], lines * PANEL[1] + 0.9), layout="constrained")
     places = list(figure.subplots(lines, columns, squeeze=False).flat)
-    rules = {one.family for panel, _ in drawn for one in panel.points if not one.is_reference}
+    rules = {one.family for panel, _ in drawn for one in panel.points if not one.is_lossless}
     styles = {family: style(number) for number, family in enumerate(sorted(rules))}
     for axes, (panel, points) in zip(places, drawn, strict=False):
         best = undominated([one.point for one in points], quality, speed)
         draw_panel(axes, panel, points, best, styles)
-        draw_plain(axes, panel, speed)
     for axes in places[len(drawn) :]:
         axes.set_axis_off()
     for axes in places[::columns]:
@@ -102,7 +100,7 @@ def plot_frontier(panels: Sequence[Panel], quality: Quality, speed: str, path: P
     figure.draw_without_rendering()  # where things are is known only now
     figure.set_layout_engine("none")
     for axes, (_, points) in zip(places, drawn, strict=False):
-        label_knobs(axes, [one for one in points if not one.point.is_reference], styles)
+        label_knobs(axes, [one for one in points if not one.point.is_lossless], styles)
     save(figure, path)
     return True
 
@@ -150,24 +148,12 @@ def draw_panel(
                 **look,
             )
     for one in points:
-        if one.point in best and not one.point.is_reference:
+        if one.point in best and not one.point.is_lossless:
             look = {**styles[one.point.family], "linestyle": ""}
             axes.plot(*one.xy, markersize=MARKER_SIZE, zorder=4, **look)
     axes.plot([], [], color=FAINT, marker="o", markersize=MARKER_SIZE, linestyle="", label=FILLED)
     axes.invert_yaxis()
     axes.margins(x=0.06, y=0.06)
-
-
-def draw_plain(axes: Axes, panel: Panel, speed: str) -> None:
-    """Draw plain decoding as a line across; far off, where it would press the points together, as a word."""
-    fast = speedup(panel.plain, speed) if panel.plain else None
-    if fast is None:
-        return
-    low, high = axes.get_xlim()
-    if low - FAR * (high - low) <= fast.value <= high + FAR * (high - low):
-        axes.axvline(fast.value, color=FAINT, linestyle=":", linewidth=1.4, zorder=0, label="plain decoding")
-    else:
-        axes.set_title(f"plain decoding {fast.value:.2f}", fontsize=8, loc="right", color=FAINT)
 
 
 def arms(found: Sequence[Estimate]) -> list[list[float]]:

@@ -82,10 +82,10 @@ def made_from(asked: Report, sources: Mapping[str, int]) -> str:
         f"Made by eagle_fsd {__version__} from raw rows alone: {files}. Brackets are {how.confidence:.0%} "
         f"intervals of a bootstrap over samples ({how.resamples:,} resamples, seed {how.seed}). What is held "
         "against lossless is so on the same samples and seeds, in pairs; `pairs` says how many there are. "
-        "tau, lengths and scores are ratios of sums; log p, agreement, TV and KL are means over tokens. TV "
+        "tau, lengths and scores are ratios of sums; log p, TV and KL are means over tokens. TV "
         "and KL are the distances of the rule's own next-token distribution from the target's, after "
         "temperature, top-k and top-p. What is lost of log p is a share of lossless's; of other measures it "
-        "is the difference. `plain` is decoding without a draft."
+        "is the difference."
     )
 
 
@@ -108,7 +108,7 @@ def section(
         details = panel.task.details
         text += ["", f"### {panel.task.title}", "", f"{details[0].upper()}{details[1:]}."]
         for quality in qualities:
-            text += winner_lines(panel, quality, asked.speed, won[panel.task, quality.name])
+            text += winner_lines(quality, asked.speed, won[panel.task, quality.name])
         text += ["", speed_table(panel), "", quality_table(panel, qualities, asked.speed)]
     return text
 
@@ -153,7 +153,7 @@ def what_was_run(models: Models, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def winner_lines(panel: Panel, quality: Quality, speed: str, found: Sequence[Winner]) -> list[str]:
+def winner_lines(quality: Quality, speed: str, found: Sequence[Winner]) -> list[str]:
     """Say in sentences which family is the fastest at each level of loss."""
     if not found:
         return []
@@ -161,11 +161,6 @@ def winner_lines(panel: Panel, quality: Quality, speed: str, found: Sequence[Win
     for level in dict.fromkeys(winner.level for winner in found):
         measured, assured = sorted((one for one in found if one.level == level), key=lambda one: one.assured)
         lines.append(f"- {sentence(measured, assured, quality, speed)}")
-    plain = speedup(panel.plain, speed) if panel.plain else None
-    if plain is not None:
-        lines.append(
-            f"- Plain decoding, without a draft, is at {with_interval(plain, '.2f')} times lossless."
-        )
     return lines
 
 

@@ -38,7 +38,7 @@ def quality_table(panel: Panel, qualities: Sequence[Quality], speed: str) -> str
     """Write what each rule does to the text; the last column says on which qualities' frontier it is."""
     on: dict[str, list[str]] = {}
     for quality in qualities:
-        for point in undominated([one for one in panel.points if one.family != "plain"], quality, speed):
+        for point in undominated(panel.points, quality, speed):
             on.setdefault(point.label, []).append(quality.title)
     cells: dict[str, Cell] = {
         "rule": lambda point: point.label,
@@ -46,8 +46,6 @@ def quality_table(panel: Panel, qualities: Sequence[Quality], speed: str) -> str
         "log p - lossless": difference("log_p", "+.3f"),
         "TV": value("law_tv", ".4f"),
         "KL": value("law_kl", ".4f"),
-        "agreement": value("agreement", ".3f"),
-        "agreement - lossless": difference("agreement", "+.3f"),
     }
     for name in panel.scores:
         cells[name] = value(SCORE + name, ".3f")

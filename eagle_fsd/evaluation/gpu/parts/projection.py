@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from eagle_fsd.evaluation.gpu.bench import Bench
-from eagle_fsd.evaluation.gpu.costs import TREES
+from eagle_fsd.evaluation.gpu.parts.costs import TREES
 from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut
 
 PLAIN, PAPERS = str(TREES[0]), str(TREES[-1])  # plain decoding; the EAGLE-2 paper's tree for 7B and 8B
