@@ -5,7 +5,7 @@
 
 The budget bounds the mean total variation between the rule's next-token distribution and the target's: the
 share of tokens that would have to be other ones. A lossless pass predicts every threshold; the candidates
-are then really run, and the calibration keeps those whose upper confidence bound is inside. --install writes
+are then run, and the calibration keeps those whose upper confidence bound is inside. --install writes
 it beside the head, where `--threshold auto` finds it. A run that was stopped goes on where it was.
 """
 

@@ -76,7 +76,7 @@ PARTS = (
 
 
 def chosen(names: Sequence[str] | None) -> list[Part]:
-    """The parts of these names, all for None; ValueError for a name that no part has."""
+    """Return the parts of these names, all for None. Raises ValueError for a name that no part has."""
     known = {part.name: part for part in PARTS}
     for name in names or ():
         if name not in known:
@@ -85,7 +85,7 @@ def chosen(names: Sequence[str] | None) -> list[Part]:
 
 
 def make_bench(device: str, target: str | None, head: str | None, quick: bool) -> Bench:
-    """Where the check runs; ValueError for a device, target or head that is not there.
+    """Return where the check runs. Raises ValueError for a device, target or head that is not there.
 
     The device becomes torch's current one, and float32 is multiplied in float32 alone.
     """
@@ -111,7 +111,7 @@ def make_bench(device: str, target: str | None, head: str | None, quick: bool) -
 
 
 def machine(bench: Bench) -> dict[str, Any]:
-    """Where and by what the check runs, ready for JSON."""
+    """Record where and by what the check runs, ready for JSON."""
     made = provenance(bench.device)
     packages = ("flash_attn", "gguf", "accelerate", "scipy")
     made["packages"] = [name for name in packages if importlib.util.find_spec(name)]
@@ -130,7 +130,7 @@ def machine(bench: Bench) -> dict[str, Any]:
 
 
 def driver() -> str | None:
-    """The version of NVIDIA's driver, None where nvidia-smi does not tell it."""
+    """Return the version of NVIDIA's driver, None where nvidia-smi does not tell it."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
@@ -140,7 +140,7 @@ def driver() -> str | None:
 
 
 def broken(bench: Bench) -> str | None:
-    """Why the device no longer computes, None where it does."""
+    """Return why the device no longer computes, None where it does."""
     try:
         if float(torch.ones(8, device=bench.device).sum()) != 8.0:
             return "a sum on the device is wrong"

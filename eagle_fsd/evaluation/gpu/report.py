@@ -14,14 +14,14 @@ def word(part: Mapping[str, Any]) -> str:
 
 
 def progress(seconds: float, newest: Mapping[str, Any]) -> str:
-    """One line of what is new after so many seconds: a part's record, or one that was left out."""
+    """Write one line of what is new after this many seconds: a part's record, or one that was left out."""
     if "reason" in newest:
         return f"[{seconds:6.1f} s] {newest['part']}: left out: {newest['reason']}"
     return f"[{seconds:6.1f} s] {newest['name']}: {word(newest)}: {newest['summary']}"
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Markdown of a whole check; result: see runner.run_parts, with the machine's record in it."""
+    """Write Markdown of a whole check; result: see runner.run_parts, with the machine's record in it."""
     machine = result["machine"]
     facts = [str(machine["device"]), f"torch {machine['torch']}", f"transformers {machine['transformers']}"]
     facts += [f"{name} {machine[name]}" for name in ("cuda", "driver", "commit") if machine.get(name)]
@@ -43,7 +43,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def ready(value: Any) -> Any:
-    """A value as JSON takes it: numbers that are not finite become null, and keys become text."""
+    """Return a value as JSON takes it: numbers that are not finite become null, and keys become text."""
     if isinstance(value, Mapping):
         return {str(key): ready(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -94,7 +94,7 @@ def run_parts(
 def run_part(
     part: Part, context: object, found: Mapping[str, Findings], limit: float
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """A part's record, or the reason for which it left itself out."""
+    """Run a part; returns its record, or the reason for which it left itself out."""
     start = time.monotonic()
     record: dict[str, Any] = {"name": part.name, "shows": part.shows}
     findings: Findings = {}

@@ -51,11 +51,11 @@ class Task:
     stops: tuple[str, ...] = ()
 
     def load(self, path: Path | None = None, limit: int | None = None, skip: int = 0) -> list[Sample]:
-        """At most `limit` samples after the first `skip`.
+        """Load at most `limit` samples after the first `skip`.
 
         path: a JSONL file, or a folder that holds one of `source.files`; None: the folder $EAGLE_FSD_DATA
-        where it is set, else the Hub. ValueError, one line, for a task that is missing, broken or of another
-        version.
+        where it is set, else the Hub. Raises ValueError, one line, for a task that is missing, broken or of
+        another version.
         """
         require_integer("skip", skip, 0, "0 begins with the first sample")
         if limit is not None:
@@ -83,11 +83,11 @@ class Task:
         return list(samples.values())[skip : None if limit is None else skip + limit]
 
     def score(self, reference: Mapping[str, Any], text: str) -> dict[str, float]:
-        """Every metric of an answer, which ends at the first of `stops`; {} for a task of prompts alone."""
+        """Score an answer, which ends at the first of `stops`; {} for a task of prompts alone."""
         return {} if self.judge is None else self.judge(reference, cut(text, self.stops))
 
     def require_version(self, version: object) -> None:
-        """ValueError for rows that another version of the task made."""
+        """Raise ValueError for rows that another version of the task made."""
         if version != self.version:
             raise ValueError(
                 f"version is {version!r}: {self.name} is version {self.version} here, and scores of two "
@@ -97,7 +97,7 @@ class Task:
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """The text before the first of the stop strings; all of it where none occurs."""
+    """Cut a text before the first of the stop strings; it stays whole where none occurs."""
     if "" in stops:
         raise ValueError("a stop string is empty: it would end every text before its start; leave it out")
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
@@ -112,7 +112,7 @@ def assistant(content: str) -> Message:
 
 
 def text_of(row: Mapping[str, Any], name: str) -> str:
-    """A row's field that must be text with something in it."""
+    """Return a row's field that must be text. Raises ValueError for an empty one."""
     value = row[name]
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} is {value!r}: it must be text")

@@ -42,17 +42,17 @@ PUBLISHED = (
 
 
 def speedup(tau: float, plain: float, step: float) -> float:
-    """How many times faster than plain decoding; plain, step: times of a step in any one unit."""
+    """Return how many times faster than plain decoding it is; plain, step: times of a step, in one unit."""
     return tau * plain / step
 
 
 def break_even(plain: float, step: float) -> float:
-    """The tau at which a step with a tree is as fast as plain decoding."""
+    """Return the tau at which a step with a tree is as fast as plain decoding."""
     return step / plain
 
 
 def projection(bench: Bench, found: Mapping[str, Findings]) -> Findings:
-    """Speed-ups from the times of the parts before, by target, stepper, context and published tau."""
+    """Project speed-ups from the times of the parts before, by target, stepper, context and published tau."""
     costs = {name: part for name, part in found.items() if "modes" in part}
     if not costs:
         raise LeftOut("no times were measured")
@@ -88,7 +88,10 @@ def projection(bench: Bench, found: Mapping[str, Findings]) -> Findings:
 def projected(
     steps: Mapping[str, float], published: tuple[Published, ...], measured: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """A row for every tree and tau. steps: milliseconds by tree, PLAIN among them; measured: tau by tree."""
+    """Return a row for every tree and tau.
+
+    steps: milliseconds by tree, PLAIN among them; measured: tau by tree.
+    """
     plain = steps[PLAIN]
     rows = []
     for tree, step in steps.items():

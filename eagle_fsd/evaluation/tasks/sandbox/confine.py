@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def pass_on_end(child: int) -> None:
-    """SIGTERM, by which the sandbox ends a run, kills the child; this process still waits for its end."""
+    """Kill the child at SIGTERM, by which the sandbox ends a run; this process still waits for its end."""
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
 
 
@@ -123,11 +123,10 @@ def execute(request: dict[str, Any], report: int) -> None:
 
 
 def enter_namespaces(disk: int) -> None:
-    """Leave this process behind, waiting, and go on as the first one of new namespaces; OSError where
-    refused.
+    """Leave this process behind, waiting, and go on as the first one of new namespaces.
 
     All that was mounted becomes read-only and without devices; the current folder is covered by a file system
-    in memory of so many bytes.
+    in memory of `disk` bytes. Raises OSError where the kernel refuses.
     """
     uid, gid, folder = os.getuid(), os.getgid(), os.getcwd()
     check(libc.unshare(NEW_NAMESPACES), "a namespace is refused")
@@ -172,7 +171,7 @@ def check(result: int, what: str) -> None:
 
 
 def limit(request: dict[str, Any]) -> None:
-    """Resource limits, no privileges, and no way to gain any; nothing where there is no Linux."""
+    """Set resource limits and drop all privileges for good; do nothing where there is no Linux."""
     if sys.platform != "linux":
         return
     for kind, least in (
@@ -194,7 +193,7 @@ def limit(request: dict[str, Any]) -> None:
 
 
 def refuse_calls() -> None:
-    """A seccomp filter that answers EPERM to the calls of REFUSED, and to all of a foreign architecture."""
+    """Install a seccomp filter that answers EPERM to the calls of REFUSED and any foreign architecture."""
     architecture, calls = REFUSED[platform.machine()]
     numbers = sorted(calls)
     refuse, allow = 0x00050001, 0x7FFF0000

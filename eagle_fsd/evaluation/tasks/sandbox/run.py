@@ -125,9 +125,10 @@ def run(
 
 
 def converse(request: bytes, folder: str, limits: Limits) -> tuple[bytes, bytes, bool]:
-    """Start the child in `folder`, hand it the request, and read its report and output until all who hold
-    them
-    are gone; says whether the wall clock ended it."""
+    """Start the child in `folder`, hand it the request, and read its report and output to their ends.
+
+    The last value says whether the wall clock ended it.
+    """
     reader, writer = os.pipe()
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder}
     environment["PYTHONHASHSEED"] = "0"  # a set's order must not decide a score
@@ -164,7 +165,7 @@ def converse(request: bytes, folder: str, limits: Limits) -> tuple[bytes, bytes,
 
 
 def drain(received: dict[IO[bytes], bytearray], caps: dict[IO[bytes], int], deadline: float) -> bool:
-    """Read files until they end, keeping so many bytes of each; False where the deadline comes first."""
+    """Read files until they end, keeping `caps` bytes of each; False where the deadline comes first."""
     with selectors.DefaultSelector() as selector:
         for file in received:
             selector.register(file, selectors.EVENT_READ)
@@ -181,8 +182,7 @@ def drain(received: dict[IO[bytes], bytearray], caps: dict[IO[bytes], int], dead
 
 
 def kill(child: subprocess.Popen[bytes]) -> None:
-    """End the child, which first ends the program and waits for all that is in its namespace; then kill what
-    is left of the process group."""
+    """End the child, which first ends the program and its namespace; then kill the process group."""
     if child.returncode is not None:  # reaped: the number may be another's by now
         return
     os.kill(child.pid, signal.SIGTERM)  # Popen.terminate would reap it, and the group lose its number
@@ -198,7 +198,7 @@ def kill(child: subprocess.Popen[bytes]) -> None:
 
 @cache
 def available() -> tuple[str, ...]:
-    """The layers that this machine lets a process put on, tried out once."""
+    """Try once which layers this machine lets a process put on."""
     found = []
     for layer in LAYERS:
         with suppress(ValueError):
