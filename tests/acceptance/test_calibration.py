@@ -50,7 +50,7 @@ def engine(head_seed: int = 0) -> EagleFSD:
 
 def work(folder: Path, count: int = 6, model: EagleFSD | None = None) -> Work:
     task = Task("prompts/toy", 1, Source(("toy.jsonl",), ""), lambda row, place: (str(place), [], {}), 12)
-    samples = [Sample(str(place), (), {}, 12) for place in range(count)]
+    samples = [Sample(str(place), (), {}) for place in range(count)]
     asked = Questions(task, samples, prompts_of([4 + place % 3 for place in range(count)]), range(count))
     return Work(model or engine(), Cell(asked, Lossless(), WARM, TREE, 12), folder, 2, 0.8, {"commit": "abc"})
 

@@ -48,7 +48,7 @@ def questions(count: int, name: str = "toy", first: int = 0) -> Questions:
         judge=lambda reference, text: {"early": sum(letter <= "m" for letter in text) / max(len(text), 1)},
         metrics=("early",),
     )
-    samples = [Sample(str(first + place), (), {}, 10) for place in range(count)]
+    samples = [Sample(str(first + place), (), {}) for place in range(count)]
     prompts = prompts_of([3 + place % 5 for place in range(first + count)])[first:]
     return Questions(task, samples, prompts, range(first, first + count))
 

@@ -59,7 +59,7 @@ class Questions:
         for place, (path, name) in enumerate(zip(paths, names, strict=True)):
             for number, prompt in enumerate(prompt_sets.prompts_of(path, skip, limit), skip):
                 own = str(number) if len(paths) == 1 else f"{name}/{number}"
-                samples.append(Sample(own, (user(prompt),), {}, max_new_tokens))
+                samples.append(Sample(own, (user(prompt),), {}))
                 numbers.append(SET * place + number)
         task = Task(
             name=PROMPTS + "+".join(names),

@@ -16,15 +16,15 @@ Message = dict[str, str]  # {"role": "user", "content": "..."}
 
 @dataclass(frozen=True)
 class Sample:
-    """One question. messages: the chat that waits for the answer, few-shot examples inside; reference: what
-    scoring needs, JSON-ready; max_new_tokens: the task's default; stops: where the answer ends, see `cut`.
+    """One question.
+
+    messages: the chat that waits for the answer, few-shot examples inside; reference: what scoring needs,
+    JSON-ready.
     """
 
     id: str
     messages: tuple[Message, ...]
     reference: dict[str, Any]
-    max_new_tokens: int
-    stops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Task:
                 ) from error
             if name in samples:
                 raise ValueError(f"{origin}:{number}: sample {name!r} is there twice; delete one")
-            samples[name] = Sample(name, tuple(messages), reference, self.max_new_tokens, self.stops)
+            samples[name] = Sample(name, tuple(messages), reference)
         if skip >= len(samples):
             raise ValueError(f"skip is {skip}: {origin} has {len(samples)} samples; lower it")
         return list(samples.values())[skip : None if limit is None else skip + limit]

@@ -148,14 +148,9 @@ def enter_namespaces(disk: int) -> None:
     except OSError:  # containers that mask parts of /proc allow no new one: then there is none
         mount("tmpfs", "/proc", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=4k")
     flags = struct.pack("QQQQ", MS_READ_ONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
-    arguments = (
-        ctypes.c_int(AT_FDCWD),
-        b"/",
-        ctypes.c_uint(AT_RECURSIVE),
-        flags,
-        ctypes.c_size_t(len(flags)),
-    )
-    check(libc.syscall(ctypes.c_long(MOUNT_SETATTR), *arguments), "a read-only file system is refused")
+    where = (ctypes.c_int(AT_FDCWD), b"/", ctypes.c_uint(AT_RECURSIVE))
+    set_up = libc.syscall(ctypes.c_long(MOUNT_SETATTR), *where, flags, ctypes.c_size_t(len(flags)))
+    check(set_up, "a read-only file system is refused")
     mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes=1024,mode=700")
     os.chdir(folder)
 
@@ -171,9 +166,7 @@ def check(result: int, what: str) -> None:
 
 
 def limit(request: dict[str, Any]) -> None:
-    """Set resource limits and drop all privileges for good; do nothing where there is no Linux."""
-    if sys.platform != "linux":
-        return
+    """Set resource limits and drop all privileges for good."""
     for kind, least in (
         (resource.RLIMIT_AS, request["memory"]),
         (resource.RLIMIT_FSIZE, request["file_size"]),
