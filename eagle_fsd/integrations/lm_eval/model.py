@@ -1,7 +1,7 @@
 """EleutherAI's lm-evaluation-harness on eagle_fsd: the model "eagle_fsd" for its generative tasks.
 
 lm-eval finds a model by its name in a registry that importing this module adds to; it knows no entry points,
-so `eval/harness.py` imports this and hands over to its command line. lm-eval is an extra.
+so `command` imports this and hands over to its command line. lm-eval is an extra.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LM_EVALS_DEVICE = "cuda:0"  # what its command line asks for where nobody named 
 class EagleLM(LM):
     """lm-eval's view of an EagleFSD, under one rule and one tree; it answers `generate_until` requests.
 
-    arguments: see harness_arguments.settings_of. engine: one that is there already; then none of the models'
+    arguments: see settings_of. engine: one that is there already; then none of the models'
     arguments may be given. stats: the sum over all answers so far. answers: how many; capped: of these, how
     many ran into their length.
     """
