@@ -14,7 +14,6 @@ from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.devices import resolve_device
 from eagle_fsd.evaluation.gpu.bench import Bench
 from eagle_fsd.evaluation.gpu.parts import costs, failures, recordings, sampled, texts, waits
-from eagle_fsd.evaluation.gpu.parts.projection import EIGHT_B, projection
 from eagle_fsd.evaluation.gpu.runner import Part
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.runtime.cuda_graphs import cuda_recorder
@@ -54,14 +53,18 @@ PARTS = (
         60,
         costs.costs_of_target(torch.bfloat16),
     ),
-    Part(EIGHT_B, "Times of a random target of Llama-3-8B's shape, bfloat16.", 90, costs.costs_of_llama_8b),
+    Part(
+        "costs, Llama-8B's shape",
+        "Times of a random target of Llama-3-8B's shape, bfloat16.",
+        90,
+        costs.costs_of_llama_8b,
+    ),
     Part(
         "costs, float32",
         "Times of the real target and its head in float32.",
         60,
         costs.costs_of_target(torch.float32),
     ),
-    Part("projection", "Speed-ups that these times allow at published tau.", 1, projection),
     Part("flash-attn", "A tree's logits are those without flash-attn.", 20, costs.flash_attention),
     Part("threads", "Engines in threads, two of one model, write what each writes alone.", 30, texts.threads),
     Part("failed capture", "A model that cannot be recorded runs as it is.", 20, failures.failed_capture),

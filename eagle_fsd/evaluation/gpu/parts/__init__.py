@@ -1,1 +1,1 @@
-"""The parts of the GPU check: each takes the bench and what was found before, and returns its findings."""
+"""The parts of the GPU check: each takes the bench and returns its findings."""

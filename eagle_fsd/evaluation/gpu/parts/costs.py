@@ -46,16 +46,16 @@ ROOM = 256  # positions behind a context for what is drafted and emitted there
 NEEDED_8B = 24 * 10**9  # bytes: 16 of weights, the rest for its head, caches, prompts and recordings
 
 
-def costs_of_target(dtype: torch.dtype) -> Callable[[Bench, Mapping[str, Findings]], Findings]:
+def costs_of_target(dtype: torch.dtype) -> Callable[[Bench], Findings]:
     """Return the part that times the real target with its head in this dtype."""
 
-    def run(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+    def run(bench: Bench) -> Findings:
         return costs(bench, lambda stepper: bench.real_engine(dtype, stepper))
 
     return run
 
 
-def costs_of_llama_8b(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+def costs_of_llama_8b(bench: Bench) -> Findings:
     """Time a random target of Llama-3-8B's shape in bfloat16 with a random head of its shape."""
     if not bench.on_gpu:
         raise LeftOut("a target of eight billion weights is for a GPU")
@@ -207,7 +207,7 @@ def hugging_face(engine: EagleFSD, tokens: int) -> float:
     return round(1000 * (seconds(2 + tokens) - seconds(2)) / tokens, 4)
 
 
-def flash_attention(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+def flash_attention(bench: Bench) -> Findings:
     """Compare a tree behind a prefix with flash-attn and without: the same logits, and what each costs."""
     dtype = torch.bfloat16
     if not flash_available(bench.device, dtype):

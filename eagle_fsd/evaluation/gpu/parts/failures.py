@@ -21,7 +21,7 @@ from eagle_fsd.runtime.step_recorder import EAGER, Graphs, Stepper
 TREE = TreeConfig(8, 3, 3)
 
 
-def failed_capture(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+def failed_capture(bench: Bench) -> Findings:
     """Check that a model whose forward waits for the device runs unrecorded.
 
     There is one warning, the text is the same, and torch works on as if nothing had been.
@@ -49,7 +49,7 @@ def ask(hidden: torch.Tensor) -> None:
         raise ValueError("the features are not finite")
 
 
-def out_of_memory(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+def out_of_memory(bench: Bench) -> Findings:
     """Check that memory that runs out while a step is recorded costs no text, and leaves torch working."""
     model = tiny_model("llama", bench.device)
     wanted = texts_of(engine_of(model, EAGER))
@@ -167,7 +167,7 @@ def warnings_of(name: str) -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def overflow(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+def overflow(bench: Bench) -> Findings:
     """Check that logits that overflow in half precision end in an error of one line, and not in a text."""
     dtypes = (torch.bfloat16,) if bench.quick else (torch.float16, torch.bfloat16)
     ids, mask = ids_of([5, 9])

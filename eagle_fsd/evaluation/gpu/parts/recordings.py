@@ -18,7 +18,7 @@ MOST_HELD = 64  # recordings of one engine, whatever is asked of it
 GROWTH = 16 * 2**20  # bytes that a repetition may add: the allocator's rounding
 
 
-def recordings(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+def recordings(bench: Bench) -> Findings:
     """Count what one engine records over prompt lengths, temperatures and batch sizes, three times."""
     lengths, warms, batches = (2, 2, (1, 2)) if bench.quick else (40, 20, (1, 2, 4, 8))
     scenarios: dict[str, list[Call]] = {

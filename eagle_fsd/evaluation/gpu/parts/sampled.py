@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ class Distribution:
     pair: Tensor
 
 
-def distribution(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+def distribution(bench: Bench) -> Findings:
     """Test sampled tokens and pairs of a tiny model against its softmax, warped by Hugging Face's warpers."""
     rows, rounds, vocab = (64, 8, 24) if bench.quick else (256, 24, 24)
     model = tiny_model("llama", bench.device, vocab_size=vocab)

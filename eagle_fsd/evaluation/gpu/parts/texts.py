@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ FLOAT_TIE = 1e-3  # between logits that kernels of float32 for one row and for s
 HALF_TIE = 0.25  # between logits of 16 to 32, where two numbers of bfloat16 are 0.125 apart
 
 
-def equality(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+def equality(bench: Bench) -> Findings:
     """Compare float32 greedy texts with Hugging Face's `generate`, by family, tree and stepper."""
     tokens = 8 if bench.quick else 24
     families = list(FAMILIES)[:2] if bench.quick else list(FAMILIES)
@@ -74,7 +74,7 @@ def compared(
     return {"texts": texts, "equal": equal, "wrong": wrong, "tau": tau, "differences": parted[:4]}
 
 
-def equality_of_target(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+def equality_of_target(bench: Bench) -> Findings:
     """Compare the real target's float32 greedy texts with Hugging Face's, by tree and stepper."""
     tokens = 8 if bench.quick else 48
     trees = REAL_TREES[:1] if bench.quick else REAL_TREES
@@ -98,7 +98,7 @@ def equality_of_target(bench: Bench, found: Mapping[str, Findings]) -> Findings:
     }
 
 
-def half_precision(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+def half_precision(bench: Bench) -> Findings:
     """Compare bfloat16 texts with and without graphs: equal, or parted where two logits nearly tie."""
     tokens = 8 if bench.quick else 48
     cells, missing = {}, []
@@ -134,7 +134,7 @@ def half_precision(bench: Bench, found: Mapping[str, Findings]) -> Findings:
     }
 
 
-def threads(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+def threads(bench: Bench) -> Findings:
     """Run three engines at once in threads of this process: two of one model, and one of another."""
     tokens, runs = (8, 2) if bench.quick else (32, 6)
     ids, mask = ids_of(RAGGED)

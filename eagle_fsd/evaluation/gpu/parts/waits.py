@@ -22,14 +22,14 @@ WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")  # the profiler itself
 TO_HOST = "Memcpy DtoH"
 
 
-def host_waits(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+def host_waits(bench: Bench) -> Findings:
     """Count how often a step of the loop waits for the device, by torch's debug mode."""
     cells = watched_steps(bench, warned)
     bad = [name for name, counts in cells.items() if counts["warnings"] != STEPS]
     return waits_found(cells, bad)
 
 
-def host_waits_profiled(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+def host_waits_profiled(bench: Bench) -> Findings:
     """Count waits and copies to the host by the profiler's record of what the CUDA runtime was asked."""
     cells = watched_steps(bench, profiled)
     if not any(counts["events"] for counts in cells.values()):
