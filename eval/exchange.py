@@ -1,41 +1,6 @@
-"""What acceptance rules get for what they give up, from raw rows: tokens gained for a TV of 1, by rule.
+"""Run eagle_fsd.evaluation.commands.exchange; `--help` says how."""
 
-    python eval/exchange.py --rows runs/sweep.jsonl --against "js 0.6 hybrid"
-
-A table for every task and sampling. Brackets are intervals of a bootstrap over samples. No model is loaded.
-"""
-
-from __future__ import annotations
-
-import argparse
-from pathlib import Path
-
-from eagle_fsd.core.checks import one_line
-from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap
-from eagle_fsd.evaluation.analysis.points import panels
-from eagle_fsd.evaluation.report.exchange_rate import exchange_table
-from eagle_fsd.evaluation.rows import read_raw_rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--rows", type=Path, nargs="+", required=True, help="JSONL files of raw rows, or .jsonl.gz")
-    add("--against", nargs="+", default=[], metavar="RULE", help="labels of the first column to compare with")
-    add("--resamples", type=int, default=10_000, help="default: %(default)s")
-    add("--seed", type=int, default=0, help="of the resamples; default: %(default)s")
-    arguments = parser.parse_args()
-    try:
-        how = Bootstrap(resamples=arguments.resamples, seed=arguments.seed)
-        rows = [row for rows in read_raw_rows(arguments.rows).values() for row in rows]
-        if not rows:
-            raise ValueError("no rows: a table needs raw rows; run eval/sweep.py first")
-        print("\n\n".join(exchange_table(panel, how, arguments.against) for panel in panels(rows, how)))
-    except (ValueError, OSError) as error:
-        parser.error(one_line(error))
-
+from eagle_fsd.evaluation.commands.exchange import main
 
 if __name__ == "__main__":
     main()

@@ -1,43 +1,6 @@
-"""EleutherAI's lm-evaluation-harness with the model eagle_fsd beside its own: any of its generative tasks.
+"""Run eagle_fsd.integrations.lm_eval.command; `--help` says how."""
 
-    python eval/harness.py --model eagle_fsd --model_args threshold=0.3 --tasks gsm8k --limit 10
-    python eval/harness.py --model eagle_fsd --model_args threshold=0.3,divergence=js,total_tokens=16 \\
-        --gen_kwargs do_sample=true,temperature=0.6,top_p=0.9,top_k=50 --apply_chat_template \\
-        --tasks ifeval --batch_size 4 --output_path runs/harness --log_samples
-
-The flags are lm-eval's own. --model_args: base_model, ea_model, dtype, device ... of the models; threshold,
-divergence, mode, child ... of the rule, or rule=cactus:0.1; total_tokens (or auto), depth, top_k of the tree;
-batch_size, max_gen_toks, seed. With --use_cache take another file for every setting: lm-eval's cache does not
-know them.
-"""
-
-from __future__ import annotations
-
-import logging
-import sys
-from typing import NoReturn
-
-from eagle_fsd.core.checks import one_line
-
-
-def main() -> None:
-    try:
-        import eagle_fsd.integrations.lm_eval.model  # noqa: F401  # registers the model
-
-        logging.basicConfig(format="%(message)s")
-        logging.getLogger("eagle_fsd").setLevel(logging.INFO)
-        from lm_eval.__main__ import cli_evaluate
-
-        cli_evaluate()
-    except (ValueError, OSError, NotImplementedError, ImportError) as error:
-        fail(error)
-
-
-def fail(error: Exception) -> NoReturn:
-    """One line and exit code 2."""
-    sys.stderr.write(f"harness.py: error: {one_line(error)}\n")
-    sys.exit(2)
-
+from eagle_fsd.integrations.lm_eval.command import main
 
 if __name__ == "__main__":
     main()

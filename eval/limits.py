@@ -1,45 +1,6 @@
-"""What this machine allows, and how close the target's forwards and the head's drafts come to it.
+"""Run eagle_fsd.evaluation.commands.limits; `--help` says how."""
 
-    python eval/limits.py --context 256
-
-Bandwidth and matrix rate are measured on large tensors; a forward over n nodes can be no faster than reading
-all weights once, nor than multiplying with them n times.
-"""
-
-from __future__ import annotations
-
-from eagle_fsd.autotune.step_costs import BEAMS
-from eagle_fsd.core.checks import one_line, require_integer
-from eagle_fsd.evaluation.cli import load_engine, model_parser
-from eagle_fsd.evaluation.measure.hardware_limits import forwards, machine, table
-from eagle_fsd.files.provenance import provenance
-from eagle_fsd.runtime.packed_linear import backend_names
-
-
-def main() -> None:
-    parser = model_parser(__doc__)
-    parser.add_argument("--context", type=int, default=256, help="tokens in the cache; default: %(default)s")
-    arguments = parser.parse_args()
-    try:
-        require_integer("context", arguments.context, 1, "256 is usual")
-        engine = load_engine(arguments)
-    except (ValueError, OSError) as error:
-        parser.error(one_line(error))
-    here = machine(engine.device, engine.dtype)
-    drafted = engine.draft_vocab_size or engine.target.vocab_size
-    found, costs = forwards(engine, here, arguments.context, [beam for beam in BEAMS if beam <= drafted])
-    made = provenance(engine.device)
-    print(
-        f"{made['device']}, {made['threads']} threads, {str(engine.dtype).removeprefix('torch.')}: "
-        f"{here.bandwidth / 1e9:.1f} GB/s, {here.rate / 1e9:.0f} GFLOP/s; "
-        f"linear layers {' and '.join(backend_names(engine.target.model)) or 'as loaded'}; milliseconds\n"
-    )
-    print(table(found))
-    print(f"\ndrafts over {drafted} tokens: first level, each further one")
-    for beam, (first, further) in costs.draft.items():
-        print(f"  beam {beam}: {1000 * first:.1f}, {1000 * further:.1f}")
-    print(f"accept and keep: {1000 * costs.rest:.1f}; a step without a draft: {1000 * costs.plain:.1f}")
-
+from eagle_fsd.evaluation.commands.limits import main
 
 if __name__ == "__main__":
     main()

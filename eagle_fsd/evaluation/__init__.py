@@ -1,1 +1,1 @@
-"""Measuring: acceptance lengths and equality with the target. Scripts in eval/ call it."""
+"""Measure speed, acceptance and quality, and report on it. The scripts in eval/ call `commands`."""

@@ -1,22 +1,32 @@
-"""What every script of eval/ asks for: the models, the prompt files and how much of them."""
+"""What the evaluation's commands share: parsers of the models and prompts, and errors of one line."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from eagle_fsd.core.checks import require_integer
+from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import require_own_names, require_range
 from eagle_fsd.hub.resolve import DEFAULT_TARGET
 
 
-def model_parser(description: str, dtype: str | None = None) -> argparse.ArgumentParser:
-    """A parser with the arguments of `load_engine`; the description is shown as it is. dtype: the default
-    everywhere, for what rounding would blur; None: the device's own."""
-    parser = argparse.ArgumentParser(
+def plain_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return an empty parser that shows the description as it is."""
+    return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def model_parser(description: str | None, dtype: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the arguments of `load_engine`.
+
+    dtype: the default on every device, for what rounding would blur; None takes the device's own.
+    """
+    parser = plain_parser(description)
     add = parser.add_argument
     add("--base-model", default=DEFAULT_TARGET, help="target: Hub id, folder or .gguf file")
     add("--ea-model", help="draft head: Hub id or folder (default: the shipped one)")
@@ -29,40 +39,44 @@ def model_parser(description: str, dtype: str | None = None) -> argparse.Argumen
     return parser
 
 
-def load_engine(arguments: argparse.Namespace) -> EagleFSD:
-    """The target and head that a parser's arguments name."""
-    return EagleFSD.from_pretrained(
-        arguments.base_model,
-        arguments.ea_model,
-        dtype=arguments.dtype,
-        head_dtype=arguments.head_dtype,
-        device=arguments.device,
-        pack=arguments.pack,
-        graphs=arguments.graphs,
-        full_vocabulary=arguments.full_vocabulary,
-    )
-
-
-def parser_of(description: str, dtype: str | None = None) -> argparse.ArgumentParser:
-    """A parser with the arguments of the models and of the prompts; dtype: see `model_parser`."""
+def parser_of(description: str | None, dtype: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the arguments of the models and of the prompts; dtype: see `model_parser`."""
     parser = model_parser(description, dtype)
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        nargs="+",
-        required=True,
-        help="JSONL files of `prompt`, `turns`, `messages` ...",
-    )
-    parser.add_argument("--limit", type=int, help="at most LIMIT prompts of every file")
-    parser.add_argument("--skip", type=int, default=0, help="leave out the first SKIP prompts of every file")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
+    add = parser.add_argument
+    files = "JSONL files of `prompt`, `turns`, `messages` ..."
+    add("--prompts", type=Path, nargs="+", required=True, help=files)
+    add("--limit", type=int, help="at most LIMIT prompts of every file")
+    add("--skip", type=int, default=0, help="leave out the first SKIP prompts of every file")
+    add("--max-new-tokens", type=int, default=64, help="default: %(default)s")
     return parser
 
 
+def load_engine(arguments: argparse.Namespace) -> EagleFSD:
+    """Load the target and head that a parser's arguments name."""
+    names = ("dtype", "head_dtype", "device", "pack", "graphs", "full_vocabulary")
+    options = {name: getattr(arguments, name) for name in names}
+    return EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, **options)
+
+
 def check_sizes(arguments: argparse.Namespace, *batch_sizes: int) -> None:
-    """ValueError for numbers that leave nothing to do, and for a file given twice."""
+    """Raise ValueError for numbers that leave nothing to do, and for a file given twice."""
     require_range(arguments.skip, arguments.limit)
     require_integer("max_new_tokens", arguments.max_new_tokens, 1, "ask for at least one token")
     for size in batch_sizes:
         require_integer("batch_size", size, 1, "1 runs every prompt alone")
     require_own_names(arguments.prompts)
+
+
+@contextmanager
+def mistakes_on_one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Report a ValueError or OSError within as the parser's own error, and exit with code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        parser.error(one_line(error))
+
+
+def say(text: object) -> None:
+    """Write a line to stdout now: a command's result, not its log."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()

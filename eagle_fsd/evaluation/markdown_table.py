@@ -1,11 +1,17 @@
-"""A Markdown table from its titles and cells."""
+"""The Markdown tables of all measures and reports."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
-def table_lines(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of the table; a bar inside a cell is escaped."""
+def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Write a table from its titles and cells; a bar inside a cell is escaped."""
     lines = [titles, ["---"] * len(titles), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def filled_columns(titles: Iterable[str], rows: Sequence[Mapping[str, str]]) -> str:
+    """Write a table of rows by title; columns that would be empty are left out."""
+    filled = [title for title in titles if any(row.get(title) for row in rows)]
+    return markdown_table(filled, ([row.get(title, "") for title in filled] for row in rows))

@@ -1,34 +1,41 @@
-"""Prompt sets: files in, chat prompts as token ids out, in batches."""
+"""Prompt sets: files in, chat prompts as token ids out; and the one way in which measures answer them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.core.checks import require_integer
+from eagle_fsd.core.config import SamplingConfig
+from eagle_fsd.core.padding import pad_left
+from eagle_fsd.decoding.outputs import GenerationOutput
+from eagle_fsd.engine import EagleFSD
 from eagle_fsd.text.chat import encode
 from eagle_fsd.text.prompt_files import read_prompts
+
+Item = TypeVar("Item")
+GREEDY = SamplingConfig()
 
 
 def prompt_sets(
     paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, skip: int = 0, limit: int | None = None
 ) -> dict[str, list[list[int]]]:
-    """The chat prompts of every file by the set's name, at most `limit` after the first `skip`: token ids."""
-    return {set_name(path): chat_prompts(path, tokenizer, skip, limit) for path in paths}
+    """Return the token ids of every file's prompts by the set's name, as chats that wait for the answer.
 
-
-def chat_prompts(
-    path: Path, tokenizer: PreTrainedTokenizerBase, skip: int = 0, limit: int | None = None
-) -> list[list[int]]:
-    """A file's prompts, at most `limit` after the first `skip`, as chats of one user turn that wait for the
-    answer: token ids. ValueError where none is left."""
-    return [encode(tokenizer, prompt)[0].tolist() for prompt in prompts_of(path, skip, limit)]
+    At most `limit` prompts after the first `skip`. Raises ValueError where none is left.
+    """
+    return {
+        set_name(path): [encode(tokenizer, prompt)[0].tolist() for prompt in prompts_of(path, skip, limit)]
+        for path in paths
+    }
 
 
 def prompts_of(path: Path, skip: int = 0, limit: int | None = None) -> list[str]:
-    """A file's prompts, at most `limit` after the first `skip`; ValueError where none is left."""
+    """Read at most `limit` prompts of a file after the first `skip`. Raises ValueError where none is left."""
     require_range(skip, limit)
     prompts = read_prompts(path)
     if skip >= len(prompts):
@@ -37,19 +44,19 @@ def prompts_of(path: Path, skip: int = 0, limit: int | None = None) -> list[str]
 
 
 def set_name(path: Path) -> str:
-    """prompts_gsm8k.jsonl is the set gsm8k."""
+    """Return the name of a file's set: prompts_gsm8k.jsonl is gsm8k."""
     return path.stem.removeprefix("prompts_")
 
 
 def require_range(skip: int, limit: int | None) -> None:
-    """ValueError for numbers of prompts that cannot be."""
+    """Raise ValueError for numbers of prompts that cannot be."""
     require_integer("skip", skip, 0, "0 begins with the first prompt")
     if limit is not None:
         require_integer("limit", limit, 1, "leave --limit out for all prompts")
 
 
 def require_own_names(paths: Sequence[Path]) -> None:
-    """ValueError where two files would be one set: their prompts would be taken for the same samples."""
+    """Raise ValueError where two files would be one set: prompts would be taken for the same samples."""
     names = [set_name(path) for path in paths]
     for name, path in zip(names, paths, strict=True):
         if names.count(name) > 1:
@@ -59,7 +66,18 @@ def require_own_names(paths: Sequence[Path]) -> None:
             )
 
 
-def batches(count: int, size: int) -> Iterator[range]:
-    """Index ranges of `size` that cover 0..count-1."""
-    for start in range(0, count, size):
-        yield range(start, min(start + size, count))
+def batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    """Yield all items in order, `size` at a time."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def answer(
+    engine: EagleFSD,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig = GREEDY,
+    **options: Any,
+) -> GenerationOutput:
+    """Answer prompts (token ids) as one batch; options: further ones of `EagleFSD.generate`."""
+    ids, mask = pad_left(prompts, engine.pad_token_id)
+    return engine.generate(ids, mask, **asdict(sampling), **options)

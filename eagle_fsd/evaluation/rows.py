@@ -1,14 +1,15 @@
-"""Files of raw rows, one JSON object a line: appended as they are made, read back, and checked where a report
-is to rest on them. Knows no model.
+"""Files of raw rows, one JSON object a line: read back, and checked where a report is to rest on them.
 
-A run that is killed can leave half a line at the end of its file. Readers pass over it; a program that goes
-on with the file drops it first.
+Knows no model. A run that is killed can leave half a line at the end of its file. Readers pass over it; a
+program that goes on with the file drops it first.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,53 +17,27 @@ from eagle_fsd.core.checks import require_choice, require_integer, require_numbe
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.files.jsonl import read_jsonl
 
-NUMBER = (int, float)
-FINISH_REASONS = ("stop", "length")
+TEXT, WHOLE, NUMBER, OBJECT, NONE = (str,), (int,), (int, float), (dict,), (type(None),)
 # What the report reads of a row, and the JSON types that each may have. Rows may say more.
 FIELDS: dict[str, tuple[type, ...]] = {
-    "key": (str,),
-    "task": (str,),
-    "version": (int, str),
-    "sample": (str, int),
-    "seed": (int,),
-    "rule": (dict,),
-    "sampling": (dict,),
-    "tree": (dict,),
-    "max_new_tokens": (int,),
-    "dtype": (str,),
-    "base_model": (str,),
-    "ea_model": (str, type(None)),
-    "draft_vocab_size": (int, type(None)),
-    "finish_reason": (str,),
-    "steps": (int,),
-    "new_tokens": (int,),
-    "fuzzy_accepts": (int,),
-    "seconds": NUMBER,
-    "batch_size": (int,),
-    "law": (dict, type(None)),
-    "log_p": (*NUMBER, type(None)),
-    "agreement": (*NUMBER, type(None)),
-    "scores": (dict,),
+    **dict.fromkeys(("key", "task", "dtype", "base_model", "finish_reason"), TEXT),
+    **dict.fromkeys(("seed", "max_new_tokens", "batch_size", "steps", "new_tokens", "fuzzy_accepts"), WHOLE),
+    **dict.fromkeys(("rule", "sampling", "tree", "scores"), OBJECT),
+    **{"version": WHOLE + TEXT, "sample": TEXT + WHOLE, "seconds": NUMBER, "law": OBJECT + NONE},
+    **{"ea_model": TEXT + NONE, "draft_vocab_size": WHOLE + NONE, "log_p": NUMBER + NONE},
 }
-PROVENANCE = (
-    "commit",
-    "eagle_fsd",
-    "python",
-    "torch",
-    "transformers",
-    "device",
-    "threads",
-    "command",
-    "date",
-)
+JSON_NAMES = {dict: "an object", str: "a string", int: "an integer", float: "a number", type(None): "null"}
+PROVENANCE = ("commit", "eagle_fsd", "python", "torch", "transformers")
+PROVENANCE += ("device", "threads", "command", "date")
 
 
 @dataclass(frozen=True)
 class Row:
     """One sample of one cell, as the runner wrote it.
 
-    kl, tv: sums over the emitted tokens of KL(law || p) and TV(law, p), None where unknown or infinite.
-    log_p: mean per token under the raw target. provenance: those of PROVENANCE that the row has.
+    kl, tv: sums over the emitted tokens of KL(r || p) and TV(r, p), r the rule's distribution and p the
+    target's; None where unknown or infinite. log_p: mean per token under the raw target. provenance: those of
+    PROVENANCE that the row has.
     """
 
     key: str
@@ -87,55 +62,59 @@ class Row:
     kl: float | None
     tv: float | None
     log_p: float | None
-    agreement: float | None
     scores: Mapping[str, float | None]
-    provenance: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any]
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Row:
-        """The row of a JSON object. ValueError names the first field that is missing or cannot be."""
-        for name, kinds in FIELDS.items():
-            if name not in data:
-                raise ValueError(f"has no {name!r}: a raw row needs it; make the row again")
-            value = data[name]
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                raise ValueError(f"{name} is {value!r}: {' or '.join(map(json_name, kinds))} is wanted")
-        if not isinstance(data["rule"].get("name"), str):
-            raise ValueError(f"rule is {data['rule']!r}: it needs a name; {{'name': 'lossless'}} is one")
-        require_choice("finish_reason", data["finish_reason"], FINISH_REASONS)
-        for name in ("steps", "new_tokens", "fuzzy_accepts"):
-            require_integer(name, data[name], 0, "make the row again")
-        require_integer("batch_size", data["batch_size"], 1, "make the row again")
-        require_number("seconds", data["seconds"], 0.0, float("inf"), "make the row again")
-        law = data["law"] or {}
-        numbers = {"law kl": law.get("kl"), "law tv": law.get("tv"), **data["scores"]}
-        for name, value in numbers.items():
-            if value is not None and not isinstance(value, (*NUMBER, bool)):
-                raise ValueError(f"{name} is {value!r}: a number or null is wanted; score the row again")
-        for name, value in (*numbers.items(), ("log_p", data["log_p"]), ("agreement", data["agreement"])):
-            if value is not None and value != value:
-                raise ValueError(f"{name} is NaN: null stands for what is not known; make the row again")
-        kept = {name: data[name] for name in FIELDS if name != "law"}
-        if data["rule"]["name"] == "fuzzy":  # rows of before there was this guard
-            kept["rule"] = {**data["rule"], "min_gain": data["rule"].get("min_gain", 0.0)}
-        return cls(
-            **kept
-            | {
-                "sample": str(data["sample"]),
-                "sampling": settings(SamplingConfig, "sampling", data["sampling"]),
-                "tree": settings(TreeConfig, "tree", data["tree"]),
-                "scores": {
-                    name: None if score is None else float(score) for name, score in data["scores"].items()
-                },
-                "kl": law.get("kl"),
-                "tv": law.get("tv"),
-                "provenance": {name: data[name] for name in PROVENANCE if name in data},
-            }
-        )
+        """Read the row of a JSON object. Raises ValueError for a field that is missing or wrong."""
+        law = check(data)
+        rule = dict(data["rule"])
+        if rule["name"] == "fuzzy":
+            rule.setdefault("min_gain", 0.0)  # rows from before there was this guard
+        scores = {name: None if score is None else float(score) for name, score in data["scores"].items()}
+        made = {
+            "sample": str(data["sample"]),
+            "rule": rule,
+            "sampling": settings(SamplingConfig, "sampling", data["sampling"]),
+            "tree": settings(TreeConfig, "tree", data["tree"]),
+            "scores": scores,
+            "kl": law.get("kl"),
+            "tv": law.get("tv"),
+            "provenance": {name: data[name] for name in PROVENANCE if name in data},
+        }
+        return cls(**{name: data[name] for name in FIELDS if name != "law"} | made)
+
+
+def check(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raise ValueError unless these are a raw row's fields; returns its distances, empty where unknown."""
+    for name, kinds in FIELDS.items():
+        if name not in data:
+            raise ValueError(f"has no {name!r}: a raw row needs it; make the row again")
+        value = data[name]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ValueError(
+                f"{name} is {value!r}: {' or '.join(JSON_NAMES[kind] for kind in kinds)} is wanted"
+            )
+    if not isinstance(data["rule"].get("name"), str):
+        raise ValueError(f"rule is {data['rule']!r}: it needs a name; {{'name': 'lossless'}} is one")
+    require_choice("finish_reason", data["finish_reason"], ("stop", "length"))
+    for name in ("steps", "new_tokens", "fuzzy_accepts"):
+        require_integer(name, data[name], 0, "make the row again")
+    require_integer("batch_size", data["batch_size"], 1, "make the row again")
+    require_number("seconds", data["seconds"], 0.0, float("inf"), "make the row again")
+    law = data["law"] or {}
+    numbers = {"law kl": law.get("kl"), "law tv": law.get("tv"), **data["scores"]}
+    for name, value in {**numbers, "log_p": data["log_p"]}.items():
+        if value is not None and not isinstance(value, (*NUMBER, bool)):
+            raise ValueError(f"{name} is {value!r}: a number or null is wanted; score the row again")
+        if value is not None and value != value:
+            raise ValueError(f"{name} is NaN: null stands for what is not known; make the row again")
+    return law
 
 
 def settings(kind: type, name: str, data: Mapping[str, Any]) -> Any:
-    """The frozen settings of a row's object; ValueError for other fields than theirs."""
+    """Build the frozen settings of a row's object. Raises ValueError for other fields than theirs."""
     try:
         return kind(**data)
     except TypeError as error:
@@ -143,37 +122,36 @@ def settings(kind: type, name: str, data: Mapping[str, Any]) -> Any:
         raise ValueError(f"{name} is {data!r}: its fields are {known}; make the row again") from error
 
 
-def json_name(kind: type) -> str:
-    """What JSON calls a type."""
-    names = {dict: "an object", str: "a string", int: "an integer", float: "a number"}
-    return names.get(kind, "null")
+def digest(value: object) -> str:
+    """Return what tells a value that JSON can hold from others."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of an earlier run, none where there is no file; see `read_jsonl`."""
+    """Read the rows of an earlier run, none where there is no file; see `read_jsonl`."""
     return [row for _, row in read_jsonl(path, torn=True)] if path.exists() else []
 
 
-def rows_by(path: Path, *fields: str) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The rows of an earlier run by these fields; ValueError for rows of something else, which lack one."""
+def rows_by(path: Path, *names: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Read the rows of an earlier run by these fields. Raises ValueError for other rows, which lack one."""
     rows = {}
     for number, row in read_jsonl(path, torn=True) if path.exists() else ():
-        for name in fields:
+        for name in names:
             if name not in row:
                 raise ValueError(
                     f"{path}:{number}: has no {name!r}: these are other rows; name another output"
                 )
-        rows[tuple(row[name] for name in fields)] = row
+        rows[tuple(row[name] for name in names)] = row
     return rows
 
 
 def rows_of_answers(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The answers of an earlier run by key, sample and seed; see `rows_by`."""
+    """Read the answers of an earlier run by key, sample and seed; see `rows_by`."""
     return rows_by(path, "key", "sample", "seed")
 
 
 def read_raw_rows(paths: Iterable[Path]) -> dict[Path, list[Row]]:
-    """The rows of each file, checked; ValueError names file and line of one that cannot stand.
+    """Read the rows of each file, checked. Raises ValueError naming file and line of one that cannot stand.
 
     Two rows of one cell, sample and seed are refused, for which of them counts is not ours to choose: files
     that overlap must not be added up.

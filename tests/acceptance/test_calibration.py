@@ -1,15 +1,12 @@
-"""Calibration: what a lossless pass records, what is foretold of it, what is chosen, and who may read it."""
+"""Calibration: what a lossless pass records, what it predicts, what is chosen, and who may read it."""
 
 from __future__ import annotations
 
 import json
 import math
-import runpy
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,14 +22,14 @@ from eagle_fsd.core.config import AutoThreshold, AutoTree
 from eagle_fsd.evaluation.analysis.bootstrap import Sums
 from eagle_fsd.evaluation.calibrate.recorded_pass import LADDER, Kind, Recorder, Records, Work, kinds_of
 from eagle_fsd.evaluation.calibrate.threshold_search import (
+    Search,
     bound,
     calibrate,
-    largest,
-    splits,
-    table,
+    calibration_table,
     trial_table,
     tv_of,
 )
+from eagle_fsd.evaluation.commands import calibrate as script
 from eagle_fsd.evaluation.measure import sweep
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
 from eagle_fsd.evaluation.rows import read_rows
@@ -52,7 +49,7 @@ def engine(head_seed: int = 0) -> EagleFSD:
 
 def work(folder: Path, count: int = 6, model: EagleFSD | None = None) -> Work:
     task = Task("prompts/toy", 1, Source(("toy.jsonl",), ""), lambda row, place: (str(place), [], {}), 12)
-    samples = [Sample(str(place), (), {}, 12) for place in range(count)]
+    samples = [Sample(str(place), (), {}) for place in range(count)]
     asked = Questions(task, samples, prompts_of([4 + place % 3 for place in range(count)]), range(count))
     return Work(model or engine(), Cell(asked, Lossless(), WARM, TREE, 12), folder, 2, 0.8, {"commit": "abc"})
 
@@ -123,16 +120,16 @@ def test_records_are_the_rules_own_numbers() -> None:
     assert sum(row[2] > 0.01 for row in wanted) > 2 and True in narrowed
 
 
-def test_what_is_foretold_is_the_sum_of_moves_within_the_threshold(tmp_path: Path) -> None:
+def test_what_is_predicted_is_the_sum_of_moves_within_the_threshold(tmp_path: Path) -> None:
     records = work(tmp_path).record(["js", "tv"], [("hybrid", "draft", 0.0), ("paper", "target", 0.0)])
     for kind in kinds_of(["js", "tv"], ["hybrid"], ["draft"]):
         for threshold in (0.0, 0.05, 0.3, math.inf):
-            sums = records.foretold(kind, threshold, [1, 4])
+            sums = records.predicted(kind, threshold, [1, 4])
             column = records.divergences.index(kind[0])
             for n, place in enumerate([1, 4]):
                 plain = sum(row[2] for row in records.tables[place].tolist() if row[column] <= threshold)
                 assert sums.numerator[n] == pytest.approx(plain) and sums.denominator[n] == 12
-    mean = [float(records.foretold(JS, t, range(6)).numerator.sum()) for t in LADDER]
+    mean = [float(records.predicted(JS, t, range(6)).numerator.sum()) for t in LADDER]
     assert mean == sorted(mean) and mean[-1] > mean[0]
 
 
@@ -145,9 +142,9 @@ def test_another_seed_is_another_run(tmp_path: Path) -> None:
     assert not all(same)
     again = job.record(["js"], moves)
     assert again.taus == first.taus and len(read_rows(tmp_path / "records.jsonl")) == 12
-    assert {row["seed"] for row in job.really(JS, 0.3)} == set(range(6))
-    assert {row["seed"] for row in other.really(JS, 0.3)} == set(range(100, 106))
-    assert {row["seed"] for row in job.really(JS, 0.3)} == set(range(6))
+    assert {row["seed"] for row in job.run(JS, 0.3)} == set(range(6))
+    assert {row["seed"] for row in other.run(JS, 0.3)} == set(range(100, 106))
+    assert {row["seed"] for row in job.run(JS, 0.3)} == set(range(6))
 
 
 def test_the_lossless_pass_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -173,14 +170,14 @@ def made_records(count: int = 40, seed: int = 0) -> Records:
 
 
 def runs_like(records: Records, factor: float, asked: list[float]) -> Any:
-    """Runs whose TV is `factor` times what was foretold."""
+    """Runs whose TV is `factor` times what was predicted."""
 
-    def really(kind: Kind, threshold: float) -> list[dict[str, Any]]:
+    def run(kind: Kind, threshold: float) -> list[dict[str, Any]]:
         asked.append(threshold)
-        sums = records.foretold(kind, threshold, range(len(records.tables)))
+        sums = records.predicted(kind, threshold, range(len(records.tables)))
         return [{"law": {"tv": factor * float(tv)}, "new_tokens": 50, "steps": 20} for tv in sums.numerator]
 
-    return really
+    return run
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.7, 3.0])
@@ -188,9 +185,9 @@ def runs_like(records: Records, factor: float, asked: list[float]) -> Any:
 def test_the_largest_threshold_inside_the_budget(factor: float, budget: float) -> None:
     """As by running the whole ladder: never beyond the budget, at most one step of it below the best."""
     records, asked = made_records(), []
-    really = runs_like(records, factor, asked)
-    found = largest(JS, budget, range(40), records, really, 0.9)
-    tvs = {t: bound(tv_of(really(JS, t)), 0.9)[1] for t in LADDER}
+    run = runs_like(records, factor, asked)
+    found = Search(records, run, 0.9).largest(JS, budget, range(40))
+    tvs = {t: bound(tv_of(run(JS, t)), 0.9)[1] for t in LADDER}
     best = max((t for t in LADDER if tvs[t] <= budget), default=None)
     assert found is not None and found.bound <= budget and best is not None
     assert found.bound == pytest.approx(tvs[found.threshold])
@@ -201,12 +198,12 @@ def test_the_largest_threshold_inside_the_budget(factor: float, budget: float) -
 
 def test_a_budget_that_nothing_meets_has_no_threshold() -> None:
     records = Records(["js"], [("hybrid", "draft", 0.0)], [np.tile([0.0, 0.5], (50, 1))] * 8, [(50, 25)] * 8)
-    assert largest(JS, 0.01, range(8), records, runs_like(records, 1.0, []), 0.9) is None
+    assert Search(records, runs_like(records, 1.0, []), 0.9).largest(JS, 0.01, range(8)) is None
 
 
 def test_a_budget_that_everything_meets_takes_the_last_step() -> None:
     records = Records(["js"], [("hybrid", "draft", 0.0)], [np.tile([0.1, 0.0], (50, 1))] * 8, [(50, 25)] * 8)
-    found = largest(JS, 0.01, range(8), records, runs_like(records, 1.0, []), 0.9)
+    found = Search(records, runs_like(records, 1.0, []), 0.9).largest(JS, 0.01, range(8))
     assert found is not None and found.threshold == LADDER[-1] and found.bound == 0
 
 
@@ -221,7 +218,7 @@ def test_bounds_hold_as_often_as_they_say() -> None:
 
 def test_splits_try_what_they_have_not_seen() -> None:
     records, asked = made_records(), []
-    trials = splits(JS, 0.03, records, runs_like(records, 1.3, asked), 0.9, 6)
+    trials = Search(records, runs_like(records, 1.3, asked), 0.9).splits(JS, 0.03, 6)
     assert [trial.split for trial in trials] == list(range(6))
     assert sum(bool(trial.inside) for trial in trials) >= 5
     assert len({trial.tv for trial in trials}) > 1  # halves differ
@@ -235,13 +232,13 @@ def test_calibrate_end_to_end(tmp_path: Path) -> None:
     calibration, trials = calibrate(job, kinds, [0.05, 0.2], 2)
     assert {one.kind for one in calibration.thresholds} <= set(kinds) and calibration.thresholds
     for one in calibration.thresholds:
-        rows = job.really(one.kind, one.threshold)
+        rows = job.run(one.kind, one.threshold)
         tv = sum(row["law"]["tv"] for row in rows) / sum(row["new_tokens"] for row in rows)
         assert one.tv == pytest.approx(tv) and one.tv <= one.bound <= 0.2
     before = (tmp_path / "rows.jsonl").read_bytes()
     again, _ = calibrate(work(tmp_path, 8), kinds, [0.05, 0.2], 2)
     assert again == calibration and (tmp_path / "rows.jsonl").read_bytes() == before
-    assert table(calibration).count("\n") == len(calibration.thresholds) + 1 and len(trials) == 32
+    assert calibration_table(calibration).count("\n") == len(calibration.thresholds) + 1 and len(trials) == 32
 
 
 # --- the file ---
@@ -346,14 +343,10 @@ def test_what_does_not_fit_is_refused(spoil: str, line: str, tmp_path: Path) -> 
 # --- the script ---
 
 
-def calibrate_script() -> SimpleNamespace:
-    return SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "eval" / "calibrate.py")))
-
-
 def test_the_script_writes_and_installs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script, model = calibrate_script(), engine()
+    model = engine()
     model.head_folder = tmp_path / "head"
     model.head_folder.mkdir()
     for name in "ab":
@@ -362,12 +355,11 @@ def test_the_script_writes_and_installs(
     monkeypatch.setattr(
         sweep, "encode_chat", lambda _, messages: torch.tensor([[len(messages[0]["content"]), 7, 8]])
     )
-    monkeypatch.setitem(script.main.__globals__, "load_engine", lambda _: model)
-    argv = f"x --prompts {tmp_path}/prompts_a.jsonl {tmp_path}/prompts_b.jsonl --limit 3"
+    monkeypatch.setattr(script, "load_engine", lambda _: model)
+    argv = f"--prompts {tmp_path}/prompts_a.jsonl {tmp_path}/prompts_b.jsonl --limit 3"
     argv += " --quality-budget 0.3 0.1"
     argv += f" --divergence js --tree 6/2/3 --max-new-tokens 6 --splits 2 --install --output {tmp_path}/out"
-    monkeypatch.setattr(sys, "argv", argv.split())
-    script.main()
+    script.main(argv.split())
     printed = capsys.readouterr().out
     assert "| js | hybrid | draft |" in printed and "of 2" in printed
     found = read_calibration(tmp_path / "head" / FILE)
@@ -389,7 +381,7 @@ def test_a_calibration_without_thresholds_replaces_none(tmp_path: Path) -> None:
     calibration = a_calibration(engine())
     calibration.write(tmp_path / FILE)
     with pytest.raises(ValueError, match="install: no threshold stays inside the budget"):
-        calibrate_script().install(tmp_path, replace(calibration, thresholds=()))
+        script.install(tmp_path, replace(calibration, thresholds=()))
     assert read_calibration(tmp_path / FILE) == calibration
 
 
@@ -415,12 +407,10 @@ def test_mistakes_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    script = calibrate_script()
-    monkeypatch.setitem(script.main.__globals__, "load_engine", lambda _: engine())
+    monkeypatch.setattr(script, "load_engine", lambda _: engine())
     monkeypatch.setattr(sweep, "encode_chat", lambda *_: torch.tensor([[5, 7, 8]]))
     (tmp_path / "a.jsonl").write_text('{"prompt": "hi"}\n')
-    argv = f"x --prompts {tmp_path}/a.jsonl --output {tmp_path}/out {arguments}"
-    monkeypatch.setattr(sys, "argv", argv.split())
+    argv = f"--prompts {tmp_path}/a.jsonl --output {tmp_path}/out {arguments}"
     with pytest.raises(SystemExit) as ending:
-        script.main()
+        script.main(argv.split())
     assert ending.value.code == 2 and line in capsys.readouterr().err.splitlines()[-1]

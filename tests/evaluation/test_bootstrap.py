@@ -152,7 +152,6 @@ def test_a_ratio_is_of_sums_not_a_mean_of_ratios() -> None:
 def test_one_sample_has_a_value_and_no_interval() -> None:
     found = change(mean_of(np.array([3.0])), mean_of(np.array([2.0])))
     assert found.difference == Estimate(1.0, None, None, 1) and found.ratio == Estimate(1.5, None, None, 1)
-    assert found.difference.overlaps(found.difference) is None
 
 
 def test_samples_that_are_all_equal_have_an_interval_of_one_point() -> None:
@@ -200,13 +199,10 @@ def test_students_t_is_scipys(freedom: int) -> None:
     assert student_t(0.025, freedom) == pytest.approx(stats.t.ppf(0.025, freedom), rel=0.01)
 
 
-def test_overlap_is_a_shared_point() -> None:
-    first = Estimate(1.0, 0.0, 2.0, 5)
-    assert first.overlaps(Estimate(3.0, 2.0, 4.0, 5)) is True
-    assert (
-        first.overlaps(Estimate(3.0, 2.1, 4.0, 5)) is False
-        and Estimate(3.0, 2.1, 4.0, 5).overlaps(first) is False
-    )
+def test_a_scaled_estimate_keeps_its_interval_in_order() -> None:
+    assert Estimate(1.0, 0.0, 2.0, 5).scaled(-2) == Estimate(-2.0, -4.0, 0.0, 5)
+    assert Estimate(1.0, 0.0, 2.0, 5).scaled(1, shift=-1.0) == Estimate(0.0, -1.0, 1.0, 5)
+    assert Estimate(1.0, None, None, 1).scaled(-1) == Estimate(-1.0, None, None, 1)
 
 
 @pytest.mark.parametrize(

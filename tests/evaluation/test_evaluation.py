@@ -14,8 +14,10 @@ from support.tiny_models import KnowingEngine, greedy_alone, prompts_of, tiny_he
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.cli import load_engine, model_parser
+from eagle_fsd.evaluation.commands import greedy
 from eagle_fsd.evaluation.measure import acceptance_length, greedy_equality
-from eagle_fsd.evaluation.prompt_sets import batches, chat_prompts, prompt_sets, set_name
+from eagle_fsd.evaluation.measure.greedy_equality import reference
+from eagle_fsd.evaluation.prompt_sets import batches, prompt_sets, set_name
 from eagle_fsd.target.model import TargetModel
 
 ROOT = Path(__file__).parents[2]
@@ -229,25 +231,25 @@ class CharTokenizer:
 def test_prompt_sets_are_chats_of_first_turns(tmp_path: Path) -> None:
     path = tmp_path / "prompts_few.jsonl"
     path.write_text('{"turns": ["ab", "never"]}\n\n{"prompt": "c"}\n{"turns": ["d"]}\n')
-    assert chat_prompts(path, CharTokenizer()) == [[1, 97, 98, 2], [1, 99, 2], [1, 100, 2]]
-    assert chat_prompts(path, CharTokenizer(), limit=1) == [[1, 97, 98, 2]]
-    assert chat_prompts(path, CharTokenizer(), skip=1) == [[1, 99, 2], [1, 100, 2]]
+    assert prompt_sets([path], CharTokenizer()) == {"few": [[1, 97, 98, 2], [1, 99, 2], [1, 100, 2]]}
+    assert prompt_sets([path], CharTokenizer(), limit=1) == {"few": [[1, 97, 98, 2]]}
+    assert prompt_sets([path], CharTokenizer(), skip=1) == {"few": [[1, 99, 2], [1, 100, 2]]}
     assert prompt_sets([path], CharTokenizer(), skip=1, limit=1) == {"few": [[1, 99, 2]]}
     with pytest.raises(ValueError, match=r"skip is 3: .*prompts_few.jsonl has 3 prompts; lower --skip"):
-        chat_prompts(path, CharTokenizer(), skip=3)
+        prompt_sets([path], CharTokenizer(), skip=3)
     assert (set_name(path), set_name(tmp_path / "own.jsonl")) == ("few", "own")
     with pytest.raises(
         ValueError, match=r"gone.jsonl: cannot be read \(No such file or directory\); name a JSONL file"
     ):
-        chat_prompts(tmp_path / "gone.jsonl", CharTokenizer())
+        prompt_sets([tmp_path / "gone.jsonl"], CharTokenizer())
     path.write_text('{"turns": ["ab"]}\n{"text": "c"}\n')
     with pytest.raises(ValueError, match=r"prompts_few.jsonl:2: has no prompt"):
-        chat_prompts(path, CharTokenizer())
+        prompt_sets([path], CharTokenizer())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
 def test_batches_cover_every_index_once(size: int) -> None:
-    made = list(batches(7, size))
+    made = list(batches(range(7), size))
     assert [index for rows in made for index in rows] == list(range(7))
     assert all(len(rows) <= size for rows in made)
 
@@ -299,7 +301,7 @@ def test_the_scripts_end_to_end(
     monkeypatch.setattr(EagleFSD, "from_pretrained", lambda *_, **__: engine)
     prompts = tmp_path / "prompts_few.jsonl"
     prompts.write_text('{"prompt": "!#"}\n{"prompt": "&+6"}\n{"prompt": "A"}\n')
-    rows, kept = tmp_path / "rows.jsonl", tmp_path / "reference.json"
+    rows = tmp_path / "rows.jsonl"
 
     def run(name: str, *arguments: str) -> str:
         given = ["--prompts", str(prompts), "--output", str(rows), "--max-new-tokens", "8", *arguments]
@@ -310,13 +312,17 @@ def test_the_scripts_end_to_end(
     shown = run("measure_tau.py", "--threshold", "js", "0.1", "0.5", "--mode", "hybrid", "paper")
     assert [line.split("|")[3].strip() for line in shown.splitlines()[2:]] == (["lossless"] + ["js"] * 4) * 2
     assert len(rows.read_text().splitlines()) == 10
-    greedy_run = ("check_greedy.py", "--reference", str(kept), "--tree", "16/5/8", "--batch-size", "1", "2")
+    greedy_run = ("check_greedy.py", "--tree", "16/5/8", "--batch-size", "1", "2")
     with pytest.raises(SystemExit, match="0"):
         run(*greedy_run)
     assert capsys.readouterr().out.count("3 of 3 equal") == 2
-    texts = json.loads(kept.read_text())
-    texts["texts"][1][3] += 1
-    kept.write_text(json.dumps(texts))
+
+    def other_text(*arguments: Any) -> list[list[int]]:
+        texts = reference(*arguments)
+        texts[1][3] += 1
+        return texts
+
+    monkeypatch.setattr(greedy, "reference", other_text)
     with pytest.raises(SystemExit, match="1"):
         run(*greedy_run)
     shown = capsys.readouterr().out

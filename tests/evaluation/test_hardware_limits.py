@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from support.tiny_models import tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.autotune.step_costs import WIDTHS
+from eagle_fsd.evaluation.commands import limits as script
 from eagle_fsd.evaluation.measure.hardware_limits import Machine, forwards, machine, table
 from eagle_fsd.runtime.matmul_backends import backend_for
 from eagle_fsd.runtime.packed_linear import PackedLinear, backend_names, pack_linears
@@ -43,18 +40,13 @@ def test_the_machine_has_rates() -> None:
 
 
 def test_the_script_end_to_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = importlib.util.spec_from_file_location("limits", Path(__file__).parents[2] / "eval" / "limits.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     engine = EagleFSD(TargetModel(tiny_model()), tiny_head())
     monkeypatch.setattr(script, "load_engine", lambda _: engine)
     monkeypatch.setattr(script, "machine", lambda *_: Machine(2e9, 3e9))
-    monkeypatch.setattr(sys, "argv", ["x", "--context", "20"])
-    script.main()
+    script.main(["--context", "20"])
     printed = capsys.readouterr().out
     assert "float32: 2.0 GB/s, 3 GFLOP/s; linear layers as loaded" in printed
     assert "beam 8: " in printed and "accept and keep: " in printed
-    monkeypatch.setattr(sys, "argv", ["x", "--context", "0"])
     with pytest.raises(SystemExit):
-        script.main()
+        script.main(["--context", "0"])
     assert "context is 0" in capsys.readouterr().err

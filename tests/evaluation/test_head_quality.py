@@ -16,7 +16,7 @@ from support.tiny_models import VOCAB, KnowingEngine, greedy_alone, prompts_of, 
 from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Lossless, Verified, accept
 from eagle_fsd.core.sampling import RowRandom
-from eagle_fsd.evaluation.measure.head_quality import TOP, HeadReport, Witness, calibration, observe
+from eagle_fsd.evaluation.measure.head_quality import TOP, DraftObserver, HeadReport, calibration, observe
 from eagle_fsd.evaluation.report import plots
 from eagle_fsd.target.model import TargetModel
 
@@ -30,7 +30,7 @@ def target() -> TargetModel:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_witness_counts_what_a_plain_walk_counts(seed: int) -> None:
+def test_the_observer_counts_what_a_plain_walk_counts(seed: int) -> None:
     """Nodes of ragged random trees, with logits that often agree with the tree."""
     draw = torch.Generator().manual_seed(seed)
     tree = random_tree(batch=3, nodes=14, depth=4, width=3, vocab_size=40, seed=seed)
@@ -41,11 +41,11 @@ def test_a_witness_counts_what_a_plain_walk_counts(seed: int) -> None:
         for node in range(1, nodes):
             if torch.rand((), generator=draw) < 0.5:
                 logits[row, tree.parents[row, node], tree.tokens[row, node]] += 9.0
-    witness = Witness(tree.depth)
+    seen = DraftObserver(tree.depth)
     verified = Verified.from_logits(tree, logits, SamplingConfig(), torch.empty(0, dtype=torch.int64))
     emitted = torch.zeros(batch, dtype=torch.int64)
     verdict = accept(Lossless(), verified, RowRandom(0, batch), emitted)
-    witness(verified, verdict, dict.fromkeys(range(batch), 1))
+    seen(verified, verdict, dict.fromkeys(range(batch), 1))
 
     reached, right = [0] * tree.depth, {count: [0] * tree.depth for count in TOP}
     confidence, taken = [], []
@@ -63,10 +63,10 @@ def test_a_witness_counts_what_a_plain_walk_counts(seed: int) -> None:
                 right[count][depth] += wanted in law[node].topk(count).indices.tolist()
             children = [n for n in range(nodes) if int(tree.parents[row, n]) == node]
             node = next((n for n in children if int(tree.tokens[row, n]) == wanted), -1)
-    assert witness.reached.tolist() == reached
-    assert witness.right.tolist() == [right[count] for count in TOP]
-    assert torch.cat(witness.taken).tolist() == taken
-    torch.testing.assert_close(torch.cat(witness.confidence), torch.tensor(confidence))
+    assert seen.reached.tolist() == reached
+    assert seen.right.tolist() == [right[count] for count in TOP]
+    assert torch.cat(seen.taken).tolist() == taken
+    torch.testing.assert_close(torch.cat(seen.confidence), torch.tensor(confidence))
 
 
 def test_an_oracle_is_right_at_every_depth(target: TargetModel) -> None:

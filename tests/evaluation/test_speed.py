@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +16,8 @@ from support.tiny_models import prompts_of, tiny_head, tiny_model
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.measure.observers import judged
+from eagle_fsd.evaluation.commands import speed as script
+from eagle_fsd.evaluation.measure.observers import likelihood
 from eagle_fsd.evaluation.measure.speed import Answers, Method, Setting, method, race, stretched
 from eagle_fsd.evaluation.report.speed_ratios import quartiles, results, table
 from eagle_fsd.files import provenance
@@ -33,58 +31,49 @@ def engine() -> EagleFSD:
     return EagleFSD(TargetModel(tiny_model()), tiny_head())
 
 
-def speed_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("speed", Path(__file__).parents[2] / "eval" / "speed.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
-def stub(name: str, seconds: float, calls: list[tuple[str, int, int]]) -> Method:
+def stub(name: str, seconds: float, calls: list[tuple[str, int]]) -> Method:
     """Answers every prompt with two tokens in one step."""
 
-    def answer(prompts: Sequence[Sequence[int]], most: int) -> Answers:
-        calls.append((name, len(prompts), most))
-        many = len(prompts)
-        stats = GenerationStats(steps=many, new_tokens=2 * many, seconds=seconds, verify_seconds=seconds / 2)
-        return Answers([[1, 2]] * many, stats, 1, None if name == "hf" else TreeConfig(4))
+    def answer(prompts: Sequence[Sequence[int]]) -> Answers:
+        calls.append((name, len(prompts)))
+        stats = GenerationStats(steps=1, new_tokens=2, seconds=seconds, verify_seconds=seconds / 2)
+        tree = None if name == "hf" else TreeConfig(4)
+        return Answers([[1, 2]] * len(prompts), [stats] * len(prompts), tree)
 
     return Method(name, answer)
 
 
-def raced(calls: list[tuple[str, int, int]], count: int = 5, size: int = 2) -> list[dict[str, Any]]:
+def raced(calls: list[tuple[str, int]], count: int = 5, size: int = 2) -> list[dict[str, Any]]:
     methods = [stub("hf", 2.0, calls), stub("plain", 1.0, calls), stub("lossless", 0.5, calls)]
     prompts = prompts_of([3] * count)
-    return list(
-        race(methods, prompts, size, SETTING, torch.device("cpu"), lambda part, _: {"said": len(part)})
-    )
+    return list(race(methods, prompts, size, torch.device("cpu"), lambda part, _: {"said": len(part)}))
 
 
 @pytest.mark.parametrize("name", ["hf", "plain", "lossless"])
 def test_where_nothing_ends_a_text_all_answers_are_as_long(name: str) -> None:
     model, prompts = engine(), prompts_of([4, 6])
     stock = TargetModel(tiny_model())
-    texts = method(name, model, lambda: stock, SETTING).answer(prompts, 8).tokens
+    texts = method(name, model, lambda: stock, SETTING).answer(prompts).tokens
     for target in (model.target, stock):
         target.model.generation_config.eos_token_id = [texts[0][2], texts[1][3]]
-    ended = method(name, model, lambda: stock, SETTING).answer(prompts, 8).tokens
+    ended = method(name, model, lambda: stock, SETTING).answer(prompts).tokens
     assert [len(row) for row in ended] == [
         len(row[: row.index(end) + 1]) for row, end in ((texts[0], texts[0][2]), (texts[1], texts[1][3]))
     ]
-    endless = method(name, model, lambda: stock, replace(SETTING, endless=True)).answer(prompts, 8)
+    endless = method(name, model, lambda: stock, replace(SETTING, endless=True)).answer(prompts)
     assert endless.tokens == texts and all(len(row) == 8 for row in texts)
 
 
 def test_every_method_answers_every_batch_in_rotating_order() -> None:
-    calls: list[tuple[str, int, int]] = []
+    calls: list[tuple[str, int]] = []
     rows = raced(calls)
     assert [row["method"] for row in rows] == [
         *("hf", "plain", "lossless"),
         *("plain", "lossless", "hf"),
         *("lossless", "hf", "plain"),
     ]
-    assert [name for name, _, _ in calls[:9]] == ["hf"] * 3 + ["plain"] * 3 + ["lossless"] * 3  # untimed
-    assert [(size, most) for _, size, most in calls[9:]] == [(2, 8)] * 6 + [(1, 8)] * 3
+    assert [name for name, _ in calls[:9]] == ["hf"] * 3 + ["plain"] * 3 + ["lossless"] * 3  # untimed
+    assert [size for _, size in calls[9:]] == [2] * 6 + [1] * 3
     assert all(row["said"] == len(row["prompts"]) and row["peak_memory"] > 10**6 for row in rows)
     assert json.loads(json.dumps(rows)) == rows
 
@@ -140,9 +129,9 @@ def test_methods_deliver_the_targets_greedy_text() -> None:
     wanted = model.generate(prompts[:1], max_new_tokens=8).new_tokens
     for name in ("hf", "lookup", "plain", "lossless", "js:0"):
         one = method(name, model, lambda: model.target, SETTING)
-        answers = one.answer(prompts[:1], 8)
-        assert answers.tokens == wanted and answers.stats.new_tokens == len(wanted[0])
-        assert answers.stats.seconds > 0 and (answers.tree is None) == (name in ("hf", "lookup"))
+        answers = one.answer(prompts[:1])
+        assert answers.tokens == wanted and answers.stats[0].new_tokens == len(wanted[0])
+        assert answers.stats[0].seconds > 0 and (answers.tree is None) == (name in ("hf", "lookup"))
 
 
 def test_a_method_may_have_a_tree_of_its_own() -> None:
@@ -153,38 +142,29 @@ def test_a_method_may_have_a_tree_of_its_own() -> None:
         ("js:0.3@1/1/1", TreeConfig(1, 1, 1)),
     ):
         one = method(name, model, lambda: model.target, SETTING)
-        assert one.name == name and one.answer(prompts_of([5]), 4).tree == tree
+        assert one.name == name and one.answer(prompts_of([5])).tree == tree
 
 
-def test_a_judgement_is_the_plain_forwards() -> None:
+def test_a_likelihood_is_the_plain_forwards() -> None:
     model = tiny_model()
     prompt, tokens = prompts_of([7])[0], [3, 1, 4, 1, 5]
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
     log_p = logits.log_softmax(-1)[len(prompt) - 1 : -1]
     wanted = log_p[range(5), tokens].mean().item()
-    found = judged(TargetModel(model), prompt, tokens)
-    assert found is not None and found.log_p == pytest.approx(wanted, rel=1e-4)
-    best = logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
-    assert found.agreement == pytest.approx(sum(a == b for a, b in zip(best, tokens, strict=True)) / 5)
-    own = judged(TargetModel(model), prompt, [best[0]])
-    assert own is not None and own.agreement == 1.0
-    assert judged(TargetModel(model), prompt, []) is None
+    assert likelihood(TargetModel(model), prompt, tokens) == pytest.approx(wanted, rel=1e-4)
+    assert likelihood(TargetModel(model), prompt, []) is None
 
 
 def test_the_script_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    script = speed_script()
     model = engine()
     monkeypatch.setattr(script, "load_engine", lambda _: model)
     monkeypatch.setattr(script, "prompt_sets", lambda *_: {"a": prompts_of([4, 6]), "b": prompts_of([3])})
-    argv = f"x --prompts a.jsonl --methods hf plain js:0.5:paper --max-new-tokens 6 --output {tmp_path}/out"
-    monkeypatch.setattr(
-        sys, "argv", f"{argv} --batch-size 1 2 --context 5 9 --tree 6/3/2 --likelihood".split()
-    )
-    script.main()
+    argv = f"--prompts a.jsonl --methods hf plain js:0.5:paper --max-new-tokens 6 --output {tmp_path}/out"
+    script.main(f"{argv} --batch-size 1 2 --context 5 9 --tree 6/3/2 --likelihood".split())
     printed = capsys.readouterr().out
     assert (tmp_path / "out" / "table.md").read_text() == printed
     assert printed.count("js:0.5:paper") == 4 and "| 9 | 2 | hf |" in printed and "log p" in printed
@@ -193,8 +173,7 @@ def test_the_script_end_to_end(
         row["command"] and row["log_likelihood"] < 0 for row in rows
     )
     assert (tmp_path / "out" / "speed.png").read_bytes()[:4] == b"\x89PNG"
-    monkeypatch.setattr(sys, "argv", f"{argv} --methods lossless --tree auto".split())
-    script.main()
+    script.main(f"{argv} --methods lossless --tree auto".split())
     assert "| 1 | lossless | " in capsys.readouterr().out
     for wrong, complaint in (
         ("--methods fast", "method is 'fast'"),
@@ -202,14 +181,12 @@ def test_the_script_end_to_end(
         ("--context 251", "context and max_new_tokens are 257 together: the target has 256 positions"),
         ("--context 0", "context is 0"),
     ):
-        monkeypatch.setattr(sys, "argv", f"{argv} {wrong}".split())
         with pytest.raises(SystemExit):
-            script.main()
+            script.main(f"{argv} {wrong}".split())
         assert complaint in capsys.readouterr().err
 
 
 def test_the_stock_target_is_loaded_where_ours_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = speed_script()
     plain = engine()
     assert script.stock_target(plain, "tiny") is plain.target
     packed = EagleFSD(TargetModel(pack_linears(tiny_model())), tiny_head())

@@ -20,7 +20,6 @@ SAMPLINGS = {
     1.0: {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
 }
 TREE = {"total_tokens": 16, "depth": 5, "top_k": 8}
-PLAIN_TREE = {"total_tokens": 1, "depth": 5, "top_k": 8}
 STEP_SECONDS = 0.1  # of every step that drafts; plain decoding takes PLAIN_SECONDS
 PLAIN_SECONDS = 0.05
 MADE = {
@@ -130,7 +129,6 @@ def cell_rows(
                     "batch_size": 1,
                     "law": {"kl": None if greedy else 1.6 * truth.tv * length, "tv": truth.tv * length},
                     "log_p": truth.log_p + difficulty + noise * own.normal(),
-                    "agreement": float(np.clip(0.8 + 0.1 * difficulty, 0, 1)),
                     "scores": {"strict": passed, "loose": float(luck < truth.score + 0.05)},
                     **MADE,
                     **fields,
@@ -142,54 +140,6 @@ def cell_rows(
 def hash_of(text: str) -> int:
     """The same number for the same text in every process."""
     return int.from_bytes(text.encode(), "little") % (2**61 - 1)
-
-
-def sweep(
-    samples: int = 40, temperatures: Iterable[float] = (0.6,), tasks: Iterable[str] = ("ifeval",)
-) -> list[dict[str, Any]]:
-    """A whole sweep: plain, lossless, three families of fuzzy rules, typical, cactus, ensemble, top-k."""
-    rows = []
-    for task in tasks:
-        for temperature in temperatures:
-            setting = {"task": task, "temperature": temperature}
-            for rule, truth in truths():
-                rows += cell_rows(rule, truth, samples, **setting)
-            rows += cell_rows(LOSSLESS, Truth(tau=1.0), samples, tree=PLAIN_TREE, **setting)
-    return rows
-
-
-def truths() -> list[tuple[dict[str, Any], Truth]]:
-    """Rules and what they do: the further a rule relaxes, the faster and the worse."""
-    made = [(LOSSLESS, Truth())]
-    families = (
-        (lambda t: fuzzy(t), 1.0, 1.0),
-        (lambda t: fuzzy(t, mode="paper", child="likeliest"), 1.6, 1.5),
-        (lambda t: fuzzy(4 * t, divergence="reverse_kl"), 0.9, 1.2),
-        (lambda t: typical(round(0.8 - t, 3), 0.09), 1.1, 1.3),
-        (lambda t: {"name": "cactus", "delta": t / 4, "exact_eos": True}, 0.5, 0.6),
-        (lambda t: {"name": "ensemble", "weight": round(1 - t, 3), "exact_eos": True}, 0.8, 1.4),
-        (
-            lambda t: {"name": "relaxed_topk", "candidates": 3, "margin": t, "mode": "hybrid"},
-            1.3,
-            2.2,
-        ),
-    )
-    for rule, gain, harm in families:
-        for t in (0.1, 0.2, 0.3, 0.4, 0.5):
-            made.append(
-                (
-                    rule(t),
-                    Truth(
-                        tau=2.0 * (1 + 0.5 * gain * t),
-                        log_p=-0.6 - 0.15 * harm * t**2,
-                        tv=0.12 * harm * t**1.5,
-                        score=0.4 - 0.2 * harm * t**2,
-                        fuzzy_share=0.3 * gain * t,
-                        longer=1 + 0.1 * harm * t,
-                    ),
-                )
-            )
-    return made
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:

@@ -57,25 +57,28 @@ class Sums:
 
     @property
     def samples(self) -> int:
-        """How many samples have a part in it."""
+        """The number of samples that have a part in it."""
         return int(np.count_nonzero((self.denominator != 0) | (self.numerator != 0)))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its interval, over so many samples. low, high: None for a single sample, which says nothing
-    of the spread."""
+    """A value and its interval over a number of samples.
+
+    low, high: None for a single sample, which says nothing of the spread.
+    """
 
     value: float
     low: float | None
     high: float | None
     samples: int
 
-    def overlaps(self, other: Estimate) -> bool | None:
-        """Whether the intervals share a point; None where one is missing."""
-        if self.low is None or self.high is None or other.low is None or other.high is None:
-            return None
-        return self.low <= other.high and other.low <= self.high
+    def scaled(self, factor: float, shift: float = 0.0) -> Estimate:
+        """Return factor * (estimate + shift); a negative factor swaps the interval's ends."""
+        low, high = (None if end is None else factor * (end + shift) for end in (self.low, self.high))
+        if factor < 0:
+            low, high = high, low
+        return Estimate(factor * (self.value + shift), low, high, self.samples)
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Change:
 
 
 def estimates(quantities: Mapping[str, Sums], how: Bootstrap) -> dict[str, Estimate]:
-    """Every quantity with its interval, all over the same n samples; one that no sample knows is left out."""
+    """Estimate every quantity over the same n samples; one that no sample knows is left out."""
     known = {name: sums for name, sums in quantities.items() if sums.denominator.sum() != 0}
     values, drawn = resampled(list(known.values()), how)
     return {
@@ -97,7 +100,7 @@ def estimates(quantities: Mapping[str, Sums], how: Bootstrap) -> dict[str, Estim
 
 
 def changes(mine: Mapping[str, Sums], baseline: Mapping[str, Sums], how: Bootstrap) -> dict[str, Change]:
-    """Every quantity that both have, against the baseline on the same samples.
+    """Compare every quantity that both have with the baseline on the same samples.
 
     Place i of every array is the same sample, with the same seed, on both sides: a resample draws pairs, so
     that what makes a sample hard or long cancels out.
@@ -122,7 +125,7 @@ def changes(mine: Mapping[str, Sums], baseline: Mapping[str, Sums], how: Bootstr
 
 
 def resampled(quantities: Sequence[Sums], how: Bootstrap) -> tuple[Array, Array]:
-    """The quantities' values [k], and their values in every resample [R, k], NaN where nothing was drawn."""
+    """Return the values [k], and those of every resample [R, k], NaN where nothing was drawn."""
     if not quantities:
         return np.zeros(0), np.zeros((how.resamples, 0))
     columns = np.stack([part for sums in quantities for part in (sums.numerator, sums.denominator)], axis=1)
@@ -137,23 +140,23 @@ def resampled(quantities: Sequence[Sums], how: Bootstrap) -> tuple[Array, Array]
 
 @functools.lru_cache(maxsize=8)
 def draw_counts(samples: int, resamples: int, seed: int) -> NDArray[np.uint16]:
-    """How often each sample is in each resample: [R, n]. The same for all that has n samples."""
+    """Count how often each sample is in each resample: [R, n], the same for all quantities of n samples."""
     counts = np.empty((resamples, samples), dtype=np.uint16)
     for row, drawn in enumerate(draws(samples, resamples, seed)):
         counts[row] = np.bincount(drawn, minlength=samples)
-    counts.flags.writeable = False  # it is shared by all who ask
+    counts.flags.writeable = False  # all callers share it
     return counts
 
 
 def draws(samples: int, resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """The places [n] that each resample draws, with replacement."""
+    """Yield the places [n] that each resample draws, with replacement."""
     random = np.random.default_rng(seed)
     for _ in range(resamples):
         yield random.integers(0, samples, samples)
 
 
 def interval(value: float, drawn: Array, samples: int, how: Bootstrap) -> Estimate:
-    """The value with the expanded percentiles of its resamples [R]; those that drew nothing are left out.
+    """Return the value with the expanded percentiles of its resamples [R], without those that drew nothing.
 
     Percentiles are taken outwards to the next resample, so that an infinite one is never averaged.
     """
@@ -166,13 +169,13 @@ def interval(value: float, drawn: Array, samples: int, how: Bootstrap) -> Estima
 
 
 def expanded_tail(tail: float, samples: int) -> float:
-    """The share of resamples to cut off at an end, so that normal samples get Student's t interval."""
+    """Return the share of resamples to cut off at an end, so that normal samples get Student's t interval."""
     t = student_t(tail, samples - 1) * (samples / (samples - 1)) ** 0.5
     return NormalDist().cdf(t)
 
 
 def student_t(tail: float, freedom: int) -> float:
-    """The quantile of Student's t, negative for a lower tail, by Fisher's expansion around the normal one.
+    """Return the quantile of Student's t, negative for a lower tail: Fisher's expansion of the normal one.
 
     (Abramowitz and Stegun, 26.7.5; within 1 % of the true value from 2 degrees of freedom on, at a tail of
     2.5 %. With 1 it falls short, where the outermost resample is the bound anyway.)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eagle_fsd.core.checks import require_choice
-from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Change, Estimate
-from eagle_fsd.evaluation.analysis.measures import MEASURES, SCORE, SPEED, TAU, compared, paired
+from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Estimate
+from eagle_fsd.evaluation.analysis.measures import MEASURES, SCORE, compared, paired
 from eagle_fsd.evaluation.analysis.points import Panel, Point
 
 LOSSES = (0.005, 0.01, 0.02, 0.05)
@@ -21,8 +21,10 @@ EXACT = Estimate(1.0, 1.0, 1.0, 0)  # lossless beside itself
 
 @dataclass(frozen=True)
 class Quality:
-    """A measure as quality. relative: its loss is a share of lossless's value; sign: of what is lost, 1 where
-    more is worse."""
+    """A measure as quality.
+
+    sign: of what is lost, 1 where more is worse. relative: the loss is a share of lossless's value.
+    """
 
     measure: str
     title: str
@@ -34,35 +36,36 @@ class Quality:
         """The word for it on the command line and in file names."""
         return self.measure.removeprefix(SCORE)
 
+    @property
+    def is_distance(self) -> bool:
+        """Whether it is a distance from the target's distribution, of which lossless has none."""
+        return self.measure in ("law_tv", "law_kl")
+
     def loss(self, point: Point) -> Estimate | None:
-        """What the point loses against lossless; nothing for lossless itself."""
-        if point.is_reference:
+        """Return what the point loses against lossless; nothing for lossless itself."""
+        if point.is_lossless:
             return Estimate(0.0, 0.0, 0.0, point.samples)
-        change = self.known(point)
-        if change is None or (self.relative and change.ratio is None):
+        change = point.changes.get(self.measure)
+        if change is None:
             return None
         if not self.relative:
-            found, shift, sign = change.difference, 0.0, self.sign
-        else:  # of a negative measure, log p, more of lossless's is worse
-            found, shift, sign = change.ratio, 1.0, 1
-        ends = [None if end is None else sign * (end - shift) for end in (found.low, found.high)]
-        low, high = ends if sign > 0 else ends[::-1]
-        return Estimate(sign * (found.value - shift), low, high, found.samples)
-
-    def known(self, point: Point) -> Change | None:
-        return point.changes.get(self.measure)
+            return change.difference.scaled(self.sign)
+        # Of a negative measure, log p, more of lossless's is worse.
+        return None if change.ratio is None else change.ratio.scaled(1, shift=-1.0)
 
 
 QUALITIES = {
     "log_p": Quality("log_p", "log p per token", -1, relative=True),
-    "law_tv": Quality("law_tv", "law TV per token", 1),
-    "law_kl": Quality("law_kl", "law KL per token", 1),
-    "agreement": Quality("agreement", "agreement", -1),
+    "law_tv": Quality("law_tv", "TV per token", 1),
+    "law_kl": Quality("law_kl", "KL per token", 1),
 }
 
 
 def quality_named(name: str, panels: Sequence[Panel]) -> Quality:
-    """The quality of a name of QUALITIES, or of a score that some task has. ValueError for another."""
+    """Return the quality of a name of QUALITIES, or of a score that some task has.
+
+    Raises ValueError for another name.
+    """
     if name in QUALITIES:
         return QUALITIES[name]
     scores = dict.fromkeys(score for panel in panels for score in panel.scores)
@@ -71,15 +74,15 @@ def quality_named(name: str, panels: Sequence[Panel]) -> Quality:
 
 
 def speedup(point: Point, speed: str) -> Estimate | None:
-    """The point's tokens per second, or tau, as a ratio to lossless's; 1 for lossless itself."""
-    if point.family == "lossless":
+    """Return the point's tokens per second, or tau, as a ratio to lossless's; 1 for lossless itself."""
+    if point.is_lossless:
         return EXACT if speed in point.values else None
     change = point.changes.get(speed)
     return change.ratio if change else None
 
 
 def undominated(points: Sequence[Point], quality: Quality, speed: str) -> list[Point]:
-    """The points that no other equals in speed and quality and beats in one of them; by speed, slowest first.
+    """Return the points that no other equals in speed and quality and beats in one, slowest first.
 
     Points whose loss or speed is not known are left out.
     """
@@ -101,8 +104,7 @@ class Winner:
     """The fastest point that loses at most `level`, and the fastest one of any other family.
 
     assured: whether the whole interval of the loss had to stay within the level, or its middle alone.
-    ratio: how much faster the first is than the second, on the samples of both. overlap: whether the
-    intervals of their speedups share a point. Each is None where there is nothing to compare.
+    ratio: how much faster the first is than the second, on the samples of both; None without a second.
     """
 
     level: float
@@ -110,38 +112,33 @@ class Winner:
     point: Point
     runner_up: Point | None
     ratio: Estimate | None
-    overlap: bool | None
 
 
 def winners(
     panel: Panel, quality: Quality, speed: str, levels: Sequence[float], how: Bootstrap
 ) -> list[Winner]:
-    """For every level of loss the winner, by the measured loss and by its interval's worse end.
+    """Find for every level of loss the winner, by the measured loss and by its interval's worse end.
 
-    Lossless takes part, and wins where no rule within the level is faster; plain decoding does not. Empty
-    where the panel has no lossless to compare with, or does not know the quality.
+    Lossless takes part, and wins where no rule within the level is faster. Empty where the panel has no
+    lossless to compare with, or does not know the quality.
     """
-    known = [point for point in panel.points if not point.is_reference and quality.known(point)]
+    known = [one for one in panel.points if not one.is_lossless and quality.measure in one.changes]
     if panel.lossless is None or not known:
         return []
     found = []
-    for level in levels:
+    for level in dict.fromkeys(levels):
         for assured in (False, True):
             within = [point for point in known if stays_within(quality.loss(point), level, assured)]
             best = fastest_by_family([panel.lossless, *within], speed)
-            if not best:
-                continue
-            first, second = best[0], best[1] if len(best) > 1 else None
-            ratio = overlap = None
-            if second is not None:
-                ratio = speed_ratio(panel, first, second, speed, how)
-                overlap = speedup(first, speed).overlaps(speedup(second, speed))
-            found.append(Winner(level, assured, first, second, ratio, overlap))
+            if best:
+                first, second = best[0], best[1] if len(best) > 1 else None
+                ratio = speed_ratio(panel, first, second, speed, how) if second else None
+                found.append(Winner(level, assured, first, second, ratio))
     return found
 
 
 def stays_within(loss: Estimate | None, level: float, assured: bool) -> bool:
-    """Whether a loss is at most the level: its value, or the worse end of its interval."""
+    """Return whether a loss is at most the level: its value, or the worse end of its interval."""
     if loss is None:
         return False
     worst = loss.high if assured else loss.value
@@ -149,7 +146,7 @@ def stays_within(loss: Estimate | None, level: float, assured: bool) -> bool:
 
 
 def fastest_by_family(points: Sequence[Point], speed: str) -> list[Point]:
-    """The fastest point of every family, the fastest family first."""
+    """Return the fastest point of every family, the fastest family first."""
     best: dict[str, tuple[float, Point]] = {}
     for point in points:
         fast = speedup(point, speed)
@@ -159,12 +156,11 @@ def fastest_by_family(points: Sequence[Point], speed: str) -> list[Point]:
 
 
 def speed_ratio(panel: Panel, first: Point, second: Point, speed: str, how: Bootstrap) -> Estimate | None:
-    """The first's speed as a ratio of the second's, on the samples and seeds that both have."""
+    """Return the first's speed as a ratio of the second's, on the samples and seeds that both have."""
     change = compared({speed: panel.measure(speed)}, paired(first.rows, second.rows), how).get(speed)
     return change.ratio if change else None
 
 
 def speed_title(speed: str) -> str:
-    """What a table or an axis calls the ratio to lossless."""
-    require_choice("speed", speed, (SPEED, TAU))
+    """Return what a table or an axis calls the ratio to lossless."""
     return f"{MEASURES[speed].title} / lossless"

@@ -15,40 +15,31 @@ from eagle_fsd.evaluation.rows import Row
 
 SPEED, TAU = "tokens_per_second", "tau"
 SCORE = "score:"  # before the name of a task's own score
+Parts = tuple[float, float] | None  # a row's numerator and denominator; None where it does not know them
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A quantity of a table. parts: a row's numerator and denominator, None where the row does not know it.
+    """A quantity of a table, from the parts that each row gives.
 
     whole: it is unknown for all samples where one does not know it: a sum with an infinite term.
     machine: it depends on the machine, and only rows of one machine can be compared.
     """
 
     title: str
-    parts: Callable[[Row], tuple[float, float] | None]
+    parts: Callable[[Row], Parts]
     whole: bool = False
     machine: bool = False
 
 
-def by_token(value: Callable[[Row], float | None], title: str) -> Measure:
-    """A mean over tokens, of a value that each row gives as its own mean."""
-
-    def parts(row: Row) -> tuple[float, float] | None:
-        mean = value(row)
-        return None if mean is None else (mean * row.new_tokens, row.new_tokens)
-
-    return Measure(title, parts)
+def mean(value: float | None, row: Row) -> Parts:
+    """Return the parts of a mean over tokens, of which the row gives its own mean."""
+    return None if value is None else (value * row.new_tokens, row.new_tokens)
 
 
-def law(value: Callable[[Row], float | None], title: str) -> Measure:
-    """A mean over tokens, of a value that each row gives as a sum."""
-
-    def parts(row: Row) -> tuple[float, float] | None:
-        total = value(row)
-        return None if total is None else (total, row.new_tokens)
-
-    return Measure(title, parts, whole=True)
+def total(value: float | None, row: Row) -> Parts:
+    """Return the parts of a mean over tokens, of which the row gives its sum."""
+    return None if value is None else (value, row.new_tokens)
 
 
 MEASURES: dict[str, Measure] = {
@@ -58,17 +49,16 @@ MEASURES: dict[str, Measure] = {
     "fuzzy_share": Measure("fuzzy share", lambda row: (row.fuzzy_accepts, row.new_tokens)),
     "length": Measure("length", lambda row: (row.new_tokens, 1)),
     "limit_rate": Measure("at the limit", lambda row: (row.finish_reason == "length", 1)),
-    "law_tv": law(lambda row: row.tv, "law TV"),
-    "law_kl": law(lambda row: row.kl, "law KL"),
-    "log_p": by_token(lambda row: row.log_p, "log p"),
-    "agreement": by_token(lambda row: row.agreement, "agreement"),
+    "law_tv": Measure("TV", lambda row: total(row.tv, row), whole=True),
+    "law_kl": Measure("KL", lambda row: total(row.kl, row), whole=True),
+    "log_p": Measure("log p", lambda row: mean(row.log_p, row)),
 }
 
 
 def score(name: str, weight: str | None = None) -> Measure:
-    """A task's own score, a mean over samples; weight: the score that each is weighted by."""
+    """Return a task's own score, a mean over samples; weight: the score that each is weighted by."""
 
-    def parts(row: Row) -> tuple[float, float] | None:
+    def parts(row: Row) -> Parts:
         value, own = row.scores.get(name), 1.0 if weight is None else row.scores.get(weight)
         return None if value is None or own is None else (value * own, own)
 
@@ -78,26 +68,22 @@ def score(name: str, weight: str | None = None) -> Measure:
 def compared(
     measures: Mapping[str, Measure], pairs: Sequence[tuple[Row, Row]], how: Bootstrap
 ) -> dict[str, Change]:
-    """Every measure of the first of each pair against the second's, where both know it."""
+    """Compare every measure of the first of each pair with the second's, where both know it."""
     both = {name: sums_of_pairs(measure, pairs) for name, measure in measures.items()}
-    return changes(
-        {name: mine for name, (mine, _) in both.items()},
-        {name: base for name, (_, base) in both.items()},
-        how,
-    )
+    mine, base = ({name: sides[place] for name, sides in both.items()} for place in (0, 1))
+    return changes(mine, base, how)
 
 
 def paired(mine: Sequence[Row], base: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """The rows of the same samples and seeds, in the order of samples and seeds."""
+    """Pair the rows of the same samples and seeds, in the order of samples and seeds."""
     partners = {(row.sample, row.seed): row for row in base}
     known = [row for row in mine if (row.sample, row.seed) in partners]
-    return [
-        (row, partners[row.sample, row.seed]) for row in sorted(known, key=lambda row: (row.sample, row.seed))
-    ]
+    known.sort(key=lambda row: (row.sample, row.seed))
+    return [(row, partners[row.sample, row.seed]) for row in known]
 
 
 def sums_of(measure: Measure, rows: Sequence[Row]) -> Sums:
-    """A measure's sums by sample: a sample's seeds belong together, and are drawn together."""
+    """Sum a measure by sample: a sample's seeds belong together, and are drawn together."""
     parts = [measure.parts(row) for row in rows]
     if refused(measure, rows, parts):
         parts = [None] * len(rows)
@@ -105,7 +91,7 @@ def sums_of(measure: Measure, rows: Sequence[Row]) -> Sums:
 
 
 def sums_of_pairs(measure: Measure, pairs: Sequence[tuple[Row, Row]]) -> tuple[Sums, Sums]:
-    """The sums of both sides, of the pairs in which both know the measure."""
+    """Sum both sides of the pairs in which both know the measure."""
     rows = [row for row, _ in pairs]
     parts = [(measure.parts(row), measure.parts(partner)) for row, partner in pairs]
     if refused(measure, [row for pair in pairs for row in pair], [part for both in parts for part in both]):
@@ -114,20 +100,20 @@ def sums_of_pairs(measure: Measure, pairs: Sequence[tuple[Row, Row]]) -> tuple[S
     return by_sample(rows, [mine for mine, _ in known]), by_sample(rows, [base for _, base in known])
 
 
-def refused(measure: Measure, rows: Sequence[Row], parts: Sequence[tuple[float, float] | None]) -> bool:
-    """Whether the rows give no value together: a term of a sum is missing, or there are several machines."""
+def refused(measure: Measure, rows: Sequence[Row], parts: Sequence[Parts]) -> bool:
+    """Return whether the rows give no value together: a term is missing, or there are several machines."""
     if measure.whole and None in parts:
         return True
     return measure.machine and len({machine(row) for row in rows}) > 1
 
 
 def machine(row: Row) -> tuple[object, ...]:
-    """What seconds depend on beside the cell."""
+    """Return what seconds depend on beside the cell."""
     return row.provenance.get("device"), row.provenance.get("threads"), row.batch_size
 
 
-def by_sample(rows: Sequence[Row], parts: Sequence[tuple[float, float] | None]) -> Sums:
-    """Numerators and denominators added up by sample, in the order of samples' names."""
+def by_sample(rows: Sequence[Row], parts: Sequence[Parts]) -> Sums:
+    """Add up numerators and denominators by sample, in the order of samples' names."""
     places = {name: place for place, name in enumerate(sorted({row.sample for row in rows}))}
     sums = np.zeros((len(places), 2))
     where = np.array([places[row.sample] for row in rows], dtype=np.int64)

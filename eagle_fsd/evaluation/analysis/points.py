@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Change, Estimate, estimates
 from eagle_fsd.evaluation.analysis.measures import MEASURES, SCORE, Measure, compared, paired, score, sums_of
-from eagle_fsd.evaluation.analysis.rule_labels import LOSSLESS, PLAIN, rule_family, rule_knobs, rule_label
+from eagle_fsd.evaluation.analysis.rule_labels import LOSSLESS, rule_family, rule_knobs, rule_label
 from eagle_fsd.evaluation.rows import Row
 from eagle_fsd.evaluation.tasks import TASKS
 
@@ -55,12 +55,11 @@ class Task:
     @property
     def details(self) -> str:
         """What the title leaves out."""
-        warpers = []
-        if self.sampling.top_p < 1:
-            warpers.append(f"top-p {self.sampling.top_p:g}")
-        if self.sampling.top_k:
-            warpers.append(f"top-k {self.sampling.top_k}")
-        return ", ".join([f"version {self.version}", *warpers, f"at most {self.max_new_tokens} new tokens"])
+        sampling = self.sampling
+        words = [f"version {self.version}"]
+        words += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+        words += [f"top-k {sampling.top_k}"] if sampling.top_k else []
+        return ", ".join([*words, f"at most {self.max_new_tokens} new tokens"])
 
     @property
     def order(self) -> tuple[str, str, float, str]:
@@ -84,14 +83,14 @@ class Point:
     rows: tuple[Row, ...] = field(repr=False, compare=False)
 
     @property
-    def is_reference(self) -> bool:
-        """Whether it is the target's own law: lossless, or plain decoding."""
-        return self.family in (LOSSLESS, PLAIN)
+    def is_lossless(self) -> bool:
+        """Whether it draws from the target's own distribution."""
+        return self.family == LOSSLESS
 
 
 @dataclass(frozen=True)
 class Panel:
-    """The points of one task, sampling, and pair of models: plain, lossless, then by family and knobs."""
+    """The points of one task, sampling, and pair of models: lossless, then by family and knobs."""
 
     models: Models
     task: Task
@@ -100,11 +99,7 @@ class Panel:
 
     @property
     def lossless(self) -> Point | None:
-        return next((point for point in self.points if point.family == LOSSLESS), None)
-
-    @property
-    def plain(self) -> Point | None:
-        return next((point for point in self.points if point.family == PLAIN), None)
+        return next((point for point in self.points if point.is_lossless), None)
 
     def measure(self, name: str) -> Measure:
         if not name.startswith(SCORE):
@@ -112,71 +107,43 @@ class Panel:
         own = name.removeprefix(SCORE)
         return score(own, weights_of(self.task.name).get(own))
 
-    @property
-    def measures(self) -> tuple[str, ...]:
-        """Names of all measures, the task's scores last."""
-        return (*MEASURES, *(SCORE + name for name in self.scores))
-
 
 def panels(rows: Iterable[Row], how: Bootstrap) -> list[Panel]:
-    """The rows in panels, sections one after the other, tasks by name and temperature within.
+    """Group the rows in panels, sections one after the other, tasks by name and temperature within.
 
-    Plain decoding (a tree of one node) has no tree to speak of: it stands in every panel of its target.
-    ValueError where one point would mix the rows of two cells.
+    Raises ValueError where one point would mix the rows of two cells.
     """
     groups: dict[tuple[Models, Task], list[Row]] = {}
-    plain: dict[tuple[str, str, Task], list[Row]] = {}
     for row in rows:
         groups.setdefault((Models.of(row), Task.of(row)), []).append(row)
-        if is_plain(row):
-            plain.setdefault((row.base_model, row.dtype, Task.of(row)), []).append(row)
-    drafting = {place: members for place, members in groups.items() if place[0].tree.total_tokens > 1}
-    found = []
-    for (models, task), members in (drafting or groups).items():
-        others = (
-            [] if models.tree.total_tokens == 1 else plain.get((models.base_model, models.dtype, task), [])
-        )
-        same_head = [row for row in others if row.ea_model == models.ea_model]
-        found.append(panel_of(models, task, [*members, *one_cell(same_head or others)], how))
+    found = [panel_of(models, task, members, how) for (models, task), members in groups.items()]
     return sorted(found, key=lambda panel: (str(panel.models), panel.task.order))
 
 
 def weights_of(task: str) -> Mapping[str, str]:
-    """Which scores of a task are weighted by which others; none of a task that is not ours."""
+    """Return which scores of a task are weighted by which others; none of a task that is not ours."""
     return TASKS[task].weights if task in TASKS else {}
 
 
-def is_plain(row: Row) -> bool:
-    return row.tree.total_tokens == 1
-
-
-def one_cell(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the first cell among them: plain decoding may have been run beside several heads."""
-    return [row for row in rows if row.key == rows[0].key]
-
-
 def panel_of(models: Models, task: Task, rows: Sequence[Row], how: Bootstrap) -> Panel:
-    """The panel of rows that agree in all but the rule."""
+    """Return the panel of rows that agree in all but the rule."""
     rules: dict[str, list[Row]] = {}
     for row in rows:
-        name = PLAIN if is_plain(row) else json.dumps(row.rule, sort_keys=True)
-        rules.setdefault(name, []).append(row)
-    lossless: list[Row] = []
+        rules.setdefault(json.dumps(row.rule, sort_keys=True), []).append(row)
     for members in rules.values():
         refuse_two_cells(task, members)
-        if members[0].rule["name"] == LOSSLESS and not is_plain(members[0]):
-            lossless = members
+    lossless = next((some for some in rules.values() if some[0].rule["name"] == LOSSLESS), [])
     weights = weights_of(task.name).values()
     scores = tuple(dict.fromkeys(name for row in rows for name in row.scores if name not in weights))
     bare = Panel(models, task, (), scores)
-    points = [point_of(bare, members, lossless, how) for members in rules.values()]
-    rank = {PLAIN: 0, LOSSLESS: 1}
-    points.sort(key=lambda point: (rank.get(point.family, 2), point.family, point.knobs, point.label))
+    measures = {name: bare.measure(name) for name in (*MEASURES, *(SCORE + name for name in scores))}
+    points = [point_of(measures, members, lossless, how) for members in rules.values()]
+    points.sort(key=lambda point: (not point.is_lossless, point.family, point.knobs, point.label))
     return replace(bare, points=tuple(points))
 
 
 def refuse_two_cells(task: Task, rows: Sequence[Row]) -> None:
-    """ValueError where rows that look the same come from other weights."""
+    """Raise ValueError where rows that look the same come from other weights."""
     first = rows[0]
     for row in rows:
         if row.key != first.key:
@@ -186,16 +153,16 @@ def refuse_two_cells(task: Task, rows: Sequence[Row]) -> None:
             )
 
 
-def point_of(panel: Panel, rows: Sequence[Row], lossless: Sequence[Row], how: Bootstrap) -> Point:
-    """The point of one cell's rows, held against the `lossless` ones, of which there may be none."""
-    rule, plain = rows[0].rule, is_plain(rows[0])
-    measures = {name: panel.measure(name) for name in panel.measures}
-    is_lossless = not plain and rule["name"] == LOSSLESS
-    pairs = [] if is_lossless else paired(rows, lossless)
+def point_of(
+    measures: Mapping[str, Measure], rows: Sequence[Row], lossless: Sequence[Row], how: Bootstrap
+) -> Point:
+    """Return the point of one cell's rows, held against the `lossless` ones, of which there may be none."""
+    rule = rows[0].rule
+    pairs = [] if rule["name"] == LOSSLESS else paired(rows, lossless)
     return Point(
-        label=PLAIN if plain else rule_label(rule),
-        family=PLAIN if plain else rule_family(rule),
-        knobs=() if plain else rule_knobs(rule),
+        label=rule_label(rule),
+        family=rule_family(rule),
+        knobs=rule_knobs(rule),
         samples=len(rows),
         pairs=len(pairs),
         values=estimates({name: sums_of(measure, rows) for name, measure in measures.items()}, how),

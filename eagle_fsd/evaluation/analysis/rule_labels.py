@@ -9,13 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LOSSLESS, PLAIN = "lossless", "plain"
+LOSSLESS = "lossless"
 
 
 @dataclass(frozen=True)
 class Naming:
-    """How rules of one name are written. knobs: the fields that say how far, the main one first; label: of
-    knobs and other fields; family: without the knobs; always: fields said whatever their value."""
+    """How rules of one name are written.
+
+    knobs: the fields that say how far, the main one first; label: of knobs and other fields; family: without
+    the knobs; always: fields said whatever their value.
+    """
 
     knobs: tuple[str, ...]
     label: str
@@ -56,7 +59,7 @@ WORDS = {
 
 
 def rule_label(rule: Mapping[str, Any]) -> str:
-    """A rule in a few words, such as `js 0.3 hybrid` or `typical 0.3/0.09`; other rules, other words.
+    """Return a rule in a few words, such as `js 0.3 hybrid` or `typical 0.3/0.09`; other rules, other words.
 
     Guards are named where they are on, and all fields of a rule that is not known here.
     """
@@ -67,20 +70,19 @@ def rule_label(rule: Mapping[str, Any]) -> str:
 
 
 def rule_family(rule: Mapping[str, Any]) -> str:
-    """The rule without its knobs and most guards: name, divergence, mode, child, least gain, where it has
-    them."""
+    """Return the rule without its knobs and most guards: name, divergence, mode, child and least gain."""
     naming = naming_of(rule)
     first = naming.family.format(**rule)
     return " ".join([first, *further_words({k: rule[k] for k in KINDS if k in rule}, naming, set())])
 
 
 def rule_knobs(rule: Mapping[str, Any]) -> tuple[float, ...]:
-    """How far the rule goes, the main knob first: its place along its family's line."""
+    """Return how far the rule goes, the main knob first: its place along its family's line."""
     return tuple(float(rule[name]) for name in naming_of(rule).knobs if rule[name] is not None)
 
 
 def naming_of(rule: Mapping[str, Any]) -> Naming:
-    """The naming of a rule; of one whose name or fields are not known here, its bare name."""
+    """Return the naming of a rule; of one whose name or fields are not known here, its bare name."""
     naming = NAMINGS.get(rule["name"])
     if naming is not None:
         wanted = {*naming.knobs, *(("divergence",) if "{divergence}" in naming.label else ())}
@@ -91,7 +93,7 @@ def naming_of(rule: Mapping[str, Any]) -> Naming:
 
 
 def further_words(rule: Mapping[str, Any], naming: Naming, said: set[str]) -> list[str]:
-    """The fields that a label has not said and that are worth a word."""
+    """Return the fields that a label has not said and that are worth a word."""
     words = []
     for name, value in rule.items():
         spoken = name == "name" or name in said

@@ -1,16 +1,14 @@
-"""Calibration: for each divergence the largest threshold whose law stays within a budget of TV per token.
+"""Calibration's runs: a lossless pass that predicts every threshold's TV per token, and runs of single ones.
 
-One lossless pass records, in every context that got a token, how far p and q are by each divergence and how
-far the law would move if the rule followed the draft there (a move is a mode, a child and a least gain). From
-these any threshold's TV can be foretold. The foretold threshold is then run, since a text that follows the
-draft visits other contexts, and corrected by what the run says. Thresholds are of the E12 series, so that
-splits and budgets share their runs.
+The lossless pass records, in every context that got a token, how far p and q are by each divergence and how
+far the rule's distribution would move if it followed the draft there (a move is a mode, a child and a least
+gain). From these any threshold's TV can be predicted. Text that follows the draft visits other contexts,
+which is why a predicted threshold is then run. Thresholds are of the E12 series, so that splits and budgets
+share their runs.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -29,11 +27,12 @@ from eagle_fsd.acceptance.calibration import Kind
 from eagle_fsd.acceptance.divergence import DIVERGENCES
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.output_distribution import distances, path_distributions
+from eagle_fsd.core.checks import require_choice
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.analysis.bootstrap import Sums
-from eagle_fsd.evaluation.measure.sweep import Cell, Questions, answer, run, unanswered
+from eagle_fsd.evaluation.measure.sweep import Cell, RowKey, answer, run, unanswered
 from eagle_fsd.evaluation.prompt_sets import batches
-from eagle_fsd.evaluation.rows import rows_of_answers
+from eagle_fsd.evaluation.rows import digest, rows_of_answers
 from eagle_fsd.files.jsonl import append_row, drop_torn_line
 
 E12 = (1.0, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 3.9, 4.7, 5.6, 6.8, 8.2)
@@ -42,7 +41,7 @@ Move = tuple[str, str, float]  # mode, child, min_gain
 
 
 class Recorder:
-    """An observer of a lossless batch: of every token's context each divergence, and each move's TV.
+    """A meter of a lossless batch: of every token's context each divergence, and each move's TV.
 
     found: by row, a list of [divergences] + [moves] for each token; infinite where the context has no draft.
     """
@@ -59,17 +58,15 @@ class Recorder:
         columns = [Fuzzy(1.0, name).node_divergences(verified).gather(1, nodes) for name in self.divergences]
         for mode, child, min_gain in self.moves:
             rule = Fuzzy(math.inf, "tv", mode=mode, child=child, min_gain=min_gain)
-            chances = rule.chances(verified)
-            columns.append(
-                distances(*path_distributions(verified, replace(everywhere, chances=chances), mode))[1]
-            )
+            moved = replace(everywhere, chances=rule.chances(verified))
+            columns.append(distances(*path_distributions(verified, moved, mode))[1])
         table = torch.stack(columns, dim=-1).cpu()  # [B, D, columns]
         for place, (row, count) in enumerate(emitted.items()):
             self.found[row] += table[place, :count].tolist()
         self.seconds += time.perf_counter() - start
 
     def row(self, row: int) -> dict[str, Any]:
-        """JSON as Python writes and reads it: an infinite divergence is Infinity."""
+        """Return JSON as Python writes and reads it: an infinite divergence is Infinity."""
         return {"seen": self.found[row]}
 
 
@@ -82,8 +79,8 @@ class Records:
     tables: Sequence[NDArray[np.float64]]
     taus: Sequence[tuple[int, int]]  # new tokens, steps
 
-    def foretold(self, kind: Kind, threshold: float, places: Sequence[int]) -> Sums:
-        """TV of these prompts if the rule had been asked in the lossless texts' contexts."""
+    def predicted(self, kind: Kind, threshold: float, places: Sequence[int]) -> Sums:
+        """Sum the TV of these prompts as if the rule had been asked in the lossless texts' contexts."""
         column = self.divergences.index(kind[0])
         move = len(self.divergences) + self.moves.index(kind[1:])
         tables = [self.tables[place] for place in places]
@@ -102,20 +99,14 @@ class Work:
     confidence: float
     provenance: Mapping[str, object]
 
-    @property
-    def questions(self) -> Questions:
-        return self.cell.questions
-
     def record(self, divergences: Sequence[str], moves: Sequence[Move]) -> Records:
-        """The lossless pass, resumed at the first prompt that is missing."""
+        """Run the lossless pass, resumed at the first prompt that is missing."""
         path = self.folder / "records.jsonl"
         drop_torn_line(path)
-        named = [list(divergences), list(map(list, moves)), self.cell.key(self.engine)]
-        key = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
+        key = digest([list(divergences), list(map(list, moves)), self.cell.key(self.engine)])
         done = rows_of_answers(path)
-        missing = unanswered(self.cell, range(len(self.questions.samples)), key, done, path)
-        for part in tqdm(list(batches(len(missing), self.batch_size)), unit="batch", desc="lossless"):
-            places = [missing[place] for place in part]
+        missing = unanswered(self.cell, range(len(self.cell.questions.samples)), key, done, path)
+        for places in tqdm(list(batches(missing, self.batch_size)), unit="batch", desc="lossless"):
             recorder = Recorder(divergences, moves, len(places))
             for row in answer(self.engine, self.cell, places, recorder):
                 append_row(path, {"key": key, **row})
@@ -124,21 +115,20 @@ class Work:
         tables = [np.array(row["seen"], dtype=float).reshape(row["new_tokens"], -1) for row in rows]
         return Records(divergences, moves, tables, [(row["new_tokens"], row["steps"]) for row in rows])
 
-    def really(self, kind: Kind, threshold: float) -> list[dict[str, Any]]:
-        """The rows of all prompts under a threshold, run where they have not been."""
+    def run(self, kind: Kind, threshold: float) -> list[dict[str, Any]]:
+        """Return the rows of all prompts under a threshold, run where they have not been."""
         cell = replace(self.cell, rule=fuzzy(kind, threshold))
-        path = self.folder / "rows.jsonl"
-        rows = run(self.engine, [cell], path, self.batch_size, self.provenance)
+        rows = run(self.engine, [cell], self.folder / "rows.jsonl", self.batch_size, self.provenance)
         return self.of_all(rows, cell.key(self.engine))
 
-    def of_all(self, rows: Mapping[tuple[Any, ...], dict[str, Any]], key: str) -> list[dict[str, Any]]:
-        """The rows of all prompts under a key, in the prompts' order."""
-        samples = self.questions.samples
+    def of_all(self, rows: Mapping[RowKey, dict[str, Any]], key: str) -> list[dict[str, Any]]:
+        """Return the rows of all prompts under a key, in the prompts' order."""
+        samples = self.cell.questions.samples
         return [rows[key, sample.id, self.cell.seed_of(place)] for place, sample in enumerate(samples)]
 
 
 def fuzzy(kind: Kind, threshold: float) -> Fuzzy:
-    """The rule of a kind with this threshold."""
+    """Return the rule of a kind with this threshold."""
     divergence, mode, child, min_gain = kind
     return Fuzzy(threshold, divergence, mode=mode, child=child, min_gain=min_gain)
 
@@ -149,10 +139,7 @@ def kinds_of(
     children: Sequence[str],
     min_gains: Sequence[float] = (0.0,),
 ) -> list[Kind]:
-    """All combinations; ValueError for an unknown divergence."""
+    """Return all combinations. Raises ValueError for an unknown divergence."""
     for name in divergences:
-        if name not in DIVERGENCES:
-            raise ValueError(
-                f"divergence is {name!r}: it must be one of {', '.join(DIVERGENCES)}; choose one"
-            )
+        require_choice("divergence", name, tuple(DIVERGENCES))
     return list(product(divergences, modes, children, min_gains))

@@ -90,11 +90,11 @@ class Bench:
         return self.device.type == "cuda"
 
     def modes(self) -> dict[str, Stepper]:
-        """A stepper each without and, where graphs can be had, with them; new ones at every call."""
+        """Return a new stepper without graphs and, where they can be had, one with them."""
         return {OFF: EAGER} if self.record is None else {OFF: EAGER, ON: self.graphs()}
 
     def graphs(self, device: torch.device | None = None) -> Graphs:
-        """A new stepper whose recorder is Counted; LeftOut where there are no graphs."""
+        """Return a new stepper whose recorder is Counted. Raises LeftOut where there are no graphs."""
         if self.record is None:
             raise LeftOut("it needs CUDA graphs, and this device has none")
         return Graphs(Counted(self.record(device or self.device)))
@@ -104,7 +104,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def real_target(self, dtype: torch.dtype) -> tuple[transformers.PreTrainedModel, Any]:
-        """The real target in this dtype and its tokenizer, loaded once; LeftOut where there is none."""
+        """Load the real target in this dtype and its tokenizer, once. Raises LeftOut where there is none."""
         if dtype not in self.loaded:
             try:
                 self.loaded[dtype] = hub.load_target(
@@ -117,7 +117,7 @@ class Bench:
         return self.loaded[dtype]
 
     def real_head(self, target: TargetModel) -> tuple[DraftHead, str]:
-        """The head of the real target and its name; a random one of its shape where none is to be had."""
+        """Load the real target's head; returns it and its name. Without one it is random, of its shape."""
         try:
             source = hub.resolve_head(self.head, self.target)
         except ValueError:
@@ -128,19 +128,19 @@ class Bench:
         return head, source.folder.name
 
     def real_engine(self, dtype: torch.dtype, stepper: Stepper) -> EagleFSD:
-        """The real target with its head."""
+        """Return the real target with its head."""
         model, tokenizer = self.real_target(dtype)
         target = TargetModel(model, stepper)
         head, name = self.real_head(target)
         return EagleFSD(target, head, tokenizer, self.target, name)
 
     def tiny_engine(self, stepper: Stepper, family: str = "llama", **sizes: Any) -> EagleFSD:
-        """A tiny random model with a random head; see tiny_model."""
+        """Return a tiny random model with a random head; see tiny_model."""
         return engine_of(tiny_model(family, self.device, **sizes), stepper)
 
 
 def engine_of(model: transformers.PreTrainedModel, stepper: Stepper) -> EagleFSD:
-    """A model with a random head of its own shape, the same one for the same shape."""
+    """Return a model with a random head of its own shape, the same one for the same shape."""
     target = TargetModel(model, stepper)
     head = head_like(target.config, target.device, torch.float32)
     randomize(head, seed=1)
@@ -156,7 +156,7 @@ def tiny_model(
     layers: int = 2,
     positions: int = 1024,
 ) -> transformers.PreTrainedModel:
-    """A model of the family without end tokens; its wide random weights are the same on every device."""
+    """Return a model of the family without end tokens; its random weights are the same on every device."""
     heads, ends = 4, {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     sizes: dict[str, Any] = {
         "hidden_size": hidden_size,
@@ -194,7 +194,7 @@ def randomize(module: nn.Module, seed: int) -> None:
 
 
 def head_like(config: transformers.PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> DraftHead:
-    """A random head of the shape that EAGLE trains for a target with this config."""
+    """Return a random head of the shape that EAGLE trains for a target with this config."""
     heads = config.num_attention_heads
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     shape = HeadConfig(
@@ -211,11 +211,11 @@ def head_like(config: transformers.PreTrainedConfig, device: torch.device, dtype
 
 
 def prompts_of(lengths: list[int], vocab_size: int = VOCAB, seed: int = 0) -> list[list[int]]:
-    """Random prompts of these lengths."""
+    """Draw random prompts of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
 def ids_of(lengths: list[int], vocab_size: int = VOCAB) -> tuple[Tensor, Tensor]:
-    """A left-padded batch of random prompts of these lengths, and its mask."""
+    """Draw a left-padded batch of random prompts of these lengths; returns it and its mask."""
     return pad_left(prompts_of(lengths, vocab_size), 0)

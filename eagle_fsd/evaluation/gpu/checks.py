@@ -12,9 +12,8 @@ import torch
 from eagle_fsd import hub
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.devices import resolve_device
-from eagle_fsd.evaluation.gpu import costs, failures, recordings, sampled, texts, waits
 from eagle_fsd.evaluation.gpu.bench import Bench
-from eagle_fsd.evaluation.gpu.projection import EIGHT_B, projection
+from eagle_fsd.evaluation.gpu.parts import costs, failures, recordings, sampled, texts, waits
 from eagle_fsd.evaluation.gpu.runner import Part
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.runtime.cuda_graphs import cuda_recorder
@@ -54,14 +53,18 @@ PARTS = (
         60,
         costs.costs_of_target(torch.bfloat16),
     ),
-    Part(EIGHT_B, "Times of a random target of Llama-3-8B's shape, bfloat16.", 90, costs.costs_of_llama_8b),
+    Part(
+        "costs, Llama-8B's shape",
+        "Times of a random target of Llama-3-8B's shape, bfloat16.",
+        90,
+        costs.costs_of_llama_8b,
+    ),
     Part(
         "costs, float32",
         "Times of the real target and its head in float32.",
         60,
         costs.costs_of_target(torch.float32),
     ),
-    Part("projection", "Speed-ups that these times allow at published tau.", 1, projection),
     Part("flash-attn", "A tree's logits are those without flash-attn.", 20, costs.flash_attention),
     Part("threads", "Engines in threads, two of one model, write what each writes alone.", 30, texts.threads),
     Part("failed capture", "A model that cannot be recorded runs as it is.", 20, failures.failed_capture),
@@ -76,7 +79,7 @@ PARTS = (
 
 
 def chosen(names: Sequence[str] | None) -> list[Part]:
-    """The parts of these names, all for None; ValueError for a name that no part has."""
+    """Return the parts of these names, all for None. Raises ValueError for a name that no part has."""
     known = {part.name: part for part in PARTS}
     for name in names or ():
         if name not in known:
@@ -85,7 +88,7 @@ def chosen(names: Sequence[str] | None) -> list[Part]:
 
 
 def make_bench(device: str, target: str | None, head: str | None, quick: bool) -> Bench:
-    """Where the check runs; ValueError for a device, target or head that is not there.
+    """Return where the check runs. Raises ValueError for a device, target or head that is not there.
 
     The device becomes torch's current one, and float32 is multiplied in float32 alone.
     """
@@ -111,7 +114,7 @@ def make_bench(device: str, target: str | None, head: str | None, quick: bool) -
 
 
 def machine(bench: Bench) -> dict[str, Any]:
-    """Where and by what the check runs, ready for JSON."""
+    """Record where and by what the check runs, ready for JSON."""
     made = provenance(bench.device)
     packages = ("flash_attn", "gguf", "accelerate", "scipy")
     made["packages"] = [name for name in packages if importlib.util.find_spec(name)]
@@ -130,7 +133,7 @@ def machine(bench: Bench) -> dict[str, Any]:
 
 
 def driver() -> str | None:
-    """The version of NVIDIA's driver, None where nvidia-smi does not tell it."""
+    """Return the version of NVIDIA's driver, None where nvidia-smi does not tell it."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
@@ -140,7 +143,7 @@ def driver() -> str | None:
 
 
 def broken(bench: Bench) -> str | None:
-    """Why the device no longer computes, None where it does."""
+    """Return why the device no longer computes, None where it does."""
     try:
         if float(torch.ones(8, device=bench.device).sum()) != 8.0:
             return "a sum on the device is wrong"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from eagle_fsd.evaluation.markdown_table import table_lines
+from eagle_fsd.evaluation.markdown_table import markdown_table
 
 
 def word(part: Mapping[str, Any]) -> str:
@@ -14,14 +14,14 @@ def word(part: Mapping[str, Any]) -> str:
 
 
 def progress(seconds: float, newest: Mapping[str, Any]) -> str:
-    """One line of what is new after so many seconds: a part's record, or one that was left out."""
+    """Write one line of what is new after this many seconds: a part's record, or one that was left out."""
     if "reason" in newest:
         return f"[{seconds:6.1f} s] {newest['part']}: left out: {newest['reason']}"
     return f"[{seconds:6.1f} s] {newest['name']}: {word(newest)}: {newest['summary']}"
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Markdown of a whole check; result: see runner.run_parts, with the machine's record in it."""
+    """Write Markdown of a whole check; result: see runner.run_parts, with the machine's record in it."""
     machine = result["machine"]
     facts = [str(machine["device"]), f"torch {machine['torch']}", f"transformers {machine['transformers']}"]
     facts += [f"{name} {machine[name]}" for name in ("cuda", "driver", "commit") if machine.get(name)]
@@ -30,20 +30,20 @@ def table(result: Mapping[str, Any]) -> str:
         [part["name"], word(part), f"{part['seconds']:.1f}", part["summary"], part["shows"]]
         for part in result["parts"]
     ]
-    lines += table_lines(["part", "verdict", "seconds", "what was found", "what must hold"], rows)
+    lines.append(markdown_table(["part", "verdict", "seconds", "what was found", "what must hold"], rows))
     if result["left_out"]:
         lines += ["", "Left out:"]
         lines += [f"- {one['part']}: {one['reason']}" for one in result["left_out"]]
     for part in result["parts"]:
         if "table" in part["findings"]:
             shown = part["findings"]["table"]
-            lines += ["", f"{part['name']}:", "", *table_lines(shown["titles"], shown["rows"])]
+            lines += ["", f"{part['name']}:", "", markdown_table(shown["titles"], shown["rows"])]
             lines += ["", part["findings"]["label"]] if "label" in part["findings"] else []
     return "\n".join(lines)
 
 
 def ready(value: Any) -> Any:
-    """A value as JSON takes it: numbers that are not finite become null, and keys become text."""
+    """Return a value as JSON takes it: numbers that are not finite become null, and keys become text."""
     if isinstance(value, Mapping):
         return {str(key): ready(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +38,15 @@ class Part:
     """One part of a check.
 
     shows: what holds where it passes, in one sentence. seconds: an estimate of what it takes at most; it is
-    left out where less is left. run: called with the check's context and the findings of the parts that
-    ended before, by name. It returns its own: `ok` (bool) and `summary` (one line) must be among them,
-    `left_out` may list the reasons for what it did not do, and `table` hold {"titles", "rows"} for a reader.
+    left out where less is left. run: called with the check's context. It returns its findings: `ok` (bool)
+    and `summary` (one line) must be among them, `left_out` may list the reasons for what it did not do, and
+    `table` hold {"titles", "rows"} for a reader.
     """
 
     name: str
     shows: str
     seconds: float
-    run: Callable[[Any, Mapping[str, Findings]], Findings]
+    run: Callable[[Any], Findings]
 
 
 def run_parts(
@@ -64,7 +64,6 @@ def run_parts(
     """
     start = time.monotonic()
     result: dict[str, Any] = {"ok": True, "seconds": 0.0, "parts": [], "left_out": []}
-    found: dict[str, Findings] = {}
     stop: str | None = None
     for part in parts:
         left = seconds - (time.monotonic() - start)
@@ -73,7 +72,7 @@ def run_parts(
             reason = f"it may take {part.seconds:.0f} s and {max(left, 0.0):.2f} s of {seconds:g} are left"
         record = None
         if reason is None:
-            record, reason = run_part(part, context, found, min(left, OVERRUN * part.seconds))
+            record, reason = run_part(part, context, min(left, OVERRUN * part.seconds))
         if record is None:
             newest = {"part": part.name, "reason": reason}
             result["left_out"].append(newest)
@@ -81,7 +80,6 @@ def run_parts(
             newest = record
             result["parts"].append(record)
             result["left_out"] += [{"part": part.name, "reason": one} for one in record.pop("left_out")]
-            found[part.name] = record["findings"]
             if not record["ok"]:
                 result["ok"] = False
                 problem = broken()
@@ -91,16 +89,14 @@ def run_parts(
     return result
 
 
-def run_part(
-    part: Part, context: object, found: Mapping[str, Findings], limit: float
-) -> tuple[dict[str, Any] | None, str | None]:
-    """A part's record, or the reason for which it left itself out."""
+def run_part(part: Part, context: object, limit: float) -> tuple[dict[str, Any] | None, str | None]:
+    """Run a part; returns its record, or the reason for which it left itself out."""
     start = time.monotonic()
     record: dict[str, Any] = {"name": part.name, "shows": part.shows}
     findings: Findings = {}
     try:
         with time_limit(limit):
-            findings = dict(part.run(context, found))
+            findings = dict(part.run(context))
         record |= {"ok": bool(findings.pop("ok")), "summary": findings.pop("summary")}
     except LeftOut as error:
         return None, one_line(error, 300)

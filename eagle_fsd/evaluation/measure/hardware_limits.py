@@ -16,7 +16,7 @@ from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.autotune.step_costs import Costs, measure_costs
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.markdown_table import table_lines
+from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.runtime.matmul_backends import measure_fastest_backend
 from eagle_fsd.runtime.packed_linear import pack_linears, plain_linears
 from eagle_fsd.runtime.timing import median_seconds
@@ -33,13 +33,13 @@ class Machine:
     rate: float
 
     def limit(self, weight_bytes: int, parameters: int, nodes: int) -> float:
-        """Seconds that a forward over so many nodes takes at least."""
+        """Return the seconds that a forward over this many nodes takes at least."""
         return max(weight_bytes / self.bandwidth, 2 * parameters * nodes / self.rate)
 
 
 @torch.inference_mode()
 def machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Sums over a large tensor, and products of large square matrices, on this device in this dtype."""
+    """Time sums over a large tensor, and products of large square matrices, on this device in this dtype."""
     block = torch.ones(LARGE // dtype.itemsize, dtype=dtype, device=device)
     bandwidth = LARGE / median_seconds(lambda: block.sum(dtype=dtype), device)
     left = torch.randn(SQUARE, SQUARE, device=device).to(dtype)
@@ -63,7 +63,7 @@ class Forward:
 def forwards(
     engine: EagleFSD, here: Machine, context: int, beams: Sequence[int]
 ) -> tuple[list[Forward], Costs]:
-    """Every width of tree, one text, so many tokens of context."""
+    """Time every width of tree behind `context` tokens of one text."""
     layers = [layer for layer in engine.target.model.modules() if isinstance(layer, nn.Linear)]
     parameters = sum(layer.weight.numel() for layer in layers)
     weight_bytes = sum(layer.weight.numel() * layer.weight.dtype.itemsize for layer in layers)
@@ -84,22 +84,18 @@ def forwards(
 
 
 def table(found: Sequence[Forward]) -> str:
-    """Markdown, in milliseconds."""
-    titles = (
+    """Write Markdown, in milliseconds."""
+    titles = [
         "nodes",
         "limit",
         "linear layers, stock",
         "linear layers, ours",
         "verify forward",
         "of the limit",
-    )
+    ]
     rows = []
     for one in found:
         seconds = (one.limit, one.plain_linears, one.linears, one.verify)
-        cells = [
-            str(one.nodes),
-            *(f"{1000 * value:.1f}" for value in seconds),
-            f"{one.verify / one.limit:.2f}",
-        ]
-        rows.append(cells)
-    return "\n".join(table_lines(titles, rows))
+        times = [f"{1000 * value:.1f}" for value in seconds]
+        rows.append([str(one.nodes), *times, f"{one.verify / one.limit:.2f}"])
+    return markdown_table(titles, rows)

@@ -1,4 +1,4 @@
-"""What a draft head is worth at work: right drafts by depth, calibrated confidence, tau, tokens per second.
+"""What a draft head is worth in use: right drafts by depth, calibrated confidence, tau, tokens per second.
 
 EAGLE-2 grows and prunes its trees by the draft's own probabilities, taking them for chances of acceptance. So
 every drafted node is a sample of that: its confidence, q of its token at its parent, and whether the target,
@@ -16,18 +16,17 @@ from tqdm import tqdm
 
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.prompt_sets import batches
+from eagle_fsd.evaluation.prompt_sets import answer, batches
 
 BINS = 10
 TOP = (1, 3)  # how many of the draft's best tokens count as right
 
 
 @dataclass
-class Witness:
-    """Notes, step by step of lossless texts, how the drafts compare with the target's choice.
+class DraftObserver:
+    """An observer of lossless texts that notes how the drafts compare with the target's choice.
 
     confidence, taken: of every drafted node. reached, right: by depth, the nodes on the target's own path
     that have a draft distribution, and in how many the target's token is among the draft's best TOP.
@@ -68,7 +67,9 @@ class Witness:
 
 @dataclass(frozen=True)
 class HeadReport:
-    """right: for each of TOP the share by depth, given that the depth was reached; reached: how often it was.
+    """What the drafts of a head came to.
+
+    right: for each of TOP the share by depth, given that the depth was reached; reached: how often it was.
     bins: rows of (mean confidence, share taken, nodes). error: the expected calibration error.
     """
 
@@ -88,20 +89,20 @@ def observe(
     max_new_tokens: int,
     batch_size: int,
 ) -> tuple[HeadReport, list[list[int]]]:
-    """Answer the prompts (token ids) greedily and losslessly: a report on the head's drafts, the answers."""
-    witness = Witness(tree.reach)
+    """Answer the prompts (token ids) greedily and losslessly; returns a report on the drafts, and answers."""
+    seen = DraftObserver(tree.reach)
+    options = {"max_new_tokens": max_new_tokens, "tree": tree, "observer": seen}
     stats, answers = [], []
-    for rows in tqdm(list(batches(len(prompts), batch_size)), desc="prompts", unit="batch"):
-        ids, mask = pad_left([prompts[row] for row in rows], engine.pad_token_id)
-        output = engine.generate(ids, mask, max_new_tokens=max_new_tokens, tree=tree, observer=witness)
+    for part in tqdm(list(batches(prompts, batch_size)), desc="prompts", unit="batch"):
+        output = answer(engine, part, **options)
         stats.append(GenerationStats.total(output.stats, concurrent=True))
         answers += output.new_tokens
     total = GenerationStats.total(stats)
-    bins, error = calibration(torch.cat(witness.confidence), torch.cat(witness.taken))
-    shares = witness.right / witness.reached.clamp(min=1)
+    bins, error = calibration(torch.cat(seen.confidence), torch.cat(seen.taken))
+    shares = seen.right / seen.reached.clamp(min=1)
     report = HeadReport(
         right={count: shares[row].tolist() for row, count in enumerate(TOP)},
-        reached=witness.reached.tolist(),
+        reached=seen.reached.tolist(),
         bins=bins,
         error=error,
         tau=total.tau,
@@ -114,8 +115,10 @@ def observe(
 def calibration(
     confidence: Tensor, taken: Tensor, count: int = BINS
 ) -> tuple[list[tuple[float, float, int]], float]:
-    """Bins of equal width over confidence [n] in 0..1 against taken [n] bool, empty ones left out, and the
-    expected calibration error: the mean gap of the two, weighted by nodes (Guo et al., arXiv 1706.04599).
+    """Return bins of confidence [n] in 0..1 against taken [n] bool, and the expected calibration error.
+
+    Bins are of equal width, and empty ones are left out. The error is the mean gap of the two, weighted by
+    nodes (Guo et al., arXiv 1706.04599).
     """
     place = (confidence * count).long().clamp(max=count - 1)
     rows, gap = [], 0.0

@@ -1,26 +1,36 @@
-"""How far a rule's own law is from the target's, and how likely the target finds a text."""
+"""How far a rule's next-token distribution is from the target's, and how likely the target finds a text."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.output_distribution import distances, path_distributions
+from eagle_fsd.decoding.request import Observer
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
 
-class LawMeter:
-    """An observer of one batch: sums of KL(law || p) and TV(law, p) in every context that got a token.
+class Meter(Observer, Protocol):
+    """An observer of one batch that has something to say of each row: fields of its JSON object.
 
-    p is the target's law after the user's warpers. kl, tv: by row. seconds: what looking took, which is not
-    the decoding's.
+    seconds: what observing took, which is not the decoding's.
+    """
+
+    seconds: float
+
+    def row(self, row: int) -> dict[str, Any]: ...
+
+
+class DistanceMeter:
+    """A meter of KL(r || p) and TV(r, p), summed over every context that got a token.
+
+    r is the rule's next-token distribution, p the target's after the user's warpers. kl, tv: by row.
     """
 
     def __init__(self, mode: str, rows: int) -> None:
@@ -45,31 +55,22 @@ class LawMeter:
         self.seconds += time.perf_counter() - start
 
     def row(self, row: int) -> dict[str, Any]:
-        """The sums of a row as JSON can hold them: an infinite KL is null."""
+        """Return the sums of a row as JSON can hold them: an infinite KL is null."""
         kl = self.kl[row] if math.isfinite(self.kl[row]) else None
         return {"law": {"kl": kl, "tv": self.tv[row]}}
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """Of a text's new tokens, by the target's raw law at temperature 1.
-
-    log_p: their mean log-probability, in nats. It flatters a rule that picks likely tokens: text sharper than
-    the target's own scores higher than it. agreement: the share that is the argmax of its context.
-    """
-
-    log_p: float
-    agreement: float
-
-
 @torch.inference_mode()
-def judged(target: TargetModel, prompt: Sequence[int], tokens: Sequence[int]) -> Judgement | None:
-    """What the target says of the tokens after the prompt (ids); None for no tokens."""
+def likelihood(target: TargetModel, prompt: Sequence[int], tokens: Sequence[int]) -> float | None:
+    """Return the mean log-probability of a text's new tokens (ids), by the target at temperature 1, in nats.
+
+    It flatters a rule that picks likely tokens: text sharper than the target's own scores higher than it.
+    None for no tokens.
+    """
     if not tokens:
         return None
     text = torch.tensor([[*prompt, *tokens]], device=target.device)
     session = TargetSession(target, 1, text.shape[1])
     features = session.prefill(text[:, :-1], [text.shape[1] - 1])[0, len(prompt) - 1 :]
-    logits, new = target.logits(features), text[0, len(prompt) :]
-    log_p = logits.log_softmax(-1).gather(1, new[:, None])
-    return Judgement(float(log_p.mean()), float((logits.argmax(-1) == new).float().mean()))
+    log_p = target.logits(features).log_softmax(-1)
+    return float(log_p.gather(1, text[0, len(prompt) :, None]).mean())

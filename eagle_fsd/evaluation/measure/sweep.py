@@ -7,26 +7,21 @@ seen every rule on the same samples. Rows go to a JSONL file as they are made an
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.rule_names import describe
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.core.padding import pad_left
-from eagle_fsd.decoding.outputs import GenerationOutput
-from eagle_fsd.decoding.request import Observer
 from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation import prompt_sets
 from eagle_fsd.evaluation.analysis.rule_labels import rule_label
-from eagle_fsd.evaluation.measure.observers import LawMeter, judged
-from eagle_fsd.evaluation.prompt_sets import batches, prompts_of, set_name
-from eagle_fsd.evaluation.rows import rows_of_answers
+from eagle_fsd.evaluation.measure.observers import DistanceMeter, Meter, likelihood
+from eagle_fsd.evaluation.rows import digest, rows_of_answers
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task
 from eagle_fsd.evaluation.tasks.base import user
 from eagle_fsd.evaluation.tasks.source import Source
@@ -34,6 +29,7 @@ from eagle_fsd.files.jsonl import append_row, drop_torn_line
 from eagle_fsd.text.chat import encode_chat
 
 SET = 100_000  # more samples than any set of prompts has: sets that are asked together share no seed
+RowKey = tuple[Any, ...]  # a row's key, sample and seed
 
 
 @dataclass(frozen=True)
@@ -49,50 +45,35 @@ class Questions:
     def load(
         cls, task: Task, engine: EagleFSD, path: Path | None, limit: int | None, skip: int = 0
     ) -> Questions:
-        """At most `limit` samples after the first `skip`, as chats that wait for the answer."""
-        return cls.encoded(task, task.load(path, limit, skip), engine, skip)
-
-    @classmethod
-    def encoded(cls, task: Task, samples: Sequence[Sample], engine: EagleFSD, skip: int) -> Questions:
-        """The samples after the first `skip` as token ids."""
-        prompts = [encode_chat(engine.tokenizer, sample.messages)[0].tolist() for sample in samples]
-        return cls(task, samples, prompts, range(skip, skip + len(samples)))
+        """Load at most `limit` samples after the first `skip`, as chats that wait for the answer."""
+        samples = task.load(path, limit, skip)
+        return cls(task, samples, encoded(samples, engine), range(skip, skip + len(samples)))
 
     @classmethod
     def of_prompts(
-        cls, path: Path, engine: EagleFSD, limit: int | None, skip: int, max_new_tokens: int
+        cls, paths: Sequence[Path], engine: EagleFSD, limit: int | None, skip: int, max_new_tokens: int
     ) -> Questions:
-        """The same of a file of prompts, a task without a score: `prompts/NAME`."""
-        prompts = prompts_of(path, skip, limit)
+        """Load files of prompts as one task without a score; with several a sample is named SET/ID."""
+        samples, numbers = [], []
+        names = [prompt_sets.set_name(path) for path in paths]
+        for place, (path, name) in enumerate(zip(paths, names, strict=True)):
+            for number, prompt in enumerate(prompt_sets.prompts_of(path, skip, limit), skip):
+                own = str(number) if len(paths) == 1 else f"{name}/{number}"
+                samples.append(Sample(own, (user(prompt),), {}))
+                numbers.append(SET * place + number)
         task = Task(
-            name=f"{PROMPTS}{set_name(path)}",
+            name=PROMPTS + "+".join(names),
             version=1,
-            source=Source((path.name,), "a prompt"),
+            source=Source(tuple(path.name for path in paths), "a prompt"),
             ask=lambda row, place: (str(place), [user(row["prompt"])], {}),
             max_new_tokens=max_new_tokens,
         )
-        samples = [
-            Sample(str(skip + place), (user(prompt),), {}, max_new_tokens)
-            for place, prompt in enumerate(prompts)
-        ]
-        return cls.encoded(task, samples, engine, skip)
+        return cls(task, samples, encoded(samples, engine), numbers)
 
-    @classmethod
-    def together(cls, parts: Sequence[Questions]) -> Questions:
-        """Several sets of prompts as one; a sample is then named SET/ID. A lone set stays as it is."""
-        if len(parts) == 1:
-            return parts[0]
-        names = [part.task.name.removeprefix(PROMPTS) for part in parts]
-        return cls(
-            replace(parts[0].task, name=PROMPTS + "+".join(names)),
-            [
-                replace(one, id=f"{name}/{one.id}")
-                for name, part in zip(names, parts, strict=True)
-                for one in part.samples
-            ],
-            [prompt for part in parts for prompt in part.prompts],
-            [SET * place + number for place, part in enumerate(parts) for number in part.numbers],
-        )
+
+def encoded(samples: Sequence[Sample], engine: EagleFSD) -> list[list[int]]:
+    """Encode samples as token ids."""
+    return [encode_chat(engine.tokenizer, sample.messages)[0].tolist() for sample in samples]
 
 
 @dataclass(frozen=True)
@@ -107,7 +88,7 @@ class Cell:
     seed: int = 0
 
     def settings(self, engine: EagleFSD) -> dict[str, Any]:
-        """What every row of the cell says of it."""
+        """Return what every row of the cell says of it."""
         return {
             "task": self.questions.task.name,
             "version": self.questions.task.version,
@@ -122,31 +103,19 @@ class Cell:
         }
 
     def key(self, engine: EagleFSD, models: Mapping[str, Any] | None = None) -> str:
-        """What the rows of one cell share, and no others: its settings and the models' weights.
+        """Return what the rows of one cell share, and no others: its settings and the models' weights.
 
         models: the engine's identity, where it is known already.
         """
-        named = [self.settings(engine), engine.identity() if models is None else models]
-        return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
+        return digest([self.settings(engine), engine.identity() if models is None else models])
 
     def seed_of(self, place: int) -> int:
-        """What names a sample's draws in rows: the same under every rule, and whatever else is asked."""
+        """Return what names a sample's draws in rows: the same under every rule and beside any other."""
         return self.seed + self.questions.numbers[place]
 
     def stream_of(self, place: int) -> tuple[int, int]:
-        """The stream that a sample draws from; those of other seeds have nothing in common with it."""
+        """Return the stream that a sample draws from; those of other seeds have nothing in common with it."""
         return self.seed, self.questions.numbers[place]
-
-
-class Meter(Observer, Protocol):
-    """An observer of one batch that has something to say of each row: fields of its JSON object.
-
-    seconds: what observing took, which is not the decoding's.
-    """
-
-    seconds: float
-
-    def row(self, row: int) -> dict[str, Any]: ...
 
 
 def run(
@@ -155,7 +124,7 @@ def run(
     output: Path,
     batch_size: int,
     provenance: Mapping[str, object],
-) -> dict[tuple[Any, ...], dict[str, Any]]:
+) -> dict[RowKey, dict[str, Any]]:
     """Make the rows that `output` lacks and append them; returns all its rows, by key, sample and seed."""
     drop_torn_line(output)
     done = rows_of_answers(output)
@@ -167,7 +136,7 @@ def run(
             if missing:
                 bar.set_postfix_str(rule_label(describe(cell.rule)), refresh=False)
                 shared = {"key": keys[id(cell)], **cell.settings(engine), "batch_size": batch_size}
-                for row in answer(engine, cell, missing, LawMeter(cell.rule.mode, len(missing))):
+                for row in answer(engine, cell, missing, DistanceMeter(cell.rule.mode, len(missing))):
                     row = {**shared, **row, **provenance}
                     append_row(output, row)
                     done[row["key"], row["sample"], row["seed"]] = row
@@ -176,17 +145,19 @@ def run(
 
 
 def unanswered(
-    cell: Cell, places: Sequence[int], key: str, done: Mapping[tuple[Any, ...], Any], output: Path
+    cell: Cell, places: Sequence[int], key: str, done: Mapping[RowKey, Any], output: Path
 ) -> list[int]:
-    """The places whose answers are not among the rows that `output` has; ValueError where it has a sample's
-    answer to another prompt."""
+    """Return the places whose answers are not among the rows that `output` has.
+
+    Raises ValueError where it has a sample's answer to another prompt.
+    """
     missing = []
     for place in places:
         sample, prompt = cell.questions.samples[place].id, cell.questions.prompts[place]
         row = done.get((key, sample, cell.seed_of(place)))
         if row is None:
             missing.append(place)
-        elif "prompt" in row and row["prompt"] != digest(prompt):  # rows of before it was kept are trusted
+        elif row.get("prompt", digest(prompt)) != digest(prompt):  # older rows say nothing, and are trusted
             raise ValueError(
                 f"{output}: sample {sample!r} of {cell.questions.task.name} was another prompt when it was "
                 "answered: its file has changed; name another output"
@@ -194,44 +165,37 @@ def unanswered(
     return missing
 
 
-def digest(prompt: Sequence[int]) -> str:
-    """What tells a prompt's token ids from others."""
-    return hashlib.sha256(json.dumps(list(prompt)).encode()).hexdigest()[:16]
-
-
 def turns(cells: Sequence[Cell], batch_size: int) -> Iterator[tuple[Cell, Sequence[int]]]:
-    """Every cell with every batch of its samples' places; the cells of a task take turns, batch by batch."""
+    """Yield every cell with every batch of its samples' places; a task's cells take turns, batch by batch."""
     tasks: dict[int, list[Cell]] = {}
     for cell in cells:
         tasks.setdefault(id(cell.questions), []).append(cell)
     for mine in tasks.values():
-        for number, places in enumerate(batches(len(mine[0].questions.samples), batch_size)):
+        parts = prompt_sets.batches(range(len(mine[0].questions.samples)), batch_size)
+        for number, places in enumerate(parts):
             turn = number % len(mine)
             for cell in (*mine[turn:], *mine[:turn]):
                 yield cell, places
 
 
 def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) -> Iterator[dict[str, Any]]:
-    """One batch of a cell: what its rows say of each sample, and of each what the meter does."""
+    """Answer one batch of a cell; yields what its rows say of each sample, the meter's fields among it."""
     questions = cell.questions
     prompts = [questions.prompts[place] for place in places]
-    ids, mask = pad_left(prompts, engine.pad_token_id)
-    output: GenerationOutput = engine.generate(
-        ids,
-        mask,
+    output = prompt_sets.answer(
+        engine,
+        prompts,
+        cell.sampling,
         max_new_tokens=cell.max_new_tokens,
         rule=cell.rule,
         tree=cell.tree,
         seed=[cell.stream_of(place) for place in places],
         observer=meter,
-        **asdict(cell.sampling),
     )
-    # A batch's rows share its time.
-    seconds = (output.stats[0].seconds - meter.seconds) / len(places)
+    seconds = (output.stats[0].seconds - meter.seconds) / len(places)  # a batch's rows share its time
     for row, (place, tokens, stats) in enumerate(zip(places, output.new_tokens, output.stats, strict=True)):
         sample = questions.samples[place]
         text = engine.tokenizer.decode(tokens, skip_special_tokens=True)
-        verdict = judged(engine.target, prompts[row], tokens)
         yield {
             "sample": sample.id,
             "seed": cell.seed_of(place),
@@ -246,7 +210,6 @@ def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) ->
             "fuzzy_accepts": stats.fuzzy_accepts,
             "seconds": seconds,
             **meter.row(row),
-            "log_p": None if verdict is None else verdict.log_p,
-            "agreement": None if verdict is None else verdict.agreement,
+            "log_p": likelihood(engine.target, prompts[row], tokens),
             "scores": questions.task.score(sample.reference, text),
         }

@@ -14,30 +14,26 @@ MANY_AT_LIMIT = 0.1
 
 
 def caveats(rows: Sequence[Row], panels: Sequence[Panel], how: Bootstrap) -> list[str]:
-    """Sentences, the gaps of these rows first, then what holds of any such report."""
+    """List in sentences what the rows lack, then what holds of any such report."""
     points = [(panel, point) for panel in panels for point in panel.points]
-    rules = [(panel, point) for panel, point in points if not point.is_reference]
+    rules = [(panel, point) for panel, point in points if not point.is_lossless]
     lines = []
     bare = [panel for panel in panels if panel.lossless is None]
     if bare:
         lines.append(f"No lossless rows, so nothing to compare with: {titles(bare)}.")
-    gaps = [
-        (panel, point)
-        for panel, point in rules
-        if panel.lossless is not None and point.pairs < panel.lossless.samples
-    ]
+    gaps = [point for panel, point in rules if panel.lossless and point.pairs < panel.lossless.samples]
     if gaps:
-        least = min(point.pairs for _, point in gaps)
+        least = min(point.pairs for point in gaps)
         lines.append(
             f"{len(gaps)} of {len(rules)} rules lack samples that lossless has; the least has {least} pairs. "
             "Their values are over other samples than lossless's: only what is said against lossless, over "
             "the pairs, compares like with like."
         )
-    alone = [(panel, point) for panel, point in gaps if point.pairs == 0]
+    alone = sorted({point.label for point in gaps if point.pairs == 0})
     if alone:
-        lines.append(f"Without any pair: {', '.join(sorted({point.label for _, point in alone}))}.")
-    few = min((point.pairs for _, point in rules if point.pairs), default=0)
-    if 0 < few < FEW:
+        lines.append(f"Without any pair: {', '.join(alone)}.")
+    few = min((point.pairs for _, point in rules if point.pairs), default=FEW)
+    if few < FEW:
         lines.append(f"Intervals over fewer than {FEW} pairs are rough; the least number here is {few}.")
     if len({machine(row) for row in rows}) > 1:
         lines.append(
@@ -47,11 +43,8 @@ def caveats(rows: Sequence[Row], panels: Sequence[Panel], how: Bootstrap) -> lis
     for name in ("commit", "torch", "transformers"):
         if len({row.provenance.get(name) for row in rows}) > 1:
             lines.append(f"Rows were made with more than one {name}.")
-    limited = [
-        panel
-        for panel in panels
-        if panel.lossless and panel.lossless.values["limit_rate"].value > MANY_AT_LIMIT
-    ]
+    whole = [panel for panel in panels if panel.lossless]
+    limited = [panel for panel in whole if panel.lossless.values["limit_rate"].value > MANY_AT_LIMIT]
     if limited:
         lines.append(
             f"More than {MANY_AT_LIMIT:.0%} of lossless's answers reach the length limit and are cut in "
@@ -59,7 +52,7 @@ def caveats(rows: Sequence[Row], panels: Sequence[Panel], how: Bootstrap) -> lis
         )
     if any("law_kl" not in point.values and "law_tv" in point.values for _, point in rules):
         lines.append(
-            "law KL is missing where it is infinite: the rule can emit what the target, after temperature, "
+            "KL is missing where it is infinite: the rule can emit what the target, after temperature, "
             "top-k and top-p, cannot; at temperature 0 that is every relaxed rule."
         )
     if any(SPEED in point.values for _, point in points):
@@ -70,7 +63,7 @@ def caveats(rows: Sequence[Row], panels: Sequence[Panel], how: Bootstrap) -> lis
     return [
         *lines,
         "log p per token rewards rules that pick likely tokens: text sharper than the target's own scores "
-        "higher than it. law TV and law KL do not: they are 0 for the target's own law alone.",
+        "higher than it. TV and KL do not: they are 0 for the target's own distribution alone.",
         "Winners are chosen on the samples that their numbers come from, so the numbers flatter them a "
         "little: confirm a choice on samples that had no part in it.",
         f"Each interval is a {how.confidence:.0%} one by itself; among {len(rules)} rules some miss.",

@@ -1,7 +1,7 @@
-"""What a rule gets for what it gives up: tokens gained for a token's worth of the target's law.
+"""What a rule gets for what it gives up: tokens gained for a token's worth of the target's distribution.
 
-In S steps a rule emits N tokens, and its own law lies V tokens from the target's (the sum of its TV); as many
-steps of lossless decoding emit S tau_0. So (N - S tau_0) / V tokens are gained for a TV of 1.
+In S steps a rule emits N tokens, and its own distribution lies V tokens from the target's (the sum of its
+TV); as many steps of lossless decoding emit S tau_0. So (N - S tau_0) / V tokens are gained for a TV of 1.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 from eagle_fsd.evaluation.analysis.bootstrap import Array, Bootstrap, Estimate, Sums, interval, resampled
 from eagle_fsd.evaluation.analysis.measures import MEASURES, TAU, paired, sums_of_pairs
 from eagle_fsd.evaluation.analysis.points import Panel, Point
-from eagle_fsd.evaluation.markdown_table import table_lines
-from eagle_fsd.evaluation.report.tables import spoken
+from eagle_fsd.evaluation.markdown_table import markdown_table
+from eagle_fsd.evaluation.report.tables import with_interval
 
 LEAST = 0.003  # TV per token: what is gained for less is noise over nothing
 
@@ -28,27 +28,28 @@ class Exchange:
                 f"{panel.task.title} has no lossless rows: what is gained is counted from them; "
                 "add them with --rules lossless"
             )
-        self.panel, self.how = panel, how
-        drafting = [point for point in panel.points if not point.is_reference]
-        whole = len(panel.lossless.rows)
+        self.lossless, self.how = panel.lossless, how
+        drafting = [point for point in panel.points if not point.is_lossless]
+        whole = len(self.lossless.rows)
         self.points = {p.label: p for p in drafting if p.pairs == whole and tv_of(p) >= LEAST}
         self.left_out = [p.label for p in drafting if p.label not in self.points]
 
     def of(self, label: str) -> Estimate:
-        """Tokens gained for a TV of 1, with its interval."""
+        """Return the tokens gained for a TV of 1, with their interval."""
         value, drawn, samples = self._drawn(label)
         return interval(value, drawn, samples, self.how)
 
     def against(self, label: str, other: str) -> Estimate:
-        """What one rule gains more than another, in pairs."""
+        """Return what one rule gains more than another, in pairs."""
         (value, drawn, samples), (base, of_base, _) = self._drawn(label), self._drawn(other)
         return interval(value - base, drawn - of_base, samples, self.how)
 
     def _drawn(self, label: str) -> tuple[float, Array, int]:
-        """The value, that of every resample [R], and how many samples there are: the same ones are drawn for
-        every rule."""
-        assert self.panel.lossless is not None
-        pairs = paired(self.points[label].rows, self.panel.lossless.rows)
+        """Return the value, that of every resample [R], and the number of samples.
+
+        The same samples are drawn for every rule.
+        """
+        pairs = paired(self.points[label].rows, self.lossless.rows)
         tau, tau_lossless = sums_of_pairs(MEASURES[TAU], pairs)
         tv = sums_of_pairs(MEASURES["law_tv"], pairs)[0]
         tv_per_step = Sums(tv.numerator, tau.denominator)
@@ -59,16 +60,16 @@ class Exchange:
 
 
 def tv_of(point: Point) -> float:
-    """TV per token of a rule's own law; 0 where it is not known."""
+    """Return the TV per token of a rule's own distribution; 0 where it is not known."""
     found = point.values.get("law_tv")
     return 0.0 if found is None else found.value
 
 
 def exchange_table(panel: Panel, how: Bootstrap, against: Sequence[str] = ()) -> str:
-    """Markdown: a line per rule by its TV, with a column of differences for each rule of `against`.
+    """Write a line per rule by its TV, with a column of differences for each rule of `against`.
 
-    Says which rules are left out, having too few samples or next to no TV. ValueError for an `against` that
-    is among them.
+    Says which rules are left out, having too few samples or next to no TV. Raises ValueError for an `against`
+    that is among them.
     """
     exchange = Exchange(panel, how)
     for label in against:
@@ -77,17 +78,18 @@ def exchange_table(panel: Panel, how: Bootstrap, against: Sequence[str] = ()) ->
                 f"against is {label!r}: it must be a rule on all samples of lossless, with a TV of at least "
                 f"{LEAST:g}, in {panel.task.title}; one of {', '.join(exchange.points) or 'none'}"
             )
-    compared = [f"more than {label}" for label in against]
-    titles = ("rule", "TV", "tau, times lossless", "gained for a TV of 1", *compared)
+    titles = ["rule", "TV", "tau, times lossless", "gained for a TV of 1"]
+    titles += [f"more than {label}" for label in against]
     lines = []
     for label, point in sorted(exchange.points.items(), key=lambda item: tv_of(item[1])):
         ratio = point.changes[TAU].ratio
-        others = ("" if label == a else spoken(exchange.against(label, a), ".2f") for a in against)
+        others = ("" if label == a else with_interval(exchange.against(label, a), ".2f") for a in against)
         times = "" if ratio is None else f"{ratio.value:.2f}"
-        lines.append((label, f"{tv_of(point):.3f}", times, spoken(exchange.of(label), ".2f"), *others))
+        gained = with_interval(exchange.of(label), ".2f")
+        lines.append((label, f"{tv_of(point):.3f}", times, gained, *others))
     models = panel.models
     title = [f"## {panel.task.title}", "", f"{models.base_model}, tree {models.tree}; {panel.task.details}."]
     if exchange.left_out:
         why = f"fewer samples than lossless, or a TV below {LEAST:g}"
         title.append(f"Left out ({why}): {', '.join(exchange.left_out)}.")
-    return "\n".join([*title, "", *table_lines(titles, lines)])
+    return "\n".join([*title, "", markdown_table(titles, lines)])

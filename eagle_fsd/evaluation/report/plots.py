@@ -18,7 +18,7 @@ INK, FAINT = "#0550ae", "#6e7781"
 
 
 def require_matplotlib() -> None:
-    """ValueError that names the extra, before anything is measured."""
+    """Raise ValueError naming the extra, before anything is measured."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -28,12 +28,12 @@ def require_matplotlib() -> None:
 
 
 def plot_calibration(report: HeadReport, path: Path, head: str, target: str, setting: str = "") -> None:
-    """What `calibration_figure` draws, to a PNG."""
+    """Write what `calibration_figure` draws to a PNG."""
     save(calibration_figure(report, head, target, setting), path)
 
 
 def calibration_figure(report: HeadReport, head: str, target: str, setting: str = "") -> Figure:
-    """The share of drafted tokens that the target accepts against the draft's confidence in them.
+    """Draw the share of drafted tokens that the target accepts against the draft's confidence in them.
 
     Above, each bin at its mean confidence, and the diagonal of a head that is exactly as confident as right;
     below, how many drafted tokens each bin holds, on a logarithmic axis, since most drafts are unlikely ones.
@@ -72,7 +72,7 @@ def calibration_figure(report: HeadReport, head: str, target: str, setting: str 
 
 
 def plot_speed(found: Sequence[Result], path: Path) -> None:
-    """Tokens per second by method, a panel for each context and batch size, to a PNG."""
+    """Draw tokens per second by method, a panel for each context and batch size, to a PNG."""
     from matplotlib.figure import Figure
 
     from eagle_fsd.evaluation.measure.speed import HUGGING_FACE
@@ -106,10 +106,6 @@ def label(one: Result) -> str:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure as what the path's ending says, png or svg: the same bytes for the same figure."""
-    from matplotlib import rc_context
-
-    kind = path.suffix.removeprefix(".") or "png"
-    made = {"Date": None} if kind == "svg" else None
-    with atomic_path(path) as partial, rc_context({"svg.hashsalt": "eagle_fsd"}):
-        figure.savefig(partial, format=kind, dpi=150, metadata=made)
+    """Write the figure as a PNG: the same bytes for the same figure."""
+    with atomic_path(path) as partial:
+        figure.savefig(partial, format="png", dpi=150)

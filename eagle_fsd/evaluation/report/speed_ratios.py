@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_fsd.core.stats import PHASES
-from eagle_fsd.evaluation.markdown_table import table_lines
+from eagle_fsd.evaluation.markdown_table import filled_columns
 from eagle_fsd.evaluation.measure.speed import HUGGING_FACE
 
 BASELINES = ("hf", "hf-compiled", "plain", "lossless")  # what the others are compared with, where they ran
@@ -17,6 +17,7 @@ ORDER = (
     *("prefill s", *(f"{phase} ms" for phase in PHASES[1:]), "peak GB"),
     *(*(f"vs {base}" for base in BASELINES), "log p"),
 )
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -36,68 +37,62 @@ class Result:
     log_likelihood: float | None
 
 
-def results(rows: Sequence[Mapping[str, Any]]) -> list[Result]:
-    """The rows of one run, summed up by context, batch size and method."""
-    found = []
-    for context, size in dict.fromkeys((row["context"], row["batch_size"]) for row in rows):
-        mine: dict[str, list[Mapping[str, Any]]] = {}
-        for row in rows:
-            if (row["context"], row["batch_size"]) == (context, size):
-                mine.setdefault(row["method"], []).append(row)
-        for name, runs in mine.items():
-            runs = sorted(runs, key=lambda row: row["prompts"])
-            ratios = {}
-            for base in BASELINES:
-                if base in mine and base != name:
-                    others = sorted(mine[base], key=lambda row: row["prompts"])
-                    single = [rate([a]) / rate([b]) for a, b in zip(runs, others, strict=True)]
-                    low, _, high = quartiles(single)
-                    ratios[base] = (rate(runs) / rate(others), low, high)
-            steps = sum(row["steps"] for row in runs)
-            batch_steps = sum(row["batch_steps"] for row in runs)
-            likelihoods = [row["log_likelihood"] for row in runs if row.get("log_likelihood") is not None]
-            found.append(
-                Result(
-                    method=name,
-                    tree="; ".join(dict.fromkeys(row["tree"] for row in runs if row["tree"])) or None,
-                    batch_size=size,
-                    context=context,
-                    tokens_per_second=rate(runs),
-                    tau=sum(row["new_tokens"] for row in runs) / max(steps, 1),
-                    milliseconds={
-                        phase: 1000 * sum(row[f"{phase}_seconds"] for row in runs) / max(batch_steps, 1)
-                        for phase in PHASES[1:]
-                    },
-                    prefill_seconds=sum(row["prefill_seconds"] for row in runs) / len(runs),
-                    ratios=ratios,
-                    peak_memory=max(row["peak_memory"] for row in runs),
-                    log_likelihood=statistics.fmean(likelihoods) if likelihoods else None,
-                )
-            )
-    return found
+def results(rows: Sequence[Row]) -> list[Result]:
+    """Sum up the rows of one run by context, batch size and method."""
+    groups: dict[tuple[Any, int], dict[str, list[Row]]] = {}
+    for row in rows:
+        methods = groups.setdefault((row["context"], row["batch_size"]), {})
+        methods.setdefault(row["method"], []).append(row)
+    return [result(name, mine) for mine in groups.values() for name in mine]
+
+
+def result(name: str, methods: Mapping[str, Sequence[Row]]) -> Result:
+    """Sum up one method's rows, beside those of the others at the same context and batch size."""
+    ordered = {other: sorted(runs, key=lambda row: row["prompts"]) for other, runs in methods.items()}
+    runs = ordered[name]
+    ratios = {}
+    for base in BASELINES:
+        if base in ordered and base != name:
+            single = [rate([a]) / rate([b]) for a, b in zip(runs, ordered[base], strict=True)]
+            low, _, high = quartiles(single)
+            ratios[base] = (rate(runs) / rate(ordered[base]), low, high)
+    batch_steps = max(sum(row["batch_steps"] for row in runs), 1)
+    times = {phase: sum(row[f"{phase}_seconds"] for row in runs) for phase in PHASES[1:]}
+    likelihoods = [row["log_likelihood"] for row in runs if row.get("log_likelihood") is not None]
+    return Result(
+        method=name,
+        tree="; ".join(dict.fromkeys(row["tree"] for row in runs if row["tree"])) or None,
+        batch_size=runs[0]["batch_size"],
+        context=runs[0]["context"],
+        tokens_per_second=rate(runs),
+        tau=sum(row["new_tokens"] for row in runs) / max(sum(row["steps"] for row in runs), 1),
+        milliseconds={phase: 1000 * seconds / batch_steps for phase, seconds in times.items()},
+        prefill_seconds=sum(row["prefill_seconds"] for row in runs) / len(runs),
+        ratios=ratios,
+        peak_memory=max(row["peak_memory"] for row in runs),
+        log_likelihood=statistics.fmean(likelihoods) if likelihoods else None,
+    )
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
     return statistics.quantiles(values, method="inclusive") if len(values) > 1 else [values[0]] * 3
 
 
-def rate(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Tokens per second of runs one after the other."""
+def rate(rows: Sequence[Row]) -> float:
+    """Return the tokens per second of runs one after the other."""
     return sum(row["new_tokens"] for row in rows) / sum(row["seconds"] for row in rows)
 
 
 def table(found: Sequence[Result]) -> str:
-    """Markdown: speed, tau, a step's milliseconds by phase, ratios with the quartiles of single batches.
+    """Write speed, tau, a step's milliseconds by phase, ratios with the quartiles of single batches.
 
     Columns that would be empty are left out.
     """
-    rows = [cells(one) for one in found]
-    titles = [title for title in ORDER if any(row.get(title) for row in rows)]
-    return "\n".join(table_lines(titles, ([row.get(title, "") for title in titles] for row in rows)))
+    return filled_columns(ORDER, [cells(one) for one in found])
 
 
 def cells(one: Result) -> dict[str, str]:
-    """A line of the table by column."""
+    """Return a line of the table by column."""
     row = {
         "context": str(one.context or ""),
         "batch": str(one.batch_size),
@@ -110,7 +105,6 @@ def cells(one: Result) -> dict[str, str]:
         "log p": "" if one.log_likelihood is None else f"{one.log_likelihood:.3f}",
     }
     row |= {f"{phase} ms": f"{value:.1f}" if value else "" for phase, value in one.milliseconds.items()}
-    return row | {
-        f"vs {base}": f"{middle:.2f} ({low:.2f} to {high:.2f})"
-        for base, (middle, low, high) in one.ratios.items()
-    }
+    for base, (middle, low, high) in one.ratios.items():
+        row[f"vs {base}"] = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    return row

@@ -17,7 +17,7 @@ TASKS: dict[str, Task] = {
 
 
 def task_named(name: str) -> Task:
-    """The task of this name; ValueError lists them."""
+    """Return the task of this name. Raises ValueError listing them."""
     if not isinstance(name, str) or name not in TASKS:
         raise ValueError(f"task is {name!r}: it must be one of {', '.join(TASKS)}; choose one")
     return TASKS[name]

@@ -16,15 +16,15 @@ Message = dict[str, str]  # {"role": "user", "content": "..."}
 
 @dataclass(frozen=True)
 class Sample:
-    """One question. messages: the chat that waits for the answer, few-shot examples inside; reference: what
-    scoring needs, JSON-ready; max_new_tokens: the task's default; stops: where the answer ends, see `cut`.
+    """One question.
+
+    messages: the chat that waits for the answer, few-shot examples inside; reference: what scoring needs,
+    JSON-ready.
     """
 
     id: str
     messages: tuple[Message, ...]
     reference: dict[str, Any]
-    max_new_tokens: int
-    stops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Task:
     stops: tuple[str, ...] = ()
 
     def load(self, path: Path | None = None, limit: int | None = None, skip: int = 0) -> list[Sample]:
-        """At most `limit` samples after the first `skip`.
+        """Load at most `limit` samples after the first `skip`.
 
         path: a JSONL file, or a folder that holds one of `source.files`; None: the folder $EAGLE_FSD_DATA
-        where it is set, else the Hub. ValueError, one line, for a task that is missing, broken or of another
-        version.
+        where it is set, else the Hub. Raises ValueError, one line, for a task that is missing, broken or of
+        another version.
         """
         require_integer("skip", skip, 0, "0 begins with the first sample")
         if limit is not None:
@@ -77,17 +77,17 @@ class Task:
                 ) from error
             if name in samples:
                 raise ValueError(f"{origin}:{number}: sample {name!r} is there twice; delete one")
-            samples[name] = Sample(name, tuple(messages), reference, self.max_new_tokens, self.stops)
+            samples[name] = Sample(name, tuple(messages), reference)
         if skip >= len(samples):
             raise ValueError(f"skip is {skip}: {origin} has {len(samples)} samples; lower it")
         return list(samples.values())[skip : None if limit is None else skip + limit]
 
     def score(self, reference: Mapping[str, Any], text: str) -> dict[str, float]:
-        """Every metric of an answer, which ends at the first of `stops`; {} for a task of prompts alone."""
+        """Score an answer, which ends at the first of `stops`; {} for a task of prompts alone."""
         return {} if self.judge is None else self.judge(reference, cut(text, self.stops))
 
     def require_version(self, version: object) -> None:
-        """ValueError for rows that another version of the task made."""
+        """Raise ValueError for rows that another version of the task made."""
         if version != self.version:
             raise ValueError(
                 f"version is {version!r}: {self.name} is version {self.version} here, and scores of two "
@@ -97,7 +97,7 @@ class Task:
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """The text before the first of the stop strings; all of it where none occurs."""
+    """Cut a text before the first of the stop strings; it stays whole where none occurs."""
     if "" in stops:
         raise ValueError("a stop string is empty: it would end every text before its start; leave it out")
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
@@ -112,7 +112,7 @@ def assistant(content: str) -> Message:
 
 
 def text_of(row: Mapping[str, Any], name: str) -> str:
-    """A row's field that must be text with something in it."""
+    """Return a row's field that must be text. Raises ValueError for an empty one."""
     value = row[name]
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} is {value!r}: it must be text")

@@ -62,7 +62,7 @@ def options_of(letters: Sequence[str], options: Sequence[str]) -> str:
 
 
 def strict_letter(text: str, letters: Sequence[str]) -> str | None:
-    """The letter after the first "answer is" or "answer:"."""
+    """Find the letter after the first "answer is" or "answer:"."""
     only = "".join(letters)
     found = re.search(
         # A bare letter is a capital: the article in "the answer is a hook" is none.
@@ -74,7 +74,7 @@ def strict_letter(text: str, letters: Sequence[str]) -> str | None:
 
 
 def flexible_letter(text: str, letters: Sequence[str]) -> str | None:
-    """strict_letter, else the letter that the text is or begins with, else its last one in brackets."""
+    """Find strict_letter, else the letter that the text is or begins with, else its last one in brackets."""
     only = "".join(letters)
     strict = strict_letter(text, letters)
     if strict:
@@ -87,7 +87,7 @@ def flexible_letter(text: str, letters: Sequence[str]) -> str | None:
 
 
 def judge(reference: Mapping[str, Any], text: str) -> dict[str, float]:
-    """strict: the letter that the text calls the answer is right; flexible: a letter that it may mean is."""
+    """Score an answer. strict: the letter that it names is right; flexible: one that it may mean is."""
     answer, letters = reference["answer"], reference["letters"]
     return {
         "strict": float(strict_letter(text, letters) == answer),
@@ -102,7 +102,10 @@ def asked(
     answer: str,
     letters: Sequence[str],
 ) -> tuple[list[Message], dict[str, Any]]:
-    """The chat of a question behind its examples, and its reference; ValueError where they do not fit."""
+    """Return the chat of a question behind its examples, and its reference.
+
+    Raises ValueError where they do not fit.
+    """
     if not all(isinstance(option, str) for option in options):
         raise ValueError("an option is not text")
     if len(set(letters)) != len(options) or len(options) < 2 or not set(letters) <= set(ascii_uppercase):

@@ -68,19 +68,19 @@ FLEXIBLE = re.compile(NUMBER)
 
 
 def strict_answer(text: str) -> Decimal | None:
-    """The number after the first "The answer is" or "####": what comes later is another problem."""
+    """Find the number after the first "The answer is" or "####": what comes later is another problem."""
     found = STRICT.search(text)
     return found and value_of(found[1])
 
 
 def flexible_answer(text: str) -> Decimal | None:
-    """The last number of the text."""
+    """Find the last number of the text."""
     found = FLEXIBLE.findall(text)
     return value_of(found[-1]) if found else None
 
 
 def value_of(number: str) -> Decimal:
-    """1,234.50 and 1234.5 are one number; a currency sign is none of it."""
+    """Read a number: 1,234.50 and 1234.5 are one, and a currency sign is no part of it."""
     return Decimal(re.sub(r"[\s,$]", "", number).replace("\u2212", "-"))
 
 
@@ -97,7 +97,7 @@ def ask(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], dict[st
 
 
 def judge(reference: Mapping[str, Any], text: str) -> dict[str, float]:
-    """strict: the number that the text calls the answer is right; flexible: its last number is."""
+    """Score an answer. strict: the number that it calls the answer is right; flexible: its last number is."""
     expected = Decimal(reference["answer"])
     return {
         "strict": float(strict_answer(text) == expected),

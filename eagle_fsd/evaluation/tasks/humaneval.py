@@ -25,11 +25,11 @@ def definition(name: str) -> re.Pattern[str]:
 
 
 def program(reference: Mapping[str, Any], text: str) -> str:
-    """The source that an answer makes: what the prompt has before the function (imports, helpers), and the
-    function; an answer without a `def` of it is taken as what follows the prompt.
+    """Make a program of an answer: imports and helpers of the prompt, and the function.
 
-    The code is the first fenced block that defines the function, else the first block, else the text itself
-    as far as it looks like code; a block that the length cut off ends with the text.
+    An answer without a `def` of it is taken as what follows the prompt. The code is the first fenced block
+    that defines the function, else the first block, else the text itself as far as it looks like code. A
+    block that the length cut off ends with the text.
     """
     prompt, defines = reference["prompt"], definition(reference["entry_point"])
     blocks = FENCE.findall(text)
@@ -51,8 +51,10 @@ def program(reference: Mapping[str, Any], text: str) -> str:
 
 
 def unfenced(code: str) -> str:
-    """Code without the prose that follows it: up to the first line that is neither indented nor begins as a
-    top-level line of a program does. A first line that is no code leaves the text as it is."""
+    """Cut the prose that follows code: from the first line neither indented nor of a program's top level.
+
+    A first line that is no code leaves the text as it is.
+    """
     kept = []
     for line in code.splitlines():
         if kept and line.strip() and not KEEPS.match(line):
@@ -62,7 +64,7 @@ def unfenced(code: str) -> str:
 
 
 def dedented(code: str) -> str:
-    """Code whose first line begins at the margin: a block in a list is indented as a whole."""
+    """Move code to the margin where its first line begins: a block in a list is indented as a whole."""
     lines = code.expandtabs(4).splitlines()
     first = next(line for line in lines if line.strip())
     margin = len(first) - len(first.lstrip())
@@ -70,7 +72,7 @@ def dedented(code: str) -> str:
 
 
 def judge(reference: Mapping[str, Any], text: str) -> dict[str, float]:
-    """pass_at_1: the program passes the problem's tests in the sandbox."""
+    """Score an answer. pass_at_1: the program passes the problem's tests in the sandbox."""
     tests = f"{reference['test']}\n\ncheck({reference['entry_point']})\n"
     return {"pass_at_1": float(run(f"{program(reference, text)}\n{tests}").passed)}
 

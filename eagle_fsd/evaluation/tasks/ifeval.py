@@ -66,9 +66,10 @@ def ask(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], dict[st
 
 
 def judge(reference: Mapping[str, Any], text: str) -> dict[str, float]:
-    """strict, loose: all instructions are followed; instruction_strict, instruction_loose: the share that is;
-    instructions: how many there are. loose also tries the text without its first or last line and without
-    asterisks.
+    """Score an answer, also leniently: without its first or last line, and without asterisks.
+
+    strict, loose: all instructions are followed; instruction_strict, instruction_loose: the share that is;
+    instructions: how many there are.
     """
     evaluate, checkers = library()
     names = reference["instruction_id_list"]
@@ -84,7 +85,7 @@ def judge(reference: Mapping[str, Any], text: str) -> dict[str, float]:
 
 @cache
 def library() -> tuple[Callable[..., Any], dict[str, type]]:
-    """if-verifiable's judge, and its checkers by instruction, made repeatable; ValueError without it."""
+    """Return if-verifiable's judge and its checkers, made repeatable. Raises ValueError without it."""
     try:
         import langdetect
         import nltk
@@ -111,7 +112,7 @@ def library() -> tuple[Callable[..., Any], dict[str, type]]:
 
 
 def require_punkt(nltk: Any) -> None:
-    """NLTK's data for sentences, downloaded before or bundled in llama-index-core; never fetched here."""
+    """Find NLTK's data for sentences, downloaded before or bundled in llama-index-core; fetch nothing."""
     bundles = importlib.util.find_spec("llama_index")
     for folder in [None, *(bundles.submodule_search_locations or () if bundles else ())]:
         if folder is not None:

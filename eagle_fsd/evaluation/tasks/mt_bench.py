@@ -10,7 +10,7 @@ from eagle_fsd.evaluation.tasks.source import Source
 
 
 def ask(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], dict[str, Any]]:
-    """The first turn is asked; the later ones, which need its answer, are kept in the reference."""
+    """Ask the first turn; the later ones, which need its answer, are kept in the reference."""
     turns = row["turns"] if "turns" in row else row["prompt"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ValueError(f"turns is {turns!r:.40}: it must be a list of texts")

@@ -27,7 +27,7 @@ class Source:
 
 
 def rows_of(name: str, source: Source, path: Path | None) -> tuple[str, Iterator[tuple[int, dict[str, Any]]]]:
-    """Where the rows were found, in words, and the rows with their line numbers, from 1."""
+    """Find a task's rows; returns where, in words, and the rows with their line numbers, from 1."""
     found = path or (Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None)
     if found is None:
         return hub_rows(name, source)
@@ -43,7 +43,7 @@ def rows_of(name: str, source: Source, path: Path | None) -> tuple[str, Iterator
 
 
 def hub_rows(name: str, source: Source) -> tuple[str, Iterator[tuple[int, dict[str, Any]]]]:
-    """The rows of the data set on the Hub; its id stands for the path in errors."""
+    """Load the rows of the data set on the Hub; its id stands for the path in errors."""
     local = f"give a JSONL file, or set {FOLDER} to a folder with {' or '.join(source.files)}"
     if source.hub is None:
         raise ValueError(f"{name} has no data set on the Hub: {local}")

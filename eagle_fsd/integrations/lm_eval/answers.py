@@ -1,4 +1,4 @@
-"""Answers to prompts up to stop strings: batched by length, each the same whatever its batch.
+"""Generate with stop strings. Prompts are batched by length; batching never changes an answer.
 
 Stop strings that are special tokens of the tokenizer end a text as end tokens do, for they are not shown in
 it.
@@ -62,8 +62,7 @@ def answers(
         groups.setdefault(ask.ending, []).append(place)
     for places in groups.values():
         places.sort(key=lambda place: -len(asks[place].prompt))
-        for rows in batches(len(places), batch_size):
-            part = [places[row] for row in rows]
+        for part in batches(places, batch_size):
             yield dict(zip(part, answer(engine, [asks[p] for p in part], rule, tree), strict=True))
 
 
@@ -104,11 +103,9 @@ def answer(
 
 
 def end_tokens(engine: EagleFSD, until: Sequence[str]) -> tuple[int, ...]:
-    """The model's own end tokens, and the stop strings that are special tokens."""
-    tokenizer = engine.tokenizer
-    assert tokenizer is not None
-    special = {
-        token.content: place for place, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
+    """Return the model's own end tokens, and the stop strings that are special tokens."""
+    assert engine.tokenizer is not None
+    added = engine.tokenizer.added_tokens_decoder.items()
+    special = {token.content: place for place, token in added if token.special}
     ids = {*engine.target.eos_token_ids, *(special[stop] for stop in until if stop in special)}
     return tuple(sorted(token for token in ids if token < engine.target.vocab_size))

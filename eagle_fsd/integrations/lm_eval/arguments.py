@@ -79,7 +79,7 @@ def settings_of(arguments: Mapping[str, Any]) -> Settings:
 
 
 def rule_of(given: Mapping[str, Any]) -> AcceptanceRule:
-    """The rule of a word, or Fuzzy with these fields."""
+    """Return the rule of a word, or Fuzzy with these fields."""
     if "rule" not in given:
         return Fuzzy(**{"threshold": 0.0, **given})
     if len(given) > 1:
@@ -91,14 +91,14 @@ def rule_of(given: Mapping[str, Any]) -> AcceptanceRule:
 
 
 def tree_of(sizes: Mapping[str, Any]) -> TreeConfig | AutoTree:
-    """The tree of these sizes; with total_tokens "auto" those that are not given are measured."""
+    """Return the tree of these sizes; with total_tokens "auto" those that are not given are measured."""
     if sizes.get("total_tokens") == AUTO:
         return AutoTree(**{name: size for name, size in sizes.items() if name != "total_tokens"})
     return TreeConfig(**sizes)
 
 
 def whole(value: object) -> object:
-    """A decimal string as a number: lm-eval's own flags come as strings."""
+    """Read a decimal string as a number: lm-eval's own flags come as strings."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
@@ -124,7 +124,7 @@ def ending_of(gen_kwargs: Mapping[str, Any], max_gen_toks: int) -> Ending:
 
 
 def stop_strings(until: object) -> tuple[str, ...]:
-    """`until` as a tuple: it may be one string or several."""
+    """Return `until` as a tuple: it may be one string or several."""
     stops = (until,) if isinstance(until, str) else until
     if not isinstance(stops, Sequence) or not all(isinstance(stop, str) for stop in stops):
         raise ValueError(f"until is {until!r}: it must be a string or a list of strings; quote them")
@@ -132,7 +132,7 @@ def stop_strings(until: object) -> tuple[str, ...]:
 
 
 def sampling_of(given: Mapping[str, Any]) -> SamplingConfig:
-    """Temperature, top-k and top-p of generation arguments."""
+    """Return temperature, top-k and top-p of generation arguments."""
     do_sample = given.get("do_sample", given.get("temperature", 0) != 0)
     if not isinstance(do_sample, bool):
         raise ValueError(f"do_sample is {do_sample!r}: it must be true or false; choose one")
@@ -145,8 +145,11 @@ def sampling_of(given: Mapping[str, Any]) -> SamplingConfig:
 
 
 def seeds(base: int, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[int]:
-    """A seed for every request (context, gen_kwargs) that depends on the base seed, the request and how often
-    it was made before, and so neither on its place nor on the other tasks of a run."""
+    """Return a seed for every request (context, gen_kwargs).
+
+    It depends on the base seed, the request and how often that was made before, and so neither on its place
+    nor on the other tasks of a run.
+    """
     made: dict[str, int] = {}
     found = []
     for context, gen_kwargs in requests:

@@ -1,7 +1,7 @@
 """EleutherAI's lm-evaluation-harness on eagle_fsd: the model "eagle_fsd" for its generative tasks.
 
 lm-eval finds a model by its name in a registry that importing this module adds to; it knows no entry points,
-so `eval/harness.py` imports this and hands over to its command line. lm-eval is an extra.
+so `command` imports this and hands over to its command line. lm-eval is an extra.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LM_EVALS_DEVICE = "cuda:0"  # what its command line asks for where nobody named 
 class EagleLM(LM):
     """lm-eval's view of an EagleFSD, under one rule and one tree; it answers `generate_until` requests.
 
-    arguments: see harness_arguments.settings_of. engine: one that is there already; then none of the models'
+    arguments: see settings_of. engine: one that is there already; then none of the models'
     arguments may be given. stats: the sum over all answers so far. answers: how many; capped: of these, how
     many ran into their length.
     """
@@ -70,7 +70,7 @@ class EagleLM(LM):
     def create_from_arg_obj(
         cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
     ) -> EagleLM:
-        """From --model_args; of what lm-eval's own flags say beside them, --model_args count."""
+        """Build the model; `--model_args` take precedence over lm-eval's own flags."""
         flags = {name: value for name, value in (additional_config or {}).items() if value is not None}
         if flags.get("device") == LM_EVALS_DEVICE and not torch.cuda.is_available():
             logger.info("there is no %s: using the CPU", flags.pop("device"))
@@ -80,7 +80,7 @@ class EagleLM(LM):
     def create_from_arg_string(
         cls, arg_string: str, additional_config: Mapping[str, Any] | None = None
     ) -> EagleLM:
-        """The same, from `name=value,name=value`."""
+        """Build the model from `name=value,name=value`."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     # -- what lm-eval asks about the model --
@@ -108,7 +108,7 @@ class EagleLM(LM):
         return self.engine.target.max_positions
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside its results: the models, the rule, the tree, and what it came to."""
+        """Return what lm-eval writes beside its results: models, rule, tree, and what it came to."""
         return {
             "base_model": self.engine.base_model,
             "ea_model": self.engine.ea_model,
@@ -127,7 +127,7 @@ class EagleLM(LM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A chat as the text that the model answers; without a generation prompt its last turn goes on."""
+        """Write a chat as the text to answer; without a generation prompt its last turn goes on."""
         try:
             return self.tokenizer.apply_chat_template(
                 chat_history,
@@ -144,7 +144,7 @@ class EagleLM(LM):
             ) from error
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template that is used from here on: False is none, True the tokenizer's own, else its name."""
+        """Choose the template from here on: none for False, the tokenizer's own for True, else by name."""
         if chat_template is False or chat_template is None:
             return None
         named = self.tokenizer.chat_template
@@ -167,7 +167,7 @@ class EagleLM(LM):
     # -- requests --
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The answers to (context, gen_kwargs), in the requests' order.
+        """Answer (context, gen_kwargs), in the requests' order.
 
         Each is what its request alone gives, whatever the batch size: its draws depend on nothing else.
         """
@@ -186,8 +186,11 @@ class EagleLM(LM):
         return texts
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> NoReturn:
-        """Refused: a score of given text is the target's alone and the same under every rule, so it would say
-        nothing of what is measured here, and could be taken for a sign that the rule costs nothing."""
+        """Refuse: a score of given text is the target's alone and the same under every rule.
+
+        It would say nothing of what is measured here, and could be taken for a sign that the rule is
+        free.
+        """
         tasks = ", ".join(sorted({str(request.task_name) for request in requests}))
         raise NotImplementedError(
             f"{tasks or 'the task'} scores given text, which no acceptance rule changes: {NAME} answers "
@@ -196,11 +199,11 @@ class EagleLM(LM):
         )
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> NoReturn:
-        """Refused like `loglikelihood`."""
+        """Refuse like `loglikelihood`."""
         self.loglikelihood(requests)
 
     def summary(self) -> str:
-        """One line on all answers so far."""
+        """Return one line on all answers so far."""
         stats = self.stats
         return (
             f"{self.settings.rule}, tree {self.settings.tree}: {self.answers} answers, "
@@ -209,7 +212,7 @@ class EagleLM(LM):
         )
 
     def _asks(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Ask]:
-        """All requests, read before the first is answered. ValueError for what cannot be answered."""
+        """Read all requests before the first is answered. Raises ValueError for what cannot be answered."""
         asks, cut = [], 0
         for (context, gen_kwargs), seed in zip(asked, seeds(self.settings.seed, asked), strict=True):
             ending = ending_of(gen_kwargs, self.settings.max_gen_toks)
@@ -227,7 +230,7 @@ class EagleLM(LM):
         return asks
 
     def _encode(self, text: str) -> list[int]:
-        """Token ids; a text that begins with the tokenizer's first token, like most chats, gets no second."""
+        """Encode a text; one that begins with the first token itself, as most chats do, gets no second."""
         first = self.tokenizer.bos_token
         add_special_tokens = not (first and text.startswith(first))
         ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -1,5 +1,4 @@
-"""The child's side of sandbox.py, run as a script: confines itself, then runs the code that standard input
-brings.
+"""The child's side of the sandbox, run as a script: confines itself, then runs the code on standard input.
 
 It knows the standard library alone and reports through the file descriptor that its first argument numbers.
 """
@@ -19,65 +18,37 @@ import types
 from typing import Any
 
 NEW_NAMESPACES = (
-    0x00020000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+    0x20000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
 )  # mounts, IPC, user, PIDs, network
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_READ_ONLY, MS_REC, MS_PRIVATE = 2, 4, 8, 1, 1 << 14, 1 << 18
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 
-# By machine: the audit architecture, and the numbers of the calls that seccomp refuses.
+# By machine: the audit architecture, and the numbers of the calls that seccomp refuses: new processes and
+# programs (clone, fork, execve), sockets and io_uring, sessions and groups, namespaces and mounts, other
+# processes (kill, ptrace, limits, pidfd), the kernel (modules, keys, perf, bpf, userfaultfd).
 REFUSED = {
     "x86_64": (
         0xC000003E,
-        {
-            "new processes and programs": (
-                56,
-                57,
-                58,
-                59,
-                322,
-                435,
-            ),  # clone, fork, vfork, execve(at), clone3
-            "sockets": (41, 53, 425),  # socket, socketpair, io_uring_setup
-            "sessions and groups": (109, 112),
-            "namespaces and mounts": (155, 161, 165, 166, 272, 308, 428, 429, 430, 431, 432, 442),
-            "other processes": (
-                62,
-                101,
-                129,
-                200,
-                234,
-                297,
-                302,  # prlimit64
-                310,
-                311,
-                424,
-                434,
-                438,
-            ),  # kill, ptrace, pidfd_...
-            "the kernel": (
-                175,
-                246,
-                248,
-                249,
-                250,
-                298,
-                313,
-                321,
-                323,
-            ),  # modules, keys, perf, bpf, userfaultfd
-        },
+        (
+            *(56, 57, 58, 59, 322, 435),
+            *(41, 53, 425),
+            *(109, 112),
+            *(155, 161, 165, 166, 272, 308, 428, 429, 430, 431, 432, 442),
+            *(62, 101, 129, 200, 234, 297, 302, 310, 311, 424, 434, 438),
+            *(175, 246, 248, 249, 250, 298, 313, 321, 323),
+        ),
     ),
     "aarch64": (
         0xC00000B7,
-        {
-            "new processes and programs": (220, 221, 281, 435),
-            "sockets": (198, 199, 425),
-            "sessions and groups": (154, 157),
-            "namespaces and mounts": (39, 40, 41, 51, 97, 268, 428, 429, 430, 431, 432, 442),
-            "other processes": (117, 129, 130, 131, 138, 240, 261, 270, 271, 424, 434, 438),
-            "the kernel": (104, 105, 217, 218, 219, 241, 273, 280, 282),
-        },
+        (
+            *(220, 221, 281, 435),
+            *(198, 199, 425),
+            *(154, 157),
+            *(39, 40, 41, 51, 97, 268, 428, 429, 430, 431, 432, 442),
+            *(117, 129, 130, 131, 138, 240, 261, 270, 271, 424, 434, 438),
+            *(104, 105, 217, 218, 219, 241, 273, 280, 282),
+        ),
     ),
 }
 
@@ -110,7 +81,7 @@ def main() -> None:
 
 
 def pass_on_end(child: int) -> None:
-    """SIGTERM, by which the sandbox ends a run, kills the child; this process still waits for its end."""
+    """Kill the child at SIGTERM, by which the sandbox ends a run; this process still waits for its end."""
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
 
 
@@ -152,11 +123,10 @@ def execute(request: dict[str, Any], report: int) -> None:
 
 
 def enter_namespaces(disk: int) -> None:
-    """Leave this process behind, waiting, and go on as the first one of new namespaces; OSError where
-    refused.
+    """Leave this process behind, waiting, and go on as the first one of new namespaces.
 
     All that was mounted becomes read-only and without devices; the current folder is covered by a file system
-    in memory of so many bytes.
+    in memory of `disk` bytes. Raises OSError where the kernel refuses.
     """
     uid, gid, folder = os.getuid(), os.getgid(), os.getcwd()
     check(libc.unshare(NEW_NAMESPACES), "a namespace is refused")
@@ -178,14 +148,9 @@ def enter_namespaces(disk: int) -> None:
     except OSError:  # containers that mask parts of /proc allow no new one: then there is none
         mount("tmpfs", "/proc", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=4k")
     flags = struct.pack("QQQQ", MS_READ_ONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
-    arguments = (
-        ctypes.c_int(AT_FDCWD),
-        b"/",
-        ctypes.c_uint(AT_RECURSIVE),
-        flags,
-        ctypes.c_size_t(len(flags)),
-    )
-    check(libc.syscall(ctypes.c_long(MOUNT_SETATTR), *arguments), "a read-only file system is refused")
+    where = (ctypes.c_int(AT_FDCWD), b"/", ctypes.c_uint(AT_RECURSIVE))
+    set_up = libc.syscall(ctypes.c_long(MOUNT_SETATTR), *where, flags, ctypes.c_size_t(len(flags)))
+    check(set_up, "a read-only file system is refused")
     mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes=1024,mode=700")
     os.chdir(folder)
 
@@ -201,9 +166,7 @@ def check(result: int, what: str) -> None:
 
 
 def limit(request: dict[str, Any]) -> None:
-    """Resource limits, no privileges, and no way to gain any; nothing where there is no Linux."""
-    if sys.platform != "linux":
-        return
+    """Set resource limits and drop all privileges for good."""
     for kind, least in (
         (resource.RLIMIT_AS, request["memory"]),
         (resource.RLIMIT_FSIZE, request["file_size"]),
@@ -223,9 +186,9 @@ def limit(request: dict[str, Any]) -> None:
 
 
 def refuse_calls() -> None:
-    """A seccomp filter that answers EPERM to the calls of REFUSED, and to all of a foreign architecture."""
+    """Install a seccomp filter that answers EPERM to the calls of REFUSED and any foreign architecture."""
     architecture, calls = REFUSED[platform.machine()]
-    numbers = sorted(number for group in calls.values() for number in group)
+    numbers = sorted(calls)
     refuse, allow = 0x00050001, 0x7FFF0000
     load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
     # (code, jump if true, jump if false, value); jumps are counted from the next line; the last two answer.

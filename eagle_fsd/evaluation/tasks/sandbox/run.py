@@ -45,7 +45,6 @@ from eagle_fsd.core.checks import one_line
 
 CHILD = Path(__file__).with_name("confine.py")
 LAYERS = ("namespaces", "seccomp")
-UNCONFINED = "EAGLE_FSD_UNCONFINED"
 GRACE = 5.0  # seconds until a killed process must have let go of its pipes
 
 log = logging.getLogger(__name__)
@@ -53,8 +52,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """cpu, wall: seconds; the wall clock is the looser one, so that a busy machine changes no score. memory,
-    file_size, disk, output: bytes; disk holds where there are namespaces."""
+    """What a program may take.
+
+    cpu, wall: seconds; the wall clock is the looser one, so that a busy machine changes no score. memory,
+    file_size, disk, output: bytes; disk holds where there are namespaces.
+    """
 
     cpu: int = 5
     wall: float = 60.0
@@ -66,9 +68,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """status: `passed` (ran to its end), `failed` (raised; error says what), `timeout`, or `ended` (exited or
-    was
-    killed before its end). output: standard output and error as one, cut at the limit."""
+    """How a program ended.
+
+    status: `passed` (ran to its end), `failed` (raised; error says what), `timeout` or `ended` (exited or
+    killed before). output: standard output and error as one, cut at the limit.
+    """
 
     status: str
     error: str
@@ -79,27 +83,18 @@ class Outcome:
         return self.status == "passed"
 
 
-def run(
-    code: str,
-    limits: Limits | None = None,
-    layers: Sequence[str] | None = None,
-    anywhere: bool | None = None,
-) -> Outcome:
+def run(code: str, limits: Limits | None = None, layers: Sequence[str] | None = None) -> Outcome:
     """Run Python source to its end, or to the limits.
 
-    layers: of LAYERS; None: all that this machine has. anywhere: run also on another Unix than Linux, with a
-    wall clock and nothing else; None: where $EAGLE_FSD_UNCONFINED is 1. ValueError where it may not run, or
-    lacks a layer that was asked for; OSError where no process can be started.
+    layers: of LAYERS; None: all that this machine has. Raises ValueError where there is no Linux or a layer
+    that was asked for is missing, OSError where no process can be started.
     """
-    anywhere = os.environ.get(UNCONFINED) == "1" if anywhere is None else anywhere
-    if sys.platform != "linux" and not anywhere:
+    if sys.platform != "linux":
         raise ValueError(
-            f"platform is {sys.platform!r}: generated code is run on Linux alone, in a sandbox; score there, "
-            f"or set {UNCONFINED}=1 in a virtual machine that may break"
+            f"platform is {sys.platform!r}: generated code is run on Linux alone, in a sandbox; score there"
         )
     limits = limits or Limits()
-    if layers is None:
-        layers = available() if sys.platform == "linux" else ()
+    layers = available() if layers is None else layers
     secret = secrets.token_hex(16)
     request = {"code": code, "secret": secret, "layers": list(layers), **asdict(limits)}
     with tempfile.TemporaryDirectory(prefix="eagle_fsd-", ignore_cleanup_errors=True) as folder:
@@ -125,9 +120,10 @@ def run(
 
 
 def converse(request: bytes, folder: str, limits: Limits) -> tuple[bytes, bytes, bool]:
-    """Start the child in `folder`, hand it the request, and read its report and output until all who hold
-    them
-    are gone; says whether the wall clock ended it."""
+    """Start the child in `folder`, hand it the request, and read its report and output to their ends.
+
+    The last value says whether the wall clock ended it.
+    """
     reader, writer = os.pipe()
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder}
     environment["PYTHONHASHSEED"] = "0"  # a set's order must not decide a score
@@ -164,7 +160,7 @@ def converse(request: bytes, folder: str, limits: Limits) -> tuple[bytes, bytes,
 
 
 def drain(received: dict[IO[bytes], bytearray], caps: dict[IO[bytes], int], deadline: float) -> bool:
-    """Read files until they end, keeping so many bytes of each; False where the deadline comes first."""
+    """Read files until they end, keeping `caps` bytes of each; False where the deadline comes first."""
     with selectors.DefaultSelector() as selector:
         for file in received:
             selector.register(file, selectors.EVENT_READ)
@@ -181,8 +177,7 @@ def drain(received: dict[IO[bytes], bytearray], caps: dict[IO[bytes], int], dead
 
 
 def kill(child: subprocess.Popen[bytes]) -> None:
-    """End the child, which first ends the program and waits for all that is in its namespace; then kill what
-    is left of the process group."""
+    """End the child, which first ends the program and its namespace; then kill the process group."""
     if child.returncode is not None:  # reaped: the number may be another's by now
         return
     os.kill(child.pid, signal.SIGTERM)  # Popen.terminate would reap it, and the group lose its number
@@ -198,7 +193,7 @@ def kill(child: subprocess.Popen[bytes]) -> None:
 
 @cache
 def available() -> tuple[str, ...]:
-    """The layers that this machine lets a process put on, tried out once."""
+    """Try once which layers this machine lets a process put on."""
     found = []
     for layer in LAYERS:
         with suppress(ValueError):

@@ -18,8 +18,8 @@ MOST_HELD = 64  # recordings of one engine, whatever is asked of it
 GROWTH = 16 * 2**20  # bytes that a repetition may add: the allocator's rounding
 
 
-def recordings(bench: Bench, found: Mapping[str, Findings]) -> Findings:
-    """What one engine records and holds over prompt lengths, temperatures and batch sizes, three times."""
+def recordings(bench: Bench) -> Findings:
+    """Count what one engine records over prompt lengths, temperatures and batch sizes, three times."""
     lengths, warms, batches = (2, 2, (1, 2)) if bench.quick else (40, 20, (1, 2, 4, 8))
     scenarios: dict[str, list[Call]] = {
         f"{lengths} prompt lengths": [([3 + number], {}) for number in range(lengths)],
@@ -55,7 +55,7 @@ def recordings(bench: Bench, found: Mapping[str, Findings]) -> Findings:
 
 
 def three_times(bench: Bench, engine: EagleFSD, counted: Counted, calls: Sequence[Call]) -> list[Findings]:
-    """How things stand after each of three passes over the calls: the second records, the third replays."""
+    """Run three passes over the calls, and count after each: the second records, the third replays."""
     passes = []
     for _ in range(3):
         for lengths, warm in calls:
@@ -66,13 +66,13 @@ def three_times(bench: Bench, engine: EagleFSD, counted: Counted, calls: Sequenc
 
 
 def grows(passes: Sequence[Mapping[str, int]]) -> bool:
-    """Whether the third pass still adds what the second one should have had."""
+    """Return whether the third pass still adds what the second one should have had."""
     more = {key: passes[2][key] - passes[1][key] for key in ("held", "reserved")}
     return more["held"] > 0 or more["reserved"] > GROWTH
 
 
 def standing(bench: Bench, counted: Counted) -> Findings:
-    """What a recorder has made and memory has come to."""
+    """Return what a recorder has made and memory has come to."""
     gc.collect()
     memory = {"allocated": 0, "reserved": 0}
     if bench.on_gpu:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,20 +17,21 @@ LEAST_P = 1e-4  # a right program has a smaller p-value once in ten thousand tes
 
 
 @dataclass(frozen=True)
-class Law:
+class Distribution:
     """A target's own distribution of the next token [V] and of the next two [V, V], float64 on the CPU."""
 
     first: Tensor
     pair: Tensor
 
 
-def distribution(bench: Bench, found: Mapping[str, Findings]) -> Findings:
-    """Sampled tokens and pairs of a tiny model against its own softmax, warped by Hugging Face's warpers."""
+def distribution(bench: Bench) -> Findings:
+    """Test sampled tokens and pairs of a tiny model against its softmax, warped by Hugging Face's warpers."""
     rows, rounds, vocab = (64, 8, 24) if bench.quick else (256, 24, 24)
     model = tiny_model("llama", bench.device, vocab_size=vocab)
     prompt = prompts_of([6], vocab)[0]
-    law = law_of(model, prompt, LogitsProcessorList([TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)]))
-    other = law_of(model, prompt, LogitsProcessorList())
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)])
+    target = distribution_of(model, prompt, warpers)
+    other = distribution_of(model, prompt, LogitsProcessorList())
     cells: dict[str, Any] = {}
     for mode, stepper in bench.modes().items():
         engine = engine_of(model, stepper)
@@ -52,8 +52,8 @@ def distribution(bench: Bench, found: Mapping[str, Findings]) -> Findings:
         cells[mode] = {
             "texts": rows * rounds,
             "accepted_drafts": accepts,
-            "p_first": goodness_of_fit(counts.sum(1), law.first),
-            "p_pair": goodness_of_fit(counts.flatten(), law.pair.flatten()),
+            "p_first": goodness_of_fit(counts.sum(1), target.first),
+            "p_pair": goodness_of_fit(counts.flatten(), target.pair.flatten()),
             "p_first_of_another_distribution": goodness_of_fit(counts.sum(1), other.first),
         }
     least = min(min(cell["p_first"], cell["p_pair"]) for cell in cells.values())
@@ -68,33 +68,33 @@ def distribution(bench: Bench, found: Mapping[str, Findings]) -> Findings:
 
 
 @torch.inference_mode()
-def law_of(model: Any, prompt: list[int], warpers: LogitsProcessorList) -> Law:
-    """The distribution of the two tokens after a prompt, by plain forwards of the model."""
+def distribution_of(model: Any, prompt: list[int], warpers: LogitsProcessorList) -> Distribution:
+    """Return the distribution of the two tokens after a prompt, by plain forwards of the model."""
     device = model.device
     first = model(input_ids=torch.tensor([prompt], device=device)).logits[:, -1].float()
     vocab = first.shape[-1]
     longer = torch.tensor([[*prompt, token] for token in range(vocab)], device=device)
     second = model(input_ids=longer).logits[:, -1].float()  # [V, V]
     p_first, p_second = (warpers(None, logits).double().softmax(-1).cpu() for logits in (first, second))
-    return Law(p_first[0], p_first[0][:, None] * p_second)
+    return Distribution(p_first[0], p_first[0][:, None] * p_second)
 
 
-def goodness_of_fit(counts: Tensor, law: Tensor) -> float:
-    """The p-value of Pearson's chi-square test of counts [n] against probabilities [n].
+def goodness_of_fit(counts: Tensor, wanted: Tensor) -> float:
+    """Return the p-value of Pearson's chi-square test of counts [n] against probabilities [n].
 
     Cells that expect fewer than five are one cell together; a count where the probability is 0 gives 0.
     """
-    if bool((counts[law == 0] > 0).any()):
+    if bool((counts[wanted == 0] > 0).any()):
         return 0.0
-    expected = law * counts.sum() / law.sum()
+    expected = wanted * counts.sum() / wanted.sum()
     large = expected >= 5
     cells = [(counts[large], expected[large])]
     rest = expected[~large].sum()
     if rest > 0:
         cells.append((counts[~large].sum()[None], rest[None]))
-    observed, wanted = (torch.cat(parts) for parts in zip(*cells, strict=True))
-    if len(wanted) < 2:
+    observed, predicted = (torch.cat(parts) for parts in zip(*cells, strict=True))
+    if len(predicted) < 2:
         return 1.0
-    statistic = ((observed - wanted).square() / wanted).sum()
-    half = torch.tensor((len(wanted) - 1) / 2, dtype=torch.float64)
+    statistic = ((observed - predicted).square() / predicted).sum()
+    half = torch.tensor((len(predicted) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(half, statistic / 2))

@@ -22,15 +22,15 @@ WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")  # the profiler itself
 TO_HOST = "Memcpy DtoH"
 
 
-def host_waits(bench: Bench, found: Mapping[str, Findings]) -> Findings:
-    """How often a step of the loop waits for the device, by torch's debug mode."""
+def host_waits(bench: Bench) -> Findings:
+    """Count how often a step of the loop waits for the device, by torch's debug mode."""
     cells = watched_steps(bench, warned)
     bad = [name for name, counts in cells.items() if counts["warnings"] != STEPS]
     return waits_found(cells, bad)
 
 
-def host_waits_profiled(bench: Bench, found: Mapping[str, Findings]) -> Findings:
-    """The same, and copies to the host, by the profiler's record of what the CUDA runtime was asked."""
+def host_waits_profiled(bench: Bench) -> Findings:
+    """Count waits and copies to the host by the profiler's record of what the CUDA runtime was asked."""
     cells = watched_steps(bench, profiled)
     if not any(counts["events"] for counts in cells.values()):
         raise LeftOut("the profiler shows no calls of the CUDA runtime on this machine")
@@ -49,7 +49,7 @@ def waits_found(cells: Mapping[str, Mapping[str, int]], bad: list[str]) -> Findi
 def watched_steps(
     bench: Bench, watch: Callable[[Callable[[], object]], dict[str, int]]
 ) -> dict[str, dict[str, int]]:
-    """What is counted in STEPS steps, by stepper, batch, rule and sampling."""
+    """Watch STEPS steps by stepper, batch, rule and sampling."""
     if not bench.on_gpu:
         raise LeftOut("a CPU has no queue to wait for")
     rules: dict[str, tuple[AcceptanceRule, dict[str, float]]] = {
@@ -75,7 +75,7 @@ def counted_steps(
     warm: Mapping[str, float],
     watch: Callable[[Callable[[], object]], dict[str, int]],
 ) -> dict[str, int]:
-    """What is counted in STEPS steps of one batch, whose texts do not end in them."""
+    """Watch STEPS steps of one batch, whose texts do not end in them."""
     ids, mask = ids_of(lengths)
     most = (STEPS_BEFORE + STEPS + 2) * (TREE.depth + 1)
     options = {"rule": rule, "tree": TREE, "eos_token_id": (), "max_new_tokens": most, **warm}
@@ -88,7 +88,7 @@ def counted_steps(
 
 
 def warned(work: Callable[[], object]) -> dict[str, int]:
-    """The waits that torch warns of while work runs."""
+    """Count the waits that torch warns of while work runs."""
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -100,14 +100,14 @@ def warned(work: Callable[[], object]) -> dict[str, int]:
 
 
 def profiled(work: Callable[[], object]) -> dict[str, int]:
-    """The waits and the copies to the host that the profiler sees while work runs."""
+    """Count the waits and the copies to the host that the profiler sees while work runs."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         work()
     return count_events((event.key, event.count) for event in profiler.key_averages())
 
 
 def count_events(events: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """What matters of a profile's events by name: all that concerns the device, waits, copies to the host."""
+    """Count a profile's events by name: all that concerns the device, waits, copies to the host."""
     counts = {"events": 0, "waits": 0, "to_host": 0}
     for name, count in events:
         counts["events"] += count if name.startswith(("cuda", "Memcpy")) else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from eagle_fsd.core.padding import pad_left
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.gpu.bench import FAMILIES, Bench, engine_of, ids_of, prompts_of, tiny_model
 from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut
-from eagle_fsd.evaluation.measure.greedy_equality import Difference, compare, first_difference, reference
+from eagle_fsd.evaluation.measure.greedy_equality import compare, first_difference, reference
 from eagle_fsd.runtime.step_recorder import EAGER
 
 RAGGED = [5, 12, 3, 9]
@@ -25,8 +25,8 @@ FLOAT_TIE = 1e-3  # between logits that kernels of float32 for one row and for s
 HALF_TIE = 0.25  # between logits of 16 to 32, where two numbers of bfloat16 are 0.125 apart
 
 
-def equality(bench: Bench, found: Mapping[str, Findings]) -> Findings:
-    """Float32 texts at temperature 0 against Hugging Face's `generate`, by family, tree and stepper."""
+def equality(bench: Bench) -> Findings:
+    """Compare float32 greedy texts with Hugging Face's `generate`, by family, tree and stepper."""
     tokens = 8 if bench.quick else 24
     families = list(FAMILIES)[:2] if bench.quick else list(FAMILIES)
     cells: dict[str, Any] = {}
@@ -57,8 +57,10 @@ def compared(
     batches: tuple[int, ...],
     tokens: int,
 ) -> Findings:
-    """How many texts are equal over trees and batch sizes, and tau by tree. A text that parts where two
-    logits tie is not equal, and not wrong."""
+    """Count equal texts over trees and batch sizes, and tau by tree.
+
+    A text that parts where two logits tie is not equal, and not wrong.
+    """
     texts = equal = wrong = 0
     tau, parted = {}, []
     for tree in trees:
@@ -66,19 +68,14 @@ def compared(
             differences, stats = compare(engine, prompts, expected, tree, batch, tokens)
             texts += len(prompts)
             equal += len(prompts) - len(differences)
-            wrong += sum(not excused(difference) for difference in differences)
+            wrong += sum(not difference.excused_by(FLOAT_TIE) for difference in differences)
             parted += [{"tree": str(tree), "batch": batch, **vars(one)} for one in differences]
             tau[str(tree)] = round(stats.tau, 3)
     return {"texts": texts, "equal": equal, "wrong": wrong, "tau": tau, "differences": parted[:4]}
 
 
-def excused(difference: Difference) -> bool:
-    """Whether rounding explains it: the texts took the target's two likeliest tokens, and these tie."""
-    return difference.gap < FLOAT_TIE and {difference.expected, difference.found} == set(difference.best)
-
-
-def equality_of_target(bench: Bench, found: Mapping[str, Findings]) -> Findings:
-    """The real target's float32 texts at temperature 0 against Hugging Face's, by tree and stepper."""
+def equality_of_target(bench: Bench) -> Findings:
+    """Compare the real target's float32 greedy texts with Hugging Face's, by tree and stepper."""
     tokens = 8 if bench.quick else 48
     trees = REAL_TREES[:1] if bench.quick else REAL_TREES
     cells: dict[str, Any] = {}
@@ -101,8 +98,8 @@ def equality_of_target(bench: Bench, found: Mapping[str, Findings]) -> Findings:
     }
 
 
-def half_precision(bench: Bench, found: Mapping[str, Findings]) -> Findings:
-    """bfloat16 texts with graphs against those without: equal, or parted where two logits nearly tie."""
+def half_precision(bench: Bench) -> Findings:
+    """Compare bfloat16 texts with and without graphs: equal, or parted where two logits nearly tie."""
     tokens = 8 if bench.quick else 48
     cells, missing = {}, []
     model = tiny_model("llama", bench.device, torch.bfloat16)
@@ -137,8 +134,8 @@ def half_precision(bench: Bench, found: Mapping[str, Findings]) -> Findings:
     }
 
 
-def threads(bench: Bench, found: Mapping[str, Findings]) -> Findings:
-    """Three engines at once in threads of this process: two of one model, and one of another."""
+def threads(bench: Bench) -> Findings:
+    """Run three engines at once in threads of this process: two of one model, and one of another."""
     tokens, runs = (8, 2) if bench.quick else (32, 6)
     ids, mask = ids_of(RAGGED)
 
@@ -176,7 +173,7 @@ def threads(bench: Bench, found: Mapping[str, Findings]) -> Findings:
 
 
 def at_once(works: Sequence[Callable[[], Any]], runs: int) -> tuple[list[list[Any]], list[str]]:
-    """What works return that run so often each, every one in a thread of its own; and their errors."""
+    """Run every work `runs` times in a thread of its own; returns what they return, and their errors."""
     made: list[list[Any]] = [[] for _ in works]
     errors: list[str] = []
     together = threading.Barrier(len(works))
@@ -198,7 +195,7 @@ def at_once(works: Sequence[Callable[[], Any]], runs: int) -> tuple[list[list[An
 
 
 def on_the_second_device(bench: Bench) -> Findings:
-    """An engine with graphs on another GPU of this process, after one on the first."""
+    """Run an engine with graphs on another GPU of this process, after one on the first."""
     index = ((bench.device.index or 0) + 1) % torch.cuda.device_count()
     other = torch.device("cuda", index)
     ids, mask = ids_of(RAGGED)

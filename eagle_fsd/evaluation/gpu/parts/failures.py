@@ -21,9 +21,11 @@ from eagle_fsd.runtime.step_recorder import EAGER, Graphs, Stepper
 TREE = TreeConfig(8, 3, 3)
 
 
-def failed_capture(bench: Bench, found: Mapping[str, Findings]) -> Findings:
-    """A model whose forward waits for the device cannot be recorded: one warning, the same text, and torch
-    works on as if nothing had been."""
+def failed_capture(bench: Bench) -> Findings:
+    """Check that a model whose forward waits for the device runs unrecorded.
+
+    There is one warning, the text is the same, and torch works on as if nothing had been.
+    """
     model = tiny_model("llama", bench.device)
     wanted = texts_of(engine_of(model, EAGER))
     hook = model.lm_head.register_forward_pre_hook(lambda module, given: ask(given[0]))
@@ -47,8 +49,8 @@ def ask(hidden: torch.Tensor) -> None:
         raise ValueError("the features are not finite")
 
 
-def out_of_memory(bench: Bench, found: Mapping[str, Findings]) -> Findings:
-    """Memory that runs out while a step is recorded costs no text, and leaves torch working."""
+def out_of_memory(bench: Bench) -> Findings:
+    """Check that memory that runs out while a step is recorded costs no text, and leaves torch working."""
     model = tiny_model("llama", bench.device)
     wanted = texts_of(engine_of(model, EAGER))
     cells: dict[str, Any] = {}
@@ -103,13 +105,13 @@ def too_large(device: torch.device) -> Callable[[], object]:
 
 
 def texts_of(engine: EagleFSD) -> list[list[list[int]]]:
-    """The same short greedy texts three times: a step is run, recorded and replayed."""
+    """Write the same short greedy texts three times: a step is run, recorded and replayed."""
     ids, mask = ids_of([9])
     return [engine.generate(ids, mask, max_new_tokens=16, tree=TREE).new_tokens for _ in range(3)]
 
 
 def aftermath(bench: Bench, model: Any) -> dict[str, str | None]:
-    """What of torch no longer works after a capture that failed: by name the error, None where it works."""
+    """Probe what of torch no longer works after a failed capture: by name the error, None where it works."""
     ids, _ = ids_of([9])
     ids = ids.to(bench.device)
     probes: dict[str, Callable[[], object]] = {
@@ -126,7 +128,7 @@ def aftermath(bench: Bench, model: Any) -> dict[str, str | None]:
 
 
 def problem_of(work: Callable[[], object]) -> str | None:
-    """The error that work raises, in one line; None where it raises none."""
+    """Return the error that work raises, in one line; None where it raises none."""
     try:
         work()
     except Exception as error:  # noqa: BLE001
@@ -135,7 +137,7 @@ def problem_of(work: Callable[[], object]) -> str | None:
 
 
 def require_text(model: Any, stepper: Stepper, wanted: object) -> None:
-    """ValueError unless a new engine writes the texts that are wanted."""
+    """Raise ValueError unless a new engine writes the texts that are wanted."""
     if texts_of(engine_of(model, stepper)) != wanted:
         raise ValueError("its text is another one")
 
@@ -153,7 +155,7 @@ def verdict(equal: bool, said: list[str], after: Mapping[str, str | None]) -> Fi
 
 @contextlib.contextmanager
 def warnings_of(name: str) -> Iterator[list[str]]:
-    """The warnings that a logger and those below it give within."""
+    """Collect the warnings that a logger and those below it give within."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(one_line(record.getMessage(), 300))
@@ -165,8 +167,8 @@ def warnings_of(name: str) -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def overflow(bench: Bench, found: Mapping[str, Findings]) -> Findings:
-    """Logits that overflow in half precision must end in an error of one line, and not in a text."""
+def overflow(bench: Bench) -> Findings:
+    """Check that logits that overflow in half precision end in an error of one line, and not in a text."""
     dtypes = (torch.bfloat16,) if bench.quick else (torch.float16, torch.bfloat16)
     ids, mask = ids_of([5, 9])
     cells: dict[str, Any] = {}

@@ -47,17 +47,17 @@ ROOM = 256  # positions behind a context for what is drafted and emitted there
 NEEDED_8B = 24 * 10**9  # bytes: 16 of weights, the rest for its head, caches, prompts and recordings
 
 
-def costs_of_target(dtype: torch.dtype) -> Callable[[Bench, Mapping[str, Findings]], Findings]:
-    """The part that times the real target with its head in this dtype."""
+def costs_of_target(dtype: torch.dtype) -> Callable[[Bench], Findings]:
+    """Return the part that times the real target with its head in this dtype."""
 
-    def run(bench: Bench, found: Mapping[str, Findings]) -> Findings:
+    def run(bench: Bench) -> Findings:
         return costs(bench, lambda stepper: bench.real_engine(dtype, stepper))
 
     return run
 
 
-def costs_of_llama_8b(bench: Bench, found: Mapping[str, Findings]) -> Findings:
-    """A random target of Llama-3-8B's shape in bfloat16 with a random head of its shape."""
+def costs_of_llama_8b(bench: Bench) -> Findings:
+    """Time a random target of Llama-3-8B's shape in bfloat16 with a random head of its shape."""
     if not bench.on_gpu:
         raise LeftOut("a target of eight billion weights is for a GPU")
     torch.cuda.empty_cache()
@@ -71,7 +71,7 @@ def costs_of_llama_8b(bench: Bench, found: Mapping[str, Findings]) -> Findings:
 def random_llama(
     sizes: Mapping[str, Any], device: torch.device, dtype: torch.dtype
 ) -> transformers.PreTrainedModel:
-    """A Llama of these sizes whose weights are drawn on the device, in its dtype and nowhere else."""
+    """Return a Llama of these sizes whose weights are drawn on the device, in its dtype and nowhere else."""
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = transformers.AutoConfig.for_model("llama", **sizes, **ends)
     with device:
@@ -81,14 +81,14 @@ def random_llama(
 
 
 def random_engine(model: transformers.PreTrainedModel, stepper: Stepper) -> EagleFSD:
-    """A model with a random head of its shape and dtype, which drafts nothing that is accepted."""
+    """Return a model with a random head of its shape and dtype, which drafts nothing that is accepted."""
     target = TargetModel(model, stepper)
     head = head_like(target.config, target.device, target.dtype)
     return EagleFSD(target, head, None, "random", "random, of the target's shape")
 
 
 def costs(bench: Bench, make_engine: Callable[[Stepper], EagleFSD]) -> Findings:
-    """All times of an engine with graphs off and on, in milliseconds, by context."""
+    """Time an engine with graphs off and on: milliseconds, by context."""
     modes: dict[str, Any] = {}
     rows: list[list[str]] = []
     titles: list[str] = []
@@ -135,8 +135,10 @@ def costs(bench: Bench, make_engine: Callable[[Stepper], EagleFSD]) -> Findings:
 
 @torch.inference_mode()
 def parts_of_a_step(bench: Bench, engine: EagleFSD, context: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of a verify forward by width and of a draft by its levels, on caches of so many slots;
-    what lies in them does not matter."""
+    """Time a verify forward by width and a draft by its levels, in milliseconds, on caches of this length.
+
+    What the slots hold does not matter.
+    """
     widths, levels = (WIDTHS[:3], LEVELS[:2]) if bench.quick else (WIDTHS, LEVELS)
     target = engine.target
     beam = min(BEAM, engine.draft_vocab_size or target.vocab_size)
@@ -164,21 +166,20 @@ def parts_of_a_step(bench: Bench, engine: EagleFSD, context: int) -> dict[str, d
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """The median of some calls, after calls in which graphs are recorded."""
+    """Return the median of some calls, after calls in which graphs are recorded."""
     for _ in range(WARM_UP):
         work()
     return round(1000 * median_seconds(work, device), 4)
 
 
 def whole_steps(bench: Bench, engine: EagleFSD, context: int) -> dict[str, float]:
-    """Median milliseconds of a step of the loop by tree: draft, verify, accept and keep, with all of Python
-    between them."""
+    """Time a step of the loop by tree, in milliseconds: draft, verify, accept, keep and Python between."""
     trees = TREES[:2] if bench.quick else TREES
     return {str(tree): step_milliseconds(engine, context, tree) for tree in trees}
 
 
 def step_milliseconds(engine: EagleFSD, context: int, tree: TreeConfig) -> float:
-    """One tree's. A step ends when its tokens have come to the host, which waits for them."""
+    """Time one tree's steps. A step ends when its tokens have come to the host, which waits for them."""
     ids = torch.tensor(prompts_of([context], min(engine.target.vocab_size, 1000)))
     most = (STEPS_BEFORE + STEPS) * (tree.depth + 1)
     steps = iter(engine.stream_batch(ids, max_new_tokens=most, tree=tree, eos_token_id=()).steps)
@@ -195,7 +196,7 @@ def step_milliseconds(engine: EagleFSD, context: int, tree: TreeConfig) -> float
 
 
 def hugging_face(engine: EagleFSD, tokens: int) -> float:
-    """Milliseconds that Hugging Face's own `generate` takes for a token, beyond the first two."""
+    """Return the milliseconds that Hugging Face's own `generate` takes for a token, beyond the first two."""
     prompt = prompts_of(
         [256 if engine.target.max_positions > 512 else 16], min(engine.target.vocab_size, 1000)
     )
@@ -208,8 +209,8 @@ def hugging_face(engine: EagleFSD, tokens: int) -> float:
     return round(1000 * (seconds(2 + tokens) - seconds(2)) / tokens, 4)
 
 
-def flash_attention(bench: Bench, found: Mapping[str, Findings]) -> Findings:
-    """A tree behind a prefix with flash-attn and without it: the same logits, and what each costs."""
+def flash_attention(bench: Bench) -> Findings:
+    """Compare a tree behind a prefix with flash-attn and without: the same logits, and what each costs."""
     dtype = torch.bfloat16
     if not flash_available(bench.device, dtype):
         raise LeftOut("flash-attn is not installed, or does not run on this device")
@@ -235,7 +236,7 @@ def flash_attention(bench: Bench, found: Mapping[str, Findings]) -> Findings:
 
 @torch.inference_mode()
 def behind(target: TargetModel, context: int) -> tuple[Tensor, float]:
-    """The logits of a tree of 32 nodes behind a prompt, and the milliseconds of its forward."""
+    """Return the logits of a tree of 32 nodes behind a prompt, and the milliseconds of its forward."""
     prompt = torch.tensor(prompts_of([context], target.vocab_size), device=target.device)
     session = TargetSession(target, 1, context + 64)
     session.prefill(prompt, [context])

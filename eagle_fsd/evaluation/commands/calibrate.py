@@ -1,0 +1,100 @@
+"""Find the largest threshold that stays inside a quality budget, for each divergence: calibration.json.
+
+    python eval/calibrate.py --prompts data/prompts_*.jsonl --limit 10 --output runs/calibration --install
+    python -m eagle_fsd.generate --threshold auto --temperature 0.6 --top-k 50 --top-p 0.9 "Tell me a story."
+
+The budget bounds the mean total variation between the rule's next-token distribution and the target's: the
+share of tokens that would have to be other ones. A lossless pass predicts every threshold; the candidates
+are then run, and the calibration keeps those whose upper confidence bound is inside. --install writes
+it beside the head, where `--threshold auto` finds it. A run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagle_fsd.acceptance.accept import Lossless
+from eagle_fsd.acceptance.calibration import FILE, Calibration
+from eagle_fsd.core.checks import require_integer, require_number
+from eagle_fsd.core.config import CHILDREN, SamplingConfig, TreeConfig
+from eagle_fsd.evaluation.calibrate.recorded_pass import Work, fuzzy, kinds_of
+from eagle_fsd.evaluation.calibrate.threshold_search import calibrate, calibration_table, trial_table
+from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, model_parser, say
+from eagle_fsd.evaluation.measure.sweep import Cell, Questions
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.provenance import provenance
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = model_parser(__doc__)
+    add = parser.add_argument
+    add("--prompts", nargs="+", type=Path, required=True, metavar="FILE", help="files of prompts")
+    add("--limit", type=int, help="at most LIMIT prompts of every file")
+    add("--skip", type=int, default=0, help="leave out the first SKIP prompts of every file")
+    budgets = [0.01, 0.02, 0.05]
+    add("--quality-budget", nargs="+", type=float, default=budgets, metavar="B", help="default: %(default)s")
+    add("--confidence", type=float, default=0.9, help="one-sided, of every bound; default: %(default)s")
+    add("--divergence", nargs="+", default=["js", "reverse_kl"], metavar="D", help="default: %(default)s")
+    add("--mode", nargs="+", default=["hybrid"], choices=["hybrid", "paper"])
+    add("--child", nargs="+", default=["draft"], choices=CHILDREN)
+    add("--min-gain", nargs="+", type=float, default=[0.0], metavar="G", help="guards; default: 0, none")
+    add("--sampling", default="0.6/50/0.9", metavar="T[/TOP_K[/TOP_P]]", help="default: %(default)s")
+    add("--tree", default="16/5/8", help=f"{TreeConfig.FORM}; default: %(default)s")
+    add("--max-new-tokens", type=int, default=128, help="default: %(default)s")
+    add("--batch-size", type=int, default=4, help="default: %(default)s")
+    halves = "also calibrate on N random halves and try the others"
+    add("--splits", type=int, default=0, metavar="N", help=halves)
+    add("--seed", type=int, default=0)
+    add("--output", type=Path, required=True, help="folder of rows, calibration.json and splits.json")
+    add("--install", action="store_true", help="write calibration.json beside the head, too")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    with mistakes_on_one_line(parser):
+        check(arguments)
+        kinds = kinds_of(arguments.divergence, arguments.mode, arguments.child, arguments.min_gain)
+        sampling, tree = SamplingConfig.parse(arguments.sampling), TreeConfig.parse(arguments.tree)
+        engine = load_engine(arguments)
+        for kind in kinds:
+            engine.require_rule(fuzzy(kind, 1.0))
+        most = arguments.max_new_tokens
+        questions = Questions.of_prompts(arguments.prompts, engine, arguments.limit, arguments.skip, most)
+        if arguments.splits and len(questions.samples) < 2:
+            raise ValueError(f"splits is {arguments.splits}: one prompt cannot be halved; give more prompts")
+        cell = Cell(questions, Lossless(), sampling, tree, most, arguments.seed)
+        made = provenance(engine.device)
+        work = Work(engine, cell, arguments.output, arguments.batch_size, arguments.confidence, made)
+        calibration, trials = calibrate(work, kinds, sorted(arguments.quality_budget), arguments.splits)
+        calibration.write(arguments.output / FILE)
+        if trials:
+            text = json.dumps([trial.to_dict() for trial in trials], indent=1)
+            write_atomically(arguments.output / "splits.json", text + "\n")
+        if arguments.install:
+            install(engine.head_folder, calibration)
+    say(calibration_table(calibration))
+    if trials:
+        say("\n" + trial_table(trials))
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for numbers that cannot be, before a model is loaded."""
+    check_sizes(arguments, arguments.batch_size)
+    require_integer("splits", arguments.splits, 0, "0 makes none")
+    require_number("confidence", arguments.confidence, 0.501, 0.999, "0.9 is usual")
+    for budget in arguments.quality_budget:
+        require_number("quality_budget", budget, 0.0, 1.0, "0.02 changes about one token in fifty")
+
+
+def install(folder: Path | None, calibration: Calibration) -> None:
+    """Write the calibration beside the head; what is there stays where no threshold was found."""
+    if not calibration.thresholds:
+        raise ValueError("install: no threshold stays inside the budget, so none is; raise --quality-budget")
+    if folder is None:
+        raise ValueError("install: the head was not loaded from a folder; copy calibration.json by hand")
+    calibration.write(folder / FILE)

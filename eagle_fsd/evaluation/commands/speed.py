@@ -1,0 +1,127 @@
+"""Tokens per second of several methods side by side, in one process: JSONL of rows, a table, a plot.
+
+    python eval/speed.py --prompts data/prompts_*.jsonl --output runs/speed
+    python eval/speed.py --prompts data/prompts_*.jsonl --temperature 0.6 --top-p 0.9 --top-k 50 \\
+        --methods hf plain lossless js:0.6:paper:likeliest --likelihood --output runs/speed_sampling
+
+Methods: hf, hf-compiled and lookup are Hugging Face's generate, plain, compiled with a static cache, and with
+prompt lookup; plain is our own loop without a draft; lossless; and any acceptance rule in a word, such as
+js:0.3, js:0.6:paper:target:min_p=0.2 or cactus:0.1, with a tree of its own behind an @ (lossless@16/5/8,
+js:0.3@auto). Each answers every prompt, in rotating order; nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from eagle_fsd import hub
+from eagle_fsd.core.checks import require_integer
+from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, parser_of, say
+from eagle_fsd.evaluation.measure.observers import likelihood
+from eagle_fsd.evaluation.measure.speed import Setting, method, race, tree_of
+from eagle_fsd.evaluation.prompt_sets import prompt_sets
+from eagle_fsd.evaluation.report.plots import plot_speed, require_matplotlib
+from eagle_fsd.evaluation.report.speed_ratios import results, table
+from eagle_fsd.files.jsonl import append_row
+from eagle_fsd.files.provenance import provenance
+from eagle_fsd.runtime.packed_linear import backend_names
+from eagle_fsd.target.model import TargetModel
+
+METHODS = ("hf", "hf-compiled", "lookup", "plain", "lossless")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
+    parser.set_defaults(max_new_tokens=128)
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="folder of rows.jsonl, table.md and speed.png")
+    add("--methods", nargs="+", default=list(METHODS), help=f"default: {' '.join(METHODS)}")
+    add("--batch-size", type=int, nargs="+", default=[1], help="default: 1")
+    longer = "bring the prompts to this many tokens; no answer ends early then"
+    add("--context", type=int, nargs="+", help=longer)
+    sizes = f"{TreeConfig.FORM}, or auto, of methods without their own; default: %(default)s"
+    add("--tree", default="16/5/8", help=sizes)
+    add("--temperature", type=float, default=0.0, help="default: 0")
+    add("--top-p", type=float, default=1.0, help="default: 1")
+    add("--top-k", type=int, default=0, help="default: 0, every token")
+    add("--seed", type=int, default=0)
+    add("--likelihood", action="store_true", help="also score every answer by the target (not timed)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    with mistakes_on_one_line(parser):
+        check(arguments)
+        setting = Setting(
+            max_new_tokens=arguments.max_new_tokens,
+            sampling=SamplingConfig(arguments.temperature, arguments.top_k, arguments.top_p),
+            tree=tree_of(arguments.tree),
+            seed=arguments.seed,
+            endless=arguments.context is not None,
+        )
+        engine = load_engine(arguments)
+        stock = functools.partial(stock_target, engine, arguments.base_model)
+        methods = [method(name, engine, stock, setting) for name in dict.fromkeys(arguments.methods)]
+        longest = max(arguments.context or [0]) + arguments.max_new_tokens
+        if longest > engine.target.max_positions:
+            raise ValueError(
+                f"context and max_new_tokens are {longest} together: the target has "
+                f"{engine.target.max_positions} positions; lower --context or --max-new-tokens"
+            )
+        sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    prompts = [ids for ids_of_set in sets.values() for ids in ids_of_set]
+    made = {"base_model": engine.base_model, "ea_model": engine.ea_model}
+    made |= {"draft_vocab_size": engine.draft_vocab_size, "packed": backend_names(engine.target.model)}
+    made |= provenance(engine.device)
+    note = functools.partial(mean_likelihood, engine) if arguments.likelihood else lambda part, answers: {}
+    rows = []
+    file = arguments.output / "rows.jsonl"
+    file.unlink(missing_ok=True)  # a race is run anew, not resumed
+    for context, size in product(arguments.context or [None], arguments.batch_size):
+        for row in race(methods, prompts, size, engine.device, note, context):
+            rows.append(row | made)
+            append_row(file, rows[-1])
+    found = results(rows)
+    (arguments.output / "table.md").write_text(table(found) + "\n", encoding="utf-8")
+    plot_speed(found, arguments.output / "speed.png")
+    say(table(found))
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for what cannot be raced, before a model is loaded."""
+    check_sizes(arguments, *arguments.batch_size)
+    for context in arguments.context or ():
+        require_integer("context", context, 1, "leave --context out for the prompts as they are")
+    if "lookup" in arguments.methods and max(arguments.batch_size) > 1:
+        raise ValueError(
+            f"batch_size is {max(arguments.batch_size)} with lookup: Hugging Face's takes one prompt "
+            "at a time; leave it out of --methods"
+        )
+    require_matplotlib()
+
+
+def mean_likelihood(
+    engine: EagleFSD, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> Mapping[str, Any]:
+    """Score a batch of answers by the target: the mean of their log-probabilities per token."""
+    scored = [likelihood(engine.target, *pair) for pair in zip(prompts, answers, strict=True)]
+    known = [log_p for log_p in scored if log_p is not None]
+    return {"log_likelihood": sum(known) / len(known) if known else None}
+
+
+@functools.cache
+def stock_target(engine: EagleFSD, base_model: str) -> TargetModel:
+    """Load the target as Hugging Face does; the engine's own serves where nothing of it is packed."""
+    if not backend_names(engine.target.model):
+        return engine.target
+    return TargetModel(hub.load_target(base_model, engine.dtype, engine.device)[0])
