@@ -41,7 +41,7 @@ setup(
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
         "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "scipy>=1.11", *PLOTS, IFEVAL],
     },
-    entry_points={"console_scripts": ["eagle-fsd = eagle_fsd.generate:main"]},
+    entry_points={"console_scripts": ["eagle-fsd = eagle_fsd.cli.console:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,8 +19,15 @@ from eagle_fsd.training.data.examples import Example, load_examples
 LONGEST = 512  # tokens of a row, where nothing else is asked for
 
 
-def run_command(name: str, run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
-    """Do a script's work; what its user can mend ends it with a line, Ctrl-C with the shell's code for it."""
+def run_command(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: Sequence[str] | None
+) -> None:
+    """Parse the arguments and do a command's work.
+
+    An error that its user can fix ends it with one line, Ctrl-C with the shell's code for it.
+    """
+    args = parser.parse_args(argv)
+    name = parser.prog.removesuffix(".py")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         run(args)
