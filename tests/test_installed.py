@@ -90,7 +90,9 @@ def test_help_is_there(words: str, shown: str, command: Callable[..., str]) -> N
 
 @needs_target
 def test_a_prompt_is_answered(command: Callable[..., str]) -> None:
-    answer = json.loads(command("generate", "--json", "--total-tokens", "16", "--max-new-tokens", "8", "Why?"))
+    answer = json.loads(
+        command("generate", "--json", "--total-tokens", "16", "--max-new-tokens", "8", "Why?")
+    )
     assert answer["text"] and answer["new_tokens"] == 8 and answer["tau"] > 1
 
 
