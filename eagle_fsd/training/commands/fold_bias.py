@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
         )
     data = StoredFeatures(args.shards, target_identity(source.name, model))
     rest, held = split_held_out(len(data.tokens), args.held_out, 0, data.counts[0])
-    embedding, readout = model.get_input_embeddings().weight.detach(), Readout.of(target)
+    embedding, readout = model.get_input_embeddings().weight.detach(), Readout.from_target(target)
     sequences = (one for number in rest for one in data.read([number]))
     folded = fold_bias(head, *input_moments(head, sequences, embedding, args.steps))
     print(folded)

@@ -169,7 +169,7 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     head.config = replace(head.config, trained_positions=max(head.config.trained_positions or 0, longest))
     train, held = split_held_out(len(data.tokens), args.held_out, config.seed, first_source)
     embedding = model.get_input_embeddings().weight.detach().clone()
-    readout = Readout.of(target)
+    readout = Readout.from_target(target)
     keep = softmax_tokens(
         [data.tokens[number] for number in train],
         target.vocab_size,
