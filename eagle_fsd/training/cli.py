@@ -61,7 +61,7 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_shards(parser: argparse.ArgumentParser) -> None:
     """Add the option of text whose features are already computed."""
-    text = "folders of feature shards of the same target, from `eagle-fsd train features` or another run's --features"
+    text = "folders of feature shards of the same target, of `eagle-fsd train features` or a run's --features"
     add_paths(parser, "--shards", text)
 
 

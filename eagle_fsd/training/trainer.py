@@ -35,7 +35,7 @@ from eagle_fsd.training.batching import (
     input_sizes,
     tokens_of_batch,
 )
-from eagle_fsd.training.data.prefetch import prefetched
+from eagle_fsd.training.data.prefetch import prefetch
 from eagle_fsd.training.data.shards import Features, FeatureSequence
 from eagle_fsd.training.held_out import evaluate, hold_out
 from eagle_fsd.training.loss import Batch, LossWeights, head_loss, moved_to
@@ -47,15 +47,13 @@ from eagle_fsd.training.run.folder import (
     LOG,
     Report,
     cut_log,
-    fixed,
-    flat,
-    memory_in_use,
+    fixed_part,
+    flatten,
     read_checkpoint,
     read_log,
-    release_freed_memory,
     save_atomically,
-    stop_on_signals,
 )
+from eagle_fsd.training.run.process import memory_in_use, release_freed_memory, stop_on_signals
 from eagle_fsd.training.schedule import TrainConfig, learning_rate_at
 
 logger = logging.getLogger(__name__)
@@ -153,7 +151,7 @@ class Trainer:
 
     def lessons(self) -> Generator[list[Lesson], None, None]:
         """Yield the lessons of every step from the current one on. Close the generator to end its thread."""
-        return prefetched(lambda share: [self.lesson(*one) for one in share], self.shares(), self.ahead)
+        return prefetch(lambda share: [self.lesson(*one) for one in share], self.shares(), self.ahead)
 
     def lesson(self, place: int, numbers: Sequence[int]) -> Lesson:
         """Make the batch at a place of the run. It is the same whenever and wherever it is made."""
@@ -287,7 +285,7 @@ class Trainer:
         """Write one record to the run's log and to its trackers."""
         if self.accelerator.is_main_process:
             append_row(self.folder / LOG, record)
-            self.accelerator.log(flat(record), step=self.step)
+            self.accelerator.log(flatten(record), step=self.step)
 
     def save(self) -> None:
         """Write the checkpoint that `resume` reads."""
@@ -308,7 +306,7 @@ class Trainer:
         if not path.is_file():
             return False
         state = read_checkpoint(path)
-        if changed := differences(fixed(state["run"]), fixed(self.identity)):
+        if changed := differences(fixed_part(state["run"]), fixed_part(self.identity)):
             raise ValueError(f"{path} is of another run ({changed}); name another --output, or remove it")
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))

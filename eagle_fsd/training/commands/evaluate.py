@@ -1,7 +1,7 @@
-"""What a draft head is worth: right drafts by depth, calibration, tau under a tree, tokens per second.
+"""Measure a draft head: accuracy by depth, calibration, tau under a tree, tokens per second.
 
-    python train/evaluate_head.py --prompts held_out.jsonl --output runs/head/evaluation
-    python train/evaluate_head.py --base-model owner/target --ea-model owner/head --prompts held_out.jsonl \\
+    eagle-fsd train evaluate --prompts held_out.jsonl --output runs/head/evaluation
+    eagle-fsd train evaluate --base-model owner/target --ea-model owner/head --prompts held_out.jsonl \\
         --tree 60/6/10 --output runs/evaluation
 
 Works on any EAGLE-1/2 head. Writes report.json and calibration.png, and prints the report.
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if tree.total_tokens == 1:
             raise ValueError("tree 1 has no drafts to look at: give a larger one, 16/5/8")
         require_matplotlib()
-        made_by = provenance()  # now: the checkout may move on while the prompts are answered
+        made_by = provenance()  # now: the checkout may change while the prompts are answered
         engine = load_engine(arguments)
         sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
         prompts = [ids for prompts in sets.values() for ids in prompts]
@@ -66,20 +66,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             **made_by,
         }
         write_atomically(arguments.output / "report.json", json.dumps(record, indent=1) + "\n")
-        names = [shown_name(name) for name in (engine.ea_model, engine.base_model)]
+        names = [short_name(name) for name in (engine.ea_model, engine.base_model)]
         setting = f"{len(prompts)} prompts of {', '.join(sets)}; tree {tree}, greedy"
         plot_calibration(report, arguments.output / "calibration.png", *names, setting)
     except (ValueError, OSError) as error:
         parser.error(one_line(error))
-    print(shown(report, text))
+    print(format_report(report, text))
 
 
 def along_text(
     engine: EagleFSD, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """How often the head names the target's token at every place of the target's own answers, by depth.
+    """Measure how often the head predicts the target's token along the target's own answers, by depth.
 
-    Whether the drafts before were right or not; `chain` is the same given that they were.
+    Earlier drafts may have been right or wrong; `chain` is the same given that they were right.
     """
     target, ends = engine.target, frozenset(engine.target.eos_token_ids)
     examples = []
@@ -102,13 +102,13 @@ def along_text(
         return evaluate(head, HeldOut(on_device, greedy, best), embedding, k=3)
 
 
-def shown_name(name: str) -> str:
-    """A model's name for a plot: a Hub id as it is, of a path its last two parts."""
+def short_name(name: str) -> str:
+    """Return a model's name for a plot: a Hub id as it is, a path's last two parts."""
     return "/".join(Path(name).parts[-2:])
 
 
-def shown(report: HeadReport, text: dict[str, Any]) -> str:
-    """The report as text, one fact a line."""
+def format_report(report: HeadReport, text: dict[str, Any]) -> str:
+    """Format the report as text, one fact per line."""
     pairs = zip(text["top1"], text["top3"], strict=True)
     along = " / ".join(f"{100 * one:.1f}, {100 * three:.1f}" for one, three in pairs)
     lines = [f"tau {report.tau:.3f}, {report.tokens_per_second:.1f} tokens/s"]

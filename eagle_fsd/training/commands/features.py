@@ -1,10 +1,12 @@
-"""Compute the target's features of training text once, into shards for train_head.py --shards.
+"""Compute the target's features of training text once, into shards for `eagle-fsd train head --shards`.
 
-    python train/extract_features.py --data runs/answers.jsonl --output runs/features
-    python train/train_head.py --shards runs/features/answers --output runs/head
+    eagle-fsd train features --data runs/answers.jsonl --output runs/features
+    eagle-fsd train head --shards runs/features/answers --output runs/head
 
-Says what disk and time it takes before it starts. Every file gets a folder of its own under --output. A run
-that was stopped goes on at the first missing shard; `accelerate launch` divides the shards among processes.
+Says how much disk and time it needs before it starts. Every file gets a folder of its own under --output. A
+run that was stopped continues at the first missing shard. Several processes divide the shards:
+
+    accelerate launch -m eagle_fsd.training.commands.features --data runs/answers.jsonl --output runs/features
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_text_arguments(parser)
     add_compute_arguments(parser)
-    parser.add_argument("--output", type=Path, required=True, help="a folder for every file is made there")
+    parser.add_argument("--output", type=Path, required=True, help="folder that gets a folder for every file")
     parser.add_argument(
         "--batch-tokens",
         type=int,
         default=2048,
-        help="the target reads so many at once; default: %(default)s",
+        help="tokens that the target reads at once; default: %(default)s",
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what it would take, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="only say how much disk and time it needs")
     return parser
 
 

@@ -1,11 +1,11 @@
 """Fold the bias of a draft head's `fc` into its weights, so that engines without such a bias read the head.
 
-    python train/fold_bias.py --ea-model runs/head/export --shards runs/features/answers --output runs/folded
+    eagle-fsd train fold-bias --ea-model runs/head/export --shards runs/features/answers --output runs/folded
 
-vLLM's `fc` has no bias and loses a file's. Features come out of the target's final norm, so that some
-direction in them is nearly constant: along it, fc.weight does what the bias did. The shards' features and the
-head's own predictions from them say how nearly. Prints what is kept, and the head's held-out accuracy before
-and after.
+vLLM's `fc` has no bias and ignores the one in a file. Features come out of the target's final norm, so one
+direction in them is nearly constant: along it, fc.weight can do what the bias did. How nearly is measured on
+the shards' features and on the head's own predictions. Prints the share that is kept, and the head's held-out
+accuracy before and after.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--extract-dtype",
         default="bfloat16",
         choices=("bfloat16", "float32"),
-        help="what the shards were extracted in; default: %(default)s",
+        help="the dtype that the shards were extracted in; default: %(default)s",
     )
     parser.add_argument(
-        "--steps", type=int, default=5, help="drafting steps, of which all but the first read predictions"
+        "--steps",
+        type=int,
+        default=5,
+        help="drafting steps; all but the first read the head's predictions; default: %(default)s",
     )
     parser.add_argument(
         "--held-out", type=int, default=48, help="sequences to measure on; default: %(default)s"
@@ -59,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(args: argparse.Namespace) -> None:
     require_integer("steps", args.steps, 2, "change --steps")
     if not args.shards:
-        raise ValueError("no features: give --shards, folders of extract_features.py")
+        raise ValueError("no features: give --shards, folders of `eagle-fsd train features`")
     source = hub.resolve_target(args.base_model)
     model, _ = hub.load_target(source, args.extract_dtype)
     target = TargetModel(model)

@@ -1,12 +1,12 @@
 """Train an EAGLE-1/2 draft head for a target on text, and export it in EAGLE's layout.
 
-    python train/train_head.py --data runs/answers.jsonl --output runs/head --export runs/head/export
-    accelerate launch train/train_head.py --shards runs/features/answers --output runs/head
+    eagle-fsd train head --data runs/answers.jsonl --output runs/head --export runs/head/export
+    accelerate launch -m eagle_fsd.training.commands.head --shards runs/features/answers --output runs/head
 
 Rows: {"conversations": [{"role", "content"}, ...]}, the same as "messages" or in ShareGPT's {"from",
-"value"}, or {"prompt", "completion"}. The target computes their features once; they are kept under --features
-and reused, or with --online computed batch by batch and not kept. Stop it with Ctrl-C or SIGTERM and start it
-again with the same command: it goes on where it was. OUTPUT/curves.png shows how it goes.
+"value"}, or {"prompt", "completion"}. The target computes their features once, and they are kept under
+--features for later runs; with --online they are computed batch by batch and not kept. Ctrl-C or SIGTERM
+stops a run, and the same command continues it. OUTPUT/curves.png shows its curves.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from eagle_fsd.training.data.token_counts import learned_tokens
 from eagle_fsd.training.loss import LossWeights
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.run.curves import plot_curves
-from eagle_fsd.training.run.folder import BEST, CHECKPOINT, flat, read_checkpoint, sole_run
+from eagle_fsd.training.run.folder import BEST, CHECKPOINT, flatten, read_checkpoint, sole_run
 from eagle_fsd.training.schedule import TrainConfig, initialise
 from eagle_fsd.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = timedelta(hours=6)  # processes wait for each other's shards, and for the first one's evaluations
+PATIENCE = timedelta(hours=6)  # processes wait for each other's shards and for the first one's evaluations
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -72,24 +72,24 @@ def build_parser() -> argparse.ArgumentParser:
     add_compute_arguments(parser)
     add_shards(parser)
     add("--online", action="store_true", help="compute features batch by batch and store none")
-    add("--features", type=Path, help="where features are kept (default: OUTPUT/features)")
+    add("--features", type=Path, help="folder of stored features (default: OUTPUT/features)")
     add("--output", type=Path, required=True, help="the run's folder: checkpoint, best head, log, curves")
     add("--export", type=Path, help="write the best head there in EAGLE's layout at the end")
-    add("--init-head", help="a head to go on with, a folder or a Hub id (default: a new one for the target)")
+    add("--init-head", help="a head to start from, a folder or a Hub id (default: a new one for the target)")
     add("--held-out", type=int, default=48, help="sequences kept for evaluation, drawn from the first source")
     add(
         "--softmax-tokens",
         type=int,
         default=8192,
-        help="the loss's softmax is over so many frequent tokens, and the batch's own; default: %(default)s",
+        help="frequent tokens in the loss's softmax, beside the batch's own; default: %(default)s",
     )
     add(
         "--draft-vocab-size",
         type=int,
-        help="export a head that drafts only so many tokens, those learned most often (FR-Spec); a finished "
-        "run exports again without training (default: all tokens)",
+        help="tokens that the exported head drafts, those learned most often (FR-Spec); a finished run "
+        "exports again without training (default: all tokens)",
     )
-    add("--threads", type=int, default=0, help="torch threads (0: leave)")
+    add("--threads", type=int, default=0, help="torch's threads; 0: torch's own number")
     add("--report-to", default="none", choices=("none", *TRACKERS), help="a tracker; default: %(default)s")
     defaults = TrainConfig()
     for name, text in SETTINGS.items():
@@ -108,24 +108,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 SETTINGS = {
     "epochs": "how often the data is seen",
-    "minutes": "end the schedule after so many, if that is sooner; 0: off",
+    "minutes": "end the schedule after MINUTES, if the epochs take longer; 0: off",
     "batch_tokens": "tokens of a padded batch",
     "accumulate": "batches that each process adds up for one update",
-    "learning_rate": "at its height",
+    "learning_rate": "the highest learning rate",
     "warmup": "share of the run in which the rate grows",
-    "weight_decay": "of the matrices behind fc",
-    "clip": "longest gradient",
+    "weight_decay": "weight decay of the matrices after fc",
+    "clip": "largest norm of the gradient",
     "noise": "width of the uniform noise on features, in stds; EAGLE-1 takes 0.2",
-    "unroll": "drafting steps that a batch teaches",
-    "unroll_after": "share of the run with a single step, which is more than twice as fast",
+    "unroll": "drafting steps per batch",
+    "unroll_after": "share of the run with one drafting step, which is more than twice as fast",
     "eval_every": "steps between held-out evaluations",
     "checkpoint_every": "steps between checkpoints",
-    "seed": "of order, noise and the new head",
+    "seed": "seed of the order, the noise and a new head",
 }
 LOSS_SETTINGS = {
-    "regression": "weight of SmoothL1 on features, as EAGLE-1 has it; default: %(default)s",
+    "regression": "weight of SmoothL1 on features, as in EAGLE-1; default: %(default)s",
     "cross_entropy": "weight of the soft cross-entropy; default: %(default)s",
-    "decay": "weight of a drafting step over the one before; default: %(default)s",
+    "decay": "weight of a drafting step relative to the one before; default: %(default)s",
 }
 
 
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     trackers = require_tracker(args.report_to)
-    # Autocast is the trainer's own: accelerate's would change a run without a word in its record.
+    # The trainer has its own autocast: accelerate's would change a run without a trace in its record.
     accelerator = Accelerator(
         mixed_precision="no",
         cpu=args.cpu,
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerator) -> int:
-    """Features, training, the record and the export; returns the signal that ended it early, or 0."""
+    """Compute features, train, record and export. Returns the signal that ended the run early, or 0."""
     source = hub.resolve_target(args.base_model)
     model, tokenizer = hub.load_target(source, args.extract_dtype, accelerator.device)
     pack_linears(model)
@@ -189,11 +189,11 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     held_out = data.read(held)
     del model, target
     trainer = Trainer(head, data, train, held_out, embedding, readout, keep, config, args.output, accelerator)
-    accelerator.init_trackers("eagle_fsd", flat(trainer.identity["config"]))
+    accelerator.init_trackers("eagle_fsd", flatten(trainer.identity["config"]))
     trainer.run()
-    # A barrier last, and a pause: gloo's thread lets go of a gathered tensor only with the next call, for
-    # which it needs the interpreter's lock. The end of the process group joins that thread and holds the
-    # lock: on a busy machine it would otherwise wait for ever.
+    # A barrier and a pause at the end: gloo's thread releases a gathered tensor only with the next call, for
+    # which it needs the interpreter's lock. The end of the process group joins that thread while it holds
+    # the lock, so that on a busy machine both could wait for each other for ever.
     accelerator.wait_for_everyone()
     if accelerator.num_processes > 1:
         time.sleep(0.5)
@@ -212,7 +212,7 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
 
 
 def check(args: argparse.Namespace) -> None:
-    """ValueError for what can be told before any model is loaded."""
+    """Raise ValueError for mistakes that can be found before any model is loaded."""
     if not (args.data or args.text or args.shards):
         raise ValueError("no data: give --data, --text or --shards")
     if args.online and args.shards:
@@ -229,11 +229,11 @@ def check(args: argparse.Namespace) -> None:
 def finish(
     args: argparse.Namespace, trainer: Trainer, drafted: Tensor | None, record: dict[str, Any]
 ) -> None:
-    """Write the run's record, and at its end the best head."""
+    """Write the run's record and, if the run has ended, export the best head."""
     record |= {**provenance(), "steps": trainer.step, "training_seconds": round(trainer.seconds)}
     if trainer.stop:
         record["stopped"] = True
-        logger.warning("stopped at step %d: the same command goes on from there", trainer.step)
+        logger.warning("stopped at step %d: the same command continues from there", trainer.step)
     else:
         best = read_checkpoint(args.output / BEST)
         record |= {"finished": time.strftime("%Y-%m-%d %H:%M"), "held_out": best["held_out"]}
@@ -252,7 +252,7 @@ def prepare_features(
     target_name: str,
     accelerator: Accelerator,
 ) -> tuple[Features, int]:
-    """The features of all sources, those that are missing extracted first, and how many the first one has."""
+    """Return the features of all sources, after computing missing ones, and the first source's examples."""
     files = read_examples(args, tokenizer, target_name, target.max_positions)
     if args.online:
         sources = list(files.values())
@@ -271,7 +271,7 @@ def prepare_features(
 
 
 def starting_head(args: argparse.Namespace, target: TargetModel, target_name: str) -> DraftHead:
-    """A new head for the target, or --init-head's, to go on with."""
+    """Make a new head for the target, or load --init-head."""
     if args.init_head is None:
         head = DraftHead(replace(head_config(target), fc_bias=begun_with_bias(args.output)))
         initialise(head, args.seed, target.model.get_input_embeddings().weight)
@@ -282,14 +282,16 @@ def starting_head(args: argparse.Namespace, target: TargetModel, target_name: st
 
 
 def begun_with_bias(output: Path) -> bool:
-    """Whether the run to go on with trains a bias of `fc`, as runs of earlier versions do."""
+    """Return whether the run in the folder trains a bias of `fc`, as runs of earlier versions do."""
     path = output / CHECKPOINT
     return path.is_file() and FC_BIAS_KEY in read_checkpoint(path)["head"]
 
 
 def head_config(target: TargetModel) -> HeadConfig:
-    """A head of the target's own layer shape, with EAGLE's rotary base, 10000, and no bias of `fc`: all
-    loaders agree on these."""
+    """Return the config of a head with the target's layer shape.
+
+    It has EAGLE's rotary base, 10000, and no bias of `fc`: all loaders agree on these.
+    """
     config, heads = target.config, target.config.num_attention_heads
     return HeadConfig(
         hidden_size=target.hidden_size,
@@ -303,7 +305,7 @@ def head_config(target: TargetModel) -> HeadConfig:
 
 
 def counts(data: Features, numbers: Sequence[int]) -> tuple[int, int]:
-    """Tokens of these examples, and how many of them are learned."""
+    """Count the tokens of these examples, and those that are learned."""
     return sum(len(data.tokens[number]) for number in numbers), sum(
         int(data.learn[number].sum()) for number in numbers
     )

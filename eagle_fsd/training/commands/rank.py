@@ -1,13 +1,13 @@
 """Give a draft head a vocabulary of the tokens that its target writes most (FR-Spec, arXiv 2502.14856).
 
-    python train/rank_tokens.py --data runs/answers.jsonl --draft-vocab-size 8192 --output runs/head-8192
-    python train/rank_tokens.py --base-model owner/target --ea-model owner/head --data runs/answers.jsonl \\
+    eagle-fsd train rank --data runs/answers.jsonl --draft-vocab-size 8192 --output runs/head-8192
+    eagle-fsd train rank --base-model owner/target --ea-model owner/head --data runs/answers.jsonl \\
         --draft-vocab-size 16384 8192 4096 --output runs/heads
 
-For any EAGLE-1/2 head, whoever trained it: its weights stay, the target's are not read, and the target's text
-at threshold 0 is what it was. Counted is what train_head.py would learn of the same rows: the answers of
---data, all of --text, what --shards hold of either. OUTPUT is the head's folder; of several sizes there is an
-OUTPUT/SIZE for each. The share covered is that of the counted text: of other text it is a little less.
+Works on any EAGLE-1/2 head. The head's weights stay as they are, the target's are not read, and its
+text at threshold 0 does not change. The tokens that `eagle-fsd train head` would learn from the same rows are
+counted: the answers of --data, all of --text, and either in --shards. OUTPUT is the new head's folder, or
+holds one folder per size. The share covered is of the counted text; it is a little less of other text.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="SIZE",
-        help="how many tokens the head drafts; several sizes make several heads",
+        help="how many tokens the head drafts; each size makes a head",
     )
-    parser.add_argument("--output", type=Path, required=True, help="a folder that is not there yet")
+    parser.add_argument("--output", type=Path, required=True, help="a folder that does not exist yet")
     return parser
 
 
@@ -78,11 +78,11 @@ def run(args: argparse.Namespace) -> None:
         }
         hub.save_head(head.restrict(tokens), folder, extra, dtype)
         write_atomically(folder / "draft_vocabulary.json", json.dumps(record, indent=1) + "\n")
-        print(shown(folder, record))
+        print(format_head(folder, record))
 
 
 def output_folders(args: argparse.Namespace) -> dict[Path, int]:
-    """Where the head of each size goes; ValueError for what can be told before anything is read."""
+    """Return each head's folder and size. Raises ValueError for mistakes that need no file to be found."""
     sizes = list(dict.fromkeys(args.draft_vocab_size))
     if not (args.data or args.text or args.shards):
         raise ValueError("no data: give --data, --text or --shards")
@@ -96,15 +96,15 @@ def output_folders(args: argparse.Namespace) -> dict[Path, int]:
 
 
 def texts(args: argparse.Namespace, target: TargetText, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and masks of all rows and shards. Of the shards' target the name alone can be compared."""
+    """Yield tokens and masks of all rows and shards. Only the name of the shards' target can be compared."""
     for examples in read_examples(args, target.tokenizer, name, target.max_positions).values():
         yield from ((torch.tensor(one.tokens), torch.tensor(one.learn)) for one in examples)
     stored = StoredFeatures(args.shards, {"name": name})
     yield from zip(stored.tokens, stored.learn, strict=True)
 
 
-def shown(folder: Path, record: dict[str, object]) -> str:
-    """A head in a line: its list, what that covers, and what is left of lm_head."""
+def format_head(folder: Path, record: dict[str, object]) -> str:
+    """Describe a head in one line: its tokens, the share they cover, and the rows of lm_head that remain."""
     return (
         f"{folder}: drafts {record['draft_vocab_size']:,} tokens, {100 * record['coverage']:.2f} % of the "
         f"{record['counted']:,} counted ({record['distinct']:,} distinct); the draft's lm_head has "

@@ -1,12 +1,12 @@
-"""Let the target answer prompts: JSONL of conversations for train_head.py --data.
+"""Let the target answer prompts, into JSONL of conversations for `eagle-fsd train head --data`.
 
-    python train/synthesize.py --prompts prompts.jsonl --temperature 0 0.7 --output runs/answers.jsonl
-    python train/synthesize.py --dataset owner/name --limit 5000 --output runs/answers.jsonl
-    python train/synthesize.py --dataset openai/gsm8k --dataset-config main --output runs/answers.jsonl
-    python train/synthesize.py --self-prompts 2000 --output runs/answers.jsonl
+    eagle-fsd train synthesize --prompts prompts.jsonl --temperature 0 0.7 --output runs/answers.jsonl
+    eagle-fsd train synthesize --dataset owner/name --limit 5000 --output runs/answers.jsonl
+    eagle-fsd train synthesize --dataset openai/gsm8k --dataset-config main --output runs/answers.jsonl
+    eagle-fsd train synthesize --self-prompts 2000 --output runs/answers.jsonl
 
 Rows may be ShareGPT `conversations`, chat `messages` (the user's first turn counts), or a plain `prompt`,
-`question` or `turns`. A run that was stopped goes on where it was with the same command.
+`question` or `turns`. The same command continues a run that was stopped.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="of --dataset, for one that has several: main of openai/gsm8k (default: the data set's own)",
     )
     parser.add_argument("--split", default="train", help="of --dataset; default: %(default)s")
-    parser.add_argument("--limit", type=int, help="only so many prompts of every file and data set")
+    parser.add_argument("--limit", type=int, help="at most LIMIT prompts of every file and data set")
     parser.add_argument(
         "--self-prompts",
         type=int,
@@ -61,12 +61,10 @@ def build_parser() -> argparse.ArgumentParser:
     add_paths(
         parser,
         "--exclude",
-        "prompt files (evaluation sets): what shares eight words in a row with one is left out",
+        "prompt files (evaluation sets): a prompt that shares eight words in a row with one is left out",
     )
     parser.add_argument("--system", help="system message of every conversation (default: the template's)")
-    parser.add_argument(
-        "--output", type=Path, required=True, help="JSONL, a row for every prompt that is answered"
-    )
+    parser.add_argument("--output", type=Path, required=True, help="JSONL file, one row per answered prompt")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
     parser.add_argument(
         "--max-prompt-tokens", type=int, default=512, help="longer ones are left out; default: %(default)s"
@@ -76,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         nargs="+",
         default=[0.0],
-        help="prompts take these in turn, so that several make a mixture; 0 is greedy; default: 0",
+        help="prompts use these in turn, so that several make a mixture; 0 is greedy; default: 0",
     )
     parser.add_argument("--top-k", type=int, default=50, help="where temperature > 0; default: %(default)s")
     parser.add_argument(

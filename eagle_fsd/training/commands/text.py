@@ -1,12 +1,12 @@
 """Write fixed public text as training pairs, JSONL of prompt and completion.
 
-Python functions, worked grade-school answers, and rows of pairs such as P3's.
+Sources are Python functions, worked grade-school answers, and rows of pairs such as P3's.
 
-    python train/make_text.py --functions 1200 --gsm8k $EAGLE_FSD_DATA/gsm8k_train.jsonl --gsm8k-rows 1000 \\
+    eagle-fsd train text --functions 1200 --gsm8k $EAGLE_FSD_DATA/gsm8k_train.jsonl --gsm8k-rows 1000 \\
         --output runs/text.jsonl
 
 The functions are those of the running interpreter's standard library that have a docstring (PSF licence).
-Rows that share a run of eight words with a file given as --exclude (the evaluation prompts) are left out and
+Rows that share eight words in a row with a file given as --exclude (the evaluation prompts) are left out and
 counted.
 """
 
@@ -40,7 +40,7 @@ OPENINGS = ("Here's the completed code:\n\n", "Here is the function:\n\n", "")
 
 
 def functions(most_lines: int = 40) -> Iterator[dict[str, str]]:
-    """Each documented function of the standard library: its signature and docstring, then the whole of it."""
+    """Yield the documented functions of the standard library: signature and docstring, then all of it."""
     generator = random.Random(0)
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
@@ -68,7 +68,7 @@ def functions(most_lines: int = 40) -> Iterator[dict[str, str]]:
 
 
 def worked_answers(path: Path) -> Iterator[dict[str, str]]:
-    """GSM8K rows without the calculator marks."""
+    """Yield GSM8K rows without the calculator marks."""
     for _, row in read_jsonl(path):
         answer = re.sub(r"<<.*?>>", "", row["answer"])
         yield {
@@ -79,7 +79,7 @@ def worked_answers(path: Path) -> Iterator[dict[str, str]]:
 
 
 def excluded_runs(paths: list[Path]) -> frozenset[tuple[str, ...]]:
-    """The runs of words of evaluation files, every turn's."""
+    """Return the runs of words in evaluation files, in every turn."""
     rows = [row for path in paths for _, row in read_jsonl(path)]
     texts = [text for row in rows for text in (row.get("question"), row.get("prompt"), *row.get("turns", []))]
     return frozenset(run for text in texts if text for run in word_runs(text))
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
     write_atomically(args.output, "".join(json.dumps(row) + "\n" for row in kept))
     report = f"{args.output}: {len(kept)} rows, {len(rows) - len(kept)} left out for overlap"
     if args.functions:
-        report += f"; functions of Python {platform.python_version()}"  # another's differ
+        report += f"; functions of Python {platform.python_version()}"  # other versions differ
     logger.info(report)
 
 
