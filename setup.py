@@ -8,7 +8,8 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = (ROOT / "eagle_fsd" / "version.py").read_text(encoding="utf-8")
 IFEVAL = "if-verifiable>=0.1.2; python_version >= '3.11'"
-PLOTS = ("matplotlib>=3.7", "tqdm>=4.60")  # and progress bars
+DATASETS = "datasets>=4.4.2"  # older ones were made for huggingface-hub below 1
+PLOTS = ("matplotlib>=3.7", "tqdm>=4.66.3")  # and progress bars
 
 setup(
     name="eagle-fsd",
@@ -22,7 +23,10 @@ setup(
     # A checkout keeps the heads in weights/; an installed package carries them as eagle_fsd/weights.
     packages=[*find_packages(include=["eagle_fsd", "eagle_fsd.*"]), "eagle_fsd.weights"],
     package_dir={"eagle_fsd.weights": "weights"},
-    package_data={"eagle_fsd.weights": ["*/*.json", "*/*.safetensors", "*/README.md"]},
+    package_data={
+        "eagle_fsd": ["py.typed"],
+        "eagle_fsd.weights": ["*/*.json", "*/*.safetensors", "*/README.md"],
+    },
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17",
@@ -30,18 +34,23 @@ setup(
         "numpy>=1.26",  # random streams
         "huggingface-hub>=1.5",
         "jinja2>=3.1",  # chat templates
-        "gguf>=0.10",  # the default target is a GGUF file, which transformers reads with accelerate
+        # The default target is a GGUF file, which transformers reads with accelerate. Older releases of gguf
+        # cannot be imported without sentencepiece.
+        "gguf>=0.17.1",
         "accelerate>=1.1",
-        "filelock>=3.13",  # huggingface-hub's own; a training run holds its folder with it
+        "filelock>=3.14",  # huggingface-hub's own; a training run holds its folder with it
     ],
     extras_require={
-        "train": ["datasets>=3", *PLOTS],
-        "eval": ["datasets>=3", *PLOTS, IFEVAL],
-        "harness": ["lm-eval>=0.4.12", "tqdm>=4.60"],
+        "train": [DATASETS, *PLOTS],
+        "eval": [DATASETS, *PLOTS, IFEVAL],
+        "harness": ["lm-eval>=0.4.12", "tqdm>=4.66.3"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
-        "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "scipy>=1.11", *PLOTS, IFEVAL],
+        "dev": [
+            *("pytest>=8", "pytest-xdist>=3.6.1", "ruff>=0.9", "mypy>=2", "scipy>=1.11"),
+            *(*PLOTS, IFEVAL),
+        ],
     },
-    entry_points={"console_scripts": ["eagle-fsd = eagle_fsd.generate:main"]},
+    entry_points={"console_scripts": ["eagle-fsd = eagle_fsd.cli.console:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

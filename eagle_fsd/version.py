@@ -1,3 +1,3 @@
 """The package's version, for everything below the package itself."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -96,8 +96,10 @@ class Verified:
 
         They must have p > 0 after the user's warpers; when greedy, the raw p decides.
         """
-        raw = self.probs is None
-        allowed = self.at_token(self.logits) > -torch.inf if raw else self.at_token(self.probs) > 0
+        if self.probs is None:
+            allowed = self.at_token(self.logits) > -torch.inf
+        else:
+            allowed = self.at_token(self.probs) > 0
         if exact_eos:
             # torch.isin makes the host wait for the device where there are more than a few end tokens.
             allowed &= ~(self.tree.tokens[..., None] == self.eos).any(-1)
@@ -207,7 +209,7 @@ def walk(
     alive = torch.ones_like(emitted, dtype=torch.bool)
     in_a_row = torch.zeros_like(emitted)
     limit = tree.depth if rule.max_consecutive is None else rule.max_consecutive
-    path, fuzzy, asked = [node], [torch.zeros_like(alive)], []
+    children, followed, asked = [node], [torch.zeros_like(alive)], []  # of every level, [B] each
     for level in range(1, tree.depth + 1):
         match, choice = (table.gather(1, node[:, None])[:, 0] for table in (exact, relaxed))
         asked.append(alive & (emitted + level > rule.exact_prefix) & (in_a_row < limit))
@@ -218,20 +220,20 @@ def walk(
         by_rule = alive & (child != match)
         in_a_row = torch.where(by_rule, in_a_row + 1, 0)
         node = torch.where(alive, child, node)
-        path.append(child)
-        fuzzy.append(by_rule)
+        children.append(child)
+        followed.append(by_rule)
     asked.append(torch.zeros_like(alive))  # the deepest nodes have no children
-    path = torch.stack(path, dim=1)  # [B, depth + 1]
+    path = torch.stack(children, dim=1)  # [B, depth + 1]
     length = (path >= 0).sum(1)
     next_token = draws.gather(1, node[:, None])[:, 0]
     tokens = torch.where(path >= 0, tree.tokens.gather(1, path.clamp(min=0)), -1)
     tokens = torch.cat((tokens[:, 1:], tokens.new_full((len(tokens), 1), -1)), dim=1)
     tokens = tokens.scatter(1, length[:, None] - 1, next_token[:, None])
-    fuzzy, asked = torch.stack(fuzzy, dim=1), torch.stack(asked, dim=1)
+    fuzzy = torch.stack(followed, dim=1)
     # What NaN, +inf or nothing but -inf does to a node's logits, it does to the largest of them.
     rows = torch.arange(len(path), device=path.device)[:, None]
     finite = verified.logits[rows, path.clamp(min=0)].amax(-1).isfinite().all(1)  # of [B, depth + 1, V]
-    return Verdict(path, length, tokens, next_token, fuzzy, asked, finite)
+    return Verdict(path, length, tokens, next_token, fuzzy, torch.stack(asked, dim=1), finite)
 
 
 def require_guards(mode: object, max_consecutive: object, exact_prefix: object) -> None:

@@ -17,17 +17,16 @@ def one_line(error: object, limit: int | None = None) -> str:
 
 def require_integer(name: str, value: object, minimum: int, remedy: str, maximum: int | None = None) -> None:
     """Raise ValueError unless `value` is an integer (numpy's too, no bool) within [minimum, maximum]."""
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_integer or value < minimum or (maximum is not None and value > maximum):
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if number is None or number < minimum or (maximum is not None and number > maximum):
         span = f"of at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
         raise ValueError(f"{name} is {format_value(value)}: it must be an integer {span}; {remedy}")
 
 
 def require_number(name: str, value: object, low: float, high: float, remedy: str) -> None:
     """Raise ValueError unless `value` is a real number within [low, high]; NaN is never within."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
     try:
-        inside = is_number and low <= float(value) <= high
+        inside = isinstance(value, Real) and not isinstance(value, bool) and low <= float(value) <= high
     except OverflowError:  # an integer beyond all floats, as JSON may hold
         inside = False
     if not inside:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from eagle_fsd.core.checks import require_choice, require_integer, require_number
 
@@ -60,7 +60,8 @@ class TreeConfig:
             least = math.nan
         if len(sizes) != 3 or not all(size.isdecimal() for size in sizes) or math.isnan(least):
             raise ValueError(f"tree is {text!r}: it must be {cls.FORM}; 16/5/8 is one, 16/8/4/0.05 another")
-        return cls(*map(int, sizes), least)
+        total_tokens, depth, top_k = map(int, sizes)
+        return cls(total_tokens, depth, top_k, least)
 
     @classmethod
     def within(cls, total_tokens: int, depth: int, top_k: int) -> TreeConfig:
@@ -145,7 +146,8 @@ class SamplingConfig:
         parts = text.split("/")
         try:
             kinds = zip((float, int, float)[: len(parts)], parts, strict=True)
-            return cls(*(kind(part) for kind, part in kinds))
+            values: list[Any] = [kind(part) for kind, part in kinds]
+            return cls(*values)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"sampling is {text!r}: it must be temperature[/top_k[/top_p]], such as 0.6/50/0.9 ({error})"

@@ -43,7 +43,7 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
         lacks_bfloat16 = device.type == "cuda" and not torch.cuda.is_bf16_supported()
         return torch.float16 if lacks_bfloat16 else torch.bfloat16
     found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    if found not in DTYPES.values():
+    if found is None or found not in DTYPES.values():
         names = "float32, bfloat16 or float16"
         raise ValueError(f"dtype {str(dtype)!r} is not there: it must be {names}; use one of them")
     return found

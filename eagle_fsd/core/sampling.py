@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -71,13 +71,16 @@ def row_streams(seed: Seed, batch: int) -> list[tuple[int, int]]:
     An int s gives row r the stream (s, r). A sequence names each row's stream itself: a pair as it is, an int
     s as (s, 0), what a prompt on its own draws with seed s. ValueError for anything else.
     """
-    if isinstance(seed, Integral) and not isinstance(seed, bool):
-        pairs = [(seed, row) for row in range(batch)]
+    entries: list[Any]
+    pairs: list[tuple[Any, ...]]
+    given: Any = seed  # a caller's value, of any type until it is checked
+    if isinstance(given, Integral) and not isinstance(given, bool):
+        pairs = [(given, row) for row in range(batch)]
     else:
         try:
-            entries = list(seed)
+            entries = list(given)
         except TypeError:
-            entries = [seed] * batch  # the check below names it
+            entries = [given] * batch  # the check below names it
         pairs = [tuple(one) if isinstance(one, (tuple, list)) else (one, 0) for one in entries]
     if len(pairs) != batch:
         raise ValueError(f"seed has {len(pairs)} values for {batch} rows: give one int or one per row")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -34,6 +35,14 @@ def digest_tensors(tensors: Iterable[Tensor]) -> str:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
         plain = tensor.detach().cpu().flatten().contiguous()
         found.update(plain.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def digest_json(*values: object) -> str:
+    """Return a digest of values that JSON can hold."""
+    found = hashlib.sha256()
+    for value in values:
+        found.update(json.dumps(value, sort_keys=True).encode())
     return found.hexdigest()[:16]
 
 

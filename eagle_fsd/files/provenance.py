@@ -29,7 +29,7 @@ def provenance(device: torch.device | None = None) -> dict[str, object]:
     """A JSON-ready record of this run. device: what it computes on; None: CUDA where there is any."""
     cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command_line(),
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "eagle_fsd": __version__,
@@ -39,6 +39,13 @@ def provenance(device: torch.device | None = None) -> dict[str, object]:
         "device": torch.cuda.get_device_name(device) if cuda else processor(),
         "threads": torch.get_num_threads(),
     }
+
+
+def command_line() -> str:
+    """Return this process's command line: of a script with `python` before it, of `eagle-fsd` as it is."""
+    program, *arguments = sys.argv
+    words = program.split() if program.startswith("eagle-fsd ") else ["python", program]
+    return shlex.join([*words, *arguments])
 
 
 def public_command(command: str) -> str:

@@ -1,4 +1,4 @@
-"""Sequences to batches: splits, order, padding, noise, the tokens of the softmax, all from one seed."""
+"""Turn sequences into batches: splits, order, padding, noise and the softmax's tokens, all from one seed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from eagle_fsd.training.schedule import root_mean_square
 
 @dataclass(frozen=True)
 class Lesson:
-    """A batch and the tokens [S] of its softmax, on the host; `pinned` for a GPU."""
+    """A batch and the tokens [S] of its softmax, on the host; `pinned` copies both for a GPU."""
 
     batch: Batch
     tokens: Tensor
 
     def pinned(self) -> Lesson:
-        """The same in memory that a GPU copies from on its own."""
+        """Return the same lesson in pinned memory, from which a GPU copies by itself."""
         return Lesson(self.batch.pinned(), self.tokens.pin_memory())
 
 
 def collate(sequences: Sequence[FeatureSequence]) -> Batch:
-    """Pad sequences on the right and pair them; padding carries no loss and no real position sees it."""
+    """Pad sequences on the right and pair them. Padding carries no loss, and no real position sees it."""
     longest = max(len(sequence.tokens) for sequence in sequences)
     width = sequences[0].features.shape[1]
     tokens = torch.zeros(len(sequences), longest, dtype=torch.int64)
@@ -46,9 +46,10 @@ def collate(sequences: Sequence[FeatureSequence]) -> Batch:
 def batch_plan(
     lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, pool: int = 512
 ) -> list[list[int]]:
-    """The epoch's batches of sequence numbers.
+    """Return the epoch's batches, as lists of sequence numbers.
 
-    Sequences are shuffled and bucketed by length within pools of them, and the batches shuffled again.
+    Sequences are shuffled, then sorted by length within pools of `pool`, so that a batch has little padding.
+    The batches are shuffled again.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(lengths), generator=generator).tolist()
@@ -63,9 +64,9 @@ def batch_plan(
 
 
 def add_noise(batch: Batch, amount: float, std: float, seed: int) -> Batch:
-    """EAGLE-1's uniform noise on the input features: within half of `amount` stds on either side.
+    """Add EAGLE-1's uniform noise to the input features, up to half of `amount` stds on either side.
 
-    The paper takes 0.2 * 512 / length, on features of about unit std.
+    The paper uses 0.2 * 512 / length, on features of about unit std.
     """
     if amount == 0:
         return batch
@@ -77,15 +78,15 @@ def add_noise(batch: Batch, amount: float, std: float, seed: int) -> Batch:
 
 
 def features_std(sequences: Sequence[FeatureSequence]) -> float:
-    """The std of the features that are learned, one for all dimensions."""
+    """Return the std of the features that are learned, one number for all dimensions."""
     learned = torch.cat([sequence.features[sequence.learn].float() for sequence in sequences])
     return max(learned.std().item(), 1e-6)
 
 
 def input_sizes(sequences: Sequence[FeatureSequence], embedding: Tensor) -> Tensor:
-    """The root mean squares [2 d] of what `fc` reads, embeddings of tokens first, then features.
+    """Return the root mean squares [2 d] of what `fc` reads: of token embeddings first, then of features.
 
-    A dimension that is all but unused counts as a hundredth of its half.
+    A dimension that is hardly used gets a hundredth of its half's, so that no size is near zero.
     """
     tokens = torch.cat([sequence.tokens for sequence in sequences])
     embeddings = embedding[tokens.to(embedding.device)].cpu()
@@ -95,7 +96,7 @@ def input_sizes(sequences: Sequence[FeatureSequence], embedding: Tensor) -> Tens
 
 
 def split_held_out(total: int, count: int, seed: int, first_source: int) -> tuple[list[int], list[int]]:
-    """Numbers of training and held-out sequences of `total`; the latter are drawn from the first source's."""
+    """Split `total` sequences into numbers to train on and to hold out, the latter from the first source."""
     most = min(first_source, total - 1)
     if not 0 < count <= most:
         raise ValueError(
@@ -108,7 +109,7 @@ def split_held_out(total: int, count: int, seed: int, first_source: int) -> tupl
 
 
 def softmax_tokens(texts: Sequence[Tensor], vocab_size: int, most: int, always: Sequence[int] = ()) -> Tensor:
-    """The tokens that every batch's softmax runs over, ascending: the texts' `most` frequent.
+    """Return the tokens that every batch's softmax runs over, ascending: the texts' `most` frequent.
 
     always: tokens that must be among them (the end tokens).
     """
@@ -119,9 +120,9 @@ def softmax_tokens(texts: Sequence[Tensor], vocab_size: int, most: int, always: 
 
 
 def tokens_of_batch(common: Tensor, batch: Batch) -> Tensor:
-    """The tokens [S] of a batch's softmax: the common ones and all that occur in it.
+    """Return the tokens [S] of a batch's softmax: the common ones and all that occur in the batch.
 
-    Without the latter a rare token's position teaches the distribution over wrong tokens, and text full of
-    names or another script is hardly learned.
+    Without the latter, a position whose next token is rare would teach a distribution over wrong tokens, and
+    text full of names or in another script would hardly be learned.
     """
     return torch.cat((common, batch.next_tokens.flatten())).unique()

@@ -1,11 +1,11 @@
-"""What the scripts of train/ share: text arguments, progress on stderr, and a user's mistake as one line."""
+"""Share what the commands of training have in common: arguments, progress on stderr, errors of one line."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,11 +16,18 @@ from eagle_fsd import hub
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.training.data.examples import Example, load_examples
 
-LONGEST = 512  # tokens of a row, where nothing else is asked for
+LONGEST = 512  # tokens of a row, unless --max-length says otherwise
 
 
-def run_command(name: str, run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
-    """Do a script's work; what its user can mend ends it with a line, Ctrl-C with the shell's code for it."""
+def run_command(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: Sequence[str] | None
+) -> None:
+    """Parse the arguments and do a command's work.
+
+    An error that its user can fix ends it with one line, Ctrl-C with the shell's code for it.
+    """
+    args = parser.parse_args(argv)
+    name = parser.prog.removesuffix(".py")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         run(args)
@@ -33,12 +40,12 @@ def run_command(name: str, run: Callable[[argparse.Namespace], None], args: argp
 
 
 def add_paths(parser: argparse.ArgumentParser, name: str, text: str) -> None:
-    """An option for any number of paths, which may be given again for more."""
+    """Add an option that takes any number of paths and may be repeated for more."""
     parser.add_argument(name, type=Path, nargs="*", action="extend", default=[], help=text)
 
 
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
-    """The target, and the text that a head is taught on."""
+    """Add the options of the target and of the text that a head is trained on."""
     parser.add_argument(
         "--base-model", default=hub.DEFAULT_TARGET, help="the target: Hub id, folder or .gguf file"
     )
@@ -49,32 +56,30 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help=f"tokens kept of each row (default: {LONGEST}, or the target's positions if these are fewer)",
     )
-    parser.add_argument("--rows", type=int, help="at most so many rows of each file")
+    parser.add_argument("--rows", type=int, help="use at most ROWS rows of each file")
 
 
 def add_shards(parser: argparse.ArgumentParser) -> None:
-    """Text whose features are there already."""
-    text = (
-        "folders of feature shards of the same target, from extract_features.py or another run's --features"
-    )
+    """Add the option of text whose features are already computed."""
+    text = "folders of feature shards of the same target, of `eagle-fsd train features` or a run's --features"
     add_paths(parser, "--shards", text)
 
 
 def add_compute_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where and in what the target computes its features."""
+    """Add the options of the device and the dtype that the target computes its features in."""
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
     parser.add_argument(
         "--extract-dtype",
         default="bfloat16",
         choices=("bfloat16", "float32"),
-        help="what the target computes in and features are kept in; default: %(default)s",
+        help="the dtype that the target computes in and features are stored in; default: %(default)s",
     )
 
 
 def read_examples(
     args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None, target_name: str, positions: int
 ) -> dict[str, list[Example]]:
-    """The examples of every file of --data and --text, by a name for its folder of features.
+    """Read the examples of every file of --data and --text, by the name of the file's folder of features.
 
     positions: the longest text that the target can read.
     """
@@ -99,11 +104,12 @@ def read_examples(
     return found
 
 
+# Optional experiment trackers, each a package of its own.
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 def require_tracker(name: str) -> str | None:
-    """The tracker's name for accelerate, None for "none"; ValueError for one that is not installed."""
+    """Return the tracker's name for accelerate, None for "none". Raises ValueError if it is not installed."""
     if name == "none":
         return None
     if find_spec(name) is None:

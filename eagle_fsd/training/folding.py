@@ -1,10 +1,10 @@
-"""The bias of a head's `fc` folded into its weights, so that engines whose `fc` has none read the head.
+"""Fold the bias of a head's `fc` into its weights, for engines whose `fc` has no bias.
 
-Some engines build `fc` without a bias (vLLM), and a file's bias is lost there. But features come out of the
+Some engines (vLLM) build `fc` without a bias and ignore the one in a file. But features come out of the
 target's final norm, so there is a direction u in which nearly every input x = concat(embedding, feature) has
 u.x = 1. Then W x + b = (W + b u^T) x, and the bias is no longer needed. u is the least-squares solution of
 u.x = 1 over real inputs, in closed form from their second moments: the error of `fc`'s output is
-b (u.x - 1), so E|error|^2 = |b|^2 E(u.x - 1)^2. No bias at all has E|error|^2 = |b|^2.
+b (u.x - 1), so E|error|^2 = |b|^2 E(u.x - 1)^2. Dropping the bias has E|error|^2 = |b|^2.
 """
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.training.data.shards import FeatureSequence
 from eagle_fsd.training.loss import learn_masks, unroll
 
-RIDGE = 1e-6  # of the inputs' own sizes: far below what they vary by, far above float64's rounding
+RIDGE = 1e-6  # relative to the inputs' sizes: far below their variation, far above float64's rounding
 
 
 @dataclass(frozen=True)
 class Moments:
-    """The moments of `count` of `fc`'s inputs, in float64: mean [2 d], product [2 d, 2 d]."""
+    """First and second moments of `count` inputs of `fc`, in float64: mean [2 d], product [2 d, 2 d]."""
 
     mean: Tensor
     product: Tensor
     count: int
 
     @classmethod
-    def of(cls, inputs: Tensor) -> Moments:
-        """Of inputs [N, 2 d]; ValueError for none."""
+    def from_inputs(cls, inputs: Tensor) -> Moments:
+        """Compute the moments of inputs [N, 2 d]. Raises ValueError if there are none."""
         if not len(inputs):
             raise ValueError("no inputs to fold the bias over: give sequences with something to learn")
         rows = inputs.double()
         return cls(rows.mean(0), rows.T @ rows / len(rows), len(rows))
 
-    def mixed(self, other: Moments, share: float) -> Moments:
-        """Of a mixture: `share` of the other's distribution, the rest of this one's."""
+    def mix(self, other: Moments, share: float) -> Moments:
+        """Return the moments of a mixture: `share` of the other distribution, the rest of this one."""
         mean, product = (
             torch.lerp(mine, its, share)
             for mine, its in ((self.mean, other.mean), (self.product, other.product))
         )
         return Moments(mean, product, self.count + other.count)
 
-    def joined(self, other: Moments) -> Moments:
-        """Of the rows of both."""
-        return self.mixed(other, other.count / (self.count + other.count))
+    def join(self, other: Moments) -> Moments:
+        """Return the moments of the rows of both."""
+        return self.mix(other, other.count / (self.count + other.count))
 
     def unit_direction(self, ridge: float = RIDGE) -> Tensor:
-        """u [2 d] with E(u.x - 1)^2 least, but for a small preference for a short u."""
+        """Return the u [2 d] that minimises E(u.x - 1)^2, with a small preference for a short u."""
         sizes = self.product.diagonal().sqrt()
-        sizes = torch.where(sizes > 0, sizes, 1.0)  # a dimension that is always 0 gets nothing of u
+        sizes = torch.where(sizes > 0, sizes, 1.0)  # u is 0 in a dimension that is always 0
         scaled = self.product / sizes[:, None] / sizes
         scaled.diagonal().add_(ridge)
         factor = torch.linalg.cholesky(scaled)
         return torch.cholesky_solve((self.mean / sizes)[:, None], factor).squeeze(1) / sizes
 
     def residual(self, direction: Tensor) -> float:
-        """E(u.x - 1)^2 for u = direction: 0 is an exact fold, 1 no better than dropping the bias."""
+        """Return E(u.x - 1)^2 for u = direction: 0 is an exact fold, 1 no better than dropping the bias."""
         squared = direction @ self.product @ direction - 2 * direction @ self.mean + 1
         return max(float(squared), 0.0)
 
 
 @dataclass(frozen=True)
 class Folded:
-    """A head without a bias, and what is left of the bias's effect: shares of E|b|^2, by kind of input."""
+    """A head without a bias, and the share of the bias's effect E|b|^2 that is lost, by kind of input."""
 
     head: DraftHead
     true: float
@@ -87,9 +87,9 @@ class Folded:
 def fc_inputs(
     head: DraftHead, sequence: FeatureSequence, embedding: Tensor, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """What `fc` reads while drafting along a sequence: [N, 2 d] with true features, [M, 2 d] with predicted.
+    """Return what `fc` reads while drafting along a sequence: true [N, 2 d] and predicted [M, 2 d] features.
 
-    Places are those that are learned; predicted features are those of drafting steps 2 to `steps`.
+    Only positions that are learned count. Predicted features are those of drafting steps 2 to `steps`.
     embedding: the target's table [V, d].
     """
     features = sequence.features[None, :-1].float()
@@ -108,14 +108,14 @@ def fc_inputs(
 def input_moments(
     head: DraftHead, sequences: Iterable[FeatureSequence], embedding: Tensor, steps: int
 ) -> tuple[Moments, Moments]:
-    """The moments of `fc`'s inputs over sequences: with true features, and with predicted ones."""
+    """Compute the moments of `fc`'s inputs over sequences: of true features, and of predicted ones."""
     found: list[Moments | None] = [None, None]
     for sequence in sequences:
         for kind, rows in enumerate(fc_inputs(head, sequence, embedding, steps)):
             if len(rows):
-                new = Moments.of(rows)
+                new = Moments.from_inputs(rows)
                 before = found[kind]
-                found[kind] = new if before is None else before.joined(new)
+                found[kind] = new if before is None else before.join(new)
     true, predicted = found
     if true is None or predicted is None:
         raise ValueError("no inputs to fold the bias over: give sequences with something to learn")
@@ -123,12 +123,12 @@ def input_moments(
 
 
 def fold_bias(head: DraftHead, true: Moments, predicted: Moments, ridge: float = RIDGE) -> Folded:
-    """A copy of a head whose `fc` does without its bias, as nearly the same as can be on these inputs.
+    """Return a copy of a head without the bias of `fc`, as close to the head as possible on these inputs.
 
-    true, predicted: moments of inputs with the target's features and with the head's own, which weigh the
-    same: a draft's first step reads the former, all others the latter. A head without a bias is copied.
+    true, predicted: moments of inputs with the target's features and with the head's own. Both have the same
+    weight: a draft's first step reads the former, all others the latter. A head without a bias is copied.
     """
-    direction = true.mixed(predicted, 0.5).unit_direction(ridge)  # [2 d]
+    direction = true.mix(predicted, 0.5).unit_direction(ridge)  # [2 d]
     made = DraftHead(replace(head.config, fc_bias=False, draft_vocab_size=None)).to(head.fc.weight)
     tensors = {name: value for name, value in head.state_dict().items() if name != "fc.bias"}
     if head.fc.bias is not None:

@@ -1,4 +1,4 @@
-"""Held-out measures of a head: how often its own chain of predictions names the target's token, by depth."""
+"""Measure a head on held-out text: how often its chain of predictions names the target's token, by depth."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ Best = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Sequences never trained on, and what the target says to them.
+    """Sequences that are never trained on, and what the target predicts for them.
 
-    greedy: its best token at every position of each ([n] int64). best: of a head's predictions.
+    greedy: the target's best token at every position of each sequence ([n] int64). best: ranks the tokens of
+    a head's predictions.
     """
 
     sequences: Sequence[FeatureSequence]
@@ -35,7 +36,7 @@ class HeldOut:
 
 @torch.no_grad()
 def best_tokens(features: Tensor, k: int, readout: Readout, rows: int = 256) -> Tensor:
-    """The k most likely tokens for features [N, d]: [N, k], best first."""
+    """Return the k most likely tokens for features [N, d]: [N, k], best first."""
     parts = [readout.logits(block).topk(k, dim=-1).indices for block in features.split(rows)]
     return torch.cat(parts) if parts else torch.empty(0, k, dtype=torch.int64, device=features.device)
 
@@ -46,9 +47,9 @@ def hold_out(
     depth: int = 5,
     device: torch.device | str = "cpu",
 ) -> HeldOut:
-    """Prepare held-out sequences; the target's greedy tokens are computed once, here.
+    """Prepare held-out sequences: compute the target's greedy tokens, once.
 
-    In float32, as the head is measured: rounded to bfloat16 the best two logits are often equal.
+    In float32, as the head is measured: rounded to bfloat16, the best two logits are often equal.
     """
     best = partial(best_tokens, readout=readout.to(device, torch.float32))
     moved = [one.to(device) for one in sequences]
@@ -57,19 +58,20 @@ def hold_out(
 
 @torch.no_grad()
 def evaluate(head: DraftHead, held_out: HeldOut, embedding: Tensor, k: int = 8) -> dict[str, Any]:
-    """Accuracy of drafting along the text, by depth 1..depth.
+    """Measure the accuracy of drafting along the text, by depth 1..depth.
 
     A draft starts at a learned position and follows the text on its own features while the positions are
-    learned: across an answer's end nothing is drafted, so what lies beyond counts neither for nor against it.
-    top1, top8: share of the drafts that reach step d where the target's greedy token is the draft's best, or
-    among its best k. chain: the same for top 1, given that every earlier step of the draft was right.
-    chain_tau: expected tokens per step of a chain draft of this depth, the target's own token included: a
-    lower bound of what a tree gets.
-    chain8_tau: the same for best-k sets: an upper bound for trees of that width.
+    learned. Nothing is drafted across an answer's end, so what comes after it does not count.
+    top1, top8 (top k): the share of the drafts that reach step d in which the target's greedy token is the
+    draft's best, or among its best k.
+    chain: the same for top 1, given that every earlier step of the draft was right.
+    chain_tau: expected tokens per step of a chain draft of this depth, the target's own token included. It is
+    a lower bound of what a tree gets.
+    chain8_tau: the same for best-k sets, an upper bound for trees of that width.
     """
     depth = held_out.depth
     hits = torch.zeros(3, depth)  # top1, topk, positions
-    reached = torch.zeros(3, depth)  # chains alive: top1, topk; drafts
+    reached = torch.zeros(3, depth)  # chains still right: top1, topk; all drafts
     for sequence, greedy in zip(held_out.sequences, held_out.greedy, strict=True):
         if len(sequence.tokens) < 3:
             continue
@@ -82,7 +84,7 @@ def evaluate(head: DraftHead, held_out: HeldOut, embedding: Tensor, k: int = 8) 
         )  # by index j at the current step
         for step, (prediction, mask) in enumerate(zip(predictions, masks, strict=True)):
             if step:
-                alive = F.pad(alive, (1, 0))[:, :-1]  # the draft that is now at j was at j - 1
+                alive = F.pad(alive, (1, 0))[:, :-1]  # the draft that is now at index j was at j - 1
             where = mask[0].nonzero().squeeze(1)
             best = held_out.best(prediction[0, where], k)
             right = best == goal[where, None]
@@ -94,7 +96,7 @@ def evaluate(head: DraftHead, held_out: HeldOut, embedding: Tensor, k: int = 8) 
             alive = alive_here
             reached[:2, step] += alive.sum(1).cpu()
             reached[2, step] += len(where)
-            # A chain goes on along the text alone: where sampled text left the greedy path, it is cut.
+            # A chain follows the text: where sampled text left the greedy path, the chain ends.
             followed = torch.ones_like(goal, dtype=torch.bool)
             followed[:-1] = sequence.tokens[2:] == goal[:-1]
             alive = alive & followed

@@ -1,4 +1,4 @@
-"""What the head is taught: pairing, the unrolled forward on its own predictions, and EAGLE-1's loss.
+"""Compute what the head learns from: pairing, the unrolled forward on its own predictions, EAGLE-1's loss.
 
 Pairing: index j takes (feature f_j, embedding of x_{j+1}) at position j and predicts f_{j+1}; the target's
 readout turns that into the distribution of x_{j+2}. Shapes: B sequences, n = tokens - 1 pairs, d features, N
@@ -26,8 +26,8 @@ from eagle_fsd.training.readout import Readout
 class Batch:
     """Padded sequences, paired.
 
-    features [B, n, d]; next_tokens [B, n]; goals [B, n, d], f_{j+1}; learn [B, n], of token j+1, which stays
-    on the host: how many places are learned must be known there without waiting for a device.
+    features [B, n, d]; next_tokens [B, n]; goals [B, n, d], f_{j+1}; learn [B, n], of token j+1. `learn`
+    stays on the host, which must know how many positions are learned without waiting for a device.
     """
 
     features: Tensor
@@ -36,20 +36,20 @@ class Batch:
     learn: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on a device, but for `learn`."""
+        """Return the same batch on a device, except for `learn`."""
         moved = (moved_to(device, part) for part in (self.features, self.next_tokens, self.goals))
         return Batch(*moved, self.learn)
 
     def pinned(self) -> Batch:
-        """The same batch in memory that a GPU copies from on its own."""
+        """Return the same batch in pinned memory, from which a GPU copies by itself."""
         parts = (part.pin_memory() for part in (self.features, self.next_tokens, self.goals))
         return Batch(*parts, self.learn)
 
 
 def moved_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """A tensor of the host on a device; a GPU copies it while the host goes on."""
+    """Copy a tensor of the host to a device. A GPU does so while the host goes on."""
     if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()  # as it is where it is pinned
+        tensor = tensor.pin_memory()  # returns a pinned tensor unchanged
     return tensor.to(device, non_blocking=True)
 
 
@@ -62,18 +62,17 @@ SCORES = 2**26  # attention scores held at once: 256 MB in float32
 
 
 class UnrollAttention:
-    """The `attend` of several drafting steps over one sequence at once.
+    """The attention of several drafting steps over one sequence at once.
 
     Cf. HASS (arXiv 2408.15766) and EAGLE-3's training-time test.
 
     At step k the query of position t stands for a draft that left the true features k - 1 positions ago. It
     sees the keys of step 1 (made from true features) up to position t - k + 1 and the key of step i at
-    position t - (k - i) for i = 2..k, itself included. Rows with t < k - 1 have no such past; they come out
-    finite and carry no loss.
+    position t - (k - i) for i = 2..k, itself included. Rows with t < k - 1 have no such past: their results
+    are finite and carry no loss.
 
-    The scores [B, H, n, n] of a long sequence would take gigabytes at every step, and all of them would be
-    kept for the gradient. Where there are more than SCORES of them, they are computed in blocks of queries,
-    and once more in the backward pass.
+    The scores [B, H, n, n] of a long sequence would take gigabytes at every step, all kept for the gradient.
+    More than SCORES of them are computed in blocks of queries, and again in the backward pass.
     """
 
     def __init__(self) -> None:
@@ -96,9 +95,9 @@ class UnrollAttention:
 
 
 def attend_rows(q: Tensor, start: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """UnrollAttention of the queries [B, H, m, D] from position `start` on: [B, H, m, D].
+    """Compute UnrollAttention of the queries [B, H, m, D] from position `start` on: [B, H, m, D].
 
-    keys, values: of all steps so far, [B, Hkv, n, D] each; the step is the last of them.
+    keys, values: of all steps so far, [B, Hkv, n, D] each; the queries are of the last step.
     """
     step = len(keys)
     batch, heads, count, width = q.shape
@@ -124,14 +123,14 @@ def attend_rows(q: Tensor, start: int, keys: Sequence[Tensor], values: Sequence[
 
 
 def shift(x: Tensor, steps: int) -> Tensor:
-    """Move the positions (dimension -2) later by `steps`, zeros in front."""
+    """Move the positions (dimension -2) later by `steps`, with zeros in front."""
     return F.pad(x, (0, 0, steps, 0))[..., : x.shape[-2], :] if steps else x
 
 
 def unroll(head: DraftHead, features: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
-    """The head's predictions [B, n, d] at drafting steps 1..steps.
+    """Compute the head's predictions [B, n, d] at drafting steps 1..steps.
 
-    Step 1 reads true features, each later step what the one before it predicted.
+    Step 1 reads true features, and each later step reads what the step before it predicted.
     Entry k - 1 holds at index j the prediction of f_{j+1} by a draft that left the true features at position
     j - k + 1.
     """
@@ -148,10 +147,10 @@ def unroll(head: DraftHead, features: Tensor, embeddings: Tensor, steps: int) ->
 
 
 def learn_masks(learn: Tensor, steps: int) -> list[Tensor]:
-    """Which indices [B, n] carry loss at steps 1..steps: all tokens from the draft's root on are marked.
+    """Return which indices [B, n] carry loss at steps 1..steps: those of drafts with marked tokens alone.
 
     At step k index j belongs to a draft whose root (the last emitted token) is x_{j-k+2}. A draft that would
-    pass an unmarked token is none: there an answer ended, and nothing is drafted across its end.
+    pass an unmarked token carries no loss: an answer ended there, and nothing is drafted across its end.
     """
     masks = [learn]
     for _ in range(1, steps):
@@ -160,11 +159,11 @@ def learn_masks(learn: Tensor, steps: int) -> list[Tensor]:
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """Mean over N of -sum_x p(x) log softmax(t)(x); the logits t [N, S] never exist as a whole.
+    """Compute the mean over N of -sum_x p(x) log softmax(t)(x), a few rows of logits t [N, S] at a time.
 
     t is the readout of the predicted feature g: W g + b, scaled and soft-capped as the target's is. The
-    gradient ((softmax(t) - p) * dt/dz) W / N is taken in the same pass, where dt/dz is the transform's slope;
-    the readout is frozen. Cf. EAGLE (arXiv 2401.15077), section 4.2, L_cls.
+    gradient ((softmax(t) - p) * dt/dz) W / N is computed in the same pass, where dt/dz is the transform's
+    slope. The readout is frozen. Cf. EAGLE (arXiv 2401.15077), section 4.2, L_cls.
     """
 
     @staticmethod
@@ -197,13 +196,13 @@ class SoftCrossEntropy(torch.autograd.Function):
 
 
 def soft_cross_entropy(predicted: Tensor, p: Tensor, readout: Readout, rows: int = 256) -> Tensor:
-    """predicted [N, d], p [N, S], readout of S tokens -> the mean cross-entropy, a scalar."""
+    """Return the mean cross-entropy, a scalar: predicted [N, d], p [N, S], readout of S tokens."""
     return SoftCrossEntropy.apply(predicted, p, readout, rows)
 
 
 @torch.no_grad()
 def target_probabilities(features: Tensor, readout: Readout, rows: int = 256) -> Tensor:
-    """p over the readout's S tokens for true features [N, d], kept in its weight's dtype: [N, S]."""
+    """Return p [N, S] over the readout's tokens for true features [N, d], in the dtype of its weight."""
     weight = readout.weight
     p = torch.empty(len(features), len(weight), dtype=weight.dtype, device=features.device)
     for start in range(0, len(features), rows):
@@ -214,11 +213,11 @@ def target_probabilities(features: Tensor, readout: Readout, rows: int = 256) ->
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Factors of the loss's parts, none negative.
+    """Weights of the loss's parts, none negative.
 
-    regression: SmoothL1 on features over their std, of no use to tau where it was measured
-    (train/EXPERIMENTS.md). cross_entropy: the soft one. decay: the weight of each further step over the one
-    before.
+    regression: of SmoothL1 on features divided by their std. It did not raise tau where it was measured
+    (train/EXPERIMENTS.md). cross_entropy: of the soft cross-entropy. decay: the weight of a drafting step
+    relative to the step before.
     """
 
     regression: float = 0.0
@@ -242,22 +241,22 @@ def head_loss(
     steps: int,
     weights: LossWeights,
 ) -> tuple[Tensor, Tensor]:
-    """EAGLE-1's loss, averaged over the drafting steps; also the cross-entropy [steps] of each for the log.
+    """Compute EAGLE-1's loss, averaged over the drafting steps, and each step's cross-entropy [steps].
 
-    embedding [V, d] is the target's table, readout what it makes of features, for the S tokens of the
-    softmax. Whatever comes of the target is a constant: gradients reach the head alone.
+    embedding [V, d] is the target's table; readout turns features into logits of the S tokens of the softmax.
+    All that comes from the target is constant: gradients reach the head alone.
     """
-    # The head's own dtype; autocast lowers it where it is on.
+    # In the head's own dtype; autocast lowers it where it is on.
     features = batch.features.detach().float()
     embeddings = F.embedding(batch.next_tokens, embedding.detach()).float()
     goals = batch.goals.detach()
     predictions = unroll(head, features, embeddings, steps)
     goals = goals.flatten(0, 1)  # [B n, d]
-    # What is learned where is worked out on the host: the device is never waited for.
+    # The host works out which positions are learned, so that it never waits for the device.
     places = [mask.flatten().nonzero().squeeze(1) for mask in learn_masks(batch.learn, steps)]  # [N_k] each
     row_of = batch.learn.flatten().cumsum(0) - 1  # [B n], of p
     p = target_probabilities(goals[moved_to(goals.device, places[0])], readout)  # [N, S], by first place
-    # Bound to the head even where nothing is learned: data-parallel processes all wait for its gradients.
+    # Depends on the head even if nothing is learned: data-parallel processes wait for its gradients.
     total = predictions[-1].sum() * 0.0
     scale = 0.0
     entropies = torch.full((steps,), math.nan, device=p.device)

@@ -1,4 +1,4 @@
-"""What moves the head's weights: Muon for its matrices, AdamW for its vectors, stepped as one."""
+"""Optimizer for the draft head: Muon for matrices, AdamW for vectors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class HeadOptimizer:
 
     Muon moves a matrix equally far along all its singular directions, by the root mean square that AdamW has
     at the same rate (Liu et al., arXiv 2502.16982). `fc` reads embeddings and features of very different
-    sizes, and would learn slowest from the smallest: Muon sees it as it would be if all its inputs were of
-    unit size, which leaves the head as it is. Weight decay is for the matrices behind `fc` alone.
+    sizes, and would learn slowest from the smallest. Therefore Muon works on a copy of `fc` that is scaled
+    for inputs of unit size; the head itself stays unscaled. Only the matrices after `fc` have weight decay.
     """
 
     def __init__(self, head: DraftHead, weight_decay: float, input_sizes: Tensor) -> None:
-        """input_sizes [2 d]: the root mean squares of what `fc` reads."""
+        """Divide the head's weights among both. input_sizes [2 d]: root mean squares of what `fc` reads."""
         self.fc, self.sizes = head.fc.weight, input_sizes.to(head.fc.weight)
         self.unit = nn.Parameter(torch.empty_like(self.fc))  # fc, for inputs of unit size
         rest = [parameter for parameter in head.parameters() if parameter is not self.fc]
@@ -40,7 +40,7 @@ class HeadOptimizer:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """One update from the head's gradients, at a learning rate."""
+        """Update the head from its gradients, at a learning rate."""
         self.unit.copy_(self.fc * self.sizes)
         self.unit.grad = self.fc.grad / self.sizes
         for part in self.parts:
@@ -50,10 +50,10 @@ class HeadOptimizer:
         self.fc.copy_(self.unit / self.sizes)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """What `load_state_dict` takes up."""
+        """Return what `load_state_dict` continues from."""
         return [part.state_dict() for part in self.parts]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Go on from a state_dict of the same head's optimizer."""
+        """Continue from a state_dict of the same head's optimizer."""
         for part, state in zip(self.parts, states, strict=True):
             part.load_state_dict(state)

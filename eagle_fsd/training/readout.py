@@ -1,4 +1,4 @@
-"""What a target makes of features: its lm_head and what becomes of the product, for all tokens or some."""
+"""Turn features into the target's logits: its lm_head and the transform after it, for all tokens or some."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from eagle_fsd.target.model import TargetModel
 
 @dataclass(frozen=True)
 class Readout:
-    """From features to the target's logits of S tokens, a constant of training.
+    """The map from features to the target's logits of S tokens. It is constant in training.
 
-    weight [S, d] and bias [S], or None, are rows of the target's lm_head; transform is what becomes of their
+    weight [S, d] and bias [S] (or None) are rows of the target's lm_head. transform is applied to their
     product.
     """
 
@@ -25,8 +25,8 @@ class Readout:
     transform: LogitsTransform = PLAIN
 
     @classmethod
-    def of(cls, target: TargetModel) -> Readout:
-        """The target's own, of all V tokens; a copy, so that the target need not stay in memory."""
+    def from_target(cls, target: TargetModel) -> Readout:
+        """Copy the target's readout of all V tokens, so that the target need not stay in memory."""
         bias = getattr(target.lm_head, "bias", None)
         return cls(
             target.lm_head.weight.detach().clone(),
@@ -34,17 +34,17 @@ class Readout:
             target.logits_transform,
         )
 
-    def restricted(self, tokens: Tensor) -> Readout:
-        """The logits of these tokens [S] alone, in their order."""
+    def restrict(self, tokens: Tensor) -> Readout:
+        """Return the readout of these tokens [S] alone, in their order."""
         bias = None if self.bias is None else self.bias[tokens]
         return replace(self, weight=self.weight[tokens], bias=bias)
 
     def to(self, *place: torch.device | str | torch.dtype) -> Readout:
-        """The same on a device, in a dtype, or both."""
+        """Return the same readout on a device, in a dtype, or both."""
         bias = None if self.bias is None else self.bias.to(*place)
         return replace(self, weight=self.weight.to(*place), bias=bias)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Logits [N, S] float32 of features [N, d]; the product is taken in the weight's dtype."""
+        """Return logits [N, S] float32 of features [N, d]; the product is computed in the weight's dtype."""
         product = F.linear(features.to(self.weight.dtype), self.weight, self.bias)
         return self.transform(product.float())

@@ -1,4 +1,4 @@
-"""How a run goes: its settings, the head's start and its learning rate."""
+"""Settings of a training run, the head's initial weights and the learning rate over time."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from eagle_fsd.training.loss import LossWeights
 
 
 def option(name: str) -> str:
-    """The command line's spelling of a setting."""
+    """Return the command line's spelling of a setting."""
     return name.replace("_", "-")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run.
+    """The settings of one run.
 
-    minutes: 0 is off, else the schedule ends at whichever comes first, the epochs' end or the time's.
+    minutes: 0 is off; else the schedule ends when the epochs or the minutes are over, whichever is first.
     accumulate: batches of batch_tokens in each process's share of a step.
-    unroll: drafting steps per batch from the share `unroll_after` of the run on; before that 1, which is
-    more than twice as fast.
+    unroll: drafting steps per batch, once the share `unroll_after` of the run is done. Before that it is 1,
+    which is more than twice as fast.
     """
 
     epochs: float = 10.0
@@ -77,10 +77,10 @@ class TrainConfig:
 
 
 def initialise(head: DraftHead, seed: int, embedding: Tensor) -> None:
-    """Start as "pass the feature through": `fc` is the identity on the feature half.
+    """Set a head's initial weights so that it passes the feature through: `fc` is the identity on it.
 
-    A random `fc` hardly learns. Its embedding half and all other matrices start as small noise, as in Llama;
-    the embedding half's is for inputs of unit size, over the size of the target's embedding [V, d].
+    A random `fc` hardly learns. The embedding half of `fc` and all other matrices start as small noise, as in
+    Llama. The noise of the embedding half is divided by the size of the target's embedding [V, d].
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -95,7 +95,7 @@ def initialise(head: DraftHead, seed: int, embedding: Tensor) -> None:
 
 
 def learning_rate_at(progress: float, config: TrainConfig) -> float:
-    """Linear warm-up, then a cosine down to zero; progress runs from 0 to 1."""
+    """Return the learning rate: a linear warm-up, then a cosine to zero. progress runs from 0 to 1."""
     if progress < config.warmup:
         return config.learning_rate * max(progress / config.warmup, 1e-3)
     return (
@@ -106,5 +106,5 @@ def learning_rate_at(progress: float, config: TrainConfig) -> float:
 
 
 def root_mean_square(values: Tensor) -> Tensor:
-    """Of every column of values [N, d] -> [d], or of [N] -> a scalar."""
+    """Return the root mean square of every column: values [N, d] -> [d], or [N] -> a scalar."""
     return values.float().square().mean(0).sqrt()

@@ -1,8 +1,8 @@
-"""The training loop: examples with features in, a trained head out; knows no text and no models' names.
+"""Train a head on examples with features: the loop. It knows no text and no names of models.
 
-Everything random in a batch comes from the seed and the batch's place in the run, so a run that was stopped,
-or killed, goes on with the very losses of one that was not. With `minutes` the schedule follows the clock,
-and no two runs are the same. Several processes and accumulated batches divide one step's batches among them.
+Everything random in a batch comes from the seed and the batch's place in the run. A run that was stopped or
+killed therefore continues with exactly the losses of one that was not. With `minutes` the schedule follows
+the clock, and no two runs are the same. Several processes divide the batches of a step among them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from eagle_fsd.training.batching import (
     input_sizes,
     tokens_of_batch,
 )
-from eagle_fsd.training.data.prefetch import prefetched
+from eagle_fsd.training.data.prefetch import prefetch
 from eagle_fsd.training.data.shards import Features, FeatureSequence
 from eagle_fsd.training.held_out import evaluate, hold_out
 from eagle_fsd.training.loss import Batch, LossWeights, head_loss, moved_to
@@ -47,27 +47,25 @@ from eagle_fsd.training.run.folder import (
     LOG,
     Report,
     cut_log,
-    fixed,
-    flat,
-    memory_in_use,
+    fixed_part,
+    flatten,
     read_checkpoint,
     read_log,
-    release_freed_memory,
     save_atomically,
-    stop_on_signals,
 )
+from eagle_fsd.training.run.process import memory_in_use, release_freed_memory, stop_on_signals
 from eagle_fsd.training.schedule import TrainConfig, learning_rate_at
 
 logger = logging.getLogger(__name__)
 
 RELEASE_EVERY = 20  # steps
-AHEAD = 2  # batches that are read and padded while a GPU works on the one before
-REPORT_EVERY = 20  # steps that a GPU takes before the host asks for their losses
-SAMPLE = 64  # sequences that tell how large features and embeddings are
+AHEAD = 2  # batches that are read and padded while a GPU works on an earlier one
+REPORT_EVERY = 20  # steps that a GPU does before the host reads their losses
+SAMPLE = 64  # sequences that the sizes of features and embeddings are measured on
 
 
 class HeadLoss(nn.Module):
-    """The head behind its loss: one forward a batch, as data-parallel wrappers want it."""
+    """The head and its loss as one module: data-parallel wrappers need one forward per batch."""
 
     def __init__(self, head: DraftHead, weights: LossWeights, feature_std: float) -> None:
         super().__init__()
@@ -93,8 +91,11 @@ class Trainer:
         folder: str | Path,
         accelerator: Accelerator | None = None,
     ) -> None:
-        """numbers: the examples of `data` to train on. held_out: others, to measure the head on. common: the
-        softmax's tokens (see softmax_tokens)."""
+        """Prepare a run.
+
+        numbers: the examples of `data` to train on. held_out: others, to measure the head on. common: the
+        softmax's tokens (see softmax_tokens).
+        """
         sample = data.read(numbers[:SAMPLE])
         width = sample[0].features.shape[1]
         if width != head.config.hidden_size or width != embedding.shape[1]:
@@ -122,19 +123,19 @@ class Trainer:
         self.steps_per_epoch = len(plan) / self.batches_per_step
         self.step, self.seconds, self.best = 0, 0.0, -1.0
         self.stop = 0  # the signal that asked for it
-        # On a CPU there is nothing to overlap, and the loss of a step is known when it ends.
+        # On a CPU nothing overlaps, and the loss of a step is known when it ends.
         cpu = self.device.type == "cpu"
         self.ahead, self.report_every = (0, 1) if cpu else (AHEAD, REPORT_EVERY)
         self.unread: list[Report] = []
 
     def progress(self) -> float:
-        """How much of the run is done: from 0, it ends at 1."""
+        """Return the share of the run that is done, from 0; the run ends at 1."""
         by_steps = self.step / (self.config.epochs * self.steps_per_epoch)
         by_time = self.seconds / (60 * self.config.minutes) if self.config.minutes else 0.0
         return max(by_steps, by_time)
 
     def batches(self, first: int) -> Iterator[tuple[int, list[int]]]:
-        """The run's batches from the place `first` on, epoch after epoch: place, numbers of examples."""
+        """Yield the run's batches from the place `first` on, epoch after epoch: (place, numbers)."""
         place = count()
         for epoch in count():
             for picked in batch_plan(self.lengths, self.config.batch_tokens, self.config.seed, epoch):
@@ -142,18 +143,18 @@ class Trainer:
                     yield here, [self.numbers[index] for index in picked]
 
     def shares(self) -> Iterator[list[tuple[int, list[int]]]]:
-        """This process's batches of every step, from the current step on."""
+        """Yield this process's batches of every step, from the current step on."""
         stream = self.batches(self.step * self.batches_per_step)
         while True:
             whole = list(islice(stream, self.batches_per_step))
             yield whole[self.accelerator.process_index :: self.accelerator.num_processes]
 
     def lessons(self) -> Generator[list[Lesson], None, None]:
-        """What `train_step` takes, of every step from the current one on; close it to end its thread."""
-        return prefetched(lambda share: [self.lesson(*one) for one in share], self.shares(), self.ahead)
+        """Yield the lessons of every step from the current one on. Close the generator to end its thread."""
+        return prefetch(lambda share: [self.lesson(*one) for one in share], self.shares(), self.ahead)
 
     def lesson(self, place: int, numbers: Sequence[int]) -> Lesson:
-        """The batch at a place of the run; it depends on nothing else, whenever and wherever it is made."""
+        """Make the batch at a place of the run. It is the same whenever and wherever it is made."""
         batch = collate(self.data.read(numbers))
         seed = self.config.seed * 1_000_003 + place
         batch = add_noise(batch, self.config.noise, self.feature_std, seed)
@@ -162,14 +163,14 @@ class Trainer:
         return lesson.pinned() if self.device.type == "cuda" else lesson
 
     def train_step(self, share: Sequence[Lesson]) -> Report:
-        """One update of the head from this process's batches, and what came of it."""
+        """Update the head from this process's batches, and report the result."""
         progress = self.progress()
         rate = learning_rate_at(progress, self.config)
         depth = self.config.unroll if progress >= self.config.unroll_after else 1
         self.head.zero_grad()
         parts = []
         for index, lesson in enumerate(share):
-            # Gradients travel between processes once a step, with the last batch.
+            # Processes exchange gradients once per step, with the last batch.
             last = index == len(share) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
                 loss, entropies = self.loss_of(lesson, depth)
@@ -187,9 +188,9 @@ class Trainer:
         return report
 
     def check(self) -> None:
-        """Wait for the steps that are not logged yet; ValueError where a loss or a gradient is not finite.
+        """Wait for the steps that are not logged yet. Raises ValueError if a loss or gradient is not finite.
 
-        Nothing is evaluated or written before it has passed, so that no checkpoint ever holds a NaN.
+        Nothing is evaluated or written before this check, so that no checkpoint ever holds a NaN.
         """
         for report in self.unread:
             if not math.isfinite(report.loss + report.norm):
@@ -199,23 +200,23 @@ class Trainer:
                 )
 
     def log_steps(self) -> None:
-        """Log the steps that are not yet; see `check`."""
+        """Check and log the steps that are not logged yet."""
         self.check()
         for report in self.unread:
             self.log(report.record())
         self.unread.clear()
 
     def loss_of(self, lesson: Lesson, depth: int) -> tuple[Tensor, Tensor]:
-        """The loss, and the cross-entropy [depth] of every drafting step, of one batch."""
+        """Compute the loss of one batch, and the cross-entropy [depth] of every drafting step."""
         batch, tokens = lesson.batch.to(self.device), moved_to(self.device, lesson.tokens)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.bfloat16):
-            readout = self.readout.restricted(tokens).to(self.dtype)
+            readout = self.readout.restrict(tokens).to(self.dtype)
             return self.model(batch, self.embedding, readout, depth)
 
     def run(self) -> dict[str, Any]:
-        """Train to the end of the schedule, from the folder's checkpoint on, and return the last evaluation.
+        """Train from the folder's checkpoint to the end of the schedule, and return the last evaluation.
 
-        SIGTERM and Ctrl-C end it early, with `stop` set.
+        SIGTERM and Ctrl-C end the run early and set `stop`.
         """
         self.resume()
         main = self.accelerator.is_main_process
@@ -253,14 +254,14 @@ class Trainer:
         return result
 
     def agree(self) -> None:
-        """Several processes follow one clock and end together."""
+        """Let all processes follow one clock and end together."""
         if self.accelerator.num_processes > 1:
             mine = torch.tensor([[float(self.stop), self.seconds]], device=self.device)
             stop, seconds = self.accelerator.gather(mine).amax(0).tolist()
             self.stop, self.seconds = int(stop), seconds
 
     def evaluate_and_keep(self) -> dict[str, Any]:
-        """Held-out accuracy into the log; the head with the best expected chain length is kept."""
+        """Log the held-out accuracy, and keep the head with the best expected chain length."""
         if not self.accelerator.is_main_process:
             return {}
         started = time.monotonic()
@@ -276,18 +277,18 @@ class Trainer:
         return result
 
     def known_result(self) -> dict[str, Any]:
-        """What the log says of an evaluation at this very step; empty if there was none."""
+        """Return the evaluation that the log holds of this step; empty if there was none."""
         held = [record for record in read_log(self.folder) if "held_out" in record]
         return held[-1]["held_out"] if held and held[-1]["step"] == self.step else {}
 
     def log(self, record: dict[str, Any]) -> None:
-        """One record for the run's own log and for the trackers that follow the run."""
+        """Write one record to the run's log and to its trackers."""
         if self.accelerator.is_main_process:
             append_row(self.folder / LOG, record)
-            self.accelerator.log(flat(record), step=self.step)
+            self.accelerator.log(flatten(record), step=self.step)
 
     def save(self) -> None:
-        """Write the checkpoint that `resume` takes up."""
+        """Write the checkpoint that `resume` reads."""
         state = {
             "head": self.head.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -300,12 +301,12 @@ class Trainer:
             save_atomically(state, self.folder / CHECKPOINT)
 
     def resume(self) -> bool:
-        """Take up the folder's checkpoint, if there is one; one of another run or setting is a ValueError."""
+        """Continue from the folder's checkpoint, if any. Raises ValueError if it is of another run."""
         path = self.folder / CHECKPOINT
         if not path.is_file():
             return False
         state = read_checkpoint(path)
-        if changed := differences(fixed(state["run"]), fixed(self.identity)):
+        if changed := differences(fixed_part(state["run"]), fixed_part(self.identity)):
             raise ValueError(f"{path} is of another run ({changed}); name another --output, or remove it")
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
@@ -314,7 +315,7 @@ class Trainer:
         return True
 
     def run_identity(self) -> dict[str, Any]:
-        """What a checkpoint must share with the run that resumes it."""
+        """Return what a checkpoint must have in common with the run that resumes it."""
         return {
             "config": asdict(self.config),
             "batches_per_step": self.batches_per_step,
@@ -328,6 +329,6 @@ class Trainer:
             "lm_head": digest_tensors([sample_values(self.readout.weight, 4096)]),
             "bias": None if self.readout.bias is None else digest_tensors([self.readout.bias]),
             "logits": asdict(self.readout.transform),
-            "optimizer": "Muon",  # before, AdamW: such a run cannot be gone on with
+            "optimizer": "Muon",  # earlier versions used AdamW: their runs cannot be resumed
             "feature_std": f"{self.feature_std:.4g}",  # its last digits vary with the number of threads
         }

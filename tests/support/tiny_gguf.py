@@ -25,9 +25,9 @@ def write_gguf(path: Path, tensors: Mapping[str, Tensor]) -> Path:
     writer.add_vocab_size(vocab)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*"abcdefghijklmnopqrstuvwxyz", "ab", *(f"<{i}>" for i in range(vocab - 27))])
+    writer.add_token_list([*"abcdefghijklmnopqrstuvwxyz", "ab", "bc", *(f"<{i}>" for i in range(vocab - 28))])
     writer.add_token_types([1] * vocab)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "b c"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     layer_names = {

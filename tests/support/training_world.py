@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -151,11 +151,6 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records if "loss" in record]
 
 
-def script(name: str) -> ModuleType:
-    """A script of train/ as a module."""
-    path = Path(__file__).parents[2] / "train" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def run_command(name: str, line: str) -> None:
+    """Run a command of `eagle-fsd train` with the arguments of a line."""
+    import_module(f"eagle_fsd.training.commands.{name}").main(line.split())

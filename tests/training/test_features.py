@@ -16,7 +16,7 @@ from support.training_world import (
 
 from eagle_fsd.files.fingerprints import differences, target_identity
 from eagle_fsd.training.data.examples import Example
-from eagle_fsd.training.data.features import OnlineFeatures, estimate, extract, features_of
+from eagle_fsd.training.data.features import OnlineFeatures, compute_features, estimate, extract
 from eagle_fsd.training.data.shards import FeatureSequence, StoredFeatures
 
 WHO = {"name": "tiny", "weights": "0", "dtype": "float32"}
@@ -30,7 +30,7 @@ def everything(folder: Path) -> list[FeatureSequence]:
 def test_features_are_the_final_norm_states_whatever_the_padding(tmp_path: Path) -> None:
     target = tiny_target()
     examples = [Example(list(range(1, length)), [True] * (length - 1)) for length in (9, 4, 7, 5)]
-    for example, features in zip(examples, features_of(target.base_model, examples, 16), strict=True):
+    for example, features in zip(examples, compute_features(target.base_model, examples, 16), strict=True):
         with torch.inference_mode():
             alone = target.base_model(torch.tensor([example.tokens])).last_hidden_state[0]
             torch.testing.assert_close(features, alone, atol=1e-5, rtol=1e-4)

@@ -27,7 +27,7 @@ def inputs_with(constant: float, spread: float, count: int = 400, seed: int = 0)
 
 def test_a_bias_is_folded_exactly_where_some_direction_is_constant() -> None:
     head, rows = tiny_head(fc_bias=True), inputs_with(5.0, 0.0)
-    folded = fold_bias(head, Moments.of(rows[:200]), Moments.of(rows[200:]))
+    folded = fold_bias(head, Moments.from_inputs(rows[:200]), Moments.from_inputs(rows[200:]))
     assert folded.head.fc.bias is None and "fc.bias" not in folded.head.state_dict()
     assert not folded.head.config.fc_bias and head.fc.bias is not None
     torch.testing.assert_close(folded.head.fc(rows), head.fc(rows), atol=1e-4, rtol=1e-4)
@@ -39,7 +39,7 @@ def test_a_bias_is_folded_exactly_where_some_direction_is_constant() -> None:
 @pytest.mark.parametrize("spread", [0.5, 2.0])
 def test_a_fold_is_the_least_squares_one_and_better_than_dropping_the_bias(spread: float) -> None:
     head, rows = tiny_head(fc_bias=True), inputs_with(5.0, spread)
-    moments = Moments.of(rows)
+    moments = Moments.from_inputs(rows)
     folded = fold_bias(head, moments, moments, ridge=1e-12)
     wanted, bias = head.fc(rows).detach(), head.fc.bias.detach()
     left = (folded.head.fc(rows) - wanted).square().sum(1).mean() / bias.square().sum()
@@ -52,7 +52,7 @@ def test_a_fold_is_the_least_squares_one_and_better_than_dropping_the_bias(sprea
 def test_inputs_without_any_constant_direction_leave_the_bias_out() -> None:
     rows = noise(4000, 2 * WIDTH, seed=3)
     rows = torch.cat((rows, -rows))
-    folded = fold_bias(tiny_head(fc_bias=True), Moments.of(rows), Moments.of(rows))
+    folded = fold_bias(tiny_head(fc_bias=True), Moments.from_inputs(rows), Moments.from_inputs(rows))
     assert folded.true == pytest.approx(1.0) and folded.head.fc.bias is None
     assert "0.00 % is kept on true features" in str(folded)
 
@@ -60,13 +60,16 @@ def test_inputs_without_any_constant_direction_leave_the_bias_out() -> None:
 def test_dimensions_that_are_never_used_do_no_harm() -> None:
     rows = inputs_with(5.0, 0.0)
     rows[:, :4] = 0.0
-    folded = fold_bias(tiny_head(fc_bias=True), Moments.of(rows), Moments.of(rows))
+    folded = fold_bias(tiny_head(fc_bias=True), Moments.from_inputs(rows), Moments.from_inputs(rows))
     assert folded.true < 1e-5 and all(value.isfinite().all() for value in folded.head.parameters())
 
 
 def test_moments_of_parts_are_those_of_the_whole() -> None:
     rows = noise(50, 2 * WIDTH, seed=7)
-    whole, joined = Moments.of(rows), Moments.of(rows[:13]).joined(Moments.of(rows[13:]))
+    whole, joined = (
+        Moments.from_inputs(rows),
+        Moments.from_inputs(rows[:13]).join(Moments.from_inputs(rows[13:])),
+    )
     torch.testing.assert_close(joined.mean, whole.mean)
     torch.testing.assert_close(joined.product, whole.product)
     assert joined.count == 50
@@ -96,7 +99,7 @@ def test_nothing_to_fold_over_is_refused() -> None:
 def test_a_folded_head_keeps_its_draft_vocabulary_and_is_written_without_a_bias(tmp_path: Path) -> None:
     head = tiny_head(fc_bias=True).restrict(torch.arange(9).flip(0))
     rows = inputs_with(5.0, 0.1)
-    folded = fold_bias(head, Moments.of(rows), Moments.of(rows)).head
+    folded = fold_bias(head, Moments.from_inputs(rows), Moments.from_inputs(rows)).head
     save_head(folded, tmp_path / "head")
     again = load_head(resolve_head(str(tmp_path / "head"), "x"), WIDTH, VOCAB)
     assert again.fc.bias is None and torch.equal(again.draft_tokens, head.draft_tokens)

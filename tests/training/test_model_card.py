@@ -189,7 +189,7 @@ def test_a_published_config_says_of_biases_what_the_weights_hold(
     flags = json.loads((runs / "out" / "config.json").read_text())
     assert [flags[name] for name in ("bias", "attention_bias", "qkv_bias")] == [True, False, False]
     said = capsys.readouterr().err
-    assert "publish: fc.bias is in the weights: vLLM" in said and "train/fold_bias.py" in said
+    assert "publish: fc.bias is in the weights: vLLM" in said and "eagle-fsd train fold-bias" in said
 
 
 def test_a_push_creates_the_repository_and_uploads_the_folder(
@@ -292,7 +292,7 @@ def lose(name: str) -> Any:
     [
         (
             lambda runs: (runs / "tau.jsonl").write_text(""),
-            "no rows in .*tau.jsonl: .* run eval/measure_tau.py",
+            "no rows in .*tau.jsonl: .* run `eagle-fsd eval tau`",
         ),
         (
             lambda runs: (runs / "run" / "provenance.json").unlink(),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.training_world import FAST, losses, trainer_for
 
-from eagle_fsd.training.data.prefetch import prefetched
+from eagle_fsd.training.data.prefetch import prefetch
 from eagle_fsd.training.run.folder import CHECKPOINT, read_log
 
 
@@ -37,14 +37,14 @@ def test_items_come_in_order_and_no_more_than_asked_for_are_made_ahead(ahead: in
         made.append(item)
         return item * item
 
-    with closing(prefetched(make, count(), ahead)) as squares:
+    with closing(prefetch(make, count(), ahead)) as squares:
         for number in range(5):
             assert next(squares) == number * number
             wait_for(lambda wanted=number + ahead: len(made) == wanted + 1)
         time.sleep(0.02)
         assert made == list(range(5 + ahead))
     assert not threads()
-    assert list(prefetched(make, range(4), ahead)) == [0, 1, 4, 9] and not threads()
+    assert list(prefetch(make, range(4), ahead)) == [0, 1, 4, 9] and not threads()
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -54,7 +54,7 @@ def test_an_error_is_raised_at_its_item(ahead: int) -> None:
             raise ValueError("shard 2 is damaged")
         return item
 
-    items = prefetched(make, count(), ahead)
+    items = prefetch(make, count(), ahead)
     assert list(islice(items, 2)) == [0, 1]
     with pytest.raises(ValueError, match="shard 2 is damaged"):
         next(items)

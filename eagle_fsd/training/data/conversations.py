@@ -1,11 +1,10 @@
-"""Prompts in, a file of the target's own conversations out.
+"""Let the target answer prompts, into a file of conversations.
 
-Where prompts come from, which are left out, and how a run goes on where it was stopped.
+Prompts come from files, from data sets, or from the target itself. A run that was stopped can be continued.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.files.atomic import write_atomically
-from eagle_fsd.files.fingerprints import differences, target_identity
+from eagle_fsd.files.fingerprints import differences, digest_json, target_identity
 from eagle_fsd.files.jsonl import drop_torn_line, read_jsonl
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import encode
@@ -30,17 +29,18 @@ from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
 
 logger = logging.getLogger(__name__)
 
-# Of prompts that the target writes itself; top-k spares most of a large vocabulary's sort.
+# For prompts that the target writes itself. top_k avoids sorting most of a large vocabulary.
 PROMPT_SAMPLING = SamplingConfig(temperature=0.8, top_k=200, top_p=0.95)
 LONGEST_OWN_PROMPT = 128
-MARK = "\u241e"  # stands for the user's words while the chat template is looked at
+MARK = "\u241e"  # takes the place of the user's words while the chat template is examined
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How prompts are answered. samplings: prompts take them in turn; prompt i draws from seed + i.
+    """How prompts are answered.
 
-    base_model: the target's name, which is kept beside what it writes.
+    base_model: the target's name, which is recorded beside the answers. samplings: prompts use them in turn.
+    seed: prompt i draws from seed + i.
     """
 
     base_model: str
@@ -67,7 +67,7 @@ def gather_prompts(
     limit: int | None = None,
     config: str | None = None,
 ) -> list[str]:
-    """The prompts of files and of a data set of the Hub, at most `limit` of each, none blank or twice.
+    """Read the prompts of files and of a data set of the Hub, at most `limit` of each, none blank or twice.
 
     config: which of the data set's configurations.
     """
@@ -84,7 +84,7 @@ def gather_prompts(
 
 
 def dataset_prompts(name: str, split: str, limit: int | None, config: str | None = None) -> list[str]:
-    """What the rows of a data set of the Hub ask; rows that ask nothing are left out."""
+    """Read the prompts of a data set of the Hub. Rows without a prompt are left out."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -113,7 +113,7 @@ def dataset_prompts(name: str, split: str, limit: int | None, config: str | None
 
 
 def without_overlap(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
-    """The prompts that share no run of eight words with a prompt of the files, and equal no shorter one."""
+    """Return the prompts that share no run of eight words (see word_runs) with a prompt of the files."""
     banned = frozenset(run for path in files for prompt in read_prompts(path) for run in word_runs(prompt))
     kept = [prompt for prompt in prompts if not overlap(prompt, banned)]
     if len(kept) < len(prompts):
@@ -124,7 +124,7 @@ def without_overlap(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
 
 
 def user_opening(tokenizer: PreTrainedTokenizerBase, system: str | None) -> list[int]:
-    """The token ids of an empty chat up to where the user's words begin."""
+    """Return the token ids of an empty chat, up to where the user's words begin."""
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": MARK})
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
@@ -139,9 +139,9 @@ def user_opening(tokenizer: PreTrainedTokenizerBase, system: str | None) -> list
 def self_prompts(
     target: TargetModel, tokenizer: PreTrainedTokenizerBase, count: int, plan: Plan, path: Path
 ) -> list[str]:
-    """Prompts that the target writes in the user's place (Magpie, arXiv 2406.08464), kept in the file `path`.
+    """Let the target write prompts in the user's place (Magpie, arXiv 2406.08464), into the file `path`.
 
-    Of `count` attempts those that end and that say something new are returned.
+    Of `count` attempts, those are returned that ended and that are not repetitions.
     """
     if count <= 0:
         return []
@@ -173,9 +173,9 @@ def self_prompts(
 def answer_prompts(
     target: TargetModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], plan: Plan, path: Path
 ) -> list[dict[str, Any]]:
-    """Write the target's answers to the file `path`, a conversation a row, in the prompts' order.
+    """Write the target's answers to the file `path`, one conversation per row, in the prompts' order.
 
-    Returns the rows. Too long prompts and empty answers are left out and counted.
+    Returns the rows. Prompts that are too long and empty answers are left out and counted.
     """
     questions, asked = [], {}
     for number, prompt in enumerate(prompts):
@@ -198,9 +198,8 @@ def answer_prompts(
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
         return {"temperature": temperature, "conversations": system + turns}
 
-    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
     settings = {name: value for name, value in asdict(plan).items() if name not in ("rows", "base_model")}
-    identity = {"target": target_identity(plan.base_model, target.model), "prompts": digest}
+    identity = {"target": target_identity(plan.base_model, target.model), "prompts": digest_json(prompts)}
     file = RowFile(path, identity | settings)
     rows = fill(file, target, questions, plan.max_new_tokens, plan.rows, conversation)
     answered = [row for row in rows if row["conversations"][-1]["content"].strip()]
@@ -218,7 +217,7 @@ def fill(
     rows: int,
     row_of: Callable[[Answer], dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Answer the questions that the file has no row of yet; returns all rows in the questions' order."""
+    """Answer the questions that have no row in the file yet, and return all rows in the questions' order."""
     done = {row["number"] for row in file.read()}
     left = [question for question in questions if question.number not in done]
     tokens = 0
@@ -239,19 +238,19 @@ def fill(
 
 @dataclass(frozen=True)
 class RowFile:
-    """A JSONL file that grows by the row and can be gone on with.
+    """A JSONL file that grows row by row and can be continued later.
 
-    identity: the target and the settings that make its rows, kept beside it; a run with others is refused, so
-    that no file mixes two.
+    identity: the target and the settings that make its rows. It is stored beside the file, and a run with
+    another identity is refused, so that no file mixes two.
     """
 
     path: Path
     identity: Mapping[str, Any]
 
     def read(self) -> list[dict[str, Any]]:
-        """The whole rows of an earlier run with the same settings. A row that was torn is dropped."""
+        """Read the rows of an earlier run with the same settings. A row that was cut off is dropped."""
         known = self.path.with_suffix(self.path.suffix + ".settings.json")
-        identity = json.loads(json.dumps(self.identity))  # tuples as lists, as they are kept
+        identity = json.loads(json.dumps(self.identity))  # tuples become lists, as in the stored file
         if not self.path.is_file():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(known, json.dumps(identity, indent=1) + "\n")
@@ -268,11 +267,11 @@ class RowFile:
         return [row for _, row in read_jsonl(self.path)]
 
     def finish(self) -> list[dict[str, Any]]:
-        """Put the rows in their order: a stopped and resumed run leaves the same file as one that was not."""
+        """Sort the rows: a run that was stopped and resumed leaves the same file as one that was not."""
         rows = sorted(self.read(), key=lambda row: row["number"])
         self.write(rows)
         return rows
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Put these rows in place of all."""
+        """Replace all rows by these."""
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))

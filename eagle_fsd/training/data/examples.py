@@ -1,9 +1,9 @@
-"""Text to training examples: token ids and a mask of what the head learns from; knows no tensors.
+"""Turn text into training examples: token ids and a mask of what the head learns from. It knows no tensors.
 
 A row is either a conversation (`conversations` or `messages`: [{role, content}, ...], or ShareGPT's
 [{from, value}, ...]) or a pair (`prompt`, `completion`). The mask marks the tokens after which the target
-writes the answer or goes on with it, from the prompt's last token on: the head learns to predict the target's
-feature *at* these tokens. An end token is context for later turns and never marked.
+writes a token of the answer, from the prompt's last token on: the head learns to predict the target's feature
+*at* these tokens. An end token is context for later turns and is never marked.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 class ChangedHistory(ValueError):
-    """A chat template that renders a turn in another way once others follow it."""
+    """Raised if a chat template renders a turn differently once others follow it."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One token sequence; `learn[i]` says whether the feature at token i is something to learn."""
+    """One token sequence; `learn[i]` says whether the head learns the feature at token i."""
 
     tokens: list[int]
     learn: list[bool]
@@ -39,7 +39,7 @@ class Example:
 
 @dataclass
 class Skipped:
-    """How many rows were left out, by reason."""
+    """The numbers of rows that were left out, by reason."""
 
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -48,7 +48,7 @@ class Skipped:
 
 
 def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
-    """The chat turns of a row of any kind, checked, each with its role and content."""
+    """Return the chat turns of a row of any kind, checked, each with its role and content."""
     chats = [row[name] for name in ("conversations", "messages") if row.get(name) is not None]
     if chats:
         turns = chats[0]
@@ -60,9 +60,9 @@ def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
     else:
         raise ValueError(
             f"{where}: no 'conversations', no 'messages' and no 'prompt' with 'completion' "
-            f"(keys: {sorted(row)}); see train/train_head.py --help"
+            f"(keys: {sorted(row)}); see eagle-fsd train head --help"
         )
-    made = [made_turn(turn, where) for turn in turns] if isinstance(turns, list) else [None]
+    made = [normalize_turn(turn, where) for turn in turns] if isinstance(turns, list) else [None]
     if None in made:
         raise ValueError(
             f"{where}: turns must be a list of objects with strings 'role' and 'content', or 'from' and "
@@ -71,8 +71,8 @@ def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
     return made
 
 
-def made_turn(turn: Any, where: str) -> dict[str, str] | None:
-    """A turn with its role and content; a ShareGPT one with its `from` named as a role. None if malformed."""
+def normalize_turn(turn: Any, where: str) -> dict[str, str] | None:
+    """Return a turn with `role` and `content`, from ShareGPT's names too. None if it is malformed."""
     if not isinstance(turn, dict):
         return None
     if turn.get("role") is None and isinstance(speaker := turn.get("from"), str):
@@ -90,13 +90,13 @@ def made_turn(turn: Any, where: str) -> dict[str, str] | None:
 def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = False) -> Example:
     """Encode a conversation with the tokenizer's chat template, the last answer without its end token.
 
-    Each answer is encoded on its own after the rendered text before it, as it is when the target writes it.
-    It is marked, and so is the token before it, after which the target writes the first of its own.
+    Each answer is encoded on its own, after the rendered text before it, as when the target writes it. Its
+    tokens are marked, and so is the token before them, after which the target writes the first of them.
     `learn_all` marks every token after the template's own opening (everything before the first turn's
     content) instead of the answers alone.
 
-    Raises ChangedHistory where the template renders an earlier turn differently, as those do that drop the
-    thinking of earlier answers: there is no one sequence of tokens that holds all answers then.
+    Raises ChangedHistory if the template renders an earlier turn differently, such as a template that drops
+    the thinking of earlier answers: then no single token sequence holds all answers.
     """
     tokens: list[int] = []
     learn: list[bool] = []
@@ -130,7 +130,7 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
 def load_examples(
     path: str | Path, tokenizer: Any, max_length: int, learn_all: bool = False, limit: int | None = None
 ) -> tuple[list[Example], Skipped]:
-    """Read a JSONL file into examples cut to `max_length` tokens.
+    """Read a JSONL file into examples, cut to `max_length` tokens.
 
     Rows with nothing to learn are skipped and counted by reason.
     """
@@ -172,18 +172,18 @@ def load_examples(
 
 
 def overlap(text: str, others: frozenset[tuple[str, ...]], run: int = 8) -> bool:
-    """Whether the text shares a run of so many words with the texts that `others` was made of."""
+    """Return whether the text shares `run` words in a row with the texts that `others` was made of."""
     return not others.isdisjoint(word_runs(text, run))
 
 
 def word_runs(text: str, run: int = 8) -> Iterator[tuple[str, ...]]:
-    """Every run of so many consecutive words, lower case; a shorter text is one run."""
+    """Return every `run` words in a row, in lower case. A shorter text counts as one run."""
     words = re.findall(r"\w+", text.lower())
     return (tuple(words[start : start + run]) for start in range(max(len(words) - run, 0) + 1))
 
 
 def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices grouped by length so that a padded batch holds at most `max_tokens`, or a single row."""
+    """Yield groups of indices, by length: a padded batch holds at most `max_tokens`, or is a single row."""
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     group: list[int] = []
     for index in order:

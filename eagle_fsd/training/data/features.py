@@ -1,8 +1,7 @@
-"""The target's features for a list of examples: computed once into shards, or when a batch asks for them."""
+"""Compute the target's features of examples: once into shards, or whenever a batch needs them."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -17,26 +16,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eagle_fsd.files.atomic import write_atomically
-from eagle_fsd.files.fingerprints import differences
+from eagle_fsd.files.fingerprints import differences, digest_json
 from eagle_fsd.training.data.examples import Example, batches_by_length
 from eagle_fsd.training.data.shards import MANIFEST, FeatureSequence, read_manifest, shard_path, write_shard
 
 logger = logging.getLogger(__name__)
 
 
-def fingerprint(examples: Sequence[Example]) -> str:
-    """A digest of the examples' tokens and masks: features on disk belong to exactly one."""
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(json.dumps([example.tokens, [int(flag) for flag in example.learn]]).encode())
-    return digest.hexdigest()[:16]
-
-
 @torch.inference_mode()
-def features_of(base_model: nn.Module, examples: Sequence[Example], batch_tokens: int) -> list[Tensor]:
-    """The final-norm features [n, d] of every example, in order.
+def compute_features(base_model: nn.Module, examples: Sequence[Example], batch_tokens: int) -> list[Tensor]:
+    """Compute the final-norm features [n, d] of every example, in order.
 
-    Rows are padded on the right and attention is causal: no real token sees padding, which needs no mask.
+    Rows are padded on the right and attention is causal: no real token sees padding, so it needs no mask.
     """
     device = next(base_model.parameters()).device
     result: list[Tensor | None] = [None] * len(examples)
@@ -52,7 +43,7 @@ def features_of(base_model: nn.Module, examples: Sequence[Example], batch_tokens
 
 
 class OnlineFeatures:
-    """Examples whose features the target computes each time they are read; nothing is stored."""
+    """Examples whose features the target computes each time they are read. Nothing is stored."""
 
     def __init__(self, base_model: nn.Module, examples: Sequence[Example], batch_tokens: int = 2048) -> None:
         self.base_model, self.examples, self.batch_tokens = base_model, examples, batch_tokens
@@ -60,10 +51,11 @@ class OnlineFeatures:
         self.learn = [torch.tensor(example.learn) for example in examples]
 
     def read(self, numbers: Sequence[int]) -> list[FeatureSequence]:
-        """The examples of these numbers with their features, in that order."""
-        made = features_of(self.base_model, [self.examples[number] for number in numbers], self.batch_tokens)
+        """Return the examples of these numbers with their features, in that order."""
+        examples = [self.examples[number] for number in numbers]
+        made = compute_features(self.base_model, examples, self.batch_tokens)
         return [
-            # A tensor made under inference mode takes no part in training: a copy does.
+            # A tensor made in inference mode cannot take part in training; a copy can.
             FeatureSequence(self.tokens[number], self.learn[number], rows.clone())
             for number, rows in zip(numbers, made, strict=True)
         ]
@@ -71,7 +63,7 @@ class OnlineFeatures:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an extraction still takes: tokens to read, bytes of disk, seconds on one process."""
+    """What an extraction still needs: tokens to read, bytes of disk, seconds of one process."""
 
     tokens: int
     size: int
@@ -90,9 +82,9 @@ def estimate(
     shard_examples: int = 128,
     batch_tokens: int = 2048,
 ) -> Cost:
-    """What `extract` into these folders still costs, by timing the target on one batch of the examples.
+    """Estimate what `extract` into these folders still costs, by timing the target on one batch.
 
-    Raises OSError where a folder's disk is too small for all of it.
+    Raises OSError if a folder's disk is too small for all of it.
     """
     left: list[Example] = []
     for folder, examples in files.items():
@@ -104,9 +96,9 @@ def estimate(
         return Cost(0, 0, 0.0)
     last = left[-64:]
     sample = [last[i] for i in next(batches_by_length([len(one.tokens) for one in last], batch_tokens))]
-    width = features_of(base_model, sample, batch_tokens)[0].shape[1]  # the first call warms up
+    width = compute_features(base_model, sample, batch_tokens)[0].shape[1]  # the first call warms up
     started = time.perf_counter()
-    features_of(base_model, sample, batch_tokens)
+    compute_features(base_model, sample, batch_tokens)
     per_token = (time.perf_counter() - started) / sum(len(example.tokens) for example in sample)
     size = tokens * (width * dtype.itemsize + 4 + 1)  # a feature, a token, a flag
     cost = Cost(tokens, size, tokens * per_token)
@@ -131,22 +123,22 @@ def extract(
     batch_tokens: int = 2048,
     share: tuple[int, int] = (0, 1),
 ) -> Path:
-    """Write the features of `examples` under `folder`, which is returned; goes on with an earlier run's.
+    """Write the features of `examples` into `folder`, continue an earlier run there, and return the folder.
 
-    target: who computes them (see target_identity); features of another, or of other examples, are refused.
-    dtype: what they are stored in. share: this process's number and how many there are; they take the shards
-    in turn.
+    target: who computes them (see target_identity). Features of another target or of other examples are
+    refused. dtype: how they are stored. share: this process's number, and the number of processes; they take
+    the shards in turn.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     manifest = {
         "target": dict(target),
-        "examples": fingerprint(examples),
+        "examples": digest_json(*([one.tokens, [int(flag) for flag in one.learn]] for one in examples)),
         "count": len(examples),
         "shard_examples": shard_examples,
         "stored": str(dtype).removeprefix("torch."),
     }
-    orphans = any(folder.glob("shard_*"))  # looked for first: a manifest is written before its shards
+    orphans = any(folder.glob("shard_*"))  # checked first: a manifest is written before its shards
     if (folder / MANIFEST).is_file():
         if changed := differences(read_manifest(folder), manifest):
             raise ValueError(
@@ -158,7 +150,7 @@ def extract(
             f"{folder} has shards and no {MANIFEST}: nothing says what they are of; remove the folder or "
             "name another"
         )
-    else:  # processes that start together write the same, each as a whole
+    else:  # processes that start together all write the same whole file
         write_atomically(folder / MANIFEST, json.dumps(manifest))
     starts = list(enumerate(range(0, len(examples), shard_examples)))[share[0] :: share[1]]
     for number, start in tqdm(starts, desc=f"features of {folder.name}", unit="shard", mininterval=5):
@@ -178,9 +170,9 @@ def extract_all(
     share: tuple[int, int] = (0, 1),
     **settings: Any,
 ) -> list[Path]:
-    """`extract` into every folder with these settings; the folders are returned.
+    """Call `extract` for every folder with these settings, and return the folders.
 
-    Each folder begins with another process, so that many small ones are not all the first one's.
+    Each folder begins with another process, so that many small folders are not all left to the first one.
     """
     process, count = share
     return [

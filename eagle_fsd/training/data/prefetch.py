@@ -1,4 +1,4 @@
-"""Work on the next items while the present one is used: what a GPU needs in order not to wait on the host."""
+"""Prepare the next items while the present one is used, so that a GPU does not wait for the host."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 
-def prefetched(
-    make: Callable[[Item], Made], items: Iterable[Item], ahead: int
-) -> Generator[Made, None, None]:
-    """make(item) of every item, in their order; up to `ahead` of them are made before they are asked for.
+def prefetch(make: Callable[[Item], Made], items: Iterable[Item], ahead: int) -> Generator[Made, None, None]:
+    """Yield make(item) of every item in order, with up to `ahead` of them made in advance.
 
-    One thread makes them one after another, so `make` need not be thread-safe. What it raises is raised here,
-    at its item. Closing the iterator ends the thread, after the item that it is at. 0 ahead needs no thread.
+    One thread makes them one after another, so `make` need not be thread-safe. An exception of `make` is
+    raised here, at its item. Closing the generator ends the thread after its current item. With `ahead` 0
+    there is no thread.
     """
     if not ahead:
         yield from map(make, items)

@@ -1,8 +1,8 @@
-"""Sequences with the target's features, and the shards that keep them on disk; knows no model and no loss.
+"""Store sequences with the target's features in shards on disk. It knows no model and no loss.
 
 A shard holds whole examples back to back: `tokens` int32 [T], `learn` bool [T], `features` [T, d] (after the
 target's final norm) and `offsets` int64 [examples + 1]. Shards are written by rename, so a run that was
-stopped goes on at the first missing one. A manifest beside them names the target and the data.
+stopped continues at the first missing one. A manifest beside them names the target and the data.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class FeatureSequence:
     features: Tensor
 
     def to(self, device: torch.device | str) -> FeatureSequence:
-        """The same on a device."""
+        """Return the same sequence on a device."""
         return FeatureSequence(*(part.to(device) for part in (self.tokens, self.learn, self.features)))
 
 
 class Features(Protocol):
-    """Where training examples come from: tokens and masks of all at hand, features when they are read."""
+    """A source of training examples: all tokens and masks at hand, features when they are read."""
 
     @property
     def tokens(self) -> Sequence[Tensor]: ...
@@ -49,20 +49,20 @@ class Features(Protocol):
     def learn(self) -> Sequence[Tensor]: ...
 
     def read(self, numbers: Sequence[int]) -> list[FeatureSequence]:
-        """The examples of these numbers with their features, in that order."""
+        """Return the examples of these numbers with their features, in that order."""
 
 
 class StoredFeatures:
     """The sequences of folders of shards, in order.
 
-    Tokens and masks are held in memory. Features are read from their shard each time and let go again, so
-    that memory does not grow with the data.
+    Tokens and masks are kept in memory. Features are read from their shard each time and not kept, so that
+    memory does not grow with the data.
     """
 
     def __init__(self, folders: Sequence[str | Path], target: Mapping[str, str]) -> None:
-        """ValueError for a folder without shards, of another target, or with a damaged shard.
+        """Index the shards. Raises ValueError for a folder without shards, of another target, or damaged.
 
-        target: see target_identity; a field that it lacks is not compared.
+        target: see target_identity. A field that it lacks is not compared.
         """
         self.tokens: list[Tensor] = []
         self.learn: list[Tensor] = []
@@ -82,7 +82,7 @@ class StoredFeatures:
             self.places.append((path, start, end))
 
     def read(self, numbers: Sequence[int]) -> list[FeatureSequence]:
-        """The examples of these numbers with their features, in that order."""
+        """Return the examples of these numbers with their features, in that order."""
         return [
             FeatureSequence(self.tokens[number], self.learn[number], read_rows(*self.places[number]))
             for number in numbers
@@ -90,7 +90,7 @@ class StoredFeatures:
 
 
 def finished_shards(folder: Path, target: Mapping[str, str]) -> list[Path]:
-    """A folder's shards; ValueError where there are none, or they are of another target."""
+    """Return a folder's shards. Raises ValueError if shards are missing, or of another target."""
     paths = sorted(folder.glob("shard_*.safetensors"))
     if not paths:
         raise ValueError(f"no feature shards in {str(folder)!r}; run the extraction first")
@@ -112,7 +112,7 @@ def finished_shards(folder: Path, target: Mapping[str, str]) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What the features of a folder were made from; ValueError where it does not say."""
+    """Read what the features of a folder were made from. Raises ValueError if that cannot be read."""
     try:
         return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
@@ -122,7 +122,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, *names: str) -> list[Tensor]:
-    """Whole tensors of a shard."""
+    """Read whole tensors of a shard."""
     try:
         with safe_open(path, "pt") as shard:
             found = [shard.get_tensor(name).clone() for name in names]
@@ -133,7 +133,7 @@ def read_tensors(path: Path, *names: str) -> list[Tensor]:
 
 
 def read_rows(path: Path, start: int, end: int) -> Tensor:
-    """Features [end - start, d] of a shard."""
+    """Read features [end - start, d] of a shard."""
     try:
         with safe_open(path, "pt") as shard:
             return shard.get_slice("features")[start:end].clone()  # a view would keep the file mapped

@@ -1,4 +1,4 @@
-"""Which tokens a draft vocabulary holds: counted where a head learns them, ranked, and what they cover."""
+"""Choose the tokens of a draft vocabulary: count those that a head learns, and rank them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eagle_fsd.drafting.draft_vocabulary import ranked_tokens
 
 
 class Vocabulary(Protocol):
-    """What counting needs of a target, with its weights (TargetModel) or without (TargetText)."""
+    """What counting needs to know of a target: a TargetModel, or a TargetText, which has no weights."""
 
     vocab_size: int
 
@@ -23,17 +23,19 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class LearnedTokens:
-    """counts: how often each token is learned, [V] int64. always: those that no draft vocabulary may lack,
-    the target's end tokens and its tokenizer's special ones, which a row's text holds seldom or never.
+    """How often each token is learned.
+
+    counts: [V] int64. always: the tokens that every draft vocabulary must have. They are the target's end
+    tokens and its tokenizer's special tokens, which a row's text seldom holds.
     """
 
     counts: Tensor
     always: tuple[int, ...]
 
     def best(self, size: int) -> Tensor:
-        """The `size` most frequent tokens, `always` among them, most frequent first: [size] int64.
+        """Return the `size` most frequent tokens, `always` among them, most frequent first: [size] int64.
 
-        ValueError for a size that cannot hold `always`, or that the vocabulary does not have.
+        Raises ValueError for a size that cannot hold `always`, or that the vocabulary does not have.
         """
         least, most = max(1, len(self.always)), len(self.counts)
         if not least <= size <= most:
@@ -44,7 +46,7 @@ class LearnedTokens:
         return ranked_tokens(self.counts, size, self.always)
 
     def coverage(self, token_ids: Tensor) -> float:
-        """The share of all that is learned that these tokens make up."""
+        """Return the share of all learned tokens that these make up."""
         return float(self.counts[token_ids].sum()) / max(int(self.counts.sum()), 1)
 
 

@@ -1,4 +1,4 @@
-"""A run's curves as a picture: loss, held-out accuracy and chain length over the steps."""
+"""Draw a run's curves: loss, held-out accuracy and chain length over the steps."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from eagle_fsd.training.run.folder import read_log
 logger = logging.getLogger(__name__)
 
 CURVES = "curves.png"
-SMOOTHED = 0.02  # of the run's steps are averaged in a point of a loss curve
+SMOOTHED = 0.02  # share of the run's steps that are averaged into a point of a loss curve
 
 
 def plot_curves(folder: Path) -> Path | None:
-    """Draw the folder's log; None, with a word to the log, where matplotlib is missing."""
+    """Draw the folder's log. Returns None, with a warning, if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         logger.warning("no %s: matplotlib is missing; pip install 'eagle-fsd[train]'", CURVES)
         return None
-    from matplotlib.figure import Figure  # an extra's, and slow to import
+    from matplotlib.figure import Figure  # optional, and slow to import
 
     records = read_log(folder)
     steps = [record for record in records if "loss" in record]
@@ -60,12 +60,12 @@ def plot_curves(folder: Path) -> Path | None:
 
 
 def averaged(points: Sequence[tuple[float, float]], width: int) -> tuple[list[float], list[float]]:
-    """The points' coordinates, of `width` neighbours the mean."""
+    """Return the points' coordinates, with every `width` neighbours averaged."""
     groups = [points[start : start + width] for start in range(0, len(points), width)]
     means = [tuple(sum(values) / len(group) for values in zip(*group, strict=True)) for group in groups]
     return [step for step, _ in means], [value for _, value in means]
 
 
 def style(level: int) -> dict[str, Any]:
-    """Grey and dashes, so that levels can be told apart without colour."""
+    """Return a line style of its own for every level, to be told apart without colour too."""
     return {"linestyle": ["-", "--", "-.", ":", (0, (5, 1, 1, 1))][level % 5], "color": f"C{level}"}

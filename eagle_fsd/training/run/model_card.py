@@ -1,6 +1,6 @@
-"""A trained head as a repository of the Hub: a model card made of what the runs recorded, and the push.
+"""Publish a trained head on the Hub: write a model card from the records of its runs, and push both.
 
-The runs' records hold whole command lines; the card shows them without directories and secrets.
+The records hold whole command lines; the card shows them without directories and secrets.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from eagle_fsd.hub.head_checkpoint import (
 
 CARD = "README.md"
 LIBRARY = "eagle-fsd"
-KINDS = {CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, VOCABULARY_NAME, CARD}  # all that a repository holds
-SAME = ("base_model", "ea_model", "draft_vocab_size", "dtype", "max_new_tokens")  # in every row of a card
+KINDS = {CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, VOCABULARY_NAME, CARD}  # all that a repository has
+SAME = ("base_model", "ea_model", "draft_vocab_size", "dtype", "max_new_tokens")  # equal in a card's rows
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a card says.
+    """The contents of a model card.
 
     base_model: the target's Hub id. data: a sentence on the text and its licences. training: the record of
-    train_head.py. taus, table: the rows of eval/measure_tau.py, and their table. config: of the head.
+    the run. taus, table: the rows of `eagle-fsd eval tau`, and their table. config: of the head.
     """
 
     base_model: str
@@ -54,7 +54,7 @@ class Card:
     config: Mapping[str, Any]
 
     def text(self, repo_id: str) -> str:
-        """The README.md of the repository, its YAML header included."""
+        """Write the README.md of the repository, with its YAML header."""
         header = ModelCardData(
             license=self.licence,
             base_model=self.base_model,
@@ -82,7 +82,7 @@ class Card:
         return "\n\n".join(parts) + "\n"
 
     def commands(self) -> list[str]:
-        """The command lines that the card shows: of the measurements, then of the training."""
+        """Return the command lines that the card shows: of the measurements, then of the training."""
         recorded = [*(row["command"] for row in self.taus), self.training["command"]]
         return list(dict.fromkeys(map(public_command, recorded)))
 
@@ -96,7 +96,7 @@ class Card:
         )
 
     def _prompts(self) -> str:
-        """How many prompts were measured, set by set where they differ."""
+        """Say how many prompts were measured, for each set if the numbers differ."""
         counts: dict[str, list[int]] = {}
         for row in self.taus:
             counts.setdefault(row["prompts"], []).append(row["prompt_count"])
@@ -121,14 +121,14 @@ class Card:
 
 
 def read_training(run: Path) -> dict[str, Any]:
-    """The record of a run of train_head.py that has ended."""
+    """Read the record of a run of `eagle-fsd train head` that has ended."""
     record = run / "provenance.json"
     try:
         training = json.loads(record.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"training record {str(record)!r} cannot be read ({one_line(error, 80)}): it must be what "
-            "train_head.py writes; name its --output"
+            "`eagle-fsd train head` writes; name its --output"
         ) from error
     needed = ("command", "steps", "training_seconds", "sequences", "tokens", "learned_tokens", "held_out")
     lost = [name for name in needed if training.get(name) in (None, {})]
@@ -141,7 +141,7 @@ def refuse_mixed_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Refuse rows of more than one head or setting, and two rows for one place of the table."""
     remedy = "keep the rows of one, or measure again with another --output"
     for name in SAME:
-        default = "float32" if name == "dtype" else None  # what rows of older versions do not say
+        default = "float32" if name == "dtype" else None  # which rows of older versions lack
         values = dict.fromkeys(row.get(name, default) for row in rows)
         if len(values) > 1:
             raise ValueError(
@@ -163,9 +163,9 @@ def refuse_mixed_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def write_repository(head: Path, card: Card, repo_id: str, folder: Path) -> Path:
-    """Lay the repository out: the head's files and the card, in a new folder or in place of an earlier one.
+    """Write the repository: the head's files and the card, into a new folder or over an earlier repository.
 
-    An earlier card that says something else is kept beside the folder, as FOLDER.README.md.old.
+    An earlier card that differs is kept beside the folder, as FOLDER.README.md.old.
     """
     earlier = refuse_other_folder(folder, head)
     weights = find_head_file(head, str(head))
@@ -173,7 +173,7 @@ def write_repository(head: Path, card: Card, repo_id: str, folder: Path) -> Path
     config = read_config(head, "draft head") | bias_flags(weights)
     text = card.text(repo_id)
     folder.mkdir(parents=True, exist_ok=True)
-    place = folder.resolve()  # of a linked folder too, so that the parts move within one disk
+    place = folder.resolve()  # follows links, so that files are moved within one disk
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".publish-") as parts:
         for file in filter(Path.is_file, files):
             shutil.copyfile(file, Path(parts) / file.name)
@@ -190,7 +190,7 @@ def write_repository(head: Path, card: Card, repo_id: str, folder: Path) -> Path
 
 
 def bias_flags(weights: Path) -> dict[str, bool]:
-    """What a config.json must say of biases so that every engine makes those that the file has, and no other.
+    """Return the flags of biases for config.json: every engine then makes those in the file and no others.
 
     Older versions of this package, and other trainers, write flags that do not match.
     """
@@ -200,18 +200,18 @@ def bias_flags(weights: Path) -> dict[str, bool]:
 
 
 def bias_warning(folder: Path) -> str:
-    """What must be said of a published head whose `fc` has a bias; empty for one without."""
+    """Return a warning about a published head whose `fc` has a bias; empty if it has none."""
     if not read_config(folder, "draft head")["bias"]:
         return ""
     return (
         "fc.bias is in the weights: vLLM makes none for fc, and for bias: true an uninitialised one in its "
         "attention, so that none of its drafts is accepted; fold the bias into fc.weight with "
-        "train/fold_bias.py and publish that head"
+        "`eagle-fsd train fold-bias` and publish that head"
     )
 
 
 def refuse_other_folder(folder: Path, head: Path) -> set[str]:
-    """The files of an earlier repository in the folder; ValueError where it holds anything else."""
+    """List the files of an earlier repository in the folder. Raises ValueError if it holds anything else."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder {str(folder)!r} is a file: it must be a folder; name another with --output")
     found = {path.name for path in folder.iterdir()} if folder.exists() else set()
@@ -227,7 +227,7 @@ def refuse_other_folder(folder: Path, head: Path) -> set[str]:
 
 
 def push(folder: Path, repo_id: str, private: bool = False) -> str:
-    """Create the repository where it is not there and upload the folder; returns its address."""
+    """Create the repository if it does not exist, upload the folder, and return the address."""
     api = HfApi()
     try:
         address = api.create_repo(repo_id, private=private, exist_ok=True)

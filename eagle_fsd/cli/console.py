@@ -1,0 +1,111 @@
+"""`eagle-fsd`: one command with subcommands. Where the first word names none, it is `eagle-fsd generate`.
+
+Nothing is imported before a command is known, so that every list of commands shows at once, without torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+PROGRAM = "eagle-fsd"
+USAGE = 2  # the exit code of a user's mistake
+HELP = ("-h", "--help")
+
+
+class Command(NamedTuple):
+    """What a subcommand runs, as module:function, and the line that a list shows of it."""
+
+    target: str
+    text: str
+
+
+class Group(NamedTuple):
+    """A subcommand with subcommands of its own."""
+
+    text: str
+    commands: Mapping[str, Command]
+
+
+TRAIN = "eagle_fsd.training.commands"
+EVAL = "eagle_fsd.evaluation.commands"
+
+COMMANDS: dict[str, Command | Group] = {
+    "generate": Command("eagle_fsd.generate:main", "answer prompts; `eagle-fsd TEXT` does the same"),
+    "train": Group(
+        "make text, features and draft heads",
+        {
+            "synthesize": Command(f"{TRAIN}.synthesize:main", "let the target answer prompts"),
+            "text": Command(f"{TRAIN}.text:main", "write fixed public text as training pairs"),
+            "features": Command(f"{TRAIN}.features:main", "compute the target's features of text"),
+            "head": Command(f"{TRAIN}.head:main", "train a draft head, and export it"),
+            "rank": Command(f"{TRAIN}.rank:main", "give a head a vocabulary of the most frequent tokens"),
+            "fold-bias": Command(f"{TRAIN}.fold_bias:main", "fold the bias of a head's fc into its weights"),
+            "evaluate": Command(f"{TRAIN}.evaluate:main", "measure a head's accuracy, calibration and tau"),
+            "publish": Command(f"{TRAIN}.publish:main", "write a head's model card, and push it to the Hub"),
+        },
+    ),
+    "eval": Group(
+        "measure speed, acceptance and quality",
+        {
+            "speed": Command(f"{EVAL}.speed:main", "compare tokens per second of methods, side by side"),
+            "tau": Command(f"{EVAL}.tau:main", "measure tau, tokens per step, by prompt set and rule"),
+            "greedy": Command(f"{EVAL}.greedy:main", "check greedy answers against the target's own"),
+            "sweep": Command(f"{EVAL}.sweep:main", "answer tasks under many acceptance rules, into rows"),
+            "report": Command(f"{EVAL}.report:main", "make tables and plots of a sweep's rows"),
+            "score": Command(f"{EVAL}.score:main", "score a sweep's rows again, without a model"),
+            "calibrate": Command(f"{EVAL}.calibrate:main", "find thresholds for budgets of quality"),
+            "exchange": Command(f"{EVAL}.exchange:main", "compare what rules gain with what they cost"),
+            "limits": Command(f"{EVAL}.limits:main", "measure how fast the hardware could be at best"),
+            "gpu-check": Command(f"{EVAL}.gpu_check:main", "check what only a GPU can show"),
+            "harness": Command(f"{EVAL}.harness:main", "run lm-evaluation-harness with this engine"),
+        },
+    ),
+    "storage": Command("eagle_fsd.storage:main", "show what is kept on disk, and clear it"),
+}
+
+
+def overview(name: str, commands: Mapping[str, Command | Group]) -> str:
+    """List the commands, a line each."""
+    width = max(map(len, commands))
+    lines = [f"  {command:{width}}  {entry.text}" for command, entry in commands.items()]
+    usage = f"usage: {name} COMMAND ...\n\ncommands (each has a --help of its own):\n"
+    return usage + "\n".join(lines) + "\n"
+
+
+def run(name: str, command: Command, arguments: Sequence[str]) -> int:
+    """Run a command under its full name: its usage, its errors and its records show that."""
+    module, function = command.target.split(":")
+    main = getattr(import_module(module), function)
+    before = sys.argv
+    sys.argv = [name, *arguments]  # argparse takes the program's name from here
+    try:
+        return main(arguments) or 0
+    finally:
+        sys.argv = before
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Find the command that the first words name, and run it with the rest."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name, commands = PROGRAM, COMMANDS
+    if words and words[0] in HELP:
+        sys.stdout.write(overview(name, commands))
+        return 0
+    entry = commands.get(words[0]) if words else None
+    if entry is None:
+        return run(PROGRAM, COMMANDS["generate"], words)
+    name, words = f"{name} {words[0]}", words[1:]
+    if isinstance(entry, Command):
+        # generate goes by the program's own name: it is what the program does by default.
+        return run(PROGRAM if entry is COMMANDS["generate"] else name, entry, words)
+    if words and words[0] in entry.commands:
+        return run(f"{name} {words[0]}", entry.commands[words[0]], words[1:])
+    if words and words[0] in HELP:
+        sys.stdout.write(overview(name, entry.commands))
+        return 0
+    found = f"{words[0]!r} is no command" if words else "no command is given"
+    sys.stderr.write(f"{name}: error: {found}: it must be one of {', '.join(entry.commands)}; see --help\n")
+    return USAGE

@@ -1,0 +1,1 @@
+"""What `eagle-fsd train NAME` runs: a module for each command, with `main(argv)`."""

@@ -1,0 +1,71 @@
+"""Compute the target's features of training text once, into shards for `eagle-fsd train head --shards`.
+
+    eagle-fsd train features --data runs/answers.jsonl --output runs/features
+    eagle-fsd train head --shards runs/features/answers --output runs/head
+
+Says how much disk and time it needs before it starts. Every file gets a folder of its own under --output. A
+run that was stopped continues at the first missing shard. Several processes divide the shards:
+
+    accelerate launch -m eagle_fsd.training.commands.features --data runs/answers.jsonl --output runs/features
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from accelerate import PartialState
+
+from eagle_fsd import hub
+from eagle_fsd.files.fingerprints import target_identity
+from eagle_fsd.runtime.packed_linear import pack_linears
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.cli import add_compute_arguments, add_text_arguments, read_examples, run_command
+from eagle_fsd.training.data.features import estimate, extract_all
+
+logger = logging.getLogger(__name__)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_text_arguments(parser)
+    add_compute_arguments(parser)
+    parser.add_argument("--output", type=Path, required=True, help="folder that gets a folder for every file")
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=2048,
+        help="tokens that the target reads at once; default: %(default)s",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say how much disk and time it needs")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_command(build_parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    if not (args.data or args.text):
+        raise ValueError("no data: give --data or --text")
+    state = PartialState(cpu=args.cpu)
+    source = hub.resolve_target(args.base_model)
+    model, tokenizer = hub.load_target(source, args.extract_dtype, state.device)
+    pack_linears(model)
+    target, identity = TargetModel(model), target_identity(source.name, model)
+    read = read_examples(args, tokenizer, source.name, target.max_positions)
+    files = {args.output / name: examples for name, examples in read.items()}
+    settings = {"dtype": target.dtype, "batch_tokens": args.batch_tokens}
+    if state.is_main_process:
+        logger.info("features: %s", estimate(target.decoder, files, **settings))
+    if not args.dry_run:
+        share = (state.process_index, state.num_processes)
+        extract_all(target.decoder, files, identity, share=share, **settings)
+
+
+if __name__ == "__main__":
+    main()

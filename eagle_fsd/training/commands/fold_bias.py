@@ -1,0 +1,90 @@
+"""Fold the bias of a draft head's `fc` into its weights, so that engines without such a bias read the head.
+
+    eagle-fsd train fold-bias --ea-model runs/head/export --shards runs/features/answers --output runs/folded
+
+vLLM's `fc` has no bias and ignores the one in a file. Features come out of the target's final norm, so one
+direction in them is nearly constant: along it, fc.weight can do what the bias did. How nearly is measured on
+the shards' features and on the head's own predictions. Prints the share that is kept, and the head's held-out
+accuracy before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagle_fsd import hub
+from eagle_fsd.core.checks import require_integer
+from eagle_fsd.files.fingerprints import target_identity
+from eagle_fsd.hub.head_checkpoint import extra_fields, stored_dtype
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.batching import split_held_out
+from eagle_fsd.training.cli import add_shards, run_command
+from eagle_fsd.training.data.shards import StoredFeatures
+from eagle_fsd.training.folding import fold_bias, input_moments
+from eagle_fsd.training.held_out import evaluate, hold_out
+from eagle_fsd.training.readout import Readout
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ea-model", help="the head: a folder or a Hub id (default: the shipped one)")
+    parser.add_argument(
+        "--base-model", default=hub.DEFAULT_TARGET, help="the target: Hub id, folder or .gguf file"
+    )
+    add_shards(parser)
+    parser.add_argument(
+        "--extract-dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="the dtype that the shards were extracted in; default: %(default)s",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=5,
+        help="drafting steps; all but the first read the head's predictions; default: %(default)s",
+    )
+    parser.add_argument(
+        "--held-out", type=int, default=48, help="sequences to measure on; default: %(default)s"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="the folder of the new head")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_command(build_parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    require_integer("steps", args.steps, 2, "change --steps")
+    if not args.shards:
+        raise ValueError("no features: give --shards, folders of `eagle-fsd train features`")
+    source = hub.resolve_target(args.base_model)
+    model, _ = hub.load_target(source, args.extract_dtype)
+    target = TargetModel(model)
+    found = hub.resolve_head(args.ea_model, source.name)
+    head = hub.load_head(found, target.hidden_size, target.vocab_size)
+    if head.fc.bias is None:
+        raise ValueError(
+            f"draft head {found.name!r} has no fc.bias: there is nothing to fold; use it as it is"
+        )
+    data = StoredFeatures(args.shards, target_identity(source.name, model))
+    rest, held = split_held_out(len(data.tokens), args.held_out, 0, data.counts[0])
+    embedding, readout = model.get_input_embeddings().weight.detach(), Readout.from_target(target)
+    sequences = (one for number in rest for one in data.read([number]))
+    folded = fold_bias(head, *input_moments(head, sequences, embedding, args.steps))
+    print(folded)
+    held_out = hold_out(data.read(held), readout)
+    for name, one in (("before", head), ("after", folded.head)):
+        print(f"{name}: {evaluate(one, held_out, embedding)}")
+    hub.save_head(
+        folded.head, args.output, extra_fields(found.folder, folded.head.config), stored_dtype(found.file)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""Train an EAGLE-1/2 draft head for a target on text, and export it in EAGLE's layout.
+
+    eagle-fsd train head --data runs/answers.jsonl --output runs/head --export runs/head/export
+    accelerate launch -m eagle_fsd.training.commands.head --shards runs/features/answers --output runs/head
+
+Rows: {"conversations": [{"role", "content"}, ...]}, the same as "messages" or in ShareGPT's {"from",
+"value"}, or {"prompt", "completion"}. The target computes their features once, and they are kept under
+--features for later runs; with --online they are computed batch by batch and not kept. Ctrl-C or SIGTERM
+stops a run, and the same command continues it. OUTPUT/curves.png shows its curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from eagle_fsd import hub
+from eagle_fsd.core.checks import require_integer
+from eagle_fsd.drafting.eagle_config import HeadConfig
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.fingerprints import target_identity
+from eagle_fsd.files.provenance import provenance
+from eagle_fsd.hub.head_checkpoint import FC_BIAS_KEY
+from eagle_fsd.runtime.packed_linear import pack_linears
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.batching import softmax_tokens, split_held_out
+from eagle_fsd.training.cli import (
+    TRACKERS,
+    add_compute_arguments,
+    add_shards,
+    add_text_arguments,
+    read_examples,
+    require_tracker,
+    run_command,
+)
+from eagle_fsd.training.data.features import OnlineFeatures, estimate, extract_all
+from eagle_fsd.training.data.shards import Features, StoredFeatures
+from eagle_fsd.training.data.token_counts import learned_tokens
+from eagle_fsd.training.loss import LossWeights
+from eagle_fsd.training.readout import Readout
+from eagle_fsd.training.run.curves import plot_curves
+from eagle_fsd.training.run.folder import BEST, CHECKPOINT, flatten, read_checkpoint, sole_run
+from eagle_fsd.training.schedule import TrainConfig, initialise
+from eagle_fsd.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = timedelta(hours=6)  # processes wait for each other's shards and for the first one's evaluations
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_text_arguments(parser)
+    add = parser.add_argument
+    add_compute_arguments(parser)
+    add_shards(parser)
+    add("--online", action="store_true", help="compute features batch by batch and store none")
+    add("--features", type=Path, help="folder of stored features (default: OUTPUT/features)")
+    add("--output", type=Path, required=True, help="the run's folder: checkpoint, best head, log, curves")
+    add("--export", type=Path, help="write the best head there in EAGLE's layout at the end")
+    add("--init-head", help="a head to start from, a folder or a Hub id (default: a new one for the target)")
+    add("--held-out", type=int, default=48, help="sequences kept for evaluation, drawn from the first source")
+    add(
+        "--softmax-tokens",
+        type=int,
+        default=8192,
+        help="frequent tokens in the loss's softmax, beside the batch's own; default: %(default)s",
+    )
+    add(
+        "--draft-vocab-size",
+        type=int,
+        help="tokens that the exported head drafts, those learned most often (FR-Spec); a finished run "
+        "exports again without training (default: all tokens)",
+    )
+    add("--threads", type=int, default=0, help="torch's threads; 0: torch's own number")
+    add("--report-to", default="none", choices=("none", *TRACKERS), help="a tracker; default: %(default)s")
+    defaults = TrainConfig()
+    for name, text in SETTINGS.items():
+        value = getattr(defaults, name)
+        add(
+            f"--{name.replace('_', '-')}",
+            type=type(value),
+            default=value,
+            help=f"{text}; default: %(default)s",
+        )
+    for name, text in LOSS_SETTINGS.items():
+        add(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults.loss, name), help=text)
+    add("--float32", action="store_true", help="train without bfloat16 autocast")
+    return parser
+
+
+SETTINGS = {
+    "epochs": "how often the data is seen",
+    "minutes": "end the schedule after MINUTES, if the epochs take longer; 0: off",
+    "batch_tokens": "tokens of a padded batch",
+    "accumulate": "batches that each process adds up for one update",
+    "learning_rate": "the highest learning rate",
+    "warmup": "share of the run in which the rate grows",
+    "weight_decay": "weight decay of the matrices after fc",
+    "clip": "largest norm of the gradient",
+    "noise": "width of the uniform noise on features, in stds; EAGLE-1 takes 0.2",
+    "unroll": "drafting steps per batch",
+    "unroll_after": "share of the run with one drafting step, which is more than twice as fast",
+    "eval_every": "steps between held-out evaluations",
+    "checkpoint_every": "steps between checkpoints",
+    "seed": "seed of the order, the noise and a new head",
+}
+LOSS_SETTINGS = {
+    "regression": "weight of SmoothL1 on features, as in EAGLE-1; default: %(default)s",
+    "cross_entropy": "weight of the soft cross-entropy; default: %(default)s",
+    "decay": "weight of a drafting step relative to the one before; default: %(default)s",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_command(build_parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    config = TrainConfig(
+        **{field.name: getattr(args, field.name) for field in fields(TrainConfig) if field.name in args},
+        loss=LossWeights(args.regression, args.cross_entropy, args.decay),
+        bfloat16=not args.float32,
+    )
+    check(args)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    trackers = require_tracker(args.report_to)
+    # The trainer has its own autocast: accelerate's would change a run without a trace in its record.
+    accelerator = Accelerator(
+        mixed_precision="no",
+        cpu=args.cpu,
+        log_with=trackers,
+        project_dir=args.output,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+    )
+    with sole_run(args.output) if accelerator.is_main_process else nullcontext():
+        stopped_by = train(args, config, accelerator)
+    if stopped_by:
+        sys.exit(128 + stopped_by)  # the shell's code for a signal
+
+
+def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerator) -> int:
+    """Compute features, train, record and export. Returns the signal that ended the run early, or 0."""
+    source = hub.resolve_target(args.base_model)
+    model, tokenizer = hub.load_target(source, args.extract_dtype, accelerator.device)
+    pack_linears(model)
+    target = TargetModel(model)
+    head = starting_head(args, target, source.name)
+    data, first_source = prepare_features(args, target, tokenizer, source.name, accelerator)
+    longest = max(len(tokens) for tokens in data.tokens)
+    head.config = replace(head.config, trained_positions=max(head.config.trained_positions or 0, longest))
+    train, held = split_held_out(len(data.tokens), args.held_out, config.seed, first_source)
+    embedding = model.get_input_embeddings().weight.detach().clone()
+    readout = Readout.from_target(target)
+    keep = softmax_tokens(
+        [data.tokens[number] for number in train],
+        target.vocab_size,
+        args.softmax_tokens,
+        target.eos_token_ids,
+    )
+    tokens, learned = counts(data, train)
+    logger.info(
+        "%d sequences, %d tokens, %d learned; softmax over %d", len(train), tokens, learned, len(keep)
+    )
+    drafted = None
+    if args.draft_vocab_size is not None:
+        often = learned_tokens(((data.tokens[one], data.learn[one]) for one in train), target, tokenizer)
+        drafted = often.best(args.draft_vocab_size)
+        share = 100 * often.coverage(drafted)
+        logger.info("%d tokens to draft, %.2f %% of what is learned", len(drafted), share)
+    held_out = data.read(held)
+    del model, target
+    trainer = Trainer(head, data, train, held_out, embedding, readout, keep, config, args.output, accelerator)
+    accelerator.init_trackers("eagle_fsd", flatten(trainer.identity["config"]))
+    trainer.run()
+    # A barrier and a pause at the end: gloo's thread releases a gathered tensor only with the next call, for
+    # which it needs the interpreter's lock. The end of the process group joins that thread while it holds
+    # the lock, so that on a busy machine both could wait for each other for ever.
+    accelerator.wait_for_everyone()
+    if accelerator.num_processes > 1:
+        time.sleep(0.5)
+    accelerator.end_training()
+    if accelerator.is_main_process:
+        plot_curves(args.output)
+        record = {
+            "sequences": len(train),
+            "tokens": tokens,
+            "learned_tokens": learned,
+            "softmax_tokens": len(keep),
+            "processes": accelerator.num_processes,
+        }
+        finish(args, trainer, drafted, record)
+    return trainer.stop
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for mistakes that can be found before any model is loaded."""
+    if not (args.data or args.text or args.shards):
+        raise ValueError("no data: give --data, --text or --shards")
+    if args.online and args.shards:
+        raise ValueError("--online with --shards: stored features need no target in the loop; drop one")
+    if args.draft_vocab_size is not None and args.export is None:
+        raise ValueError(
+            "--draft-vocab-size without --export: it says what an exported head drafts; add --export"
+        )
+    require_integer("held_out", args.held_out, 1, "change --held-out")
+    require_integer("softmax_tokens", args.softmax_tokens, 1, "change --softmax-tokens")
+    require_integer("threads", args.threads, 0, "0 leaves torch's own number")
+
+
+def finish(
+    args: argparse.Namespace, trainer: Trainer, drafted: Tensor | None, record: dict[str, Any]
+) -> None:
+    """Write the run's record and, if the run has ended, export the best head."""
+    record |= {**provenance(), "steps": trainer.step, "training_seconds": round(trainer.seconds)}
+    if trainer.stop:
+        record["stopped"] = True
+        logger.warning("stopped at step %d: the same command continues from there", trainer.step)
+    else:
+        best = read_checkpoint(args.output / BEST)
+        record |= {"finished": time.strftime("%Y-%m-%d %H:%M"), "held_out": best["held_out"]}
+        record["best_step"] = best["step"]
+    write_atomically(args.output / "provenance.json", json.dumps(record, indent=1) + "\n")
+    if args.export and not trainer.stop:
+        trainer.head.load_state_dict(best["head"])
+        hub.save_head(trainer.head.restrict(drafted), args.export, dtype=torch.float16)
+        logger.info("exported step %d to %s", best["step"], args.export)
+
+
+def prepare_features(
+    args: argparse.Namespace,
+    target: TargetModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    target_name: str,
+    accelerator: Accelerator,
+) -> tuple[Features, int]:
+    """Return the features of all sources, after computing missing ones, and the first source's examples."""
+    files = read_examples(args, tokenizer, target_name, target.max_positions)
+    if args.online:
+        sources = list(files.values())
+        return OnlineFeatures(target.decoder, [one for source in sources for one in source]), len(sources[0])
+    identity = target_identity(target_name, target.model)
+    root = args.features or args.output / "features"
+    folders = {root / name: examples for name, examples in files.items()}
+    main = accelerator.is_main_process
+    if main and (cost := estimate(target.decoder, folders, dtype=target.dtype)).tokens:
+        logger.info("features: %s", cost)
+    share = (accelerator.process_index, accelerator.num_processes)
+    made = extract_all(target.decoder, folders, identity, share=share, dtype=target.dtype)
+    accelerator.wait_for_everyone()
+    stored = StoredFeatures([*made, *args.shards], identity)
+    return stored, stored.counts[0]
+
+
+def starting_head(args: argparse.Namespace, target: TargetModel, target_name: str) -> DraftHead:
+    """Make a new head for the target, or load --init-head."""
+    if args.init_head is None:
+        head = DraftHead(replace(head_config(target), fc_bias=begun_with_bias(args.output)))
+        initialise(head, args.seed, target.model.get_input_embeddings().weight)
+        return head
+    found = hub.resolve_head(args.init_head, target_name)
+    logger.info("starting from head %s", found.name)
+    return hub.load_head(found, target.hidden_size, target.vocab_size).train().restrict(None)
+
+
+def begun_with_bias(output: Path) -> bool:
+    """Return whether the run in the folder trains a bias of `fc`, as runs of earlier versions do."""
+    path = output / CHECKPOINT
+    return path.is_file() and FC_BIAS_KEY in read_checkpoint(path)["head"]
+
+
+def head_config(target: TargetModel) -> HeadConfig:
+    """Return the config of a head with the target's layer shape.
+
+    It has EAGLE's rotary base, 10000, and no bias of `fc`: all loaders agree on these.
+    """
+    config, heads = target.config, target.config.num_attention_heads
+    return HeadConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * target.hidden_size,  # GPT-2's
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or target.hidden_size // heads,
+        vocab_size=target.vocab_size,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+    )
+
+
+def counts(data: Features, numbers: Sequence[int]) -> tuple[int, int]:
+    """Count the tokens of these examples, and those that are learned."""
+    return sum(len(data.tokens[number]) for number in numbers), sum(
+        int(data.learn[number].sum()) for number in numbers
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Publish a trained head: write a model card from the records of its runs, and push both to the Hub.
+
+    eagle-fsd train publish --head runs/head/export --run runs/head --tau runs/tau.jsonl --dry-run \\
+        --base-model owner/target --repo-id me/EAGLE-target --data "The target's answers to ..., MIT."
+
+With --dry-run the repository is only written to --output, and the command lines that its card shows are
+printed to stderr: the recorded ones without directories and secrets. An earlier repository in --output is
+replaced. If its card was different, it is kept as OUTPUT.README.md.old.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.evaluation.measure.acceptance_length import table
+from eagle_fsd.evaluation.rows import read_rows
+from eagle_fsd.hub.head_checkpoint import read_config
+from eagle_fsd.training.run.model_card import (
+    Card,
+    bias_warning,
+    push,
+    read_training,
+    refuse_mixed_rows,
+    write_repository,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--head", type=Path, required=True, help="folder that `train head --export` wrote")
+    parser.add_argument("--run", type=Path, required=True, help="the --output of `train head`")
+    parser.add_argument("--tau", type=Path, required=True, help="rows of `eagle-fsd eval tau`")
+    parser.add_argument("--base-model", required=True, help="the target's Hub id")
+    parser.add_argument(
+        "--data", required=True, help="a sentence: what text it was trained on, and its licence"
+    )
+    parser.add_argument("--license", default="apache-2.0", help="of the head; default: %(default)s")
+    parser.add_argument("--repo-id", required=True, help="OWNER/NAME on the Hub")
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument("--output", type=Path, help="folder of the repository (default: HEAD/../publish)")
+    parser.add_argument("--dry-run", action="store_true", help="write the folder, push nothing")
+    args, name = parser.parse_args(argv), parser.prog.removesuffix(".py")
+    try:
+        rows = read_rows(args.tau)
+        if not rows:
+            raise ValueError(
+                f"no rows in {args.tau}: a card says what a head is worth; run `eagle-fsd eval tau`"
+            )
+        refuse_mixed_rows(rows, args.tau)
+        config = read_config(args.head, "draft head")
+        training = read_training(args.run)
+        card = Card(args.base_model, args.license, args.data, training, rows, table(rows), config)
+        folder = write_repository(args.head, card, args.repo_id, args.output or args.head.parent / "publish")
+        if warning := bias_warning(folder):
+            print(f"{name}: {warning}", file=sys.stderr)
+        if args.dry_run:
+            for command in card.commands():
+                print(f"{name}: the card shows: {command}", file=sys.stderr)
+        print(folder if args.dry_run else push(folder, args.repo_id, args.private))
+    except (ValueError, OSError) as error:
+        sys.exit(f"{name}: {one_line(error)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Give a draft head a vocabulary of the tokens that its target writes most (FR-Spec, arXiv 2502.14856).
+
+    eagle-fsd train rank --data runs/answers.jsonl --draft-vocab-size 8192 --output runs/head-8192
+    eagle-fsd train rank --base-model owner/target --ea-model owner/head --data runs/answers.jsonl \\
+        --draft-vocab-size 16384 8192 4096 --output runs/heads
+
+Works on any EAGLE-1/2 head. The head's weights stay as they are, the target's are not read, and its
+text at threshold 0 does not change. The tokens that `eagle-fsd train head` would learn from the same rows are
+counted: the answers of --data, all of --text, and either in --shards. OUTPUT is the new head's folder, or
+holds one folder per size. The share covered is of the counted text; it is a little less of other text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eagle_fsd import hub
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.provenance import provenance
+from eagle_fsd.hub.head_checkpoint import extra_fields, stored_dtype
+from eagle_fsd.hub.target_loader import TargetText
+from eagle_fsd.training.cli import add_shards, add_text_arguments, read_examples, run_command
+from eagle_fsd.training.data.shards import StoredFeatures
+from eagle_fsd.training.data.token_counts import learned_tokens
+
+logger = logging.getLogger(__name__)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ea-model", help="the head: a folder or a Hub id (default: the shipped one)")
+    add_text_arguments(parser)
+    add_shards(parser)
+    parser.add_argument(
+        "--draft-vocab-size",
+        type=int,
+        nargs="+",
+        required=True,
+        metavar="SIZE",
+        help="how many tokens the head drafts; each size makes a head",
+    )
+    parser.add_argument("--output", type=Path, required=True, help="a folder that does not exist yet")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_command(build_parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    folders = output_folders(args)
+    source = hub.resolve_target(args.base_model, weights=False)
+    target = hub.load_text(source)
+    found = hub.resolve_head(args.ea_model, source.name)
+    head = hub.load_head(found, target.hidden_size, target.vocab_size)
+    learned = learned_tokens(texts(args, target, source.name), target, target.tokenizer)
+    lists = {folder: learned.best(size) for folder, size in folders.items()}  # all, before one is written
+    dtype, extra = stored_dtype(found.file), extra_fields(found.folder, head.config)
+    for folder, tokens in lists.items():
+        record = {
+            "base_model": source.name,
+            "ea_model": found.name,
+            "draft_vocab_size": len(tokens),
+            "vocab_size": target.vocab_size,
+            "counted": int(learned.counts.sum()),
+            "distinct": int((learned.counts > 0).sum()),
+            "coverage": learned.coverage(tokens),
+            **provenance(),
+        }
+        hub.save_head(head.restrict(tokens), folder, extra, dtype)
+        write_atomically(folder / "draft_vocabulary.json", json.dumps(record, indent=1) + "\n")
+        print(format_head(folder, record))
+
+
+def output_folders(args: argparse.Namespace) -> dict[Path, int]:
+    """Return each head's folder and size. Raises ValueError for mistakes that need no file to be found."""
+    sizes = list(dict.fromkeys(args.draft_vocab_size))
+    if not (args.data or args.text or args.shards):
+        raise ValueError("no data: give --data, --text or --shards")
+    folders = {args.output / str(size): size for size in sizes} if len(sizes) > 1 else {args.output: sizes[0]}
+    for folder in folders:
+        if folder.exists():
+            raise ValueError(
+                f"output {str(folder)!r} is there already: it must be new; name another --output"
+            )
+    return folders
+
+
+def texts(args: argparse.Namespace, target: TargetText, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield tokens and masks of all rows and shards. Only the name of the shards' target can be compared."""
+    for examples in read_examples(args, target.tokenizer, name, target.max_positions).values():
+        yield from ((torch.tensor(one.tokens), torch.tensor(one.learn)) for one in examples)
+    stored = StoredFeatures(args.shards, {"name": name})
+    yield from zip(stored.tokens, stored.learn, strict=True)
+
+
+def format_head(folder: Path, record: dict[str, object]) -> str:
+    """Describe a head in one line: its tokens, the share they cover, and the rows of lm_head that remain."""
+    return (
+        f"{folder}: drafts {record['draft_vocab_size']:,} tokens, {100 * record['coverage']:.2f} % of the "
+        f"{record['counted']:,} counted ({record['distinct']:,} distinct); the draft's lm_head has "
+        f"{100 * record['draft_vocab_size'] / record['vocab_size']:.1f} % of the target's "
+        f"{record['vocab_size']:,} rows"
+    )
+
+
+if __name__ == "__main__":
+    main()

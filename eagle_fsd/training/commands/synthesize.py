@@ -1,0 +1,129 @@
+"""Let the target answer prompts, into JSONL of conversations for `eagle-fsd train head --data`.
+
+    eagle-fsd train synthesize --prompts prompts.jsonl --temperature 0 0.7 --output runs/answers.jsonl
+    eagle-fsd train synthesize --dataset owner/name --limit 5000 --output runs/answers.jsonl
+    eagle-fsd train synthesize --dataset openai/gsm8k --dataset-config main --output runs/answers.jsonl
+    eagle-fsd train synthesize --self-prompts 2000 --output runs/answers.jsonl
+
+Rows may be ShareGPT `conversations`, chat `messages` (the user's first turn counts), or a plain `prompt`,
+`question` or `turns`. The same command continues a run that was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagle_fsd import hub
+from eagle_fsd.core.config import SamplingConfig
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.provenance import provenance
+from eagle_fsd.runtime.packed_linear import pack_linears
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.cli import add_paths, run_command
+from eagle_fsd.training.data.conversations import (
+    Plan,
+    answer_prompts,
+    gather_prompts,
+    self_prompts,
+    without_overlap,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--base-model", default=hub.DEFAULT_TARGET, help="target: Hub id, folder or .gguf file"
+    )
+    add_paths(parser, "--prompts", "JSONL files, or text files of one prompt")
+    parser.add_argument("--dataset", help="a data set of the Hub (needs the package datasets)")
+    parser.add_argument(
+        "--dataset-config",
+        metavar="NAME",
+        help="of --dataset, for one that has several: main of openai/gsm8k (default: the data set's own)",
+    )
+    parser.add_argument("--split", default="train", help="of --dataset; default: %(default)s")
+    parser.add_argument("--limit", type=int, help="at most LIMIT prompts of every file and data set")
+    parser.add_argument(
+        "--self-prompts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also N prompts that the target writes itself, in its chat template's user turn",
+    )
+    add_paths(
+        parser,
+        "--exclude",
+        "prompt files (evaluation sets): a prompt that shares eight words in a row with one is left out",
+    )
+    parser.add_argument("--system", help="system message of every conversation (default: the template's)")
+    parser.add_argument("--output", type=Path, required=True, help="JSONL file, one row per answered prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
+    parser.add_argument(
+        "--max-prompt-tokens", type=int, default=512, help="longer ones are left out; default: %(default)s"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        nargs="+",
+        default=[0.0],
+        help="prompts use these in turn, so that several make a mixture; 0 is greedy; default: 0",
+    )
+    parser.add_argument("--top-k", type=int, default=50, help="where temperature > 0; default: %(default)s")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="where temperature > 0; default: %(default)s"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=64, help="prompts answered together; default: %(default)s"
+    )
+    parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on CUDA")
+    parser.add_argument("--device", help="default: CUDA where there is one, else the CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_command(build_parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    plan = Plan(
+        base_model=args.base_model,
+        samplings=tuple(
+            SamplingConfig(heat, args.top_k, args.top_p) if heat else SamplingConfig()
+            for heat in args.temperature
+        ),
+        max_new_tokens=args.max_new_tokens,
+        max_prompt_tokens=args.max_prompt_tokens,
+        rows=args.rows,
+        seed=args.seed,
+        system=args.system,
+    )
+    prompts = gather_prompts(args.prompts, args.dataset, args.split, args.limit, args.dataset_config)
+    if not prompts and args.self_prompts < 1:
+        raise ValueError("no prompts: give --prompts, --dataset or --self-prompts")
+    source = hub.resolve_target(args.base_model)
+    model, tokenizer = hub.load_target(source, dtype=args.dtype, device=args.device)
+    pack_linears(model)
+    if tokenizer is None:
+        raise ValueError(f"target {source.name!r} has no tokenizer: name a folder or Hub id that holds one")
+    target = TargetModel(model)
+    own = args.output.with_suffix(".prompts.jsonl")
+    prompts += self_prompts(target, tokenizer, args.self_prompts, plan, own)
+    prompts = without_overlap(prompts, args.exclude)
+    rows = answer_prompts(target, tokenizer, prompts, plan, args.output)
+    record = provenance() | {"base_model": source.name, "rows": len(rows)}
+    write_atomically(args.output.with_suffix(".provenance.json"), json.dumps(record, indent=1) + "\n")
+    complete = sum(row["complete"] for row in rows)
+    logger.info("%s: %d conversations, %d of them ended by the target", args.output, len(rows), complete)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Write fixed public text as training pairs, JSONL of prompt and completion.
+
+Sources are Python functions, worked grade-school answers, and rows of pairs such as P3's.
+
+    eagle-fsd train text --functions 1200 --gsm8k $EAGLE_FSD_DATA/gsm8k_train.jsonl --gsm8k-rows 1000 \\
+        --output runs/text.jsonl
+
+The functions are those of the running interpreter's standard library that have a docstring (PSF licence).
+Rows that share eight words in a row with a file given as --exclude (the evaluation prompts) are left out and
+counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import logging
+import platform
+import random
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.jsonl import read_jsonl
+from eagle_fsd.training.cli import add_paths, run_command
+from eagle_fsd.training.data.examples import overlap, word_runs
+
+logger = logging.getLogger(__name__)
+
+REQUESTS = (
+    "Complete this function.",
+    "Finish the code below.",
+    "Implement the following function.",
+    "Write the body of this function.",
+)
+OPENINGS = ("Here's the completed code:\n\n", "Here is the function:\n\n", "")
+
+
+def functions(most_lines: int = 40) -> Iterator[dict[str, str]]:
+    """Yield the documented functions of the standard library: signature and docstring, then all of it."""
+    generator = random.Random(0)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        if {"test", "tests", "site-packages", "idlelib", "lib2to3"} & set(path.relative_to(root).parts):
+            continue
+        source = path.read_text(encoding="utf-8", errors="ignore")
+        try:
+            tree = ast.parse(source)
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef) or ast.get_docstring(node) is None or len(node.body) < 2:
+                continue
+            lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+            if len(lines) > most_lines:
+                continue
+            lines = [line[node.col_offset :] for line in lines]
+            head = "\n".join(lines[: (node.body[0].end_lineno or node.lineno) - node.lineno + 1])
+            whole = "\n".join(lines)
+            yield {
+                "task": "function",
+                "prompt": f"{generator.choice(REQUESTS)}\n\n{head}\n",
+                "completion": f"{generator.choice(OPENINGS)}```python\n{whole}\n```",
+            }
+
+
+def worked_answers(path: Path) -> Iterator[dict[str, str]]:
+    """Yield GSM8K rows without the calculator marks."""
+    for _, row in read_jsonl(path):
+        answer = re.sub(r"<<.*?>>", "", row["answer"])
+        yield {
+            "task": "gsm8k",
+            "prompt": row["question"],
+            "completion": re.sub(r"\n#### (.*)", r"\nThe answer is \1.", answer),
+        }
+
+
+def excluded_runs(paths: list[Path]) -> frozenset[tuple[str, ...]]:
+    """Return the runs of words in evaluation files, in every turn."""
+    rows = [row for path in paths for _, row in read_jsonl(path)]
+    texts = [text for row in rows for text in (row.get("question"), row.get("prompt"), *row.get("turns", []))]
+    return frozenset(run for text in texts if text for run in word_runs(text))
+
+
+def sample(rows: list[dict[str, str]], count: int) -> list[dict[str, str]]:
+    return random.Random(1).sample(rows, min(count, len(rows)))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--functions", type=int, default=0, help="how many standard library functions")
+    parser.add_argument("--gsm8k", type=Path, help="gsm8k_train.jsonl")
+    parser.add_argument("--gsm8k-rows", type=int, default=0)
+    parser.add_argument(
+        "--pairs", type=Path, help="a JSONL file of prompt and completion, such as p3_text.jsonl"
+    )
+    parser.add_argument("--pairs-rows", type=int, default=0)
+    add_paths(parser, "--exclude", "evaluation files that no row may overlap")
+    parser.add_argument("--output", type=Path, required=True)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_command(build_parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    banned = excluded_runs(args.exclude)
+    sources = [(list(functions()) if args.functions else [], args.functions)]
+    if args.gsm8k:
+        sources.append((list(worked_answers(args.gsm8k)), args.gsm8k_rows))
+    if args.pairs:
+        sources.append(([row for _, row in read_jsonl(args.pairs)], args.pairs_rows))
+    rows = [row for source, count in sources for row in sample(source, count)]
+    kept = [row for row in rows if not overlap(row["prompt"] + " " + row["completion"], banned)]
+    random.Random(2).shuffle(kept)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(args.output, "".join(json.dumps(row) + "\n" for row in kept))
+    report = f"{args.output}: {len(kept)} rows, {len(rows) - len(kept)} left out for overlap"
+    if args.functions:
+        report += f"; functions of Python {platform.python_version()}"  # other versions differ
+    logger.info(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""A run's process: the signals that stop it, and the memory that it holds."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+class Stoppable(Protocol):
+    """A run that can be asked to stop."""
+
+    stop: int  # the signal that asked for it; 0: none
+
+
+@contextmanager
+def stop_on_signals(run: Stoppable) -> Iterator[None]:
+    """On SIGTERM or Ctrl-C, let the run finish its step, write its checkpoint and end.
+
+    A second signal has its usual effect again.
+    """
+
+    def request_stop(number: int, _frame: object) -> None:
+        logger.warning("signal %d: writing a checkpoint after this step", number)
+        run.stop = number
+        for signal_number, handler in before.items():
+            signal.signal(signal_number, handler)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, request_stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def release_freed_memory() -> None:
+    """Return freed memory to the system, if the C library can.
+
+    Batches of many shapes leave holes in glibc's heap, which it keeps: without this a run's memory grows for
+    hundreds of steps (figures in train/EXPERIMENTS.md).
+    """
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
+
+
+def memory_in_use(device: torch.device) -> int | None:
+    """Measure bytes in use: the process's memory on a CPU, tensors on CUDA. None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
