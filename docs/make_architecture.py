@@ -1,4 +1,4 @@
-"""Draw docs/architecture.svg, the wings of the package and their imports: python docs/make_architecture.py [FILE]
+"""Draw docs/architecture.svg, the package's wings and their imports: python docs/make_architecture.py [FILE]
 
 Which folders there are, what is in them and who imports whom is read from the source. Only the columns are
 chosen by hand. An arrow that follows from others is left out.
@@ -11,11 +11,11 @@ import sys
 import textwrap
 from functools import cache
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
-COLUMNS = {"acceptance": 0, "drafting": 2, "hub": 2, "evaluation": 2, "integrations": 2, "training": 3, "text": 3}
+COLUMNS = {"acceptance": 0, "drafting": 2, "hub": 2, "evaluation": 2, "integrations": 2}
+COLUMNS |= {"training": 3, "text": 3}
 USUAL_COLUMN = 1
 SINGLES = {"version", "storage"}  # modules on their own that would only clutter the picture
 
@@ -149,16 +149,14 @@ class Layout:
             for one in self.wings
             if self.rank[other] < self.rank[one] < self.rank[wing] and self.column(one) == self.column(other)
         ]
-        turn = y2 + 5 - GAP_Y / 2
-        if x1 == x2 and not between:
-            points = [(x1, y1), (x2, y2)]
-        elif not between:
-            first = self.tops[self.rank[wing] - 1] - GAP_Y / 2
-            points = [(x1, y1), (x1, first), (x2, first), (x2, y2)]
+        leave = self.tops[self.rank[wing] - 1] - GAP_Y / 2  # the gap below the wing's row
+        arrive = self.top(other) - GAP_Y / 2  # and that above the other's
+        if between:
+            aside = self.left(self.column(other)) - GAP_X / 2
+            turns = [(x1, leave), (aside, leave), (aside, arrive), (x2, arrive)]
         else:
-            first, aside = self.tops[self.rank[wing] - 1] - GAP_Y / 2, self.left(self.column(other)) - GAP_X / 2
-            points = [(x1, y1), (x1, first), (aside, first), (aside, turn), (x2, turn), (x2, y2)]
-        points = [one for one, after in pairwise([*points, (-1.0, -1.0)]) if one != after]
+            turns = [] if x1 == x2 else [(x1, leave), (x2, leave)]
+        points = [(x1, y1), *turns, (x2, y2)]
         path = "M" + " L".join(f"{x:g} {y:g}" for x, y in points)
         return f'<path d="{path}" fill="none" stroke="{ARROW}" stroke-width="1.6" marker-end="url(#head)"/>'
 
@@ -170,21 +168,21 @@ def picture() -> str:
         for wing, found in sorted(without_detours(layout.wings).items())
         for other in sorted(found)
     ]
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {layout.full_width:g} {layout.full_height:g}" '
-            f'width="{layout.full_width:g}" height="{layout.full_height:g}" '
-            'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" role="img" '
-            'aria-label="The wings of eagle_fsd; every import points downward">',
-            '<defs><marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="7" markerHeight="7" '
-            f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{ARROW}"/></marker></defs>',
-            f'<rect x="1" y="1" width="{layout.full_width - 2:g}" height="{layout.full_height - 2:g}" rx="12" '
-            f'fill="{CARD}" stroke="#d0d7de"/>',
-            *arrows,
-            *map(layout.box, sorted(layout.wings)),
-            "</svg>\n",
-        ]
-    )
+    width, height = layout.full_width, layout.full_height
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" '
+        'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" role="img" '
+        'aria-label="The wings of eagle_fsd; every import points downward">',
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="7" markerHeight="7" '
+        f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{ARROW}"/></marker></defs>',
+        f'<rect x="1" y="1" rx="12" width="{width - 2:g}" height="{height - 2:g}" '
+        f'fill="{CARD}" stroke="#d0d7de"/>',
+        *arrows,
+        *map(layout.box, sorted(layout.wings)),
+        "</svg>\n",
+    ]
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

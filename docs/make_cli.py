@@ -11,8 +11,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from eagle_fsd.flags import build_parser
-from eagle_fsd.report import JSON_KEYS
+from eagle_fsd.cli.answer_report import JSON_KEYS
+from eagle_fsd.cli.flags import build_parser
 
 
 def flags() -> str:
