@@ -9,10 +9,14 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from eagle_fsd.cli.answer_report import JSON_KEYS
+from eagle_fsd.cli.console import COMMANDS, PROGRAM, Command, Group
 from eagle_fsd.cli.flags import build_parser
+
+ROOT = Path(__file__).parents[1]
 
 
 def flags() -> str:
@@ -43,7 +47,34 @@ def keys() -> str:
     return textwrap.fill(", ".join(f"`{key}`" for key in JSON_KEYS), 108)
 
 
-PARTS = {"flags": flags, "keys": keys}
+def programs() -> str:
+    """Return a table of the console command's subcommands, and the scripts that do the same in a checkout."""
+    lines = ["| installed | in a checkout | what it does |", "| --- | --- | --- |"]
+    for words, command in listed(COMMANDS):
+        script = in_checkout(command.target.partition(":")[0])
+        lines.append(f"| `{PROGRAM} {words}` | `{script}` | {command.text} |")
+    return "\n".join(lines)
+
+
+def listed(commands: Mapping[str, Command | Group], before: str = "") -> Iterator[tuple[str, Command]]:
+    """Yield every subcommand and the words that call it."""
+    for word, entry in commands.items():
+        words = f"{before} {word}".strip()
+        if isinstance(entry, Command):
+            yield words, entry
+        else:
+            yield from listed(entry.commands, words)
+
+
+def in_checkout(module: str) -> str:
+    """Return how a checkout runs a module: by the thin script that imports its main, or as a module."""
+    for script in sorted((*(ROOT / "train").glob("*.py"), *(ROOT / "eval").glob("*.py"))):
+        if f"from {module} import main" in script.read_text(encoding="utf-8"):
+            return f"python {script.relative_to(ROOT).as_posix()}"
+    return f"python -m {module}"
+
+
+PARTS = {"flags": flags, "keys": keys, "programs": programs}
 
 
 def filled(page: str) -> str:
