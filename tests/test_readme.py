@@ -1,13 +1,17 @@
-"""The README says what is there: its commands run, its flags and files exist, its picture is the script's."""
+"""README and docs/ say what is there: commands run, links lead somewhere, tables are their sources'."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import io
+import json
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,22 +23,42 @@ from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.hub import load_head
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LOGS = [ROOT / name for name in ("eval/SPEED.md", "eval/QUALITY.md", "train/EXPERIMENTS.md")]
+CARDS = [*sorted((ROOT / "weights").rglob("README.md")), *sorted((ROOT / "eval" / "results").rglob("*.md"))]
+WIDTH, LENGTH = 110, 130  # characters of a line, lines of the README
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", read(page), re.DOTALL)
 
 
 def commands() -> list[str]:
-    """The shell blocks' commands, without their comments."""
-    lines = "".join(blocks("bash")).replace("\\\n", " ").splitlines()
-    return [re.sub(r"\s+#.*", "", line) for line in lines if line.strip()]
+    """Return the commands of all pages' shell blocks, each once, without their comments."""
+    lines = "\n".join("".join(blocks(page, "bash")) for page in PAGES).replace("\\\n", " ").splitlines()
+    without_comments = (re.sub(r"\s+#.*", "", line) for line in lines if line.strip())
+    return list(dict.fromkeys(re.sub(r"\s+", " ", line) for line in without_comments))
 
 
-GENERATE = [line for line in commands() if "eagle_fsd.generate" in line]
-SCRIPTS = [line for line in commands() if re.match(r"python (train|eval)/(?!harness\.py)", line)]
-TOY = {  # sizes at which a command does all that it does, in seconds; a later flag overrides the README's
+COMMANDS = commands()
+MAKE = [line for line in COMMANDS if line.startswith("make ")]
+GENERATE = [line for line in COMMANDS if "python -m eagle_fsd.generate" in line]
+SCRIPTS = [line for line in COMMANDS if re.match(r"python (train|eval)/(?!harness\.py)", line)]
+HARNESS = [line for line in COMMANDS if line.startswith("python eval/harness.py ")]  # see test_harness
+DRAWN = [line for line in COMMANDS if line.startswith("python docs/")]  # see the tests of what they write
+STORAGE = [line for line in COMMANDS if line == "python -m eagle_fsd.storage"]
+SET_UP = [line for line in COMMANDS if re.match(r"pip install |source |echo '[^|]*' > prompts\.jsonl$", line)]
+
+TOY = {  # sizes at which a command does all that it does, in seconds; a later flag overrides the page's
     "synthesize": "--self-prompts 5 --max-new-tokens 6",
     "train_head": "--minutes 0 --epochs 1 --held-out 2 --batch-tokens 64",
     "extract_features": "",
@@ -49,16 +73,18 @@ TOY = {  # sizes at which a command does all that it does, in seconds; a later f
     "report": "",
     "calibrate": "--max-new-tokens 6",
 }
-MAKE = [line for line in commands() if line.startswith("make ")]
 
 
 def arguments(line: str) -> list[str]:
     return shlex.split(line.partition("eagle_fsd.generate")[2])
 
 
-def test_there_are_commands() -> None:
+def test_every_command_is_of_a_kind_that_is_tested() -> None:
+    known = [*MAKE, *GENERATE, *SCRIPTS, *HARNESS, *DRAWN, *STORAGE, *SET_UP]
+    assert [line for line in COMMANDS if line not in known] == []
     assert {"make demo", "make test"} <= set(MAKE)
-    assert len(GENERATE) >= 3 and len(blocks("python")) == 1
+    readme = "".join(blocks(README, "bash"))
+    assert readme.count("python -m eagle_fsd.generate") == 4 and len(blocks(README, "python")) == 1
 
 
 @pytest.mark.parametrize("line", MAKE)
@@ -91,19 +117,35 @@ def test_generate_commands(
 
 
 @pytest.mark.real
-def test_python_example(smollm2: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = blocks("python")
+def test_the_readmes_python(smollm2: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks(README, "python")
+    assert len(example.strip().splitlines()) <= 10
     exec(compile(example, "README.md", "exec"), {})
-    printed = capsys.readouterr().out
-    assert re.search(r"^tau \d\.\d\d, \d+ fuzzy accepts$", printed, re.MULTILINE)
-    assert printed.rstrip().endswith("]")
+    assert re.search(r"^tau \d\.\d\d, \d+ fuzzy accepts$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page, "python")], ids=name_of)
+def test_the_pages_python(page: Path, smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page's blocks run one after the other; the engine that is loaded already stands in for theirs."""
+    signature = inspect.signature(EagleFSD.from_pretrained)
+
+    def load(*names: Any, **options: Any) -> EagleFSD:
+        signature.bind(*names, **options)
+        return smollm2
+
+    monkeypatch.setattr(EagleFSD, "from_pretrained", load)
+    namespace: dict[str, Any] = {"__name__": "a_page"}
+    monkeypatch.setitem(sys.modules, "a_page", type(sys)("a_page"))  # where dataclasses look their module up
+    for block in blocks(page, "python"):
+        exec(compile(block, name_of(page), "exec", dont_inherit=True), namespace)
 
 
 @pytest.mark.real
 def test_the_scripts_commands_run_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2: Any
 ) -> None:
-    """As a reader would run them, in the order of the page, at toy size."""
+    """As a reader would run them, in the order of the pages, at toy size."""
     pytest.importorskip("matplotlib", reason="the plots need matplotlib: pip install 'eagle-fsd[train]'")
     monkeypatch.setattr(hub, "load_target", cache(hub.load_target))  # the target of each dtype once
     monkeypatch.chdir(tmp_path)
@@ -125,38 +167,153 @@ def test_the_scripts_commands_run_one_after_the_other(
     assert (tmp_path / "runs" / "head" / "evaluation" / "calibration.png").is_file()
 
 
-def test_every_flag_is_described_and_no_other() -> None:
-    table = README[README.index("## Flags") : README.index("## Supported targets")]
-    described = set(re.findall(r"--[a-z][a-z-]+", table))
+def test_the_storage_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    from eagle_fsd import storage
+
+    assert STORAGE and storage.main([]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def drawn(script: str) -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "docs" / script))
+
+
+def test_the_flags_of_the_command_line_are_the_parsers() -> None:
+    """python docs/make_cli.py writes them anew."""
+    page = ROOT / "docs" / "cli.md"
+    assert drawn("make_cli.py")["filled"](read(page)) == read(page)
+    described = set(re.findall(r"--[a-z][a-z-]+", read(page)))
     known = {option for action in build_parser()._actions for option in action.option_strings}
-    assert described <= known
-    hidden_aliases = {"--max-new-token"}
-    assert {option for option in known if option.startswith("--")} - described <= hidden_aliases
+    assert {option for option in known if option.startswith("--")} <= described
 
 
-def test_the_picture_is_the_scripts() -> None:
-    script = runpy.run_path(str(ROOT / "docs" / "make_picture.py"))
-    assert (ROOT / "docs" / "step.svg").read_text(encoding="utf-8") == script["picture"]()
+def test_the_pictures_are_the_scripts() -> None:
+    """python docs/make_picture.py and docs/make_architecture.py draw them anew."""
+    for script, picture in (("make_picture.py", "step.svg"), ("make_architecture.py", "architecture.svg")):
+        assert read(ROOT / "docs" / picture) == drawn(script)["picture"](), f"run docs/{script}"
 
 
-def test_links_and_named_files_exist() -> None:
-    links = set(re.findall(r"\]\(([^)]+)\)", README)) | set(re.findall(r"`([a-z_]+/[\w./]*)`", README))
-    assert "docs/step.svg" in links
-    titles = [line.strip("# ").lower() for line in README.splitlines() if line.startswith("#")]
-    anchors = {"#" + title.replace(" ", "-") for title in titles}
-    local = {link for link in links if "://" not in link} - anchors
-    missing = [link for link in local if link.startswith("#") or not (ROOT / link).exists()]
-    assert not missing
+# -- links and names ----------------------------------------
 
 
-LOGS = {"tau": "eval/results/tau.md", "speed": "eval/SPEED.md"}  # where a table's rows and commands are
+def without_code(text: str) -> str:
+    return re.sub(r"`[^`\n]*`", "``", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
 
 
-def test_tables_are_those_of_the_logs() -> None:
-    opened, closed = re.findall(r"<!-- table:(\w+) -->", README), re.findall(r"<!-- /table:(\w+) -->", README)
-    assert opened == closed and set(opened) == set(LOGS)
-    for name in opened:
-        _, _, *rows = README.split(f"<!-- table:{name} -->")[1].split("<!-- /table")[0].strip().splitlines()
-        log = (ROOT / LOGS[name]).read_text(encoding="utf-8")
-        assert rows and all(re.search(r"\d\.\d", row) for row in rows)
-        assert [row for row in rows if row not in log] == [], f"table {name} is not that of {LOGS[name]}"
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", read(page), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *LOGS, *CARDS], ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(read(page))):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        if not place.exists() or (anchor and anchor not in anchors(place)):
+            wrong.append(link)
+    assert not wrong
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    text = read(README)
+    assert [name for name in map(name_of, PAGES[1:]) if f"]({name})" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_named_files_and_modules_exist(page: Path) -> None:
+    text = read(page)
+    files = re.findall(r"`((?:eagle_fsd|eval|train|tests|docs|weights)/[\w./-]*)`", text)
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    assert [name for name in re.findall(r"`(eagle_fsd(?:\.\w+)+)`", text) if not is_there(name)] == []
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name is a module, or what a module holds."""
+    try:
+        importlib.import_module(name)
+        return True
+    except ModuleNotFoundError:
+        module, _, attribute = name.rpartition(".")
+        return bool(module) and is_there(module) and hasattr(importlib.import_module(module), attribute)
+
+
+# -- tables and sizes ----------------------------------------
+
+SOURCES = {  # the log that has a table's rows
+    "greedy": "eval/SPEED.md",
+    "speed": "eval/SPEED.md",
+    "sampling": "eval/SPEED.md",
+    "largest": "eval/SPEED.md",
+    "tau": "eval/results/tau.md",
+    "second_halves": "eval/results/tau.md",
+    "frontier": "eval/QUALITY.md",
+    "vocabulary": "train/EXPERIMENTS.md",
+}
+Row = list[tuple[str, str]]  # a table's row: heading and cell of every column
+
+
+def rows(text: str) -> Iterator[Row]:
+    for table in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
+        heading, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+        yield from (list(zip(heading, line, strict=True)) for line in lines)
+
+
+def is_part(row: Row, whole: Row) -> bool:
+    """Whether all columns of a row are among those of another one, in their order."""
+    rest = iter(whole)
+    return all(column in rest for column in row)
+
+
+def shown_tables() -> list[tuple[Path, str, str]]:
+    return [
+        (page, name, table)
+        for page in PAGES
+        for name, table in re.findall(r"<!-- table:(\w+) -->\n(.*?)<!-- /table:\1 -->", read(page), re.DOTALL)
+    ]
+
+
+def test_the_tables_are_marked() -> None:
+    assert {name for _, name, _ in shown_tables()} == set(SOURCES)
+    for page in PAGES:
+        opened = len(re.findall(r"<!-- table:", read(page)))
+        assert opened == sum(table_page == page for table_page, *_ in shown_tables()), name_of(page)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_tables_are_those_of_the_logs(name: str) -> None:
+    log = list(rows(read(ROOT / SOURCES[name])))
+    for page, shown, table in shown_tables():
+        if shown == name:
+            found = list(rows(table))
+            assert found and all(re.search(r"\d\.\d", str(row)) for row in found)
+            wrong = [row for row in found if not any(is_part(row, whole) for whole in log)]
+            assert wrong == [], f"table {name} of {name_of(page)} is not that of {SOURCES[name]}"
+
+
+def test_the_thresholds_are_the_shipped_heads() -> None:
+    (table,) = re.findall(r"<!-- calibration -->\n(.*?)<!-- /", read(ROOT / "docs" / "quality.md"), re.DOTALL)
+    file = ROOT / "weights" / "smollm2-135m-instruct" / "calibration.json"
+    kept = [
+        "{divergence} {mode} {child} {threshold:g} {tv:.3f} {bound:.3f} {tau:.2f} {lossless_tau:.2f}".format(
+            **one
+        )
+        for one in json.loads(read(file))["thresholds"]
+    ]
+    assert [" ".join(cell for _, cell in row) for row in rows(table)] == kept
+
+
+def test_the_readme_is_a_landing_page() -> None:
+    assert len(read(README).splitlines()) <= LENGTH
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lines_are_short(page: Path) -> None:
+    lines = read(page).splitlines()
+    kept_whole = () if page == README else ("|", "![")  # tables and pictures
+    assert [line for line in lines if len(line) > WIDTH and not line.startswith(kept_whole)] == []
