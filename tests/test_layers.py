@@ -107,6 +107,18 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert len(list(TopologicalSorter(graph).static_order())) >= len(FILES)  # raises CycleError
 
 
+def test_a_folder_is_read_at_a_glance() -> None:
+    """At most about eight modules a folder, 21 places at the top, and no module of more than 350 lines."""
+    for folder in {path.parent for path in FILES}:
+        modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= 9, f"{folder.name} has {len(modules)} modules: what two ideas are in it?"
+    places = [
+        path for path in PACKAGE.iterdir() if path.suffix == ".py" or path.joinpath("__init__.py").exists()
+    ]
+    assert len(places) <= 21
+    assert {path.name: length for path in FILES if (length := len(path.read_text().splitlines())) > 350} == {}
+
+
 @pytest.mark.parametrize("path", FILES, ids=IDS)
 def test_only_the_edges_know_hugging_face(path: Path) -> None:
     known = {name.split(".")[0] for name in IMPORTS[path]} & HUGGING_FACE

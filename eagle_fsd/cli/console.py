@@ -59,8 +59,10 @@ COMMANDS: dict[str, Command | Group] = {
             "calibrate": Command(f"{EVAL}.calibrate:main", "find thresholds for budgets of quality"),
             "exchange": Command(f"{EVAL}.exchange:main", "compare what rules gain with what they cost"),
             "limits": Command(f"{EVAL}.limits:main", "measure how fast the hardware could be at best"),
-            "gpu-check": Command(f"{EVAL}.gpu_check:main", "check what only a GPU can show"),
-            "harness": Command(f"{EVAL}.harness:main", "run lm-evaluation-harness with this engine"),
+            "gpu-check": Command("eagle_fsd.evaluation.gpu.command:main", "check what only a GPU can show"),
+            "harness": Command(
+                "eagle_fsd.integrations.lm_eval.command:main", "run lm-evaluation-harness with this engine"
+            ),
         },
     ),
     "storage": Command("eagle_fsd.storage:main", "show what is kept on disk, and clear it"),

@@ -31,7 +31,7 @@ def run_command(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"{name}: {one_line(error, 1000)}")
     except torch.OutOfMemoryError as error:
         sys.exit(f"{name}: {one_line(error, 200)}; lower --batch-tokens or --rows")

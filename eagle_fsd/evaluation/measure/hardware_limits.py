@@ -67,7 +67,7 @@ def forwards(
     layers = [layer for layer in engine.target.model.modules() if isinstance(layer, nn.Linear)]
     parameters = sum(layer.weight.numel() for layer in layers)
     weight_bytes = sum(layer.weight.numel() * layer.weight.dtype.itemsize for layer in layers)
-    costs = measure_costs(engine.target, engine.make_drafter, beams, 1, context, Lossless(), SamplingConfig())
+    costs = measure_costs(engine.target, engine.drafter, beams, 1, context, Lossless(), SamplingConfig())
     found = []
     for nodes, verify in costs.verify.items():
         inputs = [torch.randn(nodes, layer.in_features).to(layer.weight) for layer in layers]

@@ -92,7 +92,7 @@ def along_text(
     on_device = [one.to(engine.device) for one in sequences]
 
     def best(features: Tensor, k: int) -> Tensor:
-        places = engine.vocabulary.logits(features.to(engine.dtype)).topk(k, dim=-1).indices
+        places = engine.drafter.vocabulary.logits(features.to(engine.dtype)).topk(k, dim=-1).indices
         return places if engine.head.draft_tokens is None else engine.head.draft_tokens[places]
 
     with torch.inference_mode():
