@@ -31,6 +31,8 @@ class Group(NamedTuple):
 
 TRAIN = "eagle_fsd.training.commands"
 EVAL = "eagle_fsd.evaluation.commands"
+GPU = "eagle_fsd.evaluation.gpu"
+LM_EVAL = "eagle_fsd.integrations.lm_eval"
 
 COMMANDS: dict[str, Command | Group] = {
     "generate": Command("eagle_fsd.generate:main", "answer prompts; `eagle-fsd TEXT` does the same"),
@@ -59,10 +61,8 @@ COMMANDS: dict[str, Command | Group] = {
             "calibrate": Command(f"{EVAL}.calibrate:main", "find thresholds for budgets of quality"),
             "exchange": Command(f"{EVAL}.exchange:main", "compare what rules gain with what they cost"),
             "limits": Command(f"{EVAL}.limits:main", "measure how fast the hardware could be at best"),
-            "gpu-check": Command("eagle_fsd.evaluation.gpu.command:main", "check what only a GPU can show"),
-            "harness": Command(
-                "eagle_fsd.integrations.lm_eval.command:main", "run lm-evaluation-harness with this engine"
-            ),
+            "gpu-check": Command(f"{GPU}.command:main", "check what only a GPU can show"),
+            "harness": Command(f"{LM_EVAL}.command:main", "run lm-evaluation-harness with this engine"),
         },
     ),
     "storage": Command("eagle_fsd.storage:main", "show what is kept on disk, and clear it"),
