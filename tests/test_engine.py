@@ -669,7 +669,7 @@ BAD = {
     "divergence of a list": (lambda: Fuzzy(divergence=["js"]), r"divergence \['js'\] is not known; choose"),
     "ids of text": (
         generate(input_ids="hello"),
-        "input_ids is a str and no tensor of token ids .*; tokenize",
+        "input_ids is a str, not a tensor of token ids .*; tokenize",
     ),
     "no ids": (generate(input_ids=None), "input_ids is a NoneType and no tensor .*; tokenize a prompt"),
     "ids of halves": (
