@@ -23,7 +23,7 @@ from eagle_fsd.core.devices import host_can_read
 _BLOCK = 256  # draw() looks for the block first, then inside it
 _HEAD = 1024  # how many of the likeliest tokens top-p without top-k looks at first
 _SMALL_TEMPERATURE = 1e-3  # below it logits / temperature may overflow: the largest logit moves to 0 first
-_LEAST_TEMPERATURE = 1e-30  # below it float32 division fails; the distribution is already one-hot
+_LEAST_TEMPERATURE = 1e-30  # below it float32 division fails; the result has reached its limit
 SEED_LIMIT = 2**63
 
 
