@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-PLAIN = "or continue the prompt as it stands (--raw)"
+PLAIN = "or continue the prompt as it is (--raw)"
 EXAMPLE_PROMPTS = (  # what a head is watched on while a tree is chosen for it
     "Why is the sky blue?",
     "Write a Python function that reverses the words of a sentence.",
