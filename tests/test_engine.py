@@ -800,7 +800,7 @@ def test_names_that_are_no_paths(name: str) -> None:
         (hub.resolve_target, "target"),
         (lambda n: hub.resolve_head(n, ""), "draft head"),
     ):
-        with pytest.raises(ValueError, match=f"{kind} '{name}' is no path .* or a Hub id; check it"):
+        with pytest.raises(ValueError, match=f"{kind} '{name}' is not a path .* or a Hub id; check it"):
             resolve(name)
 
 
