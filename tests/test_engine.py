@@ -671,14 +671,14 @@ BAD = {
         generate(input_ids="hello"),
         "input_ids is a str, not a tensor of token ids .*; tokenize",
     ),
-    "no ids": (generate(input_ids=None), "input_ids is a NoneType and no tensor .*; tokenize a prompt"),
+    "no ids": (generate(input_ids=None), "input_ids is a NoneType, not a tensor .*; tokenize a prompt"),
     "ids of halves": (
         generate(input_ids=[[1.7, 2.2]]),
         "input_ids holds torch.float32: .* integers; tokenize",
     ),
     "ragged ids": (
         generate(input_ids=[[1, 2], [3]]),
-        "input_ids is a list and no tensor .*; tokenize a prompt",
+        "input_ids is a list, not a tensor .*; tokenize a prompt",
     ),
     "end token of halves": (generate(eos_token_id=2.5), "eos_token_id is 2.5: it must be one token id or a"),
     "end token of text": (generate(eos_token_id="</s>"), "eos_token_id is '</s>'"),
