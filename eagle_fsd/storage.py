@@ -1,7 +1,7 @@
-"""`python -m eagle_fsd.storage`: what the package keeps on disk, how much of it, and --clear to drop it.
+"""`python -m eagle_fsd.storage` shows what the package keeps on disk and its size; --clear deletes it.
 
-Kept are what was measured to choose trees and libraries (two small files) and the weights of converted GGUF
-files. All of it is made again when it is needed.
+It keeps the measurements that choose trees and matmul backends (two small files) and the converted weights of
+GGUF files. Everything is made again when it is needed.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ ALL, WEIGHTS, MEASUREMENTS = "all", "weights", "measurements"
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eagle_fsd.storage",
-        description="Show what eagle_fsd keeps on disk. EAGLE_FSD_CACHE names another folder than "
-        "~/.cache/eagle_fsd.",
+        description="Show what eagle_fsd keeps on disk, by default in ~/.cache/eagle_fsd; EAGLE_FSD_CACHE "
+        "names another folder.",
     )
     parser.add_argument(
         "--clear",
         nargs="?",
         choices=(ALL, WEIGHTS, MEASUREMENTS),
         const=ALL,
-        help="drop everything, or only the converted weights or the measurements",
+        help="delete everything, or only the converted weights or the measurements",
     )
     return parser
 
 
 def describe_storage() -> list[str]:
-    """What is kept, for people."""
+    """Return what is kept, as lines for people."""
     found = [f"{cache_folder()}"]
     for name in (TREES_FILE, BACKENDS_FILE):
         if (file := cache_file(name)).is_file():
@@ -52,13 +52,13 @@ def describe_storage() -> list[str]:
 
 
 def clear(what: str) -> None:
-    """Drop what is kept, or a part of it."""
+    """Delete what is kept, or a part of it."""
     if what in (ALL, WEIGHTS):
         weights_cache.clear()
     if what in (ALL, MEASUREMENTS):
         for name in (TREES_FILE, BACKENDS_FILE):
             file = cache_file(name)
-            file.unlink(missing_ok=True)  # not its lock, which another process may hold
+            file.unlink(missing_ok=True)  # its lock stays: another process may hold it
 
 
 def main(argv: Sequence[str] | None = None) -> int:

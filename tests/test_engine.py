@@ -670,16 +670,16 @@ BAD = {
     "divergence of a list": (lambda: Fuzzy(divergence=["js"]), r"divergence \['js'\] is not known; choose"),
     "ids of text": (
         generate(input_ids="hello"),
-        "input_ids is a str and no tensor of token ids .*; tokenize",
+        "input_ids is a str, not a tensor of token ids .*; tokenize",
     ),
-    "no ids": (generate(input_ids=None), "input_ids is a NoneType and no tensor .*; tokenize a prompt"),
+    "no ids": (generate(input_ids=None), "input_ids is a NoneType, not a tensor .*; tokenize a prompt"),
     "ids of halves": (
         generate(input_ids=[[1.7, 2.2]]),
         "input_ids holds torch.float32: .* integers; tokenize",
     ),
     "ragged ids": (
         generate(input_ids=[[1, 2], [3]]),
-        "input_ids is a list and no tensor .*; tokenize a prompt",
+        "input_ids is a list, not a tensor .*; tokenize a prompt",
     ),
     "end token of halves": (generate(eos_token_id=2.5), "eos_token_id is 2.5: it must be one token id or a"),
     "end token of text": (generate(eos_token_id="</s>"), "eos_token_id is '</s>'"),
@@ -801,7 +801,7 @@ def test_names_that_are_no_paths(name: str) -> None:
         (hub.resolve_target, "target"),
         (lambda n: hub.resolve_head(n, ""), "draft head"),
     ):
-        with pytest.raises(ValueError, match=f"{kind} '{name}' is no path .* or a Hub id; check it"):
+        with pytest.raises(ValueError, match=f"{kind} '{name}' is not a path .* or a Hub id; check it"):
             resolve(name)
 
 

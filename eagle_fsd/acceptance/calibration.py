@@ -1,9 +1,9 @@
-"""Thresholds found by a quality budget: `calibration.json` beside a draft head, and what may be read of it.
+"""Thresholds by quality budget: reads, checks and writes the `calibration.json` beside a draft head.
 
-The budget is a bound on the law: TV, the total variation distance between the rule's own law of the next
-token and the target's (after the user's warpers), averaged over the tokens of the text. It is the share of
-tokens that a best coupling would have to change; 0 is lossless. A threshold is calibrated for one target,
-head, divergence, mode, child, least gain and sampling, and means nothing for another.
+The budget bounds TV: the total variation distance between the rule's distribution of the next token and the
+target's (after the user's warpers), averaged over the tokens of the text. It is the share of tokens that an
+optimal coupling would have to change; 0 is lossless. A threshold is calibrated for one target, head,
+divergence, mode, child, min_gain and sampling, and means nothing for another.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from eagle_fsd.files.fingerprints import differences
 
 FILE = "calibration.json"
 VERSION = 1
-Kind = tuple[str, str, str, float]  # divergence, mode, child, min_gain: what a threshold belongs to
+Kind = tuple[str, str, str, float]  # the divergence, mode, child and min_gain that a threshold belongs to
 REMEDY = "calibrate it with eval/calibrate.py, or give a number"
 AGAIN = "make the file again"
 
 
 @dataclass(frozen=True)
 class CalibratedThreshold:
-    """A threshold that was really run, and what it did.
+    """A threshold that was run on the calibration prompts, and what was measured.
 
-    tv: the mean per token over the calibration prompts; bound: its upper confidence bound; tau, lossless_tau:
-    tokens per step with it and without.
+    tv: the mean per token; bound: its upper confidence bound; tau, lossless_tau: tokens per step with the
+    threshold and without.
     """
 
     divergence: str
@@ -59,7 +59,10 @@ class CalibratedThreshold:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What eval/calibrate.py found. models: `models_identity`; made: how, when and from which prompts."""
+    """The result of eval/calibrate.py.
+
+    models: `models_identity` of the target and head. made: how, when and from which prompts it was made.
+    """
 
     models: Mapping[str, Any]
     sampling: SamplingConfig
@@ -82,7 +85,7 @@ class Calibration:
     def find(
         self, quality_budget: float, divergence: str, mode: str, child: str, min_gain: float = 0.0
     ) -> CalibratedThreshold:
-        """The largest threshold whose bound stays inside the budget; ValueError where there is none."""
+        """Return the largest threshold whose bound is inside the budget. Raises ValueError if none is."""
         wanted = divergence, mode, child, min_gain
         mine = [one for one in self.thresholds if one.kind == wanted]
         if not mine:
@@ -102,7 +105,7 @@ class Calibration:
         return max(inside, key=lambda one: one.threshold)
 
     def require(self, models: Mapping[str, Any], sampling: SamplingConfig) -> None:
-        """ValueError where it was made for other models, or for another way of sampling."""
+        """Raise ValueError if the calibration was made for other models or another sampling."""
         if other := differences(drop_target_name(self.models), drop_target_name(models)):
             raise ValueError(
                 f"threshold is auto: {FILE} was made for another target or head ({one_line(other, 300)}); "
@@ -115,12 +118,12 @@ class Calibration:
             )
 
     def write(self, path: Path) -> None:
-        """One JSON file, whole or not at all."""
+        """Write it to a JSON file, atomically."""
         write_atomically(path, json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n")
 
 
 def read_calibration(path: Path) -> Calibration:
-    """A file of Calibration.write; ValueError for none, a broken one, or one of another version."""
+    """Read a file of `Calibration.write`. Raises ValueError if it is missing, broken or another version."""
     if not path.is_file():
         raise ValueError(f"threshold is auto: there is no {FILE} beside the head ({path.parent}); {REMEDY}")
     try:
@@ -131,21 +134,21 @@ def read_calibration(path: Path) -> Calibration:
         data["thresholds"] = tuple(CalibratedThreshold(**one) for one in data["thresholds"])
         return Calibration(**data)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: is no calibration ({one_line(error, 200)}); {REMEDY}") from error
+        raise ValueError(f"{path}: is not a calibration ({one_line(error, 200)}); {REMEDY}") from error
 
 
 def format_kind(kind: Kind) -> str:
-    """A kind in words; the guard only where it is on."""
+    """Return a kind in words; min_gain is left out if it is off."""
     *words, min_gain = kind
     return ", ".join([*words, *([f"min_gain {min_gain:g}"] if min_gain else [])])
 
 
 def drop_target_name(models: Mapping[str, Any]) -> dict[str, Any]:
-    """The same weights may have been loaded under another name."""
+    """Return an identity without the target's name: the same weights may be loaded under another name."""
     target = {key: value for key, value in models["target"].items() if key != "name"}
     return {**models, "target": target}
 
 
 def format_sampling(sampling: SamplingConfig) -> str:
-    """temperature/top_k/top_p."""
+    """Return a sampling as temperature/top_k/top_p."""
     return f"{sampling.temperature:g}/{sampling.top_k}/{sampling.top_p:g}"

@@ -1,8 +1,8 @@
-"""How far the draft q is from the target p: pure functions on logits, in nats.
+"""Divergences between the target p and the draft q: pure functions on logits, in nats.
 
 Every function takes (p_logits, q_logits), both [..., V] in any floating dtype, and returns float32 [...]
-(leading dimensions broadcast). Log-probabilities are logits too. The arithmetic is float32; no gradient
-flows.
+(leading dimensions broadcast). Log-probabilities are logits too. The arithmetic is float32, without
+gradients.
 
 | name       | value                                             | range     | symmetric |
 | ---------- | ------------------------------------------------- | --------- | --------- |
@@ -12,20 +12,20 @@ flows.
 | tv         | 1/2 sum |p - q|                                   | [0, 1]    | yes       |
 | ag         | 1/2 KL(m || p) + 1/2 KL(m || q)                   | [0, inf]  | yes       |
 
-js + ag = (forward_kl + reverse_kl) / 4. `ag` is what the code published with the FSD paper calls js_div (the
-arithmetic-geometric divergence). `<name>_top10` is the same quantity after the vocabulary has been merged
-into the target's TOP_K = 10 most likely tokens and one bin for all others; it never exceeds the
-full-vocabulary value. Thresholds do not carry over between names.
+js + ag = (forward_kl + reverse_kl) / 4. `ag`, the arithmetic-geometric divergence, is what the code published
+with the FSD paper calls js_div. `<name>_top10` is the same quantity after merging the vocabulary into the
+target's TOP_K = 10 most likely tokens and one bin for all others; it never exceeds the full-vocabulary value.
+A threshold for one name means nothing for another.
 
 Zeros. A probability counts as zero where its logit is -inf or where exp(log-probability) underflows float32
-(below about 1e-45). A term whose weight is zero is 0. A weight above zero against a logit of -inf is +inf (in
-the kl's and ag), which is the true value; against an underflowed but finite log-probability it is finite, for
-the logarithm is never taken of a probability. js and tv are always finite. Nothing is NaN unless a row is no
-distribution at all (a NaN or +inf logit, or nothing but -inf).
+(below about 1e-45). A term whose weight is zero is 0. In the KLs and ag, a weight above zero against a logit
+of -inf gives +inf, which is the true value. Against an underflowed but finite log-probability it gives a
+finite value, because no logarithm of a probability is taken. js and tv are always finite. A value is NaN only
+if a row is not a distribution at all (a NaN or +inf logit, or nothing but -inf).
 
-A draft that gives no probability to most tokens (a head with a draft vocabulary) meets that infinity: for
-forward_kl and ag wherever p is anywhere else above zero, that is always; for their top variants where one of
-the ten best is such a token, however little p gives it. SPARSE_DIVERGENCES are the others, which stay finite.
+A head with a draft vocabulary gives most tokens no probability, so it meets that infinity: in forward_kl and
+ag always, because p is above zero on some of those tokens; in their top variants where one of the ten best
+tokens is not drafted, however unlikely it is. SPARSE_DIVERGENCES are the others, which stay finite.
 """
 
 import math
@@ -44,21 +44,21 @@ _LN2 = 0.69314712  # the largest float32 below ln 2, so that js <= ln 2 also hol
 
 @torch.no_grad()
 def reverse_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """KL(q || p) = sum q (log q - log p): large where the draft puts mass that the target does not."""
+    """Return KL(q || p) = sum q (log q - log p): large where the draft puts mass and the target does not."""
     log_p, log_q = _log_probs(p_logits, q_logits)
     return _kl(log_q, log_p)
 
 
 @torch.no_grad()
 def forward_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """KL(p || q) = sum p (log p - log q): large where the draft misses mass that the target has."""
+    """Return KL(p || q) = sum p (log p - log q): large where the draft misses mass that the target has."""
     log_p, log_q = _log_probs(p_logits, q_logits)
     return _kl(log_p, log_q)
 
 
 @torch.no_grad()
 def js(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """Jensen-Shannon divergence, at most ln 2."""
+    """Return the Jensen-Shannon divergence, at most ln 2."""
     p, q = _probs(p_logits, q_logits)
     m = (p + q).mul_(0.5).clamp_min_(_TINY)
     # Clamped ratios make 0 log 0 an exact 0; p == q gives log 1, an exact 0 as well.
@@ -69,23 +69,27 @@ def js(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def tv(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """Total variation distance, at most 1: the most that p and q can differ on any set of tokens."""
+    """Return the total variation distance, at most 1: how much p and q differ at most on a set of tokens."""
     p, q = _probs(p_logits, q_logits)
     return (p - q).abs_().sum(-1).mul_(0.5).clamp_(0.0, 1.0)
 
 
 @torch.no_grad()
 def ag(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """1/2 KL(m || p) + 1/2 KL(m || q) = sum m log(m / sqrt(p q)) = sum m log cosh((log q - log p) / 2)."""
+    """Return 1/2 KL(m || p) + 1/2 KL(m || q).
+
+    This equals sum m log(m / sqrt(p q)) = sum m log cosh((log q - log p) / 2).
+    """
     log_p, log_q = _log_probs(p_logits, q_logits)
     gap = (log_q - log_p).abs_()
     m = (log_p.exp() + log_q.exp()).mul_(0.5)
+    # log cosh(gap / 2) by way of exp(-gap), which cannot overflow.
     log_cosh = torch.exp(-gap).add_(1.0).mul_(0.5).log_().add_(gap, alpha=0.5)
     return log_cosh.mul_(m).masked_fill_(m == 0.0, 0.0).sum(-1).clamp_min_(0.0)
 
 
 def over_top_k(divergence: Divergence, k: int = TOP_K) -> Divergence:
-    """The same divergence over k + 1 outcomes: the target's k most likely tokens and one bin for the rest."""
+    """Return a divergence over k + 1 outcomes: the target's k likeliest tokens and one bin for the rest."""
 
     @torch.no_grad()
     def coarse(p_logits: Tensor, q_logits: Tensor) -> Tensor:
@@ -113,23 +117,24 @@ _LARGEST = {"js": _LN2, "tv": 1.0}
 
 
 def largest_value(name: str) -> float:
-    """What a divergence never exceeds: a threshold of so much lets everything through, unmeasured."""
+    """Return a divergence's largest value. A threshold this large lets every child through."""
     get_divergence(name)
     return _LARGEST.get(name.removesuffix(f"_top{TOP_K}"), math.inf)
 
 
 def get_divergence(name: str) -> Divergence:
-    """The function behind a name of DIVERGENCES; ValueError with all names otherwise."""
+    """Return the divergence of this name. Raises ValueError with all names if there is none."""
     if not isinstance(name, str) or name not in DIVERGENCES:
         raise ValueError(f"divergence {name!r} is not known; choose one of: {', '.join(DIVERGENCES)}")
     return DIVERGENCES[name]
 
 
 def sparse_divergence(name: str, p_logits: Tensor, log_q: Tensor, drafted: Tensor | None) -> Tensor:
-    """The divergence of p_logits [..., V] and a draft log_q [..., W] of the tokens drafted [W]; None: all V.
+    """Return the divergence of p_logits [..., V] and log_q [..., W] of the tokens drafted [W]; None: all V.
 
-    Outcomes of one ratio p / q, here those of q = 0, can be merged without a change to any of _FULL (all are
-    f-divergences), which leaves W + 1 outcomes of V. The top variants look at tokens one by one: all of them.
+    All of _FULL are f-divergences, which do not change when outcomes with the same ratio p / q are merged.
+    The outcomes with q = 0 are such a set, so W + 1 outcomes replace V. The top variants rank single tokens
+    and need all V.
     """
     divergence = get_divergence(name)
     if drafted is None:
@@ -139,34 +144,37 @@ def sparse_divergence(name: str, p_logits: Tensor, log_q: Tensor, drafted: Tenso
         return divergence(p_logits, whole.index_copy_(-1, drafted, log_q))
     drafted = drafted.expand(*p_logits.shape[:-1], -1)
     p = p_logits.softmax(-1, dtype=torch.float32)
-    # The one pass over V also gives the norm: p of the likeliest token is exp(its logit - norm).
+    # The softmax also gives the norm without another pass: the largest p is exp(its logit - norm).
     norm = p_logits.amax(-1, keepdim=True).float() - p.amax(-1, keepdim=True).log()
     listed = p_logits.gather(-1, drafted).float() - norm
-    # Summed, not 1 - the others, of which rounding could leave nothing.
+    # The rest is summed, not taken as 1 - sum(listed): rounding could make that 0.
     rest = p.scatter_(-1, drafted, 0.0).sum(-1, keepdim=True)
     nothing = torch.full_like(log_q[..., :1], -math.inf)
     return divergence(torch.cat((listed, rest.log()), dim=-1), torch.cat((log_q, nothing), dim=-1))
 
 
 def require_sparse(name: str, tokens: int) -> None:
-    """Raise ValueError for a divergence that is infinite where a draft of few tokens has no probability."""
+    """Raise ValueError if a divergence is infinite for a draft over `tokens` of the target's tokens only."""
     if name not in SPARSE_DIVERGENCES:
         raise ValueError(
-            f"divergence is {name!r}: it is infinite where the draft has no probability, as outside the "
+            f"divergence is {name!r}: it is infinite where the draft has no probability, that is outside the "
             f"head's draft vocabulary of {tokens} tokens; choose one of {', '.join(SPARSE_DIVERGENCES)}, "
             "or draft over all tokens (full_vocabulary, --full-vocabulary)"
         )
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """KL(a || b) on log-probabilities."""
+    """Return KL(a || b) of log-probabilities."""
     a = log_a.exp()
-    # Where a is 0 the difference may be -inf or NaN (both -inf), so the product is overwritten, not trusted.
+    # Where a is 0, the difference may be -inf or NaN (if both are -inf), so the product is set to 0.
     return (log_a - log_b).mul_(a).masked_fill_(a == 0.0, 0.0).sum(-1).clamp_min_(0.0)
 
 
 def _merge_rest(logits: Tensor, top: Tensor) -> Tensor:
-    """Logits of k + 1 outcomes: those at `top` and the log-sum-exp of all others, exact however small."""
+    """Return the logits of k + 1 outcomes: those at `top`, and one for all others.
+
+    The log-sum-exp is exact however small the others are; 1 - sum would lose them to rounding.
+    """
     rest = logits.scatter(-1, top, -math.inf).logsumexp(-1, keepdim=True)
     return torch.cat((logits.gather(-1, top), rest), dim=-1)
 

@@ -1,4 +1,4 @@
-"""Fuzzy speculative decoding's rule: follow the draft where its distribution is close to the target's."""
+"""The rule of Fuzzy Speculative Decoding: follow the draft where its distribution is near the target's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Threshold(Protocol):
 
 
 class Thresholds(Protocol):
-    """Thresholds by quality budget: a `Calibration`."""
+    """Looks up thresholds by quality budget: a `Calibration`."""
 
     def find(
         self, quality_budget: float, divergence: str, mode: str, child: str, min_gain: float
@@ -47,10 +47,10 @@ class Fuzzy:
       authors' code drafts greedily). "target": the largest p.
 
     Guards narrow the children that may be chosen. Always on: p > 0 after the user's warpers. min_p: p >=
-    min_p * max p. max_overshoot: q <= max_overshoot * p. min_gain: below the child the target's own draws are
-    expected to accept so many more tokens of this tree (`Verified.gains`): a child that leads nowhere costs
-    as much faith as one that does, and saves less. exact_eos: an end token is only ever emitted by the
-    target. max_consecutive, exact_prefix: see AcceptanceRule. p and q of min_p and max_overshoot are raw, at
+    min_p * max p. max_overshoot: q <= max_overshoot * p. min_gain: the target's own draws are expected to
+    accept at least this many more tokens of the tree below the child (`Verified.gains`); following a child
+    that leads nowhere changes the text as much and saves less. exact_eos: only the target emits end tokens.
+    max_consecutive, exact_prefix: see AcceptanceRule. p and q of min_p and max_overshoot are raw, at
     temperature 1, like the divergence.
     """
 
@@ -86,34 +86,34 @@ class Fuzzy:
         child: str = "draft",
         min_gain: float = 0.0,
     ) -> Fuzzy:
-        """The rule with the largest threshold that a calibration knows to stay inside the budget."""
+        """Return the rule with the largest threshold that a calibration puts inside the budget."""
         found = calibration.find(quality_budget, divergence, mode, child, min_gain)
         return cls(found.threshold, divergence, mode=mode, child=child, min_gain=min_gain)
 
     def chances(self, verified: Verified) -> Tensor | None:
-        # T = 0 must stay lossless where a perfect head makes the divergence exactly 0, so it is a switch,
-        # not a bound.
+        # T = 0 must stay lossless even where a perfect head makes the divergence exactly 0. So it turns the
+        # rule off instead of being compared.
         if self.threshold == 0 or not verified.tree.owners.shape[1]:
             return None
         eligible = verified.allowed(self.exact_eos) & verified.at_parent(self.is_close(verified))  # [B, N]
         log_q = verified.tree.node_log_q()
-        if self.min_p > 0:  # of the ratio to the largest p, the norm falls out
+        if self.min_p > 0:  # the norm cancels out in the ratio to the largest p
             gap = verified.at_token(verified.logits) - verified.at_parent(verified.logits.amax(-1))
             eligible &= gap >= math.log(self.min_p)
         if self.max_overshoot < math.inf:
             eligible &= log_q.exp() <= self.max_overshoot * verified.log_p().exp()
         if self.min_gain > 0:
             eligible &= verified.gains() >= self.min_gain
-        if self.child == "target":  # among siblings, the order of p is that of the logits
+        if self.child == "target":  # siblings share one softmax, so their logits are in the order of p
             return likeliest_chances(verified.tree, eligible, verified.at_token(verified.logits))
         if self.child == "likeliest" or verified.sampling.greedy:
             return likeliest_chances(verified.tree, eligible, log_q)
         return proportional_chances(verified.tree, eligible, log_q)
 
     def is_close(self, verified: Verified) -> Tensor:
-        """Where divergence(p, q) <= threshold: [B, N] bool; nowhere that p or q is no distribution.
+        """Return where divergence(p, q) <= threshold: [B, N] bool; False where p or q is no distribution.
 
-        Under a threshold that the divergence cannot exceed nothing is measured but that.
+        If the divergence cannot exceed the threshold, it is not computed: only finite logits are checked.
         """
         if self.threshold < largest_value(self.divergence):
             return self.node_divergences(verified) <= self.threshold
@@ -121,8 +121,9 @@ class Fuzzy:
         return drafted & verified.logits.amax(-1).isfinite()
 
     def node_divergences(self, verified: Verified) -> Tensor:
-        """divergence(p, q) at every node [B, N]; infinite where nothing was drafted."""
+        """Return divergence(p, q) at every node [B, N]; infinite where nothing was drafted."""
         tree = verified.tree
+        # Only M of N nodes own a draft distribution, so p is taken at these before the work over V.
         rows = torch.arange(len(tree.owners), device=tree.owners.device)[:, None]
         logits = verified.logits[rows, tree.owners.clamp(min=0)]  # [B, M, V]
         measured = sparse_divergence(self.divergence, logits, tree.log_q, tree.drafted)

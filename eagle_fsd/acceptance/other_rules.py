@@ -1,9 +1,9 @@
-"""The other relaxed rules that speculative decoding knows, for comparison.
+"""Relaxed acceptance rules of other papers and programs, for comparison.
 
-They were made for one drafted token at a time, drawn or the likeliest. Here siblings compete, so each
-docstring says what its rule does then. Wherever a rule is exact (its threshold at the lossless end) it is so
-here. p is after the user's warpers unless a rule says otherwise; like everywhere, a child needs p > 0, and
-with `exact_eos` an end token is only ever emitted by the target.
+They were made for one drafted token at a time. Here siblings compete, so each docstring says what the rule
+then does. A rule whose parameters make it lossless in its source is lossless here too. p is after the user's
+warpers unless a rule says otherwise. As everywhere, a child needs p > 0, and with `exact_eos` only the target
+emits end tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from eagle_fsd.core.config import HYBRID, PAPER
 class Typical:
     """Medusa's typical acceptance (Cai et al., arXiv 2401.10774, section 2.3.1), on competing siblings.
 
-    A child is typical when p(x) > min(epsilon, delta * exp(-H(p))), H the entropy in nats; of several the
-    likeliest is taken. p is at the sampling temperature, before top-k and top-p; when greedy, at temperature
-    1. mode and the guards as in Fuzzy.
+    A child is typical when p(x) > min(epsilon, delta * exp(-H(p))), where H is the entropy in nats; the
+    likeliest typical child is followed. p is at the sampling temperature, before top-k and top-p; when
+    greedy, at temperature 1. mode and the guards are those of Fuzzy.
     """
 
     epsilon: float = 0.3
@@ -43,7 +43,7 @@ class Typical:
 
     def chances(self, verified: Verified) -> Tensor:
         log_p = log_p_at_temperature(verified)  # [B, N, V]
-        entropy = torch.special.entr(log_p.exp()).sum(-1)  # [B, N]
+        entropy = torch.special.entr(log_p.exp()).sum(-1)  # [B, N]; entr(0) is 0, p * log p would be NaN
         bound = (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
         log_p = verified.at_token(log_p)  # [B, N]
         eligible = verified.allowed(self.exact_eos) & (log_p.exp() > verified.at_parent(bound))
@@ -52,12 +52,12 @@ class Typical:
 
 @dataclass(frozen=True)
 class RelaxedTopK:
-    """TensorRT-LLM's relaxed acceptance: among the `candidates` best of p, within `margin` of the best.
+    """TensorRT-LLM's relaxed acceptance (relaxed_topk, relaxed_delta).
 
-    A child qualifies when it is one of the `candidates` tokens of largest p and p(x) >= max p - margin; of
-    several the likeliest is taken. p is at the sampling temperature, before top-k and top-p; when greedy, at
-    temperature 1. candidates = 1 is the target's greedy choice. (TensorRT-LLM: relaxed_topk, relaxed_delta,
-    which follow the draft first, as mode "paper" does.)
+    A child qualifies when it is one of the `candidates` likeliest tokens of p and p(x) >= max p - margin; the
+    likeliest such child is followed. p is at the sampling temperature, before top-k and top-p; when greedy,
+    at temperature 1. candidates = 1 allows only the target's greedy choice. TensorRT-LLM follows the draft
+    first, as mode "paper" does.
     """
 
     candidates: int = 3
@@ -75,6 +75,7 @@ class RelaxedTopK:
     def chances(self, verified: Verified) -> Tensor:
         log_p = log_p_at_temperature(verified)  # [B, N, V]
         best = log_p.topk(min(self.candidates, log_p.shape[-1]), dim=-1).values  # [B, N, K]
+        # Both conditions are lower bounds on p(x), so the larger one decides.
         bound = torch.maximum(best[..., -1].exp(), best[..., 0].exp() - self.margin)
         log_p = verified.at_token(log_p)
         eligible = verified.allowed(self.exact_eos) & (log_p.exp() >= verified.at_parent(bound))
@@ -85,10 +86,11 @@ class RelaxedTopK:
 class SGLang:
     """SGLang's thresholds (speculative_accept_threshold_single, speculative_accept_threshold_acc).
 
-    Its sampler goes through the siblings in the tree's order with one coin u and takes the first x with
-    p(x) >= single, or with u * acc <= the sum of p over the siblings so far; if none is taken, it draws from
-    p without them. Both at 1 it is lossless. This rule has exactly that law: chances are solved for so that
-    "ask the rule, then the draw" comes to the same. When greedy SGLang ignores both, and so does this.
+    Its sampler goes through the siblings in the tree's order with one uniform number u and takes the first x
+    with p(x) >= single, or with u * acc <= the sum of p over the siblings so far. If it takes none, it draws
+    from p without them. With both at 1 it is lossless. This rule has exactly the same distribution: its
+    chances are solved so that asking the rule first and then following the draw gives it. When greedy, SGLang
+    ignores both thresholds, and so does this rule.
     """
 
     mode: ClassVar[str] = PAPER
@@ -101,7 +103,7 @@ class SGLang:
 
     def __post_init__(self) -> None:
         require_number("single", self.single, 0.0, 1.0, "1 turns it off")
-        require_number("acc", self.acc, 1e-9, 1.0, "1 turns it off")  # SGLang clamps it so
+        require_number("acc", self.acc, 1e-9, 1.0, "1 turns it off")  # SGLang clamps it to 1e-9 too
 
     def chances(self, verified: Verified) -> Tensor | None:
         if verified.probs is None:
@@ -110,14 +112,14 @@ class SGLang:
         p = torch.where(allowed, verified.at_token(verified.probs), 0.0)  # [B, N]
         siblings = verified.tree.children  # [B, N, N]
         mine = siblings * p[:, None, :]
-        through = (mine.cumsum(-1) / self.acc).clamp(max=1.0)  # the coins spent up to each sibling
-        # From a token that passes alone on, every coin is spent.
+        through = (mine.cumsum(-1) / self.acc).clamp(max=1.0)  # probability to stop at or before a sibling
+        # A token that passes by itself (p >= single) is always taken if it is reached.
         sure = (mine >= self.single) & siblings & allowed[:, None, :]
         through = torch.where(sure.cumsum(-1) > 0, 1.0, through)
-        taken = through.diff(dim=-1, prepend=torch.zeros_like(through[..., :1]))  # [B, N, N] SGLang's law
+        taken = through.diff(dim=-1, prepend=torch.zeros_like(through[..., :1]))  # [B, N, N]
         total, mass = taken.sum(-1, keepdim=True), mine.sum(-1, keepdim=True)
-        # What is not taken falls to p without the siblings; the draw falls on all of p. The difference, which
-        # the draw gives the siblings, is not the rule's to give.
+        # If SGLang takes no sibling, it draws from p without them; our draw comes from all of p. The share
+        # that our draw gives a sibling is therefore subtracted from the rule's chance.
         left = torch.where(mass < 1, (1 - total) / (1 - mass).clamp(min=1e-9), 0.0).clamp(0.0, 1.0)
         return (siblings * (taken - left * mine)).clamp(min=0.0).sum(1)
 
@@ -126,10 +128,10 @@ class SGLang:
 class Cactus:
     """Constrained acceptance (Cactus, Hao and Mou, arXiv 2604.04987): a bonus for the drafted token.
 
-    The law p' that gives the drafted token x the most probability with KL(p' || p) of about delta at most has
-    p'(x) = min(1, p(x) + sqrt(2 delta p(x) (1 - p(x)))) and is p, scaled, elsewhere. x is the child of the
-    largest q; its siblings are matched against the draw as ever. delta = 0 is lossless; so is greedy
-    decoding, where p is 0 or 1.
+    Of the distributions p' with KL(p' || p) of at most about delta, the one that gives the drafted token x
+    the most probability has p'(x) = min(1, p(x) + sqrt(2 delta p(x) (1 - p(x)))), and is p, rescaled,
+    elsewhere. x is the child with the largest q; its siblings are only matched against the draw. delta = 0 is
+    lossless, and so is greedy decoding, where p is 0 or 1.
     """
 
     mode: ClassVar[str] = PAPER
@@ -150,19 +152,18 @@ class Cactus:
         )
         p = verified.at_token(verified.probs).clamp(0.0, 1.0)
         bonus = torch.sqrt(2 * self.delta * p * (1 - p))
-        # Following x before the draw with chance c makes its probability p + c (1 - p).
+        # Following x with chance c before the draw gives it probability p + c (1 - p); solve for c.
         return drafted * (bonus / (1 - p).clamp(min=1e-9)).clamp(max=1.0)
 
 
 @dataclass(frozen=True)
 class Ensemble:
-    """The static ensemble weight * p + (1 - weight) * q as the law of the next token.
+    """The static ensemble weight * p + (1 - weight) * q as the distribution of the next token.
 
-    q is at the sampling temperature; what it gives to tokens outside the tree, or that p rules out, goes to
-    p.
-    weight = 1 is lossless. When greedy, the token of largest weight * p + (1 - weight) * q (at temperature 1)
-    is followed if it is a child. (Speculative decoding with an ensemble for its target: Fu et al., arXiv
-    2502.01662.)
+    Speculative decoding with an ensemble as its target is from Fu et al., arXiv 2502.01662. q is at the
+    sampling temperature; the mass that it gives to tokens outside the tree, or to tokens that p rules out,
+    goes to p. weight = 1 is lossless. When greedy, the token with the largest weight * p + (1 - weight) * q
+    (at temperature 1) is followed if it is a child.
     """
 
     mode: ClassVar[str] = PAPER
@@ -187,12 +188,13 @@ class Ensemble:
             best = (self.weight * p + (1 - self.weight) * q).argmax(-1)  # [B, M]
             owned = tree.owners[:, :, None] == tree.parents[:, None, :]  # [B, M, N]
             return (allowed & (owned & (best[:, :, None] == tree.tokens[:, None, :])).any(1)).float()
+        # The draft's distributions are at temperature 1; temper them like the target's.
         log_q = (tree.log_q / verified.sampling.temperature).log_softmax(-1)  # [B, M, W]
         drafted = replace(tree, log_q=log_q).node_log_q().exp()  # [B, N]
         return torch.where(allowed, (1 - self.weight) * drafted, 0.0)
 
 
 def log_p_at_temperature(verified: Verified) -> Tensor:
-    """log p [B, N, V] at the sampling temperature, before top-k and top-p; at temperature 1 when greedy."""
+    """Return log p [B, N, V] at the sampling temperature (1 when greedy), before top-k and top-p."""
     temperature = 1.0 if verified.sampling.greedy else verified.sampling.temperature
     return (verified.logits / temperature).log_softmax(-1)

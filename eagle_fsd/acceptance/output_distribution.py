@@ -1,10 +1,10 @@
-"""The law of the next token under a rule, in closed form, and how far it is from the target's.
+"""The distribution r of the next token under a rule, in closed form, and how far it is from the target's.
 
-A rule's chances f and the target's p say it all. With C the children of a node, asked there,
-    hybrid:  law(x) = p(x) + (1 - p(C)) f(x)     on C,    law(x) = (1 - f(C)) p(x)  elsewhere;
-    paper:   law(x) = f(x) + (1 - f(C)) p(x)     on C,    law(x) = (1 - f(C)) p(x)  elsewhere.
-Where the rule is not asked, or has no chances, the law is p. The law is that of a context given its tree: a
-text is drawn from it token by token.
+It follows from the rule's chances f and the target's p. At a node with children C where the rule is asked,
+    hybrid:  r(x) = p(x) + (1 - p(C)) f(x)     on C,    r(x) = (1 - f(C)) p(x)  elsewhere;
+    paper:   r(x) = f(x) + (1 - f(C)) p(x)     on C,    r(x) = (1 - f(C)) p(x)  elsewhere.
+Where the rule is not asked, or has no chances, r is p. r is conditional on the context and its tree: a text
+is drawn from it token by token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from eagle_fsd.core.sampling import warp
 
 
 def path_distributions(verified: Verified, verdict: Verdict, mode: str) -> tuple[Tensor, Tensor]:
-    """The rule's law and the target's p at the nodes of the accepted path, both [B, depth + 1, V].
+    """Return the rule's distribution r and the target's p at the accepted path's nodes: [B, depth + 1, V].
 
     Entries past the path's length mean nothing.
     """
@@ -35,17 +35,17 @@ def path_distributions(verified: Verified, verdict: Verdict, mode: str) -> tuple
     tokens = verified.tree.tokens[:, None, :].expand_as(follows)
     bonus = torch.zeros_like(p).scatter_add_(-1, tokens, follows)  # [B, D, V], f on C
     asked = follows.sum(-1, keepdim=True)  # f(C)
-    law = (1 - asked) * p + bonus
+    r = (1 - asked) * p + bonus
     if mode != PAPER:
         mine = children * p.gather(-1, tokens)
         inside = mine.sum(-1, keepdim=True)  # p(C)
-        law = (1 - asked) * p + (1 - inside) * bonus
-        law = law.scatter_add(-1, tokens, asked * mine)
-    return law, p
+        r = (1 - asked) * p + (1 - inside) * bonus
+        r = r.scatter_add(-1, tokens, asked * mine)  # on C, give back the f(C) p(x) that was taken above
+    return r, p
 
 
-def distances(law: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(law || p), infinite where the law leaves p's support, and TV(law, p): both [...] for [..., V]."""
-    ratio = torch.where(law > 0, law.log() - p.log(), 0.0)
-    kl = torch.where(law > 0, law * ratio, 0.0).sum(-1).clamp(min=0.0)
-    return kl, (law - p).abs().sum(-1).mul(0.5).clamp(max=1.0)
+def distances(r: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return KL(r || p), infinite where r leaves p's support, and TV(r, p): both [...] for [..., V]."""
+    ratio = torch.where(r > 0, r.log() - p.log(), 0.0)
+    kl = torch.where(r > 0, r * ratio, 0.0).sum(-1).clamp(min=0.0)
+    return kl, (r - p).abs().sum(-1).mul(0.5).clamp(max=1.0)

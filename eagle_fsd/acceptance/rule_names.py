@@ -1,4 +1,4 @@
-"""All acceptance rules by name: from a word to a rule, and from a rule to what JSON can hold of it."""
+"""All acceptance rules by name: from text to a rule, and from a rule to JSON values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = {rule: name for name, rule in RULES.items()}
 
 
 def build_rule(name: str, **parameters: Any) -> AcceptanceRule:
-    """The rule of a name of RULES; ValueError for another name, or a parameter that it does not have."""
+    """Build the rule of this name. Raises ValueError if RULES has no such name, or the rule no such field."""
     if name not in RULES:
         raise ValueError(f"rule is {name!r}: it must be one of {', '.join(RULES)}; choose one")
     takes = [field.name for field in dataclasses.fields(RULES[name])]
@@ -36,7 +36,7 @@ def build_rule(name: str, **parameters: Any) -> AcceptanceRule:
 
 
 def describe(rule: AcceptanceRule) -> dict[str, Any]:
-    """A rule as JSON can hold it: its name and its fields; an infinite number becomes "inf"."""
+    """Return a rule's name and fields as JSON values; an infinite number becomes "inf"."""
     fields = {
         field.name: getattr(rule, field.name)
         for field in dataclasses.fields(rule)  # type: ignore[arg-type]
@@ -47,10 +47,10 @@ def describe(rule: AcceptanceRule) -> dict[str, Any]:
 
 
 def parse_rule(text: str) -> AcceptanceRule:
-    """The rule written NAME[:VALUE]..., the values in the order of its fields or as field=value.
+    """Parse a rule written NAME[:VALUE]..., with values in the order of its fields or as field=value.
 
-    A divergence's name stands for the fuzzy rule with it: js:0.3, js:0.3:paper:likeliest, js:0.3:min_p=0.1;
-    cactus:0.1, typical:0.3:0.09:paper, lossless. ValueError for what is none.
+    A divergence's name means the fuzzy rule with that divergence. Examples: js:0.3, js:0.3:paper:likeliest,
+    js:0.3:min_p=0.1, cactus:0.1, typical:0.3:0.09:paper, lossless. Raises ValueError for anything else.
     """
     name, *values = text.split(":")
     fixed: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def parse_rule(text: str) -> AcceptanceRule:
 
 
 def read_value(text: str, key: str, given: str, default: object) -> object:
-    """A field's value from its spelling; its default tells its kind."""
+    """Parse a field's value; the field's default tells its type."""
     kinds: dict[type, Any] = {
         bool: {"true": True, "false": False}.__getitem__,
         int: int,
@@ -89,4 +89,4 @@ def read_value(text: str, key: str, given: str, default: object) -> object:
     try:
         return kinds[type(default)](given)
     except (KeyError, ValueError) as error:
-        raise ValueError(f"rule is {text!r}: {key} is {given!r}, which is no value for it") from error
+        raise ValueError(f"rule is {text!r}: {key} is {given!r}, which is not a valid value") from error

@@ -1,4 +1,4 @@
-"""What the command line says of an answer: one object of JSON, or one line of summary."""
+"""Reports an answer on the command line: as one JSON object, or as one line of summary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-# torch takes seconds to import: only what has run a model imports it, so that --help answers at once.
+# torch takes seconds to import. It is imported only to run a model, so that --help answers at once.
 if TYPE_CHECKING:
     from eagle_fsd.acceptance.accept import AcceptanceRule
     from eagle_fsd.core.stats import GenerationStats
@@ -24,7 +24,7 @@ JSON_KEYS = (
 
 @dataclass
 class Answer:
-    """What one prompt gave: the new token ids, their text and statistics, and the target alone."""
+    """The answer to one prompt: new token ids, text, statistics, and what the target alone gave."""
 
     prompt_tokens: int
     stats: GenerationStats
@@ -33,8 +33,8 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     interrupted: bool = False
-    seed: str | None = None  # as --seed takes it; None where nothing was sampled
-    ignored_defaults: str = ""  # what the model's generation_config asks for and nobody did
+    seed: str | None = None  # as --seed takes it; None if nothing was sampled
+    ignored_defaults: str = ""  # options of the model's generation_config that were not applied
     baseline: GenerationStats | None = None
     baseline_ids: list[int] | None = None
 
@@ -50,7 +50,7 @@ class Answer:
 
 
 def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
-    """rule, threshold, divergence and mode for JSON, null where it has none; lossless is threshold 0."""
+    """Return rule, threshold, divergence and mode for JSON, null if absent; lossless has threshold 0."""
     from eagle_fsd.acceptance.rule_names import describe
 
     described = describe(rule)
@@ -61,12 +61,13 @@ def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
 
 
 def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
-    """One line with JSON_KEYS; draft_vocab_size where the head has one, rule where it is one of others.
+    """Return one line of JSON with JSON_KEYS.
 
-    With --baseline the keys of the target alone follow (null if interrupted).
+    It also has draft_vocab_size if the head has one, and rule unless that is fuzzy or lossless. With
+    --baseline the keys of the target alone follow (null if interrupted).
     """
     stats, fields = answer.stats.to_dict(), rule_fields(answer.rule)
-    if (rule := fields.pop("rule")) in ("fuzzy", "lossless"):  # its fields tell which
+    if (rule := fields.pop("rule")) in ("fuzzy", "lossless"):  # the other fields tell which
         rule = None
     record = {
         "text": answer.text,
@@ -100,8 +101,10 @@ def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
 
 
 def summary(answer: Answer) -> str:
-    """`128 tokens in 3.2 s (40.0 tok/s), tau 2.31, 17 fuzzy accepts, js <= 0.3 hybrid, tree 8/4/4`, and the
-    comparison."""
+    """Return one line of summary, and the comparison with the target alone if there is one.
+
+    For example: `128 tokens in 3.2 s (40.0 tok/s), tau 2.31, 17 fuzzy accepts, js <= 0.3 hybrid, tree 8/4/4`.
+    """
     stats = answer.stats
     fields = rule_fields(answer.rule)
     if fields["divergence"] and fields["threshold"]:
@@ -124,6 +127,7 @@ def summary(answer: Answer) -> str:
 
 
 def format_speed(stats: GenerationStats, tokens: int) -> str:
+    """Return how many tokens came in how many seconds."""
     return (
         f"{tokens} token{'s' * (tokens != 1)} in {stats.seconds:.1f} s ({stats.tokens_per_second:.1f} tok/s)"
     )

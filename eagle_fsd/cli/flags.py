@@ -1,4 +1,4 @@
-"""The command line's flags."""
+"""The flags of the command line, with their help texts."""
 
 from __future__ import annotations
 
@@ -14,20 +14,12 @@ from eagle_fsd.version import __version__
 AUTO = "auto"
 USAGE = 2  # the exit code of a user's mistake
 
-
-RULE_NAMES = (
-    "fuzzy",
-    "lossless",
-    "typical",
-    "relaxed_topk",
-    "sglang",
-    "cactus",
-    "ensemble",
-)  # of rules.RULES
+# The names of acceptance.rule_names.RULES, repeated here because that module imports torch.
+RULE_NAMES = ("fuzzy", "lossless", "typical", "relaxed_topk", "sglang", "cactus", "ensemble")
 
 DESCRIPTION = """\
-Answer a prompt with a target model, several tokens a step: a small draft head proposes a tree of tokens
-(EAGLE-2), the target checks it in one forward, and a rule says what to keep. --threshold 0, the default,
+Answer a prompt with a target model, several tokens per step: a small draft head proposes a tree of tokens
+(EAGLE-2), the target checks it in one forward, and a rule decides what to keep. --threshold 0, the default,
 keeps the target's own text; above 0 (fuzzy speculative decoding) the draft is also followed where the two
 distributions are that close."""
 
@@ -37,7 +29,7 @@ examples:
   python -m eagle_fsd.generate --threshold 0.3 --temperature 0.6 --top-p 0.9 --top-k 50 "Tell me a story."
   echo "Why is the sky blue?" | python -m eagle_fsd.generate --json -
 
-A threshold belongs to its divergence: 0.3 in js is another strictness than 0.3 in reverse_kl. In EAGLE's own
+A threshold belongs to its divergence: 0.3 means something else in js than in reverse_kl. In EAGLE's own
 scripts --depth is one less than here, and --top-k is the tree's (here --tree-top-k)."""
 
 
@@ -49,6 +41,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all flags."""
     tree, sampling = TreeConfig(), SamplingConfig()
     parser = OneLineParser(
         prog="eagle-fsd" if Path(sys.argv[0]).stem == "eagle-fsd" else "python -m eagle_fsd.generate",
@@ -66,11 +59,11 @@ def build_parser() -> argparse.ArgumentParser:
     source.add_argument(
         "--prompt-file",
         metavar="FILE",
-        help="a text file is one prompt; a .jsonl file one a line: `prompt`, `question`, `turns` ...",
+        help="a text file is one prompt; a .jsonl file has one per line: `prompt`, `question`, `turns` ...",
     )
     group.add_argument("--system", metavar="TEXT", help="system message of the chat template")
     group.add_argument(
-        "--raw", action="store_true", help="continue the prompt as it stands, without a chat template"
+        "--raw", action="store_true", help="continue the prompt as it is, without a chat template"
     )
 
     group = parser.add_argument_group("models")
@@ -88,9 +81,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--dtype", help="float32, float16 or bfloat16 (default: chosen by the device)")
     group.add_argument(
-        "--head-dtype", metavar="DTYPE", help="what drafts are computed in (default: the target's dtype)"
+        "--head-dtype", metavar="DTYPE", help="dtype of the draft head (default: the target's dtype)"
     )
-    group.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one, else cpu)")
+    group.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is a GPU, else cpu)")
     group.add_argument("--device-map", metavar="MAP", help="spread the target over devices, e.g. auto")
     group.add_argument(
         "--attn-implementation", metavar="NAME", help="sdpa or eager (default: the model's own choice)"
@@ -100,20 +93,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--no-pack",
         dest="pack",
         action="store_false",
-        help="on a CPU, keep no second copy of the weights in oneDNN's or MKL's own order: half the memory, "
-        "slower where one is kept (--device-map keeps none)",
+        help="on a CPU, keep no second copy of the weights packed for oneDNN or MKL: half the memory, but "
+        "slower (--device-map never keeps one)",
     )
     group.add_argument(
         "--no-graphs",
         dest="graphs",
         action="store_false",
-        help="on CUDA, launch every operation instead of replaying CUDA graphs: slower, for finding faults",
+        help="on CUDA, launch every operation instead of replaying CUDA graphs: slower, for debugging",
     )
     group.add_argument(
         "--no-weights-cache",
         dest="weights_cache",
         action="store_false",
-        help="convert a .gguf file's weights anew, and keep no copy in ~/.cache/eagle_fsd",
+        help="convert a .gguf file's weights again, and keep no copy in ~/.cache/eagle_fsd",
     )
 
     group = parser.add_argument_group("acceptance")
@@ -121,37 +114,39 @@ def build_parser() -> argparse.ArgumentParser:
         "--threshold",
         type=parse_auto_or(float, "a number"),
         metavar="T",
-        help="follow the draft where divergence(p, q) <= T (default: 0, lossless); auto: the largest that "
-        "the head's calibration knows to keep within --quality-budget",
+        help="follow the draft where divergence(p, q) <= T (default: 0, lossless); auto: the largest T that "
+        "the head's calibration puts inside --quality-budget",
     )
     group.add_argument(
         "--quality-budget",
         type=float,
         metavar="B",
-        help="with --threshold auto: the share of tokens that may have to differ, by the total variation "
-        f"between the rule's law and the target's (default: {AutoThreshold().quality_budget:g})",
+        help="with --threshold auto: the share of tokens that may differ, as the mean total variation "
+        "distance between the rule's distribution and the target's "
+        f"(default: {AutoThreshold().quality_budget:g})",
     )
     group.add_argument(
         "--divergence",
         metavar="D",
-        help="js, reverse_kl, forward_kl, tv, ag, or over the target's ten best: js_top10 ... (default: js)",
+        help="js, reverse_kl, forward_kl, tv, ag, or over the target's ten likeliest tokens: js_top10 ... "
+        "(default: js)",
     )
     group.add_argument(
         "--mode",
         choices=("hybrid", "paper"),
-        help="what comes first, the target's own draw or the divergence (default: hybrid, the draw)",
+        help="hybrid: the target's own draw comes first; paper: the divergence does (default: hybrid)",
     )
     group.add_argument(
         "--child",
         choices=CHILDREN,
-        help="which child is followed: drawn from q, the one of largest q, or the one of largest p (default: "
-        "draft)",
+        help="which child is followed. draft: one drawn from q; likeliest: the one with the largest q; "
+        "target: the one with the largest p (default: draft)",
     )
     group.add_argument(
         "--min-p",
         type=float,
         metavar="X",
-        help="never follow a token below X times the largest p (default: 0)",
+        help="never follow a token whose p is below X times the largest p (default: 0)",
     )
     group.add_argument(
         "--max-overshoot",
@@ -163,14 +158,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--min-gain",
         type=float,
         metavar="G",
-        help="never follow a token below which the target is not expected to accept G more of the tree "
+        help="follow a token only if the target is expected to accept at least G more tokens below it "
         "(default: 0, off)",
     )
     group.add_argument(
         "--max-consecutive",
         type=int,
         metavar="N",
-        help="at most N fuzzy accepts in a row (default: no limit)",
+        help="allow at most N fuzzy accepts in a row (default: no limit)",
     )
     group.add_argument(
         "--exact-prefix",
@@ -182,18 +177,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--rule",
         default="fuzzy",
         choices=RULE_NAMES,
-        help="the others are rules of other programs and papers, for comparison (default: fuzzy)",
+        help="the acceptance rule; others than fuzzy and lossless are from other programs and papers, for "
+        "comparison (default: fuzzy)",
     )
-    group.add_argument("--epsilon", type=float, metavar="E", help="of --rule typical (default: 0.3)")
+    group.add_argument("--epsilon", type=float, metavar="E", help="for --rule typical (default: 0.3)")
     group.add_argument(
-        "--delta", type=float, metavar="D", help="of --rule typical (default: 0.09) and cactus (default: 0.1)"
+        "--delta", type=float, metavar="D", help="for --rule typical (default: 0.09) or cactus (default: 0.1)"
     )
-    group.add_argument("--candidates", type=int, metavar="N", help="of --rule relaxed_topk (default: 3)")
-    group.add_argument("--margin", type=float, metavar="X", help="of --rule relaxed_topk (default: 0.2)")
-    group.add_argument("--single", type=float, metavar="P", help="of --rule sglang (default: 0.5)")
-    group.add_argument("--acc", type=float, metavar="P", help="of --rule sglang (default: 1, off)")
+    group.add_argument("--candidates", type=int, metavar="N", help="for --rule relaxed_topk (default: 3)")
+    group.add_argument("--margin", type=float, metavar="X", help="for --rule relaxed_topk (default: 0.2)")
+    group.add_argument("--single", type=float, metavar="P", help="for --rule sglang (default: 0.5)")
+    group.add_argument("--acc", type=float, metavar="P", help="for --rule sglang (default: 1, off)")
     group.add_argument(
-        "--weight", type=float, metavar="W", help="the target's, of --rule ensemble (default: 0.8)"
+        "--weight", type=float, metavar="W", help="for --rule ensemble: the target's weight (default: 0.8)"
     )
 
     group = parser.add_argument_group("sampling")
@@ -209,9 +205,9 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--seed",
         metavar="S[/N]",
-        help="the same seed and tree give the same texts: prompt number n draws from the stream S/n, counted "
-        "from 0, or from N, so that one of many prompts can be had again; --json and the summary name it "
-        "(default: a fresh one each time)",
+        help="the same seed and tree give the same texts. Prompt n, counted from 0 (or from N), draws from "
+        "the stream S/n, so one of many prompts can be repeated alone; --json and the summary show it "
+        "(default: a new seed each time)",
     )
     group.add_argument(
         "--max-new-tokens",
@@ -219,7 +215,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=256,
         metavar="N",
-        help="the most new tokens (default: 256)",
+        help="stop after N new tokens (default: 256)",
     )
 
     group = parser.add_argument_group("draft tree")
@@ -229,14 +225,14 @@ def build_parser() -> argparse.ArgumentParser:
         type=parse_auto_or(int, "a number of nodes"),
         default=AUTO,
         metavar="N",
-        help="nodes in a verify forward, root included; 1: plain decoding; auto: the size that is fastest on "
-        "this machine, measured the first time (default: auto)",
+        help="nodes in a verify forward, root included; 1: plain decoding; auto: the fastest size on this "
+        "machine, measured the first time (default: auto)",
     )
     group.add_argument(
         "--depth",
         type=int,
         metavar="N",
-        help=f"most drafted tokens on a path (default: {tree.depth}, or measured with auto)",
+        help=f"the most drafted tokens on a path (default: {tree.depth}, or measured with auto)",
     )
     group.add_argument(
         "--tree-top-k",
@@ -248,33 +244,31 @@ def build_parser() -> argparse.ArgumentParser:
         "--min-confidence",
         type=float,
         metavar="P",
-        help="verify only nodes that the draft thinks at least so likely to be reached: a tree as large as "
-        f"the draft is sure (default: {tree.min_confidence:g}, or measured with auto)",
+        help="verify only nodes that the draft gives at least this probability, so that the tree is larger "
+        f"where the draft is surer (default: {tree.min_confidence:g}, or measured with auto)",
     )
 
     group.add_argument(
         "--full-vocabulary",
         action="store_true",
-        help="draft over all tokens, also with a head that has a list of frequent ones (slower)",
+        help="draft over all tokens even if the head has a draft vocabulary (slower)",
     )
 
     group = parser.add_argument_group("output")
-    group.add_argument(
-        "--json", action="store_true", help="one JSON object per prompt on stdout, and nothing else there"
-    )
+    group.add_argument("--json", action="store_true", help="write only one JSON object per prompt to stdout")
     group.add_argument(
         "--baseline",
         action="store_true",
-        help="also run the target alone, by Hugging Face generate, and report the ratio of speeds",
+        help="also run the target alone with Hugging Face generate, and report the ratio of speeds",
     )
     group.add_argument(
-        "--verbose", action="store_true", help="show the libraries' messages, and tracebacks of all errors"
+        "--verbose", action="store_true", help="show libraries' messages, and tracebacks of all errors"
     )
     return parser
 
 
 def parse_auto_or(kind: Callable[[str], float], what: str) -> Callable[[str], float | str]:
-    """The reader of a flag that takes `what`, or auto."""
+    """Return the argparse type of a flag that takes `what`, or auto."""
 
     def read(text: str) -> float | str:
         if text == AUTO:

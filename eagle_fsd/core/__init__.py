@@ -1,1 +1,1 @@
-"""Words and pure functions: no model, no file."""
+"""Shared data types and pure functions. Nothing here knows a model or a file."""

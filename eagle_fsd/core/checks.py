@@ -1,4 +1,4 @@
-"""Values checked where they enter, and errors as a user reads them: one line each."""
+"""Checks of users' values, and the wording of errors: one line each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from numbers import Integral, Real
 
 
 def one_line(error: object, limit: int | None = None) -> str:
-    """An error or a text on one line, an empty error by its type's name; cut at `limit` characters."""
+    """Return an error or a text on one line, cut at `limit` characters.
+
+    An error without a message is shown by its type's name.
+    """
     text = " ".join(str(error).split())
     if not text and isinstance(error, BaseException):
         text = type(error).__name__
@@ -16,7 +19,7 @@ def one_line(error: object, limit: int | None = None) -> str:
 
 
 def require_integer(name: str, value: object, minimum: int, remedy: str, maximum: int | None = None) -> None:
-    """Raise ValueError unless `value` is an integer (numpy's too, no bool) within [minimum, maximum]."""
+    """Raise ValueError unless `value` is an integer in [minimum, maximum]; numpy's count, bools do not."""
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
     if number is None or number < minimum or (maximum is not None and number > maximum):
         span = f"of at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
@@ -24,10 +27,10 @@ def require_integer(name: str, value: object, minimum: int, remedy: str, maximum
 
 
 def require_number(name: str, value: object, low: float, high: float, remedy: str) -> None:
-    """Raise ValueError unless `value` is a real number within [low, high]; NaN is never within."""
+    """Raise ValueError unless `value` is a real number in [low, high]; NaN never is."""
     try:
         inside = isinstance(value, Real) and not isinstance(value, bool) and low <= float(value) <= high
-    except OverflowError:  # an integer beyond all floats, as JSON may hold
+    except OverflowError:  # JSON may hold an integer that is larger than any float
         inside = False
     if not inside:
         span = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
@@ -35,7 +38,7 @@ def require_number(name: str, value: object, low: float, high: float, remedy: st
 
 
 def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise ValueError unless `value` is one of the names."""
+    """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(
             f"{name} is {format_value(value)}: it must be one of {', '.join(choices)}; choose one"
@@ -43,6 +46,6 @@ def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def format_value(value: object, limit: int = 60) -> str:
-    """Return repr(value), cut at `limit` characters: a value from a file may be of any length."""
+    """Return repr(value), cut at `limit` characters: a value from a file may be very long."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

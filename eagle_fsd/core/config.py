@@ -1,4 +1,4 @@
-"""Small frozen dataclasses: how to draft, how to sample, what to measure. Each validates itself."""
+"""Settings as small frozen dataclasses: draft tree, sampling, threshold. Each validates itself."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from eagle_fsd.core.checks import require_choice, require_integer, require_number
 
-HYBRID, PAPER = "hybrid", "paper"  # what comes first, the target's draw or the rule; see acceptance
+HYBRID, PAPER = "hybrid", "paper"  # which comes first, the target's draw or the rule; see acceptance
 CHILDREN = ("draft", "likeliest", "target")  # which child a fuzzy accept follows; see acceptance.Fuzzy
 
 
 def require_confidence(value: object) -> None:
-    """Raise ValueError unless this can be a tree's min_confidence."""
+    """Raise ValueError unless `value` is a valid min_confidence of a tree."""
     require_number("min_confidence", value, 0.0, 1.0, "0 always verifies the whole tree, 0.05 suits a CPU")
 
 
@@ -22,12 +22,13 @@ class TreeConfig:
     """The size of a draft tree (EAGLE-2, arXiv 2406.16858), written total_tokens/depth/top_k.
 
     total_tokens: nodes in one verify forward, root included; 1 is plain decoding.
-    depth: most drafted tokens on a path (the paper's depth; EAGLE's code argument is one less).
-    top_k: beam width while the tree grows, and the most children of a node.
-    min_confidence: above 0 the other sizes are upper bounds, and a step's tree is as large as the head is
-    sure: only nodes of at least this confidence are verified (EAGLE-2's: the product of the draft's
-    probabilities along the path), and a level is drafted only below nodes of twice as much. Written as a
-    fourth part, 16/8/4/0.05. It saves time where the host need not wait for the device, that is on a CPU.
+    depth: the most drafted tokens on a path (the paper's depth; EAGLE's code argument is one less).
+    top_k: the beam width while the tree grows, and the most children of a node.
+    min_confidence: above 0, the other sizes are upper bounds and a tree is larger where the head is surer.
+    Only nodes of at least this confidence are verified (as in EAGLE-2, the product of the draft's
+    probabilities along the path), and a level is drafted only below nodes with twice this confidence. It is
+    written as a fourth part: 16/8/4/0.05. It saves time only on a CPU, where the host can read the
+    confidences without waiting.
     """
 
     FORM: ClassVar[str] = "total_tokens/depth/top_k[/min_confidence]"
@@ -52,7 +53,7 @@ class TreeConfig:
 
     @classmethod
     def parse(cls, text: str) -> TreeConfig:
-        """The tree written in FORM, such as 16/5/8 or 16/8/4/0.05."""
+        """Parse a tree written in FORM, such as 16/5/8 or 16/8/4/0.05."""
         *sizes, confidence = text.split("/") if text.count("/") == 3 else [*text.split("/"), "0"]
         try:
             least = float(confidence)
@@ -65,29 +66,30 @@ class TreeConfig:
 
     @classmethod
     def within(cls, total_tokens: int, depth: int, top_k: int) -> TreeConfig:
-        """The tree of at most so many nodes: fewer where depth and top_k do not give them."""
+        """Return a config with at most `total_tokens` nodes, capped at what depth and top_k can produce."""
         return cls(min(total_tokens, cls(1, depth, top_k).candidates + 1), depth, top_k)
 
     @property
     def reach(self) -> int:
-        """The depth that a tree of so many nodes can have: deeper levels would be drafted for nothing."""
+        """The depth that a tree of total_tokens nodes can reach; deeper levels would be wasted work."""
         return min(self.depth, self.total_tokens - 1)
 
     @property
     def candidates(self) -> int:
-        """Drafted tokens that compete for a place: top_k for the root and for every beam node."""
+        """The number of drafted tokens that compete for a place: top_k for the root and every beam node."""
         return self.top_k + (self.depth - 1) * self.top_k**2
 
     @property
     def min_score(self) -> float:
-        """The cumulative log-probability of a node of min_confidence."""
+        """min_confidence as a score, that is as a cumulative log-probability."""
         return math.log(self.min_confidence) if self.min_confidence else -math.inf
 
     @property
     def min_parent_score(self) -> float:
-        """That of a node below which a level is drafted: below less, at most one child has min_confidence.
+        """The lowest score of a node below which a level is drafted: twice min_confidence.
 
-        Twice, for it is fastest; one and three times were measured too (eval/SPEED.md).
+        Below a node with less, at most one child can reach min_confidence. A factor of two was measured to
+        be faster than one or three (eval/SPEED.md).
         """
         return self.min_score + math.log(2)
 
@@ -98,9 +100,9 @@ class TreeConfig:
 
 @dataclass(frozen=True)
 class AutoTree:
-    """A tree whose size is measured: the one with the most tokens per second, on this machine and head.
+    """Asks for the tree with the most tokens per second, measured on this machine with this head.
 
-    depth, top_k, min_confidence: fixed where given; see TreeConfig.
+    depth, top_k, min_confidence: a given value is kept, None is measured too; see TreeConfig.
     """
 
     depth: int | None = None
@@ -118,7 +120,7 @@ class AutoTree:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How text is sampled, in Hugging Face's order and law: temperature, then top_k, then top_p.
+    """How tokens are sampled, as Hugging Face does it: temperature, then top_k, then top_p.
 
     temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1 keeps every token.
     """
@@ -142,7 +144,7 @@ class SamplingConfig:
 
     @classmethod
     def parse(cls, text: str) -> SamplingConfig:
-        """The law written as temperature[/top_k[/top_p]], such as 0.6/50/0.9."""
+        """Parse a sampling written as temperature[/top_k[/top_p]], such as 0.6/50/0.9."""
         parts = text.split("/")
         try:
             kinds = zip((float, int, float)[: len(parts)], parts, strict=True)
@@ -160,10 +162,10 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class AutoThreshold:
-    """A fuzzy rule whose threshold is read from the head's calibration: the largest inside the budget.
+    """Asks for a fuzzy rule with the largest threshold that the head's calibration puts inside a budget.
 
-    quality_budget: the most TV per token, see calibration. divergence, mode, child, min_gain: as in
-    acceptance.Fuzzy.
+    quality_budget: the largest mean TV per token; see acceptance/calibration.py. divergence, mode, child,
+    min_gain: as in acceptance.Fuzzy.
     """
 
     quality_budget: float = 0.02

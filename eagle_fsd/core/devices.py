@@ -1,4 +1,4 @@
-"""Where a model runs and in what precision: the names that users give, checked before anything is loaded."""
+"""Devices and dtypes by the names that users give, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ DTYPES = {
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
-    """The device of that name, tried once; None and "auto" are CUDA where there is one, else the CPU."""
+    """Return the device of this name after trying it once.
+
+    None and "auto" mean CUDA if there is a GPU, else the CPU.
+    """
     if device is None or device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -36,7 +39,10 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 
 
 def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype of that name; None and "auto" are float32 on the CPU, on a GPU bfloat16 where it is there."""
+    """Return the dtype of this name.
+
+    None and "auto" mean float32 on a CPU, and bfloat16 on a GPU, or float16 if it lacks bfloat16.
+    """
     if dtype is None or dtype == "auto":
         if device.type == "cpu":
             return torch.float32
@@ -50,5 +56,8 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
 
 
 def host_can_read(tensor: Tensor) -> bool:
-    """Whether to choose a way by what a tensor holds: free on a CPU, elsewhere the host would wait."""
+    """Return whether the host can read a tensor's values without waiting for a device: only on a CPU.
+
+    Code that has a faster path for some values asks this before it looks at them.
+    """
     return tensor.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Ragged batches as padded tensors and back; knows token ids only."""
+"""Ragged batches as padded tensors, and back. Knows token ids only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eagle_fsd.core.checks import one_line
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """input_ids and attention_mask [B, longest] of prompts, padded on the left."""
+    """Return input_ids and attention_mask [B, longest] of prompts, padded on the left."""
     width = max(map(len, rows))
     ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device="cpu")
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device="cpu")
@@ -19,26 +19,26 @@ def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
-    """[B, longest] of token lists, padded on the right."""
+    """Return token lists as one tensor [B, longest], padded on the right."""
     width = max(map(len, rows))
     padded = [list(row) + [pad] * (width - len(row)) for row in rows]
     return torch.tensor(padded, dtype=torch.int64, device="cpu")
 
 
 def on_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """A list as an int64 tensor there, sent without waiting for the work that the device has queued."""
+    """Return a list as an int64 tensor on a device, without waiting for the device's queued work."""
     return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def as_ids(input_ids: object) -> Tensor:
-    """Token ids as an int64 tensor. ValueError for what holds no whole numbers."""
+    """Return token ids as an int64 tensor. Raises ValueError if they are not integers."""
     try:
-        # Lists go to the CPU, whatever device torch takes by default.
+        # Lists go to the CPU, whatever torch's default device is.
         ids = input_ids if isinstance(input_ids, Tensor) else torch.as_tensor(input_ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         reason = one_line(error)
         raise ValueError(
-            f"input_ids is a {type(input_ids).__name__} and no tensor of token ids ({reason}): it must be "
+            f"input_ids is a {type(input_ids).__name__}, not a tensor of token ids ({reason}): it must be "
             "[B, L]; tokenize a prompt"
         ) from error
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
@@ -49,9 +49,10 @@ def as_ids(input_ids: object) -> Tensor:
 
 
 def infer_mask(input_ids: Tensor, pad: int | None, end_tokens: Sequence[int]) -> Tensor | None:
-    """The attention_mask [B, L] that `generate` of Hugging Face assumes where none is given.
+    """Return the attention_mask [B, L] that Hugging Face's `generate` assumes if it is given none.
 
-    Pad tokens are padding, unless the model names none or one that also ends texts. None: all is text.
+    Pad tokens count as padding, unless the model has no pad token or uses it to end texts too. None means
+    that nothing is padding.
     """
     if pad is None or pad in end_tokens or input_ids.ndim != 2 or not bool((input_ids == pad).any()):
         return None
@@ -59,9 +60,9 @@ def infer_mask(input_ids: Tensor, pad: int | None, end_tokens: Sequence[int]) ->
 
 
 def unpad(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, list[int]]:
-    """Right-padded tokens [B, longest] and the lengths of prompts, without what the mask leaves out anywhere.
+    """Return right-padded tokens [B, longest] and each prompt's length, without masked tokens.
 
-    ValueError if they are none.
+    Masked tokens may be anywhere in a row. Raises ValueError if the ids or the mask are no valid prompts.
     """
     if input_ids.ndim != 2 or not input_ids.numel():
         raise ValueError(
@@ -70,7 +71,7 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> 
         )
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
         raise ValueError(
-            f"input_ids holds {int(input_ids.min())}..{int(input_ids.max())}: token ids must lie in "
+            f"input_ids holds {int(input_ids.min())}..{int(input_ids.max())}: token ids must be in "
             f"0..{vocab_size - 1}; use the target's own tokenizer"
         )
     if attention_mask is None:
@@ -87,6 +88,6 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> 
             f"row {int(lengths.argmin())} of the batch is empty: every prompt needs at least one token; drop "
             "the row"
         )
-    # Masked tokens are nowhere seen and take up no position, so a text is the same without them.
+    # Nothing sees masked tokens and they take up no position, so the text is the same without them.
     kept = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, : int(lengths.max())]
     return input_ids.gather(1, kept), lengths.tolist()

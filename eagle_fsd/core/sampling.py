@@ -1,10 +1,10 @@
 """From logits to probabilities and draws: temperature, top-k, top-p and random numbers.
 
-Knows nothing about trees or models. `warp` has the law of Hugging Face `generate`: temperature, then top-k
-(every token that ties with the k-th stays), then top-p (the smallest set of likeliest tokens whose mass
-reaches top_p, at least one token). `draw` turns a probability vector and one uniform number into a token, and
-never into one of probability zero. All randomness comes from `RowRandom`: one stream of numbers per row, so
-that a row's text does not depend on its batch.
+Knows nothing about trees or models. `warp` gives the distribution of Hugging Face's `generate`: temperature,
+then top-k (every token that ties with the k-th stays), then top-p (the smallest set of likeliest tokens whose
+mass reaches top_p, at least one token). `draw` turns a probability vector and one uniform number into a
+token, and never returns a token of probability zero. All randomness comes from `RowRandom`: one stream of
+numbers per row, so that a row's text does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.devices import host_can_read
 
 _BLOCK = 256  # draw() looks for the block first, then inside it
-_HEAD = 1024  # as many of the likeliest tokens as top-p alone looks at first
+_HEAD = 1024  # how many of the likeliest tokens top-p without top-k looks at first
 _SMALL_TEMPERATURE = 1e-3  # below it logits / temperature may overflow: the largest logit moves to 0 first
-_LEAST_TEMPERATURE = 1e-30  # below it float32 division fails; the law is already that of its limit
+_LEAST_TEMPERATURE = 1e-30  # below it float32 division fails; the result has reached its limit
 SEED_LIMIT = 2**63
 
 
 def warp(logits: Tensor, config: SamplingConfig) -> Tensor:
-    """Probabilities [..., V] float32 of the next token; at temperature 0 one-hot at the first largest logit.
+    """Return the probabilities [..., V] float32 of the next token.
 
-    Nothing here synchronises with the host on an accelerator. Logits may hold -inf; a row needs one finite
-    logit.
+    At temperature 0 they are one-hot at the first largest logit. On an accelerator nothing here makes the
+    host wait. Logits may hold -inf, but every row needs one finite logit.
     """
     if config.temperature == 0.0:
         best = logits.argmax(-1, keepdim=True)
         return torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter_(-1, best, 1.0)
     logits = logits.float()
-    # A few tokens stay: on a CPU, where asking about ties is free, the others are never touched.
+    # On a CPU the ties are read at no cost. Without a tie only top_k tokens need the work below.
     if 0 < config.top_k < logits.shape[-1] and host_can_read(logits):
         top = logits.topk(config.top_k + 1, dim=-1)
         if bool((top.values[..., -2] > top.values[..., -1]).all()):
@@ -56,20 +56,20 @@ def warp(logits: Tensor, config: SamplingConfig) -> Tensor:
 
 
 class Uniforms(Protocol):
-    """Where random numbers come from: [B, n] float64 in [0, 1), the next n of every row."""
+    """A source of random numbers. `uniform` returns the next n of every row: [B, n] float64 in [0, 1)."""
 
     def uniform(self, n: int) -> Tensor: ...
 
 
-# A seed, a (seed, row) pair, or one of them for each row of a batch.
+# One seed for the whole batch, or a seed or (seed, row) pair for each row.
 Seed = int | Sequence[int | tuple[int, int]]
 
 
 def row_streams(seed: Seed, batch: int) -> list[tuple[int, int]]:
-    """The (seed, row) pair that names each row's stream of random numbers.
+    """Return the (seed, row) pair that names each row's stream of random numbers.
 
-    An int s gives row r the stream (s, r). A sequence names each row's stream itself: a pair as it is, an int
-    s as (s, 0), what a prompt on its own draws with seed s. ValueError for anything else.
+    An int s gives row r the stream (s, r). A sequence names each row's own stream: a pair as it is, an int s
+    as (s, 0), which is what a single prompt draws with seed s. Raises ValueError for anything else.
     """
     entries: list[Any]
     pairs: list[tuple[Any, ...]]
@@ -95,7 +95,7 @@ def row_streams(seed: Seed, batch: int) -> list[tuple[int, int]]:
 
 
 def fresh_seed() -> int:
-    """A seed that nobody chose: of torch's default generator, so that torch.manual_seed still rules it."""
+    """Return a random seed. It comes from torch's default generator, so torch.manual_seed fixes it."""
     return int(torch.randint(SEED_LIMIT - 1, (), device="cpu"))
 
 
@@ -140,13 +140,14 @@ class RowRandom:
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:
-    """Tokens [...] int64 by inverse CDF of probs [..., V] at u [...] in [0, 1).
+    """Draw tokens [...] int64 by the inverse CDF of probs [..., V] at u [...] in [0, 1).
 
-    Weights need not sum to 1. A token of probability zero is never drawn, whatever u is. A row without any
-    weight gives token 0: the caller sees to it that there is none.
+    Weights need not sum to 1. A token of probability zero is never drawn, whatever u is. A row whose weights
+    are all zero gives token 0; the caller must rule such rows out.
     """
     vocab = probs.shape[-1]
     size = min(_BLOCK, vocab)
+    # The block is found first: a float64 running sum over the whole vocabulary would be slow.
     blocks = F.pad(probs, (0, -vocab % size)).unflatten(-1, (-1, size))  # [..., V / 256, 256]
     masses = blocks.sum(-1, dtype=torch.float64)
     block, rest = _first_beyond(masses, u.double() * masses.sum(-1))
@@ -156,10 +157,10 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_beyond(weights: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of the first positive weight whose running sum exceeds `point`; how far into it `point` lies."""
+    """Find the first positive weight whose running sum exceeds `point`: its index, and `point` within it."""
     running = weights.cumsum(-1)
-    # A parallel scan may round to sums that creep up over a zero weight: zero weights are ruled out by name.
-    # And a point that rounding put at or beyond the end belongs to the last weight.
+    # A parallel scan may round so that the sum rises over a zero weight, so zero weights are excluded
+    # explicitly. Rounding may also put a point at or beyond the end: it then belongs to the last weight.
     reach = running.masked_fill(weights <= 0.0, -1.0)
     end = reach.amax(-1)
     point = torch.minimum(point, torch.nextafter(end, torch.zeros_like(end)))
@@ -169,6 +170,7 @@ def _first_beyond(weights: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _temper(scores: Tensor, temperature: float) -> Tensor:
+    """Divide scores by the temperature, shifted first where the quotient could overflow."""
     if temperature == 1.0:
         return scores
     if temperature < _SMALL_TEMPERATURE:
@@ -177,13 +179,13 @@ def _temper(scores: Tensor, temperature: float) -> Tensor:
 
 
 def _warp_top(logits: Tensor, top: Tensor, ids: Tensor, config: SamplingConfig) -> Tensor:
-    """`warp` where top-k keeps exactly these: values [..., k], descending, and tokens [..., k]."""
+    """Warp logits of which top-k keeps exactly the values `top` [..., k], descending, of tokens `ids`."""
     scores = _temper(top, config.temperature)
     if config.top_p < 1.0:
         ascending = scores.softmax(-1).flip(-1).cumsum(-1)
         kept = ascending > 1.0 - config.top_p
         kept[..., -1].fill_(True)
-        # Of equal scores at the cut the highest ids stay, which topk's order does not tell.
+        # Of equal scores at the cut, those with the highest ids stay. topk does not order ties by id.
         kept = kept.flip(-1)
         lowest = scores.gather(-1, kept.sum(-1, keepdim=True) - 1)
         if not torch.equal(kept, scores >= lowest):
@@ -194,12 +196,13 @@ def _warp_top(logits: Tensor, top: Tensor, ids: Tensor, config: SamplingConfig) 
 
 
 def _top_p(scores: Tensor, top_p: float) -> Tensor:
-    """Which tokens survive top-p: bool [..., V]. Among equal scores at the cut the highest ids stay.
+    """Return which tokens survive top-p: bool [..., V]. Of equal scores at the cut, the highest ids stay.
 
-    (Hugging Face's own sort leaves open which of them stay; how many stay is the same.)
+    Hugging Face's own sort does not define which of them stay; how many stay is the same.
     """
     budget = 1.0 - top_p
-    # Sorting a large vocabulary costs a CPU as much as a small model: mostly the head of it is enough.
+    # On a CPU, sorting a large vocabulary costs as much as a small model. The likeliest tokens are usually
+    # enough: if all others together fit in the budget, none of them survives.
     if host_can_read(scores) and scores.shape[-1] > 4 * _HEAD:
         top = scores.topk(_HEAD, dim=-1).values
         probs = (top - scores.logsumexp(-1, keepdim=True)).exp().flip(-1)  # [..., 1024], ascending
@@ -213,13 +216,13 @@ def _top_p(scores: Tensor, top_p: float) -> Tensor:
 
 
 def _top_k(scores: Tensor, k: int, top_p: float) -> Tensor:
-    """Which tokens survive top-k and then top-p: bool [..., V], without sorting the vocabulary."""
+    """Return which tokens survive top-k and then top-p: bool [..., V], without sorting the vocabulary."""
     top = scores.topk(k, dim=-1).values  # [..., k], descending
     least = top[..., -1:]
     if top_p == 1.0:
         return scores >= least
     budget = 1.0 - top_p
-    # Top-k also keeps these many tokens beyond k, whose score is the k-th: the first ones in ascending order.
+    # Top-k also keeps this many tokens beyond k that tie with the k-th: the first ones in ascending order.
     ties = (scores >= least).sum(-1, keepdim=True) - k  # [..., 1]
     weights = (top - top[..., :1]).exp().flip(-1)  # [..., k], ascending
     probs = weights / (weights.sum(-1, keepdim=True) + ties * weights[..., :1])
@@ -231,10 +234,10 @@ def _top_k(scores: Tensor, k: int, top_p: float) -> Tensor:
 
 
 def _survivors(scores: Tensor, top: Tensor, kept: Tensor, ties: Tensor | int = 0) -> Tensor:
-    """The tokens that `kept` (ascending) leaves of the best scores `top` (descending): bool [..., V].
+    """Return the tokens that `kept` (ascending) keeps of the best scores `top` (descending): bool [..., V].
 
-    `ties` more survive at the least of those scores. Where the cut goes through equal scores the highest ids
-    stay, as in an ascending stable sort.
+    `ties` more tokens survive at the lowest of those scores. If the cut goes through equal scores, the
+    highest ids stay, as in an ascending stable sort.
     """
     kept[..., -1].fill_(True)
     kept = kept.flip(-1)

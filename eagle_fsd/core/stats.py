@@ -17,9 +17,9 @@ PHASES = ("prefill", "draft", "verify", "accept", "keep")
 class Stopwatch:
     """Seconds per phase, wall clock: `with watch("draft"): ...` adds to watch.seconds["draft"].
 
-    On an accelerator work is queued, so time shows up in the phase that waits. Pass `synchronize` (such as
-    torch.cuda.synchronize), called at both ends of every phase, to place it exactly, at the price of slower
-    steps. Phases may nest; each then counts its own full time.
+    On an accelerator work is queued, so time shows up in the phase that waits. `synchronize` (such as
+    torch.cuda.synchronize) is called at both ends of every phase and attributes the time exactly, at the
+    price of slower steps. Phases may nest; each then counts its own full time.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
@@ -42,7 +42,7 @@ class Stopwatch:
 
 @dataclasses.dataclass
 class GenerationStats:
-    """Counts and seconds of one row; `seconds` is the whole call, phases need not add up to it."""
+    """Counts and seconds of one row. `seconds` is the whole call; the phases need not add up to it."""
 
     steps: int = 0
     new_tokens: int = 0
@@ -64,11 +64,11 @@ class GenerationStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """new_tokens / seconds, prefill included; 0.0 before any time was taken."""
+        """new_tokens / seconds, prefill included; 0.0 before any time was recorded."""
         return self.new_tokens / self.seconds if self.seconds > 0.0 else 0.0
 
     def record(self, emitted: int, exact: int, fuzzy: int) -> None:
-        """Count one step: tokens emitted, and how many of them were accepted from the draft either way."""
+        """Count one step: how many tokens it emitted, and how many of them were exact and fuzzy accepts."""
         if emitted < 1 or exact < 0 or fuzzy < 0 or exact + fuzzy > emitted:
             raise ValueError(
                 f"a step with emitted={emitted}, exact={exact}, fuzzy={fuzzy}: a step emits at least "
@@ -82,21 +82,21 @@ class GenerationStats:
         self.accept_histogram[emitted] += 1
 
     def set_times(self, watch: Stopwatch, seconds: float) -> None:
-        """Take over the seconds of all PHASES from the watch, and the total."""
+        """Set the total, and the seconds of all PHASES from the watch."""
         self.seconds = seconds
         for phase in PHASES:
             setattr(self, f"{phase}_seconds", watch.seconds.get(phase, 0.0))
 
     def to_dict(self) -> dict[str, object]:
-        """All fields and the two derived numbers, ready for JSON."""
+        """Return all fields and the two derived numbers, ready for JSON."""
         return {**dataclasses.asdict(self), "tau": self.tau, "tokens_per_second": self.tokens_per_second}
 
     @classmethod
     def total(cls, parts: Iterable["GenerationStats"], concurrent: bool = False) -> "GenerationStats":
-        """One record for several: counts add up; finish_reason is the common one, else None.
+        """Add up several records; finish_reason is the common one, else None.
 
-        Seconds add up too, as for calls one after the other; with `concurrent`, as for the rows of one batch,
-        which share their time, the longest counts.
+        Seconds add up too, as for calls one after the other. With `concurrent`, as for the rows of one batch,
+        the longest time counts.
         """
         parts = list(parts)
         whole = cls()

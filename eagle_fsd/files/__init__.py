@@ -1,1 +1,1 @@
-"""What is written whole or not at all, and who made it."""
+"""Files: atomic writes, JSON Lines, tensors, small records, and where results come from."""

@@ -1,7 +1,7 @@
 """Files that several processes and threads use at once.
 
-A reader sees such a file whole or not at all, and no writer loses what another one wrote. Nothing is flushed
-to the disk (fsync): that costs time and helps against power cuts alone, after which a file may be empty.
+A reader sees a whole file or none, and no writer loses what another one wrote. Nothing is flushed to the disk
+(fsync): that costs time and only helps against power cuts, after which a file may be empty.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATIENCE = 10.0  # seconds to wait for another writer of a small file
 
 
 def cache_folder() -> Path:
-    """Where the package keeps what it measured and converted: EAGLE_FSD_CACHE, else XDG's cache."""
+    """Return the folder for measurements and converted weights: EAGLE_FSD_CACHE, else in XDG's cache."""
     root = os.environ.get("EAGLE_FSD_CACHE")
     if root:
         return Path(root)
@@ -32,15 +32,15 @@ def cache_folder() -> Path:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; what is written there then takes the place of `path`.
+    """Yield a path to write to; the file written there then replaces `path`.
 
-    Raises OSError where the disk does not take it. The name of the partial file is random, so that any number
-    of threads and processes can write the same file: the last one to finish wins. It ends in `.partial`.
+    Raises OSError if the file cannot be written. The partial file's name is random and ends in `.partial`, so
+    any number of threads and processes can write the same file: the last one to finish wins.
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
         yield partial
-    except (RuntimeError, SafetensorError) as error:  # torch's and safetensors' word for a full disk
+    except (RuntimeError, SafetensorError) as error:  # what torch and safetensors raise on a full disk
         raise OSError(
             f"{path} cannot be written ({one_line(error, 80)}): free some space and start again"
         ) from error
@@ -51,17 +51,17 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small text file so that a reader never sees half of it."""
+    """Write a small text file so that a reader never sees a part of it."""
     with atomic_path(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def hold_lock(path: Path, patience: float | None = None) -> Iterator[None]:
-    """Keep other threads and processes out of a file or folder; the lock is a file beside it.
+    """Lock a file or folder against other threads and processes; the lock is a file beside it.
 
-    Raises OSError if it is not to be had within `patience` seconds (None: PATIENCE), or not at all: in a
-    read-only folder, or on a file system without locks.
+    Raises OSError if the lock is not free within `patience` seconds (None: PATIENCE), or if it cannot be
+    made: in a read-only folder, or on a file system without locks.
     """
     lock = FileLock(path.with_name(f"{path.name}.lock"), timeout=PATIENCE if patience is None else patience)
     try:
@@ -75,9 +75,9 @@ def hold_lock(path: Path, patience: float | None = None) -> Iterator[None]:
 
 
 def read_records(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is no file, or none that is an object.
+    """Return the JSON object in a file; an empty one if the file is missing or holds no JSON object.
 
-    Raises OSError for a file that is there and cannot be read.
+    Raises OSError if the file exists but cannot be read.
     """
     try:
         found = json.loads(path.read_bytes())
@@ -87,9 +87,9 @@ def read_records(path: Path) -> dict[str, Any]:
 
 
 def update_records(path: Path, update: Callable[[dict[str, Any]], object]) -> None:
-    """Let `update` change the JSON object in a file, alone of all writers; make the file where there is none.
+    """Let `update` change the JSON object in a file while other writers are locked out.
 
-    Raises OSError where the file cannot be locked, read or written.
+    The file is created if it is missing. Raises OSError if it cannot be locked, read or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with hold_lock(path):

@@ -1,4 +1,4 @@
-"""Who made a file: short digests that tell one target, or one run's data, from another."""
+"""Short digests that distinguish one target, or one run's data, from another."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SAMPLE = 64  # values of each weight that a target's digest reads
 
 
 def target_identity(name: str, model: nn.Module) -> dict[str, str]:
-    """What features and answers depend on: the target's name, a digest of its weights, and its dtype.
+    """Return what features and answers depend on: a target's name, a digest of its weights, and its dtype.
 
-    The digest reads a few values of every weight, so that a target tuned in some layers alone is another one.
+    The digest reads a few values of every weight, so that tuning only some layers changes it.
     """
     weights = [sample_values(weight, SAMPLE) for weight in model.parameters() if not weight.is_meta]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -24,12 +24,12 @@ def target_identity(name: str, model: nn.Module) -> dict[str, str]:
 
 
 def models_identity(name: str, target: nn.Module, drafter: str | None) -> dict[str, Any]:
-    """What tells one pair of target and drafter from another. drafter: its own identity."""
+    """Return what identifies a pair of target and drafter. drafter: its own identity."""
     return {"target": target_identity(name, target), "head": drafter}
 
 
 def digest_tensors(tensors: Iterable[Tensor]) -> str:
-    """A digest of dtypes, shapes and values."""
+    """Return a digest of the tensors' dtypes, shapes and values."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -47,13 +47,13 @@ def digest_json(*values: object) -> str:
 
 
 def sample_values(tensor: Tensor, count: int) -> Tensor:
-    """Return about `count` values of a tensor, evenly spaced: a view."""
-    # An odd stride is no multiple of the usual widths, so the values come from different columns.
+    """Return a view of about `count` evenly spaced values of a tensor."""
+    # An odd stride is not a multiple of the usual widths, so the values come from different columns.
     return tensor.detach().flatten()[:: (tensor.numel() // count) | 1]
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> str:
-    """What differs of two records, for an error: `name was A, now B`; records within them by their path."""
+    """Describe how two records differ, for an error: `name was A, now B`; nested names are dotted paths."""
     parts = []
     for name in sorted(found.keys() | wanted.keys()):
         old, new = found.get(name), wanted.get(name)

@@ -1,5 +1,7 @@
-"""JSON Lines, one object a line: the one reader of all data, prompts and rows, and what adds rows to a file
-that a killed run may have left. Knows no model."""
+"""JSON Lines, one object per line: reads data, prompts and rows, and appends rows to a file.
+
+A file may end in half a line, left by a run that was killed. Knows no model.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,10 @@ from typing import Any
 
 
 def read_jsonl(path: Path, torn: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file with their line numbers, from 1; empty lines are passed over.
+    """Yield the objects of a file with their line numbers, counted from 1; empty lines are skipped.
 
-    A name that ends in .gz is read through gzip. torn: pass over a last line without its end, which a run
-    that was stopped left half-written. ValueError, one line, for a file that cannot be read, and for any
-    other line that is no object.
+    A name that ends in .gz is read through gzip. torn: skip a last line without a newline, which a stopped
+    run left half-written. Raises ValueError if the file cannot be read, or any other line is not an object.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -32,40 +33,39 @@ def read_jsonl(path: Path, torn: bool = False) -> Iterator[tuple[int, dict[str, 
 
 
 def parse_line(line: bytes, place: str, encoding: str) -> dict[str, Any]:
-    """The object of a line; ValueError, by its place, for what is none."""
+    """Parse one JSONL line. Raises ValueError naming `place` unless it is a JSON object."""
     try:
         found = json.loads(line.decode(encoding))
-    except ValueError as error:  # of JSON, or of UTF-8
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "no UTF-8"
+    except ValueError as error:  # bad JSON, or bad UTF-8
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
         raise ValueError(
             f"{place}: is not JSON ({reason}): each line must be one object; repair or delete it"
         ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"{place}: is no object but {line[:40]!r}; repair or delete it")
+        raise ValueError(f"{place}: is {line[:40]!r}, not an object; repair or delete it")
     return found
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a line to the file, whole in one write, and make the file's folder where there is none."""
+    """Append a line to the file in a single write; the file's folder is created if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         file.write(json.dumps(row).encode() + b"\n")
 
 
 def drop_torn_line(path: Path) -> None:
-    """Make a file ready to be added to: cut off the half line that a killed run left at its end, if there is
-    one.
+    """Prepare a file for appending: cut off the half line that a killed run may have left at its end.
 
-    ValueError for a file to which no row should be added: a compressed one, and one with another end than a
-    row's beginning.
+    Raises ValueError for a file that must not be appended to: a compressed one, or one whose last, unfinished
+    line is not the beginning of a row.
     """
     if path.suffix == ".gz":
-        raise ValueError(f"{path}: rows are written as they are, uncompressed; name an output without .gz")
+        raise ValueError(f"{path}: rows are written uncompressed; name an output without .gz")
     if not path.exists():
         return
     data = path.read_bytes()
     whole, tail = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
     if tail and not tail.startswith(b"{"):
-        raise ValueError(f"{path}: ends in {tail[:40]!r}, which is no row; name another output")
+        raise ValueError(f"{path}: ends in {tail[:40]!r}, which is not a row; name another output")
     if tail:
         os.truncate(path, len(whole))

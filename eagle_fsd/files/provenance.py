@@ -1,6 +1,6 @@
-"""What made a number: argv, commit, versions and machine, to be written beside every result.
+"""Provenance of results: the command line, commit, versions and machine, written beside every number.
 
-The record is the user's own: it holds the whole command line. `public_command` is what others may read of it.
+The record is private: it holds the whole command line. `public_command` removes what others should not see.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?", re.ASCII)
 
 
 def provenance(device: torch.device | None = None) -> dict[str, object]:
-    """A JSON-ready record of this run. device: what it computes on; None: CUDA where there is any."""
+    """Return a JSON-ready record of this run. device: where it computes; None: CUDA if there is a GPU."""
     cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
         "command": command_line(),
@@ -49,14 +49,14 @@ def command_line() -> str:
 
 
 def public_command(command: str) -> str:
-    """A recorded command line without what is its user's own: directories and secrets.
+    """Return a recorded command line without what is private: directories and secrets.
 
-    Of a path the base name stays, of the project's scripts their folder too (train/train_head.py). Hub ids
-    stay where they follow an option that names a model. What looks like a secret becomes `...`.
+    A path is cut to its base name; the project's own scripts keep their folder (train/train_head.py). Hub ids
+    stay if they follow an option that names a model. Anything that looks like a secret becomes `...`.
     """
     try:
         words = shlex.split(command)
-    except ValueError:  # quotes that do not match: cut by hand, or by another program
+    except ValueError:  # unbalanced quotes: someone cut the command line
         words = command.split()
     made: list[str] = []
     option = ""
@@ -74,7 +74,7 @@ def public_command(command: str) -> str:
 
 
 def public_value(option: str, value: str) -> str:
-    """A value of an option ("" before the first one), without directories and secrets."""
+    """Return an option's value without directories and secrets; option: "" before the first one."""
     if SECRET_OPTION.search(option) or SECRET_VALUE.search(value):
         return "..."
     if option in MODEL_OPTIONS and HUB_ID.fullmatch(value) and not Path(value).exists():
@@ -85,7 +85,7 @@ def public_value(option: str, value: str) -> str:
 
 
 def processor() -> str:
-    """The processor's name where the system tells it (Linux), else its architecture."""
+    """Return the processor's name if the system tells it (Linux does), else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -95,24 +95,20 @@ def processor() -> str:
 
 
 def cores() -> int | None:
-    """How many processor cores this process may use.
+    """Return how many processor cores this process may use.
 
-    That and the processor's name tell a machine from another. Its host name does not: a container has a new
-    one at each start.
+    The cores and the processor's name identify a machine. The host name does not: a container gets a new one
+    at each start.
     """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def commit() -> str | None:
-    """The checkout's commit, with `-dirty` where tracked files differ from it; None outside a checkout."""
+    """Return the checkout's commit, with `-dirty` if tracked files differ; None outside a checkout."""
     file = Path(__file__).resolve()
     git = ["git", "-C", str(file.parent)]
-    known = [
-        *git,
-        "ls-files",
-        "--error-unmatch",
-        file.name,
-    ]  # not where it is installed in another's checkout
+    # This fails where the package is installed inside another project's checkout.
+    known = [*git, "ls-files", "--error-unmatch", file.name]
     describe = [*git, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         subprocess.run(known, capture_output=True, check=True)

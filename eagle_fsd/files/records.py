@@ -1,7 +1,7 @@
-"""Measurements that outlive a process: records by key in small JSON files of the user's cache.
+"""Measurements that outlive a process: records by key in small JSON files in the user's cache.
 
-Many processes may read and add at once. A record that this version does not know stays in its file and is not
-read. A file that cannot be read, written or locked costs the measurement, and nothing else.
+Many processes may read and add at once. Records of other versions stay in their file and are not read. If a
+file cannot be read, written or locked, only the measurement is lost.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from eagle_fsd.files.atomic import cache_folder, read_records, update_records
 logger = logging.getLogger(__name__)
 
 TREES_FILE, BACKENDS_FILE = "trees.json", "libraries.json"
-VERSION = 2  # of the records; version 1 had none
-MOST = 200  # records of this version that a file keeps, the newest
+VERSION = 2  # of the records; version 1 wrote no version
+MOST = 200  # how many records of this version a file keeps; older ones are dropped
 
 Measured = TypeVar("Measured")
 
 
 def record_key(*parts: object) -> str:
-    """A short key for what these parts say."""
+    """Return a short key for these parts, a digest of their JSON."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def cache_file(name: str = TREES_FILE) -> Path:
-    """Where measurements are remembered."""
+    """Return the path of a file of measurements."""
     return cache_folder() / name
 
 
 def recall(key: str, unpack: Callable[[Any], Measured], name: str = TREES_FILE) -> Measured | None:
-    """What is remembered under a key; None where that is nothing, or nothing that this version reads.
+    """Return the measurement remembered under a key; None if there is none that this version can read.
 
-    unpack: makes the measurement of what JSON holds of it; it may raise for what is damaged.
+    unpack: turns the JSON value into the measurement; it may raise if the value is damaged.
     """
     try:
         record = read_records(cache_file(name)).get(key)
@@ -50,7 +50,7 @@ def recall(key: str, unpack: Callable[[Any], Measured], name: str = TREES_FILE) 
 
 
 def remember(key: str, measured: Any, name: str = TREES_FILE) -> None:
-    """Add a measurement, as JSON can hold it. All other records stay, but the oldest beyond MOST."""
+    """Add a measurement, a JSON value. All other records stay, except the oldest beyond MOST."""
 
     def add(records: dict[str, Any]) -> None:
         records.pop(key, None)

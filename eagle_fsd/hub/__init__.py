@@ -1,4 +1,4 @@
-"""From names to models: Hub ids, folders and .gguf files of targets and draft heads."""
+"""Loads targets and draft heads by name: Hub ids, folders and .gguf files."""
 
 from eagle_fsd.hub.head_checkpoint import save_head
 from eagle_fsd.hub.resolve import (

@@ -1,6 +1,6 @@
-"""Repositories on the Hub to folders on disk: only the needed files, through huggingface_hub and its cache.
+"""Downloads only the needed files of Hub repositories, through huggingface_hub and its cache.
 
-HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT hold as they do there. Failures are ValueErrors of one line.
+HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT work as usual. Failures are ValueErrors of one line.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ TOKENIZER_FILES = (
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "*.tiktoken",
 )  # fmt: skip
 CHAT_FILES = ("generation_config.json", "chat_template.jinja", "chat_template.json")
-# A file's name alone: no other folder can be reached with it, on any system.
+# A plain file name, which cannot reach another folder on any system.
 PLAIN_NAME = re.compile(r"(?!\.)[^/\\:\x00]+")
 # The client's own transport errors (httpx, whichever major version it uses) share this base.
 DOWNLOAD_ERRORS = (OSError, ValueError, RuntimeError, getattr(errors, "HTTPError", OSError))
 
 
 def download_target(repo: str, revision: str | None, trust_remote_code: bool, weights: bool = True) -> Path:
-    """The folder of a target: its small files first, then just the weights that they call for, or none.
+    """Download a target and return its folder: its small files, then only the weights it needs, or none.
 
-    Weights are model.safetensors, else the shards of its index, else the same of pytorch_model.bin.
+    The weights are model.safetensors, else the shards in its index, else the same for pytorch_model.bin.
     """
     code = ["*.py"] if trust_remote_code else []
     small = [CONFIG_NAME, *CHAT_FILES, *TOKENIZER_FILES, *code]
@@ -57,7 +57,7 @@ def download_target(repo: str, revision: str | None, trust_remote_code: bool, we
         )
     if not weights:
         return folder
-    # Naming the commit from here on keeps later files to the same one, without asking the Hub again.
+    # From here on the commit is named, so that later files come from the same one without asking the Hub.
     commit = folder.name
     if not (folder / SAFETENSORS_NAME).is_file() and not (folder / SAFETENSORS_INDEX).is_file():
         snapshot(repo, commit, [CONFIG_NAME, BIN_NAME, BIN_INDEX], "target")
@@ -67,7 +67,10 @@ def download_target(repo: str, revision: str | None, trust_remote_code: bool, we
 
 
 def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Path]:
-    """A head's folder and weights file; a head of another kind is refused before its weights are fetched."""
+    """Download a head and return its folder and weights file.
+
+    A head of another kind is refused before its weights are fetched.
+    """
     folder = snapshot(repo, revision, [CONFIG_NAME], "draft head")
     if not (folder / CONFIG_NAME).is_file():
         raise ValueError(
@@ -85,15 +88,16 @@ def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Pat
 
 
 def has_whole_weights(folder: Path) -> bool:
+    """Return whether a folder holds its weights in a single file."""
     return (folder / SAFETENSORS_NAME).is_file() or (
         not (folder / SAFETENSORS_INDEX).is_file() and (folder / BIN_NAME).is_file()
     )
 
 
 def shard_names(folder: Path) -> list[str]:
-    """The weight files that the folder's index names, safetensors before .bin; none without an index.
+    """Return the weight files that the folder's index names, safetensors before .bin; none without an index.
 
-    Raises ValueError for an index that is none, and for one that names a file outside the folder.
+    Raises ValueError if the index is broken, or names a file outside the folder.
     """
     for path in (folder / SAFETENSORS_INDEX, folder / BIN_INDEX):
         if path.is_file():
@@ -106,7 +110,7 @@ def shard_names(folder: Path) -> list[str]:
             for name in names:
                 if not isinstance(name, str) or PLAIN_NAME.fullmatch(name) is None:
                     raise ValueError(
-                        f"{str(path)!r} names the file {format_value(name)}: the files of an index must lie "
+                        f"{str(path)!r} names the file {format_value(name)}: the files of an index must be "
                         "beside it; choose another model"
                     )
             return sorted(names)
@@ -114,7 +118,7 @@ def shard_names(folder: Path) -> list[str]:
 
 
 def snapshot(repo: str, revision: str | None, patterns: list[str], kind: str) -> Path:
-    """The cache folder, now with every file in the repository's root that matches."""
+    """Download every matching file in the repository's root and return the cache folder."""
     try:
         with hide_unwanted_bars():
             folder = huggingface_hub.snapshot_download(
@@ -126,13 +130,13 @@ def snapshot(repo: str, revision: str | None, patterns: list[str], kind: str) ->
 
 
 def wants_progress_bars() -> bool:
-    """Progress bars are for people: off in a pipe or a file, unless the user asks."""
+    """Return whether to show progress bars: not in a pipe or a file, unless the user asks for them."""
     return sys.stderr.isatty() or constants.HF_HUB_DISABLE_PROGRESS_BARS is False
 
 
 @contextlib.contextmanager
 def hide_unwanted_bars() -> Iterator[None]:
-    """Without the download bars where they are not wanted."""
+    """Hide download bars inside the block if they are not wanted."""
     if wants_progress_bars() or utils.are_progress_bars_disabled():
         yield
         return
@@ -144,7 +148,7 @@ def hide_unwanted_bars() -> Iterator[None]:
 
 
 def explain_failure(error: Exception, revision: str | None) -> str:
-    """What went wrong on the Hub, the rule and the remedy."""
+    """Return what went wrong on the Hub, with the rule and the remedy."""
     if isinstance(error, errors.GatedRepoError):  # before its base, RepositoryNotFoundError
         return "is gated on the Hub: access must be granted; accept its terms on its page, then set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -159,7 +163,7 @@ def explain_failure(error: Exception, revision: str | None) -> str:
         if constants.HF_HUB_OFFLINE:
             return "is not whole in the cache: offline it must be; unset HF_HUB_OFFLINE, or give a folder"
         return (
-            "is not whole in the cache, and the Hub cannot be reached: one must do; connect, or give a folder"
+            "is not whole in the cache and the Hub cannot be reached: it needs one; connect, or give a folder"
         )
     return (
         f"could not be fetched from the Hub ({one_line(error, 160)}): it must be; try again, or give a folder"

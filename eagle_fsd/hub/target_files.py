@@ -1,7 +1,7 @@
-"""What a target's folder and config must say before anything is built of them: every failure in one line.
+"""Checks of a target's folder and config before anything is built from them. Every error is one line.
 
-transformers builds what a config asks for, whatever the size, and some configs make lists as long as their
-sizes: so these are checked in the JSON.
+transformers builds what a config asks for, whatever the size, and some config classes make lists as long as
+their sizes. So the sizes are checked in the JSON first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from eagle_fsd.hub.download import has_whole_weights, shard_names
 from eagle_fsd.hub.head_checkpoint import BIN_NAME, CONFIG_NAME, SAFETENSORS_NAME, read_config
 from eagle_fsd.target.architecture import check_supported
 
-# The sizes that a config may name, and the most that each may be: far beyond any model that there is.
+# The sizes that a config may name, and the largest allowed value of each, far beyond any existing model.
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 WIDTHS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
@@ -25,13 +25,15 @@ WIDTHS = (
 )  # fmt: skip
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 MOST = {**dict.fromkeys(LAYERS, 1024), **dict.fromkeys(WIDTHS, 2**24), **dict.fromkeys(POSITIONS, 2**40)}
-INTEGER = 2**63  # what no tensor's size or token id reaches
-SLACK = 16  # weights a byte: no format packs so many, and no layers are shared so often
+INTEGER = 2**63  # no tensor's size or token id reaches this
+SLACK = 16  # weights per byte: more than any format packs, even with shared layers
 
 
 def check_folder(folder: Path, name: str, trust_remote_code: bool, weights: bool = True) -> None:
-    """A folder must have a config and whole weights, where these are asked for; said here, since
-    transformers' errors are long."""
+    """Raise ValueError unless a folder has a config and, with `weights`, all its weights.
+
+    It is checked here because transformers' errors are long.
+    """
     where = f"target {name!r}"
     files = sorted(folder.glob("*.gguf"))
     if files and not (folder / CONFIG_NAME).is_file():
@@ -56,15 +58,15 @@ def check_folder(folder: Path, name: str, trust_remote_code: bool, weights: bool
 
 
 def check_decoder(config: transformers.PreTrainedConfig, name: str) -> None:
-    """Refuse what is no causal decoder; which decoders trees can be verified on is target.py's to say."""
+    """Raise ValueError unless this is a supported causal decoder; target/admission.py tests it later."""
     rule = "it must be a decoder; choose a causal language model"
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"target {name!r} is an encoder-decoder ({kind}): {rule}")
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     causal = remote or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    # BERT and its kin have a causal class too, but attend both ways unless the config says is_decoder.
-    # Others, GPT-NeoX among them, say False and do not mean it.
+    # BERT-like models have a causal class too, but attend both ways unless the config sets is_decoder.
+    # Real decoders, such as GPT-NeoX, may leave it False, so only models with a masked-LM class are asked.
     both_ways = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder
     if not causal or both_ways:
         raise ValueError(f"target {name!r} is not a decoder ({kind}): {rule}")
@@ -75,7 +77,7 @@ def check_decoder(config: transformers.PreTrainedConfig, name: str) -> None:
 
 
 def check_sizes(config: Mapping[str, Any], name: str) -> None:
-    """Refuse a config whose sizes cannot be a model's: of another type, below 1 or beyond all models."""
+    """Raise ValueError if a config's sizes are impossible: no integers, below 1 or beyond any model."""
     again = "download its config.json again"
     for key, value in integers(config):
         most = MOST.get(key, INTEGER - 1)
@@ -86,7 +88,7 @@ def check_sizes(config: Mapping[str, Any], name: str) -> None:
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
         for key in sorted(part.keys() & MOST.keys()):
-            values = part[key] if isinstance(part[key], list) else [part[key]]  # of every layer, or of all
+            values = part[key] if isinstance(part[key], list) else [part[key]]  # per layer, or one for all
             for value in values:
                 is_integer = isinstance(value, int) and not isinstance(value, bool)
                 if value is not None and not (is_integer and value >= 1):
@@ -97,7 +99,7 @@ def check_sizes(config: Mapping[str, Any], name: str) -> None:
 
 
 def integers(part: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """Every integer in a config, with the name that it goes by."""
+    """Yield every integer in a config with its field's name."""
     if isinstance(part, Mapping):
         for name, value in part.items():
             yield from integers(value, str(name))
@@ -109,9 +111,9 @@ def integers(part: Any, key: str = "") -> Iterator[tuple[str, int]]:
 
 
 def check_plausible(config: transformers.PreTrainedConfig, folder: Path, name: str) -> None:
-    """Refuse a config that asks for far more weights than the folder's files can hold.
+    """Raise ValueError if a config asks for far more weights than the folder's files can hold.
 
-    What the files lack would be made up in memory before anybody could say that it is lacking.
+    transformers would allocate the missing weights before it could report them.
     """
     text = config.get_text_config(decoder=True)
     names = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")

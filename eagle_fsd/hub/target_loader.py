@@ -1,4 +1,4 @@
-"""A target on disk to a model in memory: what its files must hold, and every failure in one line."""
+"""Loads a target from disk and checks that its files hold all of it. Every error is one line."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from eagle_fsd.target.architecture import ATTENTION, end_tokens, longest_text
 logger = logging.getLogger(__name__)
 
 CONVERTER = f"transformers {transformers.__version__}"
-# transformers patches its own classes while it loads: threads that load at once undo each other's patches.
+# transformers patches its own classes while it loads. Threads that load at once undo each other's patches.
 _one_at_a_time = threading.Lock()
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass(frozen=True)
 class TargetSource:
-    """A target on disk: `name` as the user gave it, its folder, and the .gguf file in it where it is one."""
+    """A target on disk: `name` as the user gave it, its folder, and the .gguf file in it, if it is one."""
 
     name: str
     folder: Path
@@ -43,9 +43,9 @@ class TargetSource:
 
 @dataclass(frozen=True)
 class TargetText:
-    """A target as far as its text goes: all that counting tokens needs of it.
+    """The parts of a target that work without its weights, enough to count tokens.
 
-    tokenizer: None where the source has none. The sizes and limits are those of TargetModel.
+    tokenizer: None if the source has none. The sizes and limits are those of TargetModel.
     """
 
     tokenizer: transformers.PreTrainedTokenizerBase | None
@@ -57,7 +57,7 @@ class TargetText:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """How a target is read: see load_model, whose arguments these are, checked."""
+    """The checked arguments of load_model: how a target is read."""
 
     dtype: torch.dtype
     device: torch.device
@@ -78,10 +78,10 @@ def load_model(
     trust_remote_code: bool = False,
     weights_cache: bool = True,
 ) -> Loaded:
-    """The target in eval mode, and its tokenizer (None where the source has none).
+    """Load a target in eval mode, and its tokenizer (None if the source has none).
 
-    `device_map` places the layers and overrides `device`. A weight that the files lack is an error.
-    weights_cache: keep what was converted of a .gguf file, and read that the next time; see weights_cache.py.
+    `device_map` places the layers and overrides `device`. A missing weight is an error. weights_cache: keep
+    the converted weights of a .gguf file and read them the next time; see weights_cache.py.
     """
     place = resolve_device(device)
     settings = LoadSettings(
@@ -96,22 +96,22 @@ def load_model(
         return load_files(source, settings)
     origin = find_gguf_origin(source) if weights_cache else None
     if origin is not None and (folder := find(origin, usable_dtypes(settings.dtype))):
-        show_progress(f"loading {source.name}, as it was kept in {folder} ...")
+        show_progress(f"loading {source.name} from its converted weights in {folder} ...")
         try:
             return restore_name(source, load_files(TargetSource(source.name, folder), settings))
         except ValueError:
-            if is_whole(folder):  # else another process has dropped it meanwhile
+            if is_whole(folder):  # otherwise another process has deleted it meanwhile
                 raise
     show_progress(f"converting {source.gguf_file} ...")
     loaded = load_files(source, settings)
-    # With a device_map a part may be on no device at all.
+    # With a device_map some weights may be offloaded, so they cannot be saved from here.
     if origin is not None and device_map is None and (folder := keep_converted(origin, *loaded)):
-        show_progress(f"kept what was converted in {folder}, for the next start")
+        show_progress(f"kept the converted weights in {folder} for the next start")
     return loaded
 
 
 def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
-    """The target by the source's own files."""
+    """Load a target from the source's own files."""
     if source.gguf_file is None:
         check_folder(source.folder, source.name, settings.trust_remote_code)
     options = reader_options(source, settings.trust_remote_code)
@@ -126,7 +126,7 @@ def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
             device_map=settings.device_map,
             attn_implementation=settings.attn_implementation,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # check_whole says it better
+            ignore_mismatched_sizes=True,  # check_whole reports them better
             **options,
             **(dequantize_options() if source.gguf_file is not None else {}),
         )
@@ -139,7 +139,7 @@ def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
 
 
 def load_text(source: TargetSource, trust_remote_code: bool = False) -> TargetText:
-    """What a target says of its text, from its small files: its weights need not be there."""
+    """Load the parts of a target that work without its weights, from its small files."""
     if source.gguf_file is None:
         check_folder(source.folder, source.name, trust_remote_code, weights=False)
     elif (origin := find_gguf_origin(source)) and (folder := find(origin)):
@@ -164,16 +164,16 @@ def load_text(source: TargetSource, trust_remote_code: bool = False) -> TargetTe
 
 
 def find_gguf_origin(source: TargetSource) -> Origin | None:
-    """A .gguf file with all that may have a say in what is read of it; None where nothing is to be kept."""
+    """Return a .gguf file with everything that affects how it is read; None if nothing is to be kept."""
     names = (CONFIG_NAME, *CHAT_FILES, *TOKENIZER_FILES)
     beside = [path for name in names for path in source.folder.glob(name)]
     return find_origin(source.folder / source.gguf_file, beside, CONVERTER)
 
 
 def usable_dtypes(dtype: torch.dtype) -> tuple[str, ...]:
-    """The dtypes that converted weights may be kept in to serve this one: it, and float32.
+    """Return the dtypes of converted weights that can serve this one: itself and float32.
 
-    For a .gguf file is unpacked to float32 and then rounded too.
+    float32 serves because a .gguf file is unpacked to float32 and then rounded anyway.
     """
     return str(torch.float32), str(dtype)
 
@@ -181,7 +181,7 @@ def usable_dtypes(dtype: torch.dtype) -> tuple[str, ...]:
 def keep_converted(
     origin: Origin, model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase
 ) -> Path | None:
-    """Keep what was read from a .gguf file, in the folder that is returned, where there is room."""
+    """Keep the converted weights of a .gguf file and return their folder; None if that is not possible."""
 
     def save(folder: Path) -> None:
         with hide_loading_bars(gguf=False):
@@ -193,7 +193,7 @@ def keep_converted(
 
 
 def restore_name(source: TargetSource, loaded: Loaded) -> Loaded:
-    """A model and tokenizer that name the place they were asked for, not the cache."""
+    """Let a model and tokenizer name the source's folder, not the cache."""
     model, tokenizer = loaded
     model.config._name_or_path = model.name_or_path = str(source.folder)
     tokenizer.name_or_path = str(source.folder)
@@ -204,7 +204,7 @@ def restore_name(source: TargetSource, loaded: Loaded) -> Loaded:
 
 
 def show_progress(text: str) -> None:
-    """Show people what takes a while; a pipe or a file only with --verbose."""
+    """Tell people at a terminal what takes a while; elsewhere it is only logged."""
     if wants_progress_bars():
         sys.stderr.write(f"{text}\n")
     else:
@@ -212,16 +212,16 @@ def show_progress(text: str) -> None:
 
 
 def reader_options(source: TargetSource, trust_remote_code: bool) -> dict[str, Any]:
-    """What every reader of transformers is told of a source."""
+    """Return the arguments that every reader of transformers needs for a source."""
     gguf = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
     return {"trust_remote_code": trust_remote_code, **gguf}
 
 
 def load_config(source: TargetSource, options: dict[str, Any]) -> transformers.PreTrainedConfig:
-    """The config of a decoder; ValueError for what is none."""
+    """Load a target's config. Raises ValueError unless it is a supported decoder's."""
     with one_line_errors(source.name):
         config = transformers.AutoConfig.from_pretrained(source.folder, **options)
-    check_sizes(config.to_dict(), source.name)  # of a .gguf file; of a folder, before
+    check_sizes(config.to_dict(), source.name)  # for a .gguf file; check_folder did it for a folder
     check_decoder(config, source.name)
     return config
 
@@ -229,7 +229,7 @@ def load_config(source: TargetSource, options: dict[str, Any]) -> transformers.P
 def load_tokenizer(
     source: TargetSource, options: dict[str, Any]
 ) -> transformers.PreTrainedTokenizerBase | None:
-    """The tokenizer, None where the source has none."""
+    """Load the tokenizer; None if the source has none."""
     if source.gguf_file is None and not any(any(source.folder.glob(name)) for name in TOKENIZER_FILES):
         return None
     with one_line_errors(source.name):
@@ -237,7 +237,10 @@ def load_tokenizer(
 
 
 def check_whole(report: dict[str, Any], name: str) -> None:
-    """transformers fills what the files lack or have in another shape at random and only warns."""
+    """Raise ValueError if the files lack a weight or have it in another shape.
+
+    transformers would fill it with random values and only warn.
+    """
     for key, found, wanted in sorted(report["mismatched_keys"]):
         raise ValueError(
             f"target {name!r}: {key} is {list(found)} in its files and {list(wanted)} by its config.json: "
@@ -252,16 +255,20 @@ def check_whole(report: dict[str, Any], name: str) -> None:
 
 
 def dequantize_options() -> dict[str, Any]:
-    """Options that make plain floats of GGUF weights, whatever kernels are installed: where they are, newer
-    releases of transformers keep the weights packed, under an attention that takes no masks. Older ones
-    always unpack.
+    """Return the options that unpack GGUF weights to plain floats.
+
+    If certain kernels are installed, newer releases of transformers keep the weights packed, with an
+    attention that takes no masks. Older releases always unpack.
     """
     made = getattr(transformers, "GgufConfig", None)
     return {"quantization_config": made(dequantize=True)} if made else {}
 
 
 def forget_quantization(model: transformers.PreTrainedModel) -> None:
-    """GGUF weights are plain floats once read; drop the marks for which save_pretrained refuses them."""
+    """Remove the quantization marks from a model whose GGUF weights are now plain floats.
+
+    save_pretrained refuses a model with these marks.
+    """
     marks = ((model.config, "quantization_config"), (model, "hf_quantizer"), (model, "quantization_method"))
     for holder, name in marks:
         if hasattr(holder, name):
@@ -271,14 +278,14 @@ def forget_quantization(model: transformers.PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def one_line_errors(name: str) -> Iterator[None]:
-    """Turn whatever a broken, foreign or too large target raises into one line."""
+    """Turn any error of a broken, foreign or too large target into a ValueError of one line."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"target {name!r} does not fit: the device must hold it; use a smaller dtype"
         ) from error
-    except Exception as error:  # what readers raise has no common base; tokenizers raises Exception itself
+    except Exception as error:  # readers' errors have no common base; tokenizers raises plain Exception
         text = one_line(error, 200)
         rule = "it must be a whole model that transformers reads; check it, or choose another"
         raise ValueError(f"target {name!r} cannot be loaded ({text}): {rule}") from error
@@ -286,7 +293,7 @@ def one_line_errors(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hide_loading_bars(gguf: bool) -> Iterator[None]:
-    """Without the loading bars where they are not wanted."""
+    """Hide loading bars inside the block if they are not wanted."""
     logging = transformers.utils.logging
     if wants_progress_bars() or not logging.is_progress_bar_enabled():
         yield
@@ -294,8 +301,8 @@ def hide_loading_bars(gguf: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         logging.disable_progress_bar()
         stack.callback(logging.enable_progress_bar)
-        with contextlib.suppress(ImportError, AttributeError):  # where another release keeps it elsewhere
-            if gguf:  # its bar heeds none of transformers' switches
+        with contextlib.suppress(ImportError, AttributeError):  # other releases keep it elsewhere
+            if gguf:  # its bar ignores transformers' switches
                 module = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
                 stack.callback(setattr, module, "tqdm", module.tqdm)
                 module.tqdm = functools.partial(module.tqdm, disable=True)

@@ -1,13 +1,12 @@
-"""Weights of GGUF files, converted once and kept: folders that load as any model's folder does.
+"""A cache of converted GGUF weights: folders that load like any model's folder.
 
 Reading a GGUF file takes transformers many times longer than reading the same weights from safetensors. So
-what was read is saved in the user's cache, in `weights/`, one folder for each GGUF file, under the digest of
-the file's content. A folder appears whole or not at all. It is used only for the same file, the same files
-beside it and the same release of transformers, and only if its own files are as they were written.
+the converted weights are saved in the user's cache, in `weights/`, one folder per GGUF file, named by the
+digest of the file's content. A folder appears whole or not at all. It is used only with the same file, the
+same files beside it and the same release of transformers, and only if its own files have not changed.
 
-Whether a file is as it was is told by its stamp (size, times and inode), as git does; where the stamp is
-another one, by its digest. Nothing here is an error for the user: what cannot be kept is read from the GGUF
-file again.
+A file has not changed if its stamp (size, times and inode) is the same, as in git; if the stamp differs, its
+digest decides. Nothing here is an error for the user: without a usable folder the GGUF file is read again.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ logger = logging.getLogger(__name__)
 FOLDER, RECORD = "weights", "source.json"
 VERSION = 1  # of the folders
 MOST = 16 * 2**30  # bytes of all folders together; the least recently used go first
-SETTLED = 2_000_000_000  # nanoseconds after which a file's times tell a change: some systems count in seconds
-OFF = "EAGLE_FSD_NO_WEIGHTS_CACHE"  # set to anything but 0: neither read nor write
+SETTLED = 2 * 10**9  # nanoseconds after which a file's times show a change: some systems count whole seconds
+OFF = "EAGLE_FSD_NO_WEIGHTS_CACHE"  # set to anything but 0, the cache is neither read nor written
 
 READ_ERRORS = (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A GGUF file as it was when it was looked at, before anything was read of it.
+    """The state of a GGUF file before its weights were read.
 
-    digest: of its content. stamp: see `read_stamp`. made: what else decides what is made of it.
+    digest: of its content. stamp: see `read_stamp`. made: what else the converted weights depend on.
     """
 
     gguf: Path
@@ -54,51 +53,52 @@ class Origin:
 
     @property
     def seen(self) -> dict[str, list[int]]:
-        """The stamp by path; nothing for a file so new that a change might leave its times as they are."""
+        """The stamp by path; empty for a file so new that a change might not show in its times."""
         settled = time.time_ns() - max(self.stamp[1:3]) > SETTLED
         return {str(self.gguf.resolve()): self.stamp} if settled else {}
 
 
 def is_enabled() -> bool:
-    """Whether the user has not turned the cache off by EAGLE_FSD_NO_WEIGHTS_CACHE."""
+    """Return whether the cache is on, that is not turned off by EAGLE_FSD_NO_WEIGHTS_CACHE."""
     return os.environ.get(OFF, "0") in ("", "0")
 
 
 def root_folder() -> Path:
+    """Return the folder of all kept folders."""
     return cache_folder() / FOLDER
 
 
 def folders() -> list[Path]:
-    """All kept folders, the least recently used first."""
+    """Return all kept folders, the least recently used first."""
     try:
         found = [path for path in root_folder().iterdir() if (path / RECORD).is_file()]
         return sorted(found, key=lambda path: path.stat().st_mtime_ns)
-    except (OSError, RuntimeError):  # there is none yet; no home folder
+    except (OSError, RuntimeError):  # nothing is kept yet, or there is no home folder
         return []
 
 
 def find_origin(gguf: Path, beside: Iterable[Path], made_by: str) -> Origin | None:
-    """What is to be converted, or was; None where the cache is turned off, or cannot be.
+    """Return the Origin of a GGUF file; None if the cache is turned off or cannot be used.
 
-    beside: files that are read with it. made_by: what converts it.
+    beside: files that are read with it. made_by: the program that converts it.
     """
     if not is_enabled():
         return None
     try:
-        root_folder()  # RuntimeError where there is no home
+        root_folder()  # raises RuntimeError if there is no home folder
         stamp = read_stamp(gguf)
         digest = recall_digest(gguf, stamp) or digest_file(gguf)
         others = {path.name: digest_file(path) for path in sorted(beside) if path.is_file()}
         return Origin(gguf, digest, stamp, {"version": VERSION, "by": made_by, "beside": others})
     except (OSError, RuntimeError) as error:
-        logger.info("%s has no place in the weights cache: %s", gguf.name, error)
+        logger.info("%s cannot be kept in the weights cache: %s", gguf.name, error)
         return None
 
 
 def find(origin: Origin, dtypes: Collection[str] = ()) -> Path | None:
-    """The folder that holds what the GGUF file holds, whole; None where there is none.
+    """Return the kept folder of a GGUF file, if it is whole; None if there is none.
 
-    dtypes: those that will do, all if there are none.
+    dtypes: the usable ones; empty allows all.
     """
     try:
         folder = root_folder() / origin.digest
@@ -108,7 +108,7 @@ def find(origin: Origin, dtypes: Collection[str] = ()) -> Path | None:
             return None
         update_record(folder, lambda record: record["seen"].update(origin.seen))
         with contextlib.suppress(OSError):
-            os.utime(folder, ns=(time.time_ns(),) * 2)  # the kernel's own clock ticks too seldom
+            os.utime(folder, ns=(time.time_ns(),) * 2)  # the default clock is too coarse to order folders
         return folder
     except READ_ERRORS as error:
         logger.info("the converted weights of %s are not read: %s", origin.gguf.name, error)
@@ -116,25 +116,25 @@ def find(origin: Origin, dtypes: Collection[str] = ()) -> Path | None:
 
 
 def keep(origin: Origin, dtype: str, size: int, save: Callable[[Path], None]) -> Path | None:
-    """Keep what was converted in place of what was kept of the same file; None where that cannot be.
+    """Keep converted weights and return their folder; None if that is not possible.
 
-    size: bytes that it takes. save: writes all files into an empty folder.
+    They replace what was kept of the same file. size: in bytes. save: writes all files into an empty folder.
     """
     try:
         folder = root_folder() / origin.digest
         folder.parent.mkdir(parents=True, exist_ok=True)
         if size > MOST:
             raise OSError(
-                f"{format_gigabytes(size)} are more than the {format_gigabytes(MOST)} that are kept"
+                f"{format_gigabytes(size)} are more than the cache's limit of {format_gigabytes(MOST)}"
             )
         if 2 * size > (free := shutil.disk_usage(folder.parent).free):
             raise OSError(
-                f"{format_gigabytes(size)} are much for the {format_gigabytes(free)} that the disk has left"
+                f"{format_gigabytes(size)} are more than half of the disk's free {format_gigabytes(free)}"
             )
         if read_stamp(origin.gguf) != origin.stamp:
             raise OSError("the file changed while it was read")
         with hold_lock(folder, patience=0.0):
-            remove(*folder.parent.glob(f".{folder.name}-*"))  # of processes that were killed
+            remove(*folder.parent.glob(f".{folder.name}-*"))  # left by processes that were killed
             partial = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
             try:
                 partial.mkdir()
@@ -151,13 +151,13 @@ def keep(origin: Origin, dtype: str, size: int, save: Callable[[Path], None]) ->
                 remove(partial)
         make_room(folder)
         return folder
-    except READ_ERRORS as error:  # whatever `save` raises on a full disk is one of them
+    except READ_ERRORS as error:  # these include what `save` raises on a full disk
         logger.info("the converted weights of %s are not kept: %s", origin.gguf.name, error)
         return None
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether all files of a kept folder are as they were written."""
+    """Return whether all files of a kept folder are unchanged."""
     files = read_records(folder / RECORD).get("files") or {}
     changed = {}
     for name, (known, content) in files.items():
@@ -166,20 +166,20 @@ def is_whole(folder: Path) -> bool:
         if (now := read_stamp(folder / name)) != known:
             if now[0] != known[0] or digest_file(folder / name) != content:
                 return False
-            changed[name] = [now, content]  # copied or moved: next time the stamp will do
+            changed[name] = [now, content]  # copied or moved: next time the stamp is enough
     if changed:
         update_record(folder, lambda record: record["files"].update(changed))
     return bool(files)
 
 
 def clear() -> None:
-    """Drop all that is kept. A process that is reading it goes on with the GGUF file itself."""
+    """Delete everything that is kept. A process that is reading it falls back to the GGUF file."""
     with contextlib.suppress(RuntimeError):
         remove(root_folder())
 
 
 def make_room(newest: Path) -> None:
-    """Drop the least recently used folders until the rest, the newest always, is within MOST."""
+    """Delete the least recently used folders until the rest is within MOST; the newest always stays."""
     kept = [folder for folder in folders() if folder != newest]
     total = sum(map(folder_size, [*kept, newest]))
     for folder in kept:
@@ -189,14 +189,14 @@ def make_room(newest: Path) -> None:
 
 
 def folder_size(folder: Path) -> int:
-    """Bytes of the files in a folder."""
+    """Return the total bytes of the files in a folder."""
     with contextlib.suppress(OSError):
         return sum(path.stat().st_size for path in folder.iterdir())
     return 0
 
 
 def remove(*folders: Path) -> None:
-    """Delete folders, each out of sight at once, so that nobody finds half of it."""
+    """Delete folders. Each is renamed first, so that nobody finds half of it."""
     for folder in folders:
         with contextlib.suppress(OSError):
             hidden = folder.with_name(f".{folder.name.lstrip('.')}-{secrets.token_hex(4)}")
@@ -208,11 +208,11 @@ def format_gigabytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-# -- which file, and whether it changed ----------------------------------------
+# -- whether a file changed ----------------------------------------
 
 
 def recall_digest(gguf: Path, stamp: list[int]) -> str | None:
-    """The digest of a file's content, from a kept folder that has seen the file with this very stamp."""
+    """Return the digest of a file's content from a kept folder that has recorded this stamp, else None."""
     for folder in folders():
         seen = read_records(folder / RECORD).get("seen")
         if isinstance(seen, dict) and seen.get(str(gguf.resolve())) == stamp:
@@ -221,13 +221,13 @@ def recall_digest(gguf: Path, stamp: list[int]) -> str | None:
 
 
 def read_stamp(path: Path) -> list[int]:
-    """What changes whenever a file's content does: size, times of change in nanoseconds, inode."""
+    """Return what changes whenever a file's content does: size, times in nanoseconds, inode."""
     found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 def digest_file(path: Path) -> str:
-    """Half the SHA-256 of a file's content."""
+    """Return half the SHA-256 of a file's content."""
     found = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(2**20):
@@ -236,7 +236,7 @@ def digest_file(path: Path) -> str:
 
 
 def update_record(folder: Path, update: Callable[[dict[str, Any]], object]) -> None:
-    """Change a folder's record where that changes anything and can be; it only saves time."""
+    """Change a folder's record, if possible. Failing is no problem: the record only saves time."""
     with contextlib.suppress(*READ_ERRORS):
         record = read_records(folder / RECORD)
         before = json.dumps(record)

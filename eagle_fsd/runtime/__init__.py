@@ -1,1 +1,1 @@
-"""How tensors are run: memory, kernels, recordings, times."""
+"""How tensors are computed: cache memory, attention kernels, matmul backends, recorded steps, timing."""

@@ -1,5 +1,5 @@
-"""The recorder of CUDA graphs. Work that cannot be captured does no harm: it is found out before a capture,
-or what the failed capture left behind is cleaned up.
+"""The recorder of CUDA graphs. Work that cannot be captured does no harm: it is detected before a capture, or
+the failed capture is cleaned up.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _one_at_a_time = threading.Lock()  # a process has one set of warning filters
 
 
 def cuda_recorder(device: torch.device, cuda: Any = torch.cuda) -> Recorder:
-    """Records CUDA graphs on a stream of its own, all in one pool of memory: they are replayed one after the
-    other.
+    """Return a recorder of CUDA graphs with a stream of its own.
 
-    cuda: torch.cuda, or what stands in for it.
+    Its graphs share one memory pool, because they are replayed one after the other. cuda: torch.cuda, or a
+    stand-in for it.
     """
-    # torch's own capture stream is one for the process, on the device that captured first.
+    # torch's own capture stream is shared by the process and belongs to the device that captured first.
     pool, stream = cuda.graph_pool_handle(), cuda.Stream(device)
 
     def record(work: Callable[[], Any], repeatable: bool) -> tuple[Callable[[], None], Any]:
         with _one_at_a_time, cuda.device(device), on_stream(cuda, stream, device):
-            if repeatable:  # libraries must have set themselves up before a capture begins
+            if repeatable:  # a first run lets libraries set themselves up before the capture begins
                 with refuse_waiting(cuda):
                     work()
             graph = cuda.CUDAGraph()
-            # thread_local: what other threads do in the meantime, such as allocate memory, breaks nothing.
+            # thread_local: other threads may allocate memory meanwhile without breaking the capture.
             capture = cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
             with collect_warnings() as given, clean_after_failure(cuda, device, pool), capture:
                 result = work()
@@ -45,9 +45,9 @@ def cuda_recorder(device: torch.device, cuda: Any = torch.cuda) -> Recorder:
 
 @contextlib.contextmanager
 def on_stream(cuda: Any, stream: Any, device: torch.device) -> Iterator[None]:
-    """Run the block on a stream, after all work of the current stream and before its next.
+    """Run the block on a stream, after all queued work of the current stream and before its later work.
 
-    The current stream is restored also where a capture fails; torch.cuda.graph alone does not do so.
+    The current stream is restored even if a capture fails, which torch.cuda.graph alone does not do.
     """
     current = cuda.current_stream(device)
     stream.wait_stream(current)
@@ -62,8 +62,9 @@ def on_stream(cuda: Any, stream: Any, device: torch.device) -> Iterator[None]:
 def refuse_waiting(cuda: Any) -> Iterator[None]:
     """Raise RuntimeError after the block if this thread waited for the device in it.
 
-    Waiting breaks a capture, which leaves torch's allocator and default generator in a bad state, so it must
-    be found before. The debug mode is the whole process's: "error" would fail other threads, which may wait.
+    Waiting breaks a capture and leaves torch's allocator and default generator in a bad state, so it must be
+    detected before. The debug mode applies to the whole process: "error" would fail other threads, which may
+    wait.
     """
     before = cuda.get_sync_debug_mode()
     with collect_warnings() as given:
@@ -84,11 +85,11 @@ def clean_after_failure(cuda: Any, device: torch.device, pool: Any) -> Iterator[
     state = generator.clone_state()
     try:
         yield
-    except torch.OutOfMemoryError:  # it breaks no capture: torch ended it in order
+    except torch.OutOfMemoryError:  # torch has ended this capture properly
         raise
     except RuntimeError:
         generator.graphsafe_set_state(state)
-        with contextlib.suppress(AttributeError, RuntimeError):  # raised where there is nothing to end
+        with contextlib.suppress(AttributeError, RuntimeError):  # raised if there is nothing to end
             cuda.memory._cuda_endAllocateToPool(index, pool)
         raise
 

@@ -1,8 +1,8 @@
-"""Attention by flash-attn, where it is installed: over a prompt, and over the prefix of a draft tree.
+"""Attention by flash-attn, if it is installed: over a prompt, and over the prefix of a draft tree.
 
-flash-attn takes no masks. A tree's attention is therefore two parts: over the prefix, which every node sees
-whole, and over the tree's own few tokens under the ancestor mask; the log-sum-exp of the first weighs it
-against the second. Nothing is copied for a group of heads. Shapes: B rows, H query heads, Hkv key heads, n
+flash-attn takes no masks. A tree's attention therefore has two parts: over the prefix, which every node sees
+whole, and over the tree's own few tokens under the ancestor mask. The log-sum-exp of the first part weighs it
+against the second. Keys are not copied for groups of heads. Shapes: B rows, H query heads, Hkv key heads, n
 queries (N nodes of a tree), S cache slots in view, D head size; query head h reads key head h // (H / Hkv).
 """
 
@@ -19,11 +19,12 @@ Prefix = Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class FlashPlan:
-    """What the queries of one forward see, said without the mask.
+    """Describes what the queries of one forward see, without a mask.
 
-    mask: [B, 1, n, S], what says it to all other layers; a layer that is given this very tensor may go by the
-    plan. lengths: [B] int32, the committed slots. relation: [B, n, n] bool, which new tokens each new token
-    sees behind its row's prefix; None: it sees its own slot and all before it, the last query's being S - 1.
+    mask: [B, 1, n, S], the same as a mask; a layer that is given this very tensor may use the plan instead.
+    lengths: [B] int32, the committed slots. relation: [B, n, n] bool, which new tokens each new token sees
+    behind its row's prefix. None: each sees its own slot and all before it, and the last query's slot is
+    S - 1.
     """
 
     mask: Tensor
@@ -32,23 +33,23 @@ class FlashPlan:
 
 
 def flash_available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether flash-attn is installed and runs on that device in that dtype."""
+    """Return whether flash-attn is installed and runs on this device in this dtype."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
     try:
         from flash_attn import flash_attn_func, flash_attn_with_kvcache  # noqa: F401
-    except (ImportError, OSError, RuntimeError):  # built for another torch, it fails in each of these ways
+    except (ImportError, OSError, RuntimeError):  # a build for another torch may raise any of these
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def supports_heads(q: Tensor, v: Tensor) -> bool:
-    """Whether flash-attn takes heads of this size, q [..., D] and v [..., D], without padded copies."""
+    """Return whether flash-attn takes heads of this size, q and v [..., D], without padded copies."""
     return q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scale: float) -> Tensor:
-    """Attention of q [B, H, n, D] over k and v [B, Hkv, S, D] as the plan says: [B, H, n, D]."""
+    """Return attention of q [B, H, n, D] over k and v [B, Hkv, S, D] under a plan: [B, H, n, D]."""
     if plan.relation is None:
         return flash_causal(q, k, v, scale)
     return prefix_and_tree(q, k, v, plan.lengths, plan.relation, scale, flash_prefix)
@@ -57,7 +58,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scale: flo
 def prefix_and_tree(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, relation: Tensor, scale: float, prefix: Prefix
 ) -> Tensor:
-    """Attention of N nodes over their row's prefix and each other: q [B, H, N, D] -> [B, H, N, D].
+    """Return attention of N nodes over their row's prefix and each other: q [B, H, N, D] -> [B, H, N, D].
 
     k, v: [B, Hkv, S, D]; the first lengths[b] slots are the prefix, the next N the nodes. relation: [B, N, N]
     bool, whether node n sees node m (last); every node sees itself. prefix: attention over the first part.
@@ -73,16 +74,16 @@ def prefix_and_tree(
     rows = q.reshape(batch, kv_heads, -1, q.shape[-1]).to(lse.dtype)  # [B, Hkv, H / Hkv * N, D]
     scores = (scale * rows @ own_k.mT).view(batch, heads, count, count)
     scores = scores.masked_fill(~relation[:, None], -torch.inf)
-    # Beside the nodes the whole prefix is one more key, of score lse and value out.
+    # The whole prefix acts as one more key beside the nodes, with score lse and value out.
     weights = torch.cat((lse[..., None], scores), dim=-1).softmax(-1)  # [B, H, N, 1 + N]
     own = weights[..., 1:].reshape(batch, kv_heads, -1, count) @ own_v
     return (weights[..., :1] * out + own.view_as(out)).to(q.dtype)
 
 
 def flash_prefix(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention over the first lengths[b] slots, and its log-sum-exp: [B, H, n, D] and [B, H, n].
+    """Return attention over the first lengths[b] slots and its log-sum-exp: [B, H, n, D] and [B, H, n].
 
-    lengths: [B] int32. 0 and -inf where a row has no such slot.
+    lengths: [B] int32. A row of length 0 gives 0 and -inf.
     """
     from flash_attn import flash_attn_with_kvcache
 
@@ -93,12 +94,12 @@ def flash_prefix(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float)
         causal=False,
         return_softmax_lse=True,
     )
-    # For a row without keys it says 0 and, unless it splits them, +inf.
+    # For a row without keys flash-attn returns 0 and, unless it splits the keys, a log-sum-exp of +inf.
     return out.transpose(1, 2), lse.masked_fill((lengths == 0)[:, None, None], -torch.inf)
 
 
 def flash_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attention of the last n of S slots, each over its own and all before it: [B, H, n, D]."""
+    """Return attention of the last n of S slots, each over its own slot and all before it: [B, H, n, D]."""
     from flash_attn import flash_attn_func
 
     # Its causal mask is aligned to the bottom right: the last query sees all keys.

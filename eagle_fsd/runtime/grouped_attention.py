@@ -1,4 +1,4 @@
-"""Masked attention of many query heads over few key heads, without a copy of the keys for every group."""
+"""Masked attention of many query heads over few key heads, without copying the keys for every group."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
-    """softmax(scale q k^T + mask) v: q [B, H, n, D], k and v [B, Hkv, S, D] -> [B, H, n, D].
+    """Return softmax(scale q k^T + mask) v: q [B, H, n, D], k and v [B, Hkv, S, D] -> [B, H, n, D].
 
     mask: [B, 1, n, S], bool or additive. Query head h reads key head h // (H / Hkv). scale: 1 / sqrt(D) if
-    None. A group's queries stand below each other as rows over its one key head; where there are so many that
-    the mask for them would be the larger copy, the keys are repeated after all.
+    None. The queries of a group are stacked as rows over its one key head. That repeats the mask instead of
+    the keys, so with many queries, where the mask would be the larger copy, the keys are repeated.
     """
     batch, heads, count, width = q.shape
     groups = heads // k.shape[1]

@@ -1,9 +1,9 @@
 """The preallocated KV cache: per-row lengths, writes at offsets, keeps an accepted path, grows, drops rows.
 
-A stand-in for transformers' Cache wherever a model calls `update` and `get_seq_length`; it keeps every row,
-also in layers with a sliding window, because a tree mask needs them. Committed token t of a row lies in slot
-t; what lies past a row's length is scratch, overwritten by the next write and hidden by the masks. Shapes: B
-rows, H key-value heads, S slots, D head size.
+A stand-in for transformers' Cache wherever a model calls `update` and `get_seq_length`. It keeps every slot,
+also in layers with a sliding window, because a tree mask needs them. Committed token t of a row is in slot t.
+Slots past a row's length are scratch: the next write overwrites them and the masks hide them. Shapes: B rows,
+H key-value heads, S slots, D head size.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ class KVCache:
     """Keys and values of every layer, [B, H, S, D] each, allocated when a layer first writes.
 
     lengths: the committed tokens of each row, on the host (`row_lengths`) and on the device (`lengths` [B]
-    int64, in the same memory for as long as `buffers` is the same). rows: the texts that the buffers have
-    room for; the rows that go on are always the first ones. limit: the slots that the texts need at most,
-    beyond which capacity does not double; None: unknown. step: views are multiples of it and writes go by
-    index, whatever the lengths, so that a recorded forward is good for other lengths; 0: views end where the
-    tokens end.
+    int64, at the same address as long as `buffers` is the same object). rows: how many texts the buffers
+    have room for; the rows still running are always the first ones. limit: how many slots the texts need at
+    most, beyond which capacity does not double; None: unknown. step: views are multiples of it and writes go
+    by index, so that a recorded forward serves other lengths too; 0: views end where the tokens end.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device, step: int = 0) -> None:
@@ -35,10 +34,10 @@ class KVCache:
         self.device = device
         self.rows = batch
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.buffers = object()  # another one when the buffers are others
+        self.buffers = object()  # a token for the buffers' identity: replaced when they are reallocated
         self.view, self.exact = 0, True
         self.slots = torch.empty(batch, 0, dtype=torch.int64, device=device)
-        self.span: slice | None = None  # the slots as one slice, where all rows have the same
+        self.span: slice | None = None  # the slots as one slice if all rows have the same ones
         self.row_lengths = [0] * batch
         self.lengths = self._all_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
 
@@ -48,27 +47,30 @@ class KVCache:
         self.limit = limit
         for buffers in self.layers.values():
             for buffer in buffers:
-                buffer.zero_()  # a text whose logits were NaN left NaN here; see `update`
+                buffer.zero_()  # a text with NaN logits may have left NaN here; see `update`
         self._set_lengths([0] * self.rows)
 
     def reserve(self, width: int, offset: int = 0, exact: bool = False) -> None:
-        """Make room for `width` tokens per row, `offset` past its length: the cache grows if they do not fit.
+        """Make room for `width` tokens per row, `offset` past its length; the cache grows if needed.
 
-        `view` is then the number of slots that attention sees. exact: it ends where the tokens end, for a
-        forward that is never recorded.
+        This sets `view`, the number of slots that attention sees. exact: the view ends where the tokens end,
+        for a forward that is never recorded.
         """
         self.exact = exact or not self.step
         end = max(self.row_lengths) + offset + width
         self.view = end if self.exact else self._round_up(end)
         if self.view > self.capacity:
-            double = 2 * self.capacity
+            double = 2 * self.capacity  # doubling keeps the number of reallocations small
             self.grow(max(self.view, double if self.limit is None else min(double, self.limit)))
 
     def place(self, width: int, offset: int = 0) -> Tensor:
-        """Where the next forward writes, in what was reserved: `width` slots per row, `offset` past its
-        length; [B, width]."""
+        """Choose where the next forward writes: `width` reserved slots per row, `offset` past its length.
+
+        Returns the slots [B, width].
+        """
         self.slots = self.lengths[:, None] + torch.arange(offset, offset + width, device=self.device)
         start = max(self.row_lengths) + offset
+        # A slice is written faster than an index, but a recording would fix it to these lengths.
         alike = self.exact and min(self.row_lengths) == max(self.row_lengths)
         self.span = slice(start, start + width) if alike else None
         return self.slots
@@ -76,9 +78,9 @@ class KVCache:
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write [B, H, width, D] at the placed slots; returns the layer's view [B, H, view, D]."""
+        """Write [B, H, width, D] at the placed slots and return the layer's view [B, H, view, D]."""
         if layer_idx not in self.layers:
-            # Zeros, not empty: a NaN in scratch memory would pass through attention's multiplication by 0.
+            # Zeros, not empty: attention multiplies hidden slots by 0, and 0 * NaN would be NaN.
             self.layers[layer_idx] = tuple(
                 x.new_zeros(self.rows, x.shape[1], self.capacity, x.shape[3]) for x in (keys, values)
             )
@@ -94,33 +96,34 @@ class KVCache:
         return stored_keys[:, :, : self.view], stored_values[:, :, : self.view]
 
     def compact(self, path: Tensor, slots: Tensor) -> None:
-        """Move what lies on a path behind the committed tokens, in its order, for `advance` to commit.
+        """Move the tokens of a path, in order, right behind the committed ones, for `advance` to commit.
 
-        slots: [B, n] of the tokens last placed; path: [B, P] indices among them, the first one's first, -1
-        padded.
+        slots: [B, n] of the tokens last placed; path: [B, P] indices among them, -1 padded, beginning with
+        that of the first token.
         """
-        path = path[:, 1 : slots.shape[1]]  # the first is in place; no path is longer than the tree
+        path = path[:, 1 : slots.shape[1]]  # the first token is in place; no path is longer than the tree
         source = slots.gather(1, path.clamp(min=0))
         target = self.lengths[:, None] + torch.arange(1, 1 + path.shape[1], device=self.device)
+        # Padding moves the first token into scratch slots, which is harmless and needs no mask.
         if not path.shape[1] or (host_can_read(path) and torch.equal(source, target)):
             return
         rows = torch.arange(len(path), device=self.device)[:, None]
         for buffers in self.layers.values():
-            if (device := buffers[0].device) != rows.device:  # layers may be spread over devices
+            if (device := buffers[0].device) != rows.device:  # a device_map may spread the layers
                 rows, source, target = rows.to(device), source.to(device), target.to(device)
             for buffer in buffers:
                 # Advanced indexing copies before it writes, so source and target slots may overlap.
                 buffer[rows, :, target] = buffer[rows, :, source]
 
     def advance(self, counts: Sequence[int]) -> None:
-        """Commit counts[row] tokens more: the first of those last placed at offset 0, or of a path."""
+        """Commit counts[row] more tokens: the first of those last placed at offset 0, or of a path."""
         self._set_lengths([length + count for length, count in zip(self.row_lengths, counts, strict=True)])
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order.
+        """Keep only these rows of the batch, in this order; a row may be named more than once.
 
-        They move to the front of the buffers, so that recordings stay good. Only more rows than the buffers
-        have room for get new buffers.
+        They move to the front of the buffers, so that recordings stay valid. The buffers are reallocated
+        only if there are more rows than they have room for.
         """
         lengths = [self.row_lengths[row] for row in rows]
         count, used, index = len(lengths), max(lengths), on_device(rows, self.device)
@@ -129,7 +132,7 @@ class KVCache:
             if count > self.rows:
                 self.layers[layer] = tuple(buffer[index] for buffer in buffers)
             else:
-                for buffer in buffers:
+                for buffer in buffers:  # indexing copies first, so no row is overwritten before it is read
                     buffer[:count, :, :used] = buffer[index, :, :used]
         self.slots = self.slots[list(rows)]
         if count > self.rows:
@@ -154,7 +157,7 @@ class KVCache:
         self._set_lengths(lengths)
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` slots in the rows that go on; what they store stays."""
+        """Make room for `capacity` slots in the rows still running; what they store stays."""
         capacity, rows = self._round_up(capacity), len(self.row_lengths)
         for layer, buffers in self.layers.items():
             self.layers[layer] = tuple(
@@ -164,11 +167,11 @@ class KVCache:
         self.rows, self.buffers, self.capacity = rows, object(), capacity
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The longest row's length (transformers' protocol; positions are always passed explicitly)."""
+        """Return the longest row's length. transformers asks for it, but positions are always given to it."""
         return max(self.row_lengths)
 
     def _set_lengths(self, lengths: list[int]) -> None:
-        # In place: a recorded forward reads the memory that it knows.
+        # In place: a recorded forward reads the address that it was recorded with.
         self.lengths = self._all_lengths[: len(lengths)].copy_(on_device(lengths, self.device))
         self.row_lengths = lengths
 

@@ -1,7 +1,7 @@
-"""Libraries that multiply a few rows with a weight in a blocked order of their own; which is fastest here.
+"""Matmul backends that multiply a few rows with a weight packed in their own blocked order.
 
-torch itself hands float32 products on a CPU to MKL, with the weight as it lies. What that loses to oneDNN or
-to MKL with a packed weight, and up to how many rows, is another thing on another processor: it is measured.
+On a CPU torch gives float32 products to MKL with the plain weight. How much slower that is than oneDNN or MKL
+with a packed weight, and up to how many rows, depends on the processor. So the fastest backend is measured.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from eagle_fsd.runtime.timing import BUSY, Call, disagreement, time_in_turn
 
 ROWS = (1, 4, 16)  # a plain step, a small tree and a large one
 SAMPLE = 2**28  # bytes of weights that are timed: more than most caches hold
-LEAST = 2**24  # bytes of weights below which there is nothing to be gained or measured
-GAIN = 1.05  # a second copy of the weights must be so much faster than the stock layers
+LEAST = 2**24  # bytes of weights below which there is nothing to gain or measure
+GAIN = 1.05  # packed weights must be this much faster than the stock layers to be worth a second copy
 STOCK = "none"  # the name under which stock layers are remembered
-BLOCK = 16  # rows that a weight is packed for; it serves any number
+BLOCK = 16  # rows that a weight is packed for; any other number works too
 
 
 @dataclass(frozen=True)
 class MatmulBackend:
-    """supports: whether it multiplies with such a weight here. pack: a weight [out, in] in its own order.
-    multiply: rows [..., in], the packed weight, the plain one and the bias [out] or None -> [..., out]."""
+    """A library that multiplies with packed weights.
+
+    supports: whether it can multiply with this weight on this machine. pack: puts a weight [out, in] in its
+    own order. multiply: rows [..., in], the packed weight, the plain one and the bias [out] or None give
+    [..., out].
+    """
 
     name: str
     supports: Callable[[Tensor], bool]
@@ -67,7 +71,7 @@ def _mkl_pack(weight: Tensor) -> Tensor:
 
 
 def _mkl_multiply(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    # The op falls back to the stock product unless told that the weight was packed for just these rows.
+    # The op falls back to the stock product unless it is told that the weight was packed for this many rows.
     return torch.ops.mkl._mkl_linear(x, packed, weight, bias, x.numel() // x.shape[-1])
 
 
@@ -77,14 +81,14 @@ BACKENDS = (ONEDNN, MKL)
 
 
 def backend_for(weight: Tensor, preferred: MatmulBackend = ONEDNN) -> MatmulBackend | None:
-    """The preferred backend if it supports this weight here, else another one, else None."""
+    """Return the preferred backend if it supports this weight here, else another one, else None."""
     return next((one for one in (preferred, *BACKENDS) if one.supports(weight)), None)
 
 
 def find_fastest_backend(module: nn.Module) -> MatmulBackend | None:
     """Return the fastest backend, measured once for layers of these shapes on this machine, then remembered.
 
-    A measurement on a busy machine, where the repeats disagree, is not remembered.
+    It is not remembered if the repeats disagree, as they do on a busy machine.
     """
     if not (sample := sample_weights(module)):
         return measure_fastest_backend(module)
@@ -102,7 +106,7 @@ def find_fastest_backend(module: nn.Module) -> MatmulBackend | None:
 
 
 def sample_weights(module: nn.Module) -> list[Tensor]:
-    """Up to SAMPLE bytes of the weights that a backend supports; none where there are less than LEAST."""
+    """Return up to SAMPLE bytes of the weights that a backend supports; none if they have less than LEAST."""
     weights = supported_weights(module)
     if sum(weight.nbytes for weight in weights) < LEAST:
         return []
@@ -115,7 +119,7 @@ def sample_weights(module: nn.Module) -> list[Tensor]:
 
 
 def supported_weights(module: nn.Module) -> list[Tensor]:
-    """The weights of the linear layers that a backend supports; a tied one once."""
+    """Return the weights of the linear layers that a backend supports; a tied weight comes once."""
     layers = (layer for layer in module.modules() if type(layer) is nn.Linear and backend_for(layer.weight))
     return list({id(layer.weight): layer.weight for layer in layers}.values())
 
@@ -126,9 +130,9 @@ def measure_fastest_backend(
 ) -> MatmulBackend | None:
     """Return the backend that multiplies `rows` rows with this module's layers fastest; None: stock layers.
 
-    Each number of rows counts alike. Measured on up to SAMPLE bytes of the layers, in about a second; a
-    module of less than LEAST is not measured and gets the first backend that supports its weights. spreads:
-    is given the disagreement of the repeats (timing.disagreement) of everything that is timed.
+    Every number of rows has the same weight. It takes about a second, on up to SAMPLE bytes of the layers. A
+    module of less than LEAST bytes is not measured and gets the first backend that supports its weights.
+    spreads: a list that is given the disagreement (timing.disagreement) of everything that is timed.
     """
     if not (sample := sample_weights(module)):
         return next((backend_for(weight) for weight in supported_weights(module)), None)
@@ -144,7 +148,7 @@ def measure_fastest_backend(
 
 
 def pack_products(backend: MatmulBackend, weights: Sequence[Tensor]) -> list[Callable[[Tensor], Tensor]]:
-    """The backend's product with each of the weights."""
+    """Return the backend's product with each of the weights, as functions."""
     packed = [(backend.pack(weight), weight) for weight in weights]
     return [lambda x, pair=pair: backend.multiply(x, *pair, None) for pair in packed]
 
@@ -155,7 +159,7 @@ def time_products(
     rows: Sequence[int],
     spreads: list[float] | None = None,
 ) -> list[float]:
-    """How long all these products with the weights take one after the other, by the number of rows."""
+    """Return the seconds that all these products take together, one for each number of rows."""
 
     def call(count: int) -> Call:
         inputs = [torch.ones(count, weight.shape[1], dtype=weight.dtype) for weight in weights]

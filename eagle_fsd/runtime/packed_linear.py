@@ -1,8 +1,8 @@
 """Linear layers that also keep their weight in a backend's blocked order.
 
-A tree then costs a CPU little more than a token: over the few rows of a tree a stock layer runs far below
-what memory and the vector units give. The blocked copy takes the weights' memory a second time; the plain
-weight stays, for whatever else reads it. matmul_backends.py chooses the backend.
+On a CPU a tree then costs little more than a token: with only the few rows of a tree, a stock layer uses the
+memory and the vector units poorly. The blocked copy doubles the weights' memory, because the plain weight
+stays for everything else that reads it. matmul_backends.py chooses the backend.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from eagle_fsd.files.fingerprints import sample_values
 from eagle_fsd.runtime.matmul_backends import ONEDNN, MatmulBackend, backend_for
 
-MADE = ("packed", "sample", "sample_then")  # of the weight, and again for every copy of a layer
-SAMPLE = 64  # values of a weight by which a change is noticed that left no other trace
+MADE = ("packed", "sample", "sample_then")  # made from the weight, and made again for a copy of the layer
+SAMPLE = 64  # how many values of a weight are compared to notice a change that left no other trace
 _counting = threading.Lock()  # threads may want plain layers at the same time
 
 
 class PackedLinear(nn.Linear):
-    """A stand-in for an nn.Linear, with its very parameters.
+    """A stand-in for an nn.Linear that shares its parameters.
 
     backend: the preferred one. Falls back to another that supports the weight, else to nn.Linear.
-    packed: the weight as `version` of it was. `forward` packs it again where the weight was exchanged or
-    changed in place, `repack_changed` also where that was done through `weight.data`.
-    plain: how many callers want the plain weight for now. Training and autocast always take it.
+    packed: the weight at its `version`. `forward` packs it again if the weight was replaced or changed in
+    place; `repack_changed` also notices a change through `weight.data`.
+    plain: how many callers want the plain weight for now. Training and autocast always use it.
     """
 
     def __init__(self, linear: nn.Linear, backend: MatmulBackend = ONEDNN) -> None:
@@ -41,7 +41,7 @@ class PackedLinear(nn.Linear):
         self._pack()
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self._parameters["weight"]  # asked for once: this is called hundreds of times in a step
+        weight = self._parameters["weight"]  # not self.weight: that lookup is slow, and this runs often
         usable = self.packed is not None and x.dtype == weight.dtype and x.numel()
         if self.plain or not usable or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return super().forward(x)
@@ -50,7 +50,7 @@ class PackedLinear(nn.Linear):
         return self.backend.multiply(x, self.packed, weight, self.bias)
 
     def repack_changed(self) -> None:
-        """Pack the weight again if it is another one by now, however it was changed."""
+        """Pack the weight again if it was changed in any way."""
         if self.packed is None:
             return
         weight = self._parameters["weight"]
@@ -61,7 +61,7 @@ class PackedLinear(nn.Linear):
         version, sample = weight_version(self.weight), sample_values(self.weight, SAMPLE)
         backend = backend_for(self.weight, self.preferred)
         packed = backend and backend.pack(self.weight.detach())
-        # The version last: until it is there, other threads pack for themselves.
+        # The version comes last: until it is set, other threads pack for themselves.
         self.backend, self.packed = backend, packed
         self.sample, self.sample_then, self.version = sample, sample.clone(), version
 
@@ -83,25 +83,25 @@ class PackedLinear(nn.Linear):
 
 
 def weight_version(weight: Tensor) -> tuple[int, int]:
-    """What a change of the tensor in place changes, as far as torch counts such changes, or an exchange."""
+    """Return a value that changes if the tensor is replaced, or changed in a way that torch counts."""
     return weight.data_ptr(), -1 if weight.is_inference() else weight._version
 
 
 def repack_changed(module: nn.Module) -> None:
-    """Pack the layers inside again whose weights were changed since, by a merged adapter for one."""
+    """Pack layers inside the module again if their weights were changed, for example by a merged adapter."""
     for layer in module.modules():
         if isinstance(layer, PackedLinear):
             layer.repack_changed()
 
 
 def pack_linears(module: nn.Module, backend: MatmulBackend | None = ONEDNN) -> nn.Module:
-    """Put packed layers in the place of the plain linear ones inside a module, where that is possible.
+    """Replace the plain linear layers inside a module by packed ones, if a backend supports them.
 
-    Layers of any other kind (quantised, adapted) stay as they are. backend: the preferred one, of
-    `measure_fastest_backend` or, where numbers must come out the same on every run, as features do, always
-    the same one; None leaves the module as it is.
+    Layers of any other kind (quantised, adapted) stay as they are. backend: the preferred one, from
+    `measure_fastest_backend`, or always the same one if numbers must be equal in every run, as for features;
+    None leaves the module as it is.
     """
-    made: dict[nn.Module, PackedLinear] = {}  # a layer may stand in several places
+    made: dict[nn.Module, PackedLinear] = {}  # a layer may be used in several places
     for parent in list(module.modules()) if backend else ():
         for name, child in list(parent._modules.items()):  # named_children skips repeats
             if type(child) is nn.Linear and backend_for(child.weight):
@@ -114,7 +114,7 @@ def pack_linears(module: nn.Module, backend: MatmulBackend | None = ONEDNN) -> n
 def take_rows(
     linear: nn.Linear, rows: Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> nn.Linear:
-    """A layer of these outputs [K] of another alone, on a device and in a dtype, packed if the other is."""
+    """Return a linear layer with only the outputs `rows` [K] of another; it is packed if the other is."""
     rows = rows.to(linear.weight.device)
     made = nn.Linear(linear.in_features, len(rows), bias=linear.bias is not None, device="meta")
     made.weight = nn.Parameter(linear.weight.detach()[rows].to(device, dtype), requires_grad=False)
@@ -124,14 +124,14 @@ def take_rows(
 
 
 def backend_names(module: nn.Module) -> list[str]:
-    """The names of the backends that the layers inside are packed for; none where none is packed."""
+    """Return the names of the backends that the layers inside are packed for; empty if none is packed."""
     layers = (layer for layer in module.modules() if isinstance(layer, PackedLinear))
     return sorted({layer.backend.name for layer in layers if layer.backend})
 
 
 @contextmanager
 def plain_linears(module: nn.Module) -> Iterator[None]:
-    """The module as it was before packing, for a while."""
+    """Let a module's packed layers use their plain weights inside the block."""
     packed = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
     with _counting:
         for layer in packed:

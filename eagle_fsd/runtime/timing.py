@@ -13,8 +13,8 @@ import torch
 
 REPEATS = 5  # how often a call is timed
 ENOUGH = 0.5  # seconds after which a call is not timed again
-RECORDED = 3  # untimed calls of what records itself: the first runs as it comes, the second records
-BUSY = 0.25  # by how much the quartiles of a call's repeats may differ on a machine with nothing else to do
+RECORDED = 3  # untimed calls of work that records itself: the first runs plainly, the second records
+BUSY = 0.25  # if the quartiles of a call's repeats differ by more, the machine is busy with other work
 
 Key = TypeVar("Key", bound=Hashable)
 Work = Callable[[], object]
@@ -22,14 +22,14 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Call:
-    """Something to time. before: run ahead of each call, and not timed."""
+    """Something to time. before: runs before each call and is not timed."""
 
     work: Work
     before: Work = lambda: None
 
 
 def median_seconds(work: Work, device: torch.device, before: Work = lambda: None) -> float:
-    """Median seconds of a call, after an untimed one."""
+    """Return the median seconds of a call, after an untimed one."""
     return statistics.median(time_in_turn({None: Call(work, before)}, device)[None])
 
 
@@ -39,18 +39,19 @@ def time_in_turn(
     untimed: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, list[float]]:
-    """The seconds of each call's repeats: at least one, at most REPEATS, fewer once they took ENOUGH seconds.
+    """Time each call and return the seconds of its repeats.
 
-    The calls take turns, so that a disturbance meets a few repeats of every call instead of all repeats of
-    one: the medians bear it, and `disagreement` shows it. untimed: how often each is called before the clock
-    starts, RECORDED where it is recorded in the second call. A single untimed call that alone takes ENOUGH
-    seconds counts as a repeat, and the only one.
+    There are at most REPEATS of them, fewer once they took ENOUGH seconds, and at least one. The calls take
+    turns, so that a disturbance hits a few repeats of every call instead of all repeats of one: the medians
+    stay good, and `disagreement` shows it. untimed: how often each is called before the clock starts;
+    RECORDED if the second call records it. If a single untimed call takes ENOUGH seconds, it counts as the
+    only repeat.
     """
     wait = synchronizer(device) or (lambda: None)
     found: dict[Key, list[float]] = {key: [] for key in calls}
 
     def once(call: Call) -> tuple[float, float]:
-        """The seconds of the call, and with what comes before it."""
+        """Run a call; return its seconds without and with `before`."""
         begin = clock()
         call.before()
         wait()
@@ -76,11 +77,11 @@ def time_in_turn(
 
 
 def disagreement(repeats: Sequence[float]) -> float:
-    """How much longer the slower repeats of a call took: the upper quartile over the lower one, less 1."""
+    """Return how much longer a call's slower repeats took: the upper quartile over the lower one, minus 1."""
     ordered, quarter = sorted(repeats), len(repeats) // 4
     return ordered[-1 - quarter] / max(ordered[quarter], 1e-9) - 1
 
 
 def synchronizer(device: torch.device) -> Callable[[], None] | None:
-    """What waits for the device's queued work; None on a CPU, which queues none."""
+    """Return a function that waits for the device's queued work; None on a CPU, which queues none."""
     return None if device.type == "cpu" else functools.partial(torch.accelerator.synchronize, device)

@@ -1,4 +1,4 @@
-"""Any Hugging Face decoder as a verifier of trees. Only this folder looks inside Hugging Face's models."""
+"""Hugging Face decoders as verifiers of draft trees. Only this folder looks inside Hugging Face's models."""
 
 from eagle_fsd.target.model import TargetModel
 

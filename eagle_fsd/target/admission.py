@@ -1,6 +1,7 @@
-"""Whether trees can be verified on a model: by evidence. One small tree is verified and compared with plain
-forwards over its paths, which refuses positions taken from slots (ALiBi), attention that ignores masks,
-recurrence and unknown logits transforms alike.
+"""The test that admits a model as a target: a small tree is verified and compared with plain forwards.
+
+It detects positions taken from cache slots (ALiBi), attention that ignores masks, recurrence and unknown
+transforms of the logits.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from eagle_fsd.target.session import MaskedForward, TargetSession
 
 logger = logging.getLogger(__name__)
 
-NARROW_WINDOW = 3  # slots of a sliding window while a model is admitted
-# What a forward raises that cannot take our cache, masks or positions.
+NARROW_WINDOW = 3  # slots of a sliding window while a model is tested
+# What a forward may raise if it cannot take our cache, masks or positions.
 FORWARD_ERRORS = (
     *(TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError),
     *(IndexError, KeyError, AssertionError),
@@ -32,7 +33,7 @@ FORWARD_ERRORS = (
 
 
 class Candidate(MaskedForward, Protocol):
-    """A model that asks to be a target: a TargetModel that is being made."""
+    """A model that is tested as a target: a TargetModel under construction."""
 
     model: PreTrainedModel
     config: PreTrainedConfig
@@ -47,14 +48,14 @@ class Candidate(MaskedForward, Protocol):
 
 @torch.inference_mode()
 def check_tree_verification(target: Candidate) -> None:
-    """Raise ValueError unless a small tree comes out of `verify` as it does of plain forwards."""
+    """Raise ValueError unless `verify` gives the same logits on a small tree as plain forwards do."""
     kind = target.config.model_type
     try:
         if SLIDING in target.kinds and target.window:
             with narrow_window(target):
                 difference = tree_difference(target)
                 if not difference < tolerance(target) and not named_layer_kinds(target.config):
-                    target.kinds = {FULL}  # the config has a window that this class of models ignores
+                    target.kinds = {FULL}  # this model class ignores the window in its config
                     difference = tree_difference(target)
         else:
             difference = tree_difference(target)
@@ -73,7 +74,7 @@ def check_tree_verification(target: Candidate) -> None:
 
 @torch.inference_mode()
 def flash_verifies(target: Candidate) -> bool:
-    """Whether flash-attn is there for layers with full attention, and gets a small tree right."""
+    """Return whether flash-attn can run the layers with full attention and gets a small tree right."""
     if target.config._attn_implementation != "sdpa" or FULL not in target.kinds:
         return False
     if not flash_available(target.device, target.dtype):
@@ -93,13 +94,16 @@ def flash_verifies(target: Candidate) -> bool:
 
 
 def tolerance(target: Candidate) -> float:
-    """Kernels differ in the last bits; a sibling that leaks or a wrong position differs in the first."""
+    """Return the largest relative difference that is put down to rounding.
+
+    Kernels differ in the last bits. A sibling that leaks or a wrong position makes a large difference.
+    """
     return 1e-3 if target.dtype == torch.float32 else 0.1
 
 
 @contextlib.contextmanager
 def narrow_window(target: Candidate) -> Iterator[None]:
-    """Let a short text outgrow the sliding window of our masks, for a while."""
+    """Narrow the sliding window of our masks inside the block, so that a short text outgrows it."""
     window, target.window = target.window, NARROW_WINDOW
     try:
         yield
@@ -108,8 +112,10 @@ def narrow_window(target: Candidate) -> Iterator[None]:
 
 
 def tree_difference(target: Candidate) -> float:
-    """How far the logits of the tree a(b(d), c(e)) behind a two-token prefix are from those of plain
-    forwards over its two paths, relative."""
+    """Return the relative difference between a small tree's logits and those of plain forwards.
+
+    The tree is a(b(d), c(e)) behind a prefix of two tokens; each of its two paths gets a plain forward.
+    """
     prefix = [1 % target.vocab_size, 2 % target.vocab_size]
     tokens = [token % target.vocab_size for token in (3, 4, 5, 6, 7)]
     tree = DraftTree(

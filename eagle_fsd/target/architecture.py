@@ -1,4 +1,4 @@
-"""What a target's config says of its layers, positions and logits, and which models are supported."""
+"""What a target's config says about its layers, positions and logits, and which models are supported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eagle_fsd.core.checks import one_line
 
 ATTENTION = ("sdpa", "eager")  # implementations that take our masks
 FULL, SLIDING = "full_attention", "sliding_attention"
-# What a generation_config can ask of `generate` that is not done here, and the value that asks for nothing.
+# Options of a generation_config that this package does not apply, and the value that turns each one off.
 NEUTRAL_DEFAULTS = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "typical_p"), 1.0),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
@@ -28,13 +28,13 @@ UNLIMITED = 2**31 - 1  # positions of a model whose config names no limit
 
 @dataclass(frozen=True)
 class LogitsTransform:
-    """What a model does to lm_head's product z: t = scale * z, then cap * tanh(t / cap) if there is a cap."""
+    """A transform of lm_head's output z: t = scale * z, then cap * tanh(t / cap) if there is a cap."""
 
     scale: float = 1.0
     cap: float | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The model's logits [...] from what its lm_head gives [...]."""
+        """Return the model's logits [...] for the output [...] of its lm_head."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.cap is not None:
@@ -42,17 +42,17 @@ class LogitsTransform:
         return logits
 
     def slope(self, transformed: Tensor) -> Tensor | float:
-        """dt / dz [...] where the transformed logits are these [...]; a number if it is one everywhere."""
+        """Return the derivative dt / dz [...] at transformed logits [...]; a number if it is constant."""
         if self.cap is None:
             return self.scale
         return self.scale * (1 - (transformed / self.cap).square())
 
 
-PLAIN = LogitsTransform()  # the logits are lm_head's product itself
+PLAIN = LogitsTransform()  # the logits are lm_head's output itself
 
 
 def logits_transform(config: PretrainedConfig) -> LogitsTransform:
-    """What the config says is done to lm_head's product; fields that are absent, None or 0 do nothing."""
+    """Return the transform of lm_head's output that a config names; fields absent, None or 0 do nothing."""
     values = {}
     for name in ("logits_scaling", "logit_scale", "final_logit_softcapping"):
         values[name] = value = getattr(config, name, None) or None
@@ -61,7 +61,7 @@ def logits_transform(config: PretrainedConfig) -> LogitsTransform:
                 f"the target's {name} is {value!r}: it must be a number; correct its config.json, or use "
                 "another target"
             )
-    divisor, factor, cap = values.values()  # of Granite, Cohere and Gemma
+    divisor, factor, cap = values.values()  # fields of Granite, Cohere and Gemma
     return LogitsTransform(scale=(factor or 1.0) / (divisor or 1.0), cap=cap)
 
 
@@ -88,7 +88,7 @@ def check_supported(config: PretrainedConfig) -> None:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise ValueError, naming what is wrong, unless a model has the parts that decoding needs of it."""
+    """Raise ValueError, naming what is wrong, unless a model has the parts that decoding needs."""
     check_supported(model.config)
     kind = model.config.model_type
     if getattr(model, "_is_stateful", False):
@@ -121,25 +121,25 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """The attention kind of every layer; models that do not name them slide everywhere or nowhere."""
+    """Return the attention kind of every layer; if the config names none, one kind for all layers."""
     kinds = named_layer_kinds(config)
     return kinds or [SLIDING if getattr(config, "sliding_window", None) else FULL]
 
 
 def named_layer_kinds(config: PretrainedConfig) -> list[str]:
-    """The attention kind of every layer where the config names them, else nothing."""
+    """Return the attention kind of every layer if the config names them, else an empty list."""
     for name in ("layer_types", "layers_block_type"):
         if kinds := getattr(config, name, None):
             return list(kinds)
-    # GPT-Neo's local layers window by slot, inside the layer.
+    # GPT-Neo's local layers apply a window by slot themselves, so they keep a kind that is not supported.
     return [FULL if kind == "global" else kind for kind in getattr(config, "attention_layers", None) or ()]
 
 
 def longest_text(config: PretrainedConfig) -> int:
-    """How many positions a text may use.
+    """Return how many positions a text may use.
 
-    A "longrope" model turns every position by other angles once the text outgrows its original length: what
-    a cache holds is then wrong, and nodes of one tree would disagree. So its texts end there.
+    A "longrope" model rotates every position by other angles once the text outgrows its original length. The
+    cached keys are then wrong, and the nodes of one tree would disagree. So its texts end there.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     limit = getattr(config, "max_position_embeddings", None)
@@ -151,7 +151,7 @@ def longest_text(config: PretrainedConfig) -> int:
 
 
 def ignored_defaults(generation: GenerationConfig | None) -> dict[str, object]:
-    """What a model's generation_config asks of `generate` that is not done here, by name."""
+    """Return the options of a model's generation_config that this package does not apply, by name."""
     found = {}
     for name, neutral in NEUTRAL_DEFAULTS.items():
         value = getattr(generation, name, None)
@@ -161,7 +161,7 @@ def ignored_defaults(generation: GenerationConfig | None) -> dict[str, object]:
 
 
 def suggested_sampling(generation: GenerationConfig | None) -> dict[str, object]:
-    """The sampling that a model's generation_config suggests: here these are arguments alone."""
+    """Return the sampling that a model's generation_config suggests. Here only arguments set it."""
     if not getattr(generation, "do_sample", None):
         return {}
     named = {name: getattr(generation, name, None) for name in ("temperature", "top_k", "top_p")}
@@ -169,7 +169,7 @@ def suggested_sampling(generation: GenerationConfig | None) -> dict[str, object]
 
 
 def end_tokens(config: PretrainedConfig, generation: GenerationConfig | None) -> tuple[int, ...]:
-    """Every token that ends a text, as `generate` sees it; empty if there is none."""
+    """Return every token that ends a text, by the rules of `generate`; empty if there is none."""
     ids = getattr(generation, "eos_token_id", None)
     ids = getattr(config, "eos_token_id", None) if ids is None else ids
     ids = () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)

@@ -1,7 +1,7 @@
 """Our attention inside Hugging Face's layers: in a copy of the decoder, so that the model never changes.
 
-Layers ask their config which attention to call. Changing that config for the time of a forward would change
-it for every other thread too, so our forwards run on a copy: modules and config of its own, the same weights.
+Layers ask their config which attention to call. Changing that config during a forward would affect every
+other thread, so our forwards run on a copy with its own modules and config and the same weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from eagle_fsd.runtime.flash_attention import FlashPlan, flash_attention, suppor
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 
 GROUPED = "eagle_fsd_grouped"  # our attention's name among Hugging Face's
-UNKNOWN = ("softcap", "position_bias", "s_aux", "cache")  # of an attention that is more than a mask
+UNKNOWN = ("softcap", "position_bias", "s_aux", "cache")  # arguments that ours does not support
 
 
 def grouped_attention_forward(
@@ -32,10 +32,10 @@ def grouped_attention_forward(
     flash_plan: FlashPlan | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """transformers' sdpa attention, but for the keys that it repeats for each group of heads.
+    """Compute transformers' sdpa attention without repeating the keys for each group of heads.
 
-    flash_plan: the model hands it through from `TargetModel.features`. A layer that got a mask of its own (a
-    window's, a copy on another device), or has heads that flash-attn does not take, goes by the mask.
+    flash_plan: passed through the model from `TargetModel.features`. A layer uses the mask instead if its
+    mask is not the plan's (a window's, or a copy on another device), or flash-attn does not take its heads.
     """
     if attention_mask is None or any(value is not None for value in map(kwargs.get, UNKNOWN)):
         return sdpa_attention_forward(
@@ -53,7 +53,7 @@ AttentionInterface.register(GROUPED, grouped_attention_forward)
 
 
 def with_grouped_attention(decoder: nn.Module) -> nn.Module:
-    """A private copy of a decoder whose layers call our attention where the decoder's own call sdpa."""
+    """Return a private copy of a decoder whose layers call our attention instead of sdpa."""
     mine = private_copy(decoder)
     if mine.config._attn_implementation == "sdpa":
         mine.config._attn_implementation = GROUPED
@@ -61,16 +61,19 @@ def with_grouped_attention(decoder: nn.Module) -> nn.Module:
 
 
 def private_copy(module: nn.Module) -> nn.Module:
-    """A copy of a model or decoder with modules and configs of its own, which shares all else.
+    """Return a copy of a model or decoder that has its own modules and configs and shares everything else.
 
-    Shared are parameters, buffers, hooks, and modules that hold neither a config nor other modules. So the
-    copy sees weights that change, and does not see layers that are exchanged afterwards.
+    Parameters, buffers, hooks, and modules without a config or submodules are shared. So the copy sees
+    weights that change, but not layers that are replaced afterwards.
     """
     return _copy(module, {}, {})
 
 
 def _copy(module: nn.Module, configs: dict[int, object], known: dict[nn.Module, nn.Module]) -> nn.Module:
-    """See private_copy. configs: the memo of deepcopy, so that one config stays one. known: copies so far."""
+    """Copy a module for private_copy.
+
+    configs: deepcopy's memo, so that a shared config stays shared. known: the copies made so far.
+    """
     if module in known:
         return known[module]
     if not module._modules and not any(isinstance(held, PretrainedConfig) for held in vars(module).values()):
@@ -79,7 +82,7 @@ def _copy(module: nn.Module, configs: dict[int, object], known: dict[nn.Module, 
     for name, value in vars(module).items():
         if isinstance(value, PretrainedConfig):
             value = copy.deepcopy(value, configs)
-        # accelerate binds its hooks to the module.
+        # accelerate binds its hooks to the module, so they must be bound to the copy instead.
         elif isinstance(value, types.MethodType) and value.__self__ is module:
             value = types.MethodType(value.__func__, made)
         elif isinstance(value, functools.partial) and value.args and value.args[0] is module:

@@ -1,4 +1,4 @@
-"""The baseline of every comparison: the target alone, by its own Hugging Face `generate`."""
+"""The baseline of every comparison: the target alone, with its own Hugging Face `generate`."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ def generate_alone(
     options: Mapping[str, Any] | None = None,
     endless: bool = False,
 ) -> tuple[list[list[int]], list[GenerationStats]]:
-    """New tokens of every prompt, an end token included, and stats that count one step a token.
+    """Generate with the target alone; return each prompt's new tokens and stats.
 
-    options: more arguments of `generate`, such as a cache's or an assistant's. endless: no token ends a text.
+    New tokens include the end token, and stats count one step per token. options: more arguments of
+    `generate`, such as a cache or an assistant. endless: no token ends a text.
     """
     end_tokens = () if endless else target.eos_token_ids
     warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    ids, mask = pad_left(prompts, pad_token_id)  # as `generate` needs them
+    ids, mask = pad_left(prompts, pad_token_id)  # `generate` needs left padding
     start = time.perf_counter()
     with (
         torch.random.fork_rng(),
-        plain_linears(target.model),  # a baseline without our own speed-ups
+        plain_linears(target.model),  # the baseline must not use our speed-ups
     ):
         torch.manual_seed(seed)
         sequences = target.without_generation_defaults().generate(
@@ -44,7 +45,7 @@ def generate_alone(
             max_new_tokens=max_new_tokens,
             do_sample=not sampling.greedy,
             **({} if sampling.greedy else warpers),
-            **({"eos_token_id": target.vocab_size} if endless else {}),  # a token that there is not
+            **({"eos_token_id": target.vocab_size} if endless else {}),  # a token that does not exist
             **(options or {}),
         )
     seconds = time.perf_counter() - start

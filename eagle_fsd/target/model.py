@@ -1,4 +1,4 @@
-"""Any Hugging Face decoder as a target, seen from outside: features, logits, embeddings, limits."""
+"""A Hugging Face decoder as a target: its features, logits, embeddings and limits."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 
 
 class TargetModel:
-    """A causal LM and what decoding needs of it; ValueError if trees cannot be verified on it.
+    """A causal LM with everything that decoding needs. Raises ValueError if it cannot verify trees.
 
     hidden_size, vocab_size: of features and logits. max_positions: the longest text, prompt included.
-    stepper: how the parts of a step are run on it. ignored_defaults: what the model's generation_config asks
-    for that is not done here, such as a repetition penalty. The model itself is never changed, also not for a
-    moment.
+    stepper: how the parts of a step are run. ignored_defaults: options of the model's generation_config that
+    are not applied here, such as a repetition penalty. The model itself is never changed, not even
+    temporarily.
     """
 
     def __init__(self, model: PreTrainedModel, stepper: Stepper = EAGER) -> None:
@@ -47,7 +47,7 @@ class TargetModel:
         self.stepper = stepper
         self.config = model.config.get_text_config(decoder=True)
         self.decoder = model.get_decoder()
-        self._same_modules = copy.copy(model)  # one for all calls, since `generate` keeps what it compiled
+        self._same_modules = copy.copy(model)  # one for all calls: `generate` keeps what it compiled on it
         self._masked_decoder = with_grouped_attention(self.decoder)
         self.lm_head = model.get_output_embeddings()
         self.hidden_size: int = self.config.hidden_size
@@ -58,7 +58,7 @@ class TargetModel:
         self.logits_transform = logits_transform(self.config)
         self.device = self._feature_device()
         self.ignored_defaults = ignored_defaults(getattr(model, "generation_config", None))
-        self.flash = False  # until the model is admitted without it
+        self.flash = False  # the model must pass the test without flash-attn first
         check_tree_verification(self)
         self.flash = flash_verifies(self)
         self._warn_of_ignored_defaults()
@@ -73,17 +73,18 @@ class TargetModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends a text, as `generate` sees it; empty if there is none."""
+        """Every token that ends a text, by the rules of `generate`; empty if there is none."""
         return end_tokens(self.config, getattr(self.model, "generation_config", None))
 
     @property
     def pad_token_id(self) -> int | None:
-        """What the model's generation_config takes for padding, if anything."""
+        """The padding token of the model's generation_config, if it names one."""
         return getattr(getattr(self.model, "generation_config", None), "pad_token_id", None)
 
     def without_generation_defaults(self) -> PreTrainedModel:
-        """The model for its own `generate`, without the penalties and warpers that its repository sets as
-        defaults: decoding here applies none either. The model's owner sees nothing of it.
+        """Return the model for its own `generate`, without the defaults that its repository sets.
+
+        Decoding here does not apply these penalties and warpers either. The caller's model is not changed.
         """
         pad = next(iter(self.eos_token_ids), 0)
         self._same_modules.generation_config = GenerationConfig(
@@ -92,20 +93,20 @@ class TargetModel:
         return self._same_modules
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embedding rows [..., d] of tokens [...], unscaled, as EAGLE's heads read them."""
+        """Return the embeddings [..., d] of tokens [...], unscaled, as EAGLE's heads read them."""
         weight = self.model.get_input_embeddings().weight
         return F.embedding(tokens.to(weight.device), weight).to(self.device)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Logits [..., V] float32 of features [..., d], with the model's own scaling and soft-cap.
+        """Return logits [..., V] float32 of features [..., d], with the model's own scaling and soft-cap.
 
-        The draft's features go through the same function; lm_head alone would give it another law.
+        The draft's features go through the same function; lm_head alone would give another distribution.
         """
         features = features.to(self.lm_head.weight.device, self.dtype)  # a head may draft in another dtype
         return self.transform_logits(self.lm_head(features).to(self.device).float())
 
     def transform_logits(self, logits: Tensor) -> Tensor:
-        """Logits of any tokens as the model gives them, from what its lm_head gives."""
+        """Apply the model's own scaling and soft-cap to the output of its lm_head, for any tokens."""
         return self.logits_transform(logits)
 
     def features(
@@ -117,7 +118,7 @@ class TargetModel:
         cache: KVCache,
         relation: Tensor | None = None,
     ) -> Tensor:
-        """One masked forward: post-norm hidden states [B, q, d] of tokens [B, q].
+        """Run one masked forward; return post-norm hidden states [B, q, d] of tokens [B, q].
 
         positions: [B, q]. visible: [B, q, S] bool over cache slots, before any sliding window.
         slot_positions: [B, S]. relation: [B, q, q] bool, which of the new tokens each one sees behind the
@@ -132,7 +133,7 @@ class TargetModel:
         if self.flash and (relation is not None or cache.span is not None):
             lengths = cache.lengths.to(torch.int32)
             plan["flash_plan"] = FlashPlan(masks[FULL], lengths, relation)
-        # A decoder that its owner compiled runs as it is, under the attention that it was compiled with.
+        # A decoder that the user compiled keeps the attention that it was compiled with.
         compiled = self.decoder._compiled_call_impl is not None
         output = (self.decoder if compiled else self._masked_decoder)(
             input_ids=tokens.to(self.input_device),
@@ -146,14 +147,14 @@ class TargetModel:
 
     @torch.inference_mode()
     def _feature_device(self) -> torch.device:
-        """Where features come out: the last layer's device, which under `device_map` only a forward tells."""
+        """Return the last layer's device, where features come out; a `device_map` needs a forward to tell."""
         if not getattr(self.model, "hf_device_map", None):
             return self.model.device
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.input_device)
         return self.decoder(input_ids=token, use_cache=False).last_hidden_state.device
 
     def _warn_of_ignored_defaults(self) -> None:
-        """Warn of what the model's defaults ask of `generate` and do not get here."""
+        """Warn about defaults of the model's generation_config that are not applied here."""
         if self.ignored_defaults:
             asked = ", ".join(f"{name}={value!r}" for name, value in self.ignored_defaults.items())
             logger.warning(

@@ -1,1 +1,1 @@
-"""Between text and token ids."""
+"""Text and token ids: prompts and chats to ids, ids back to text, stop strings."""

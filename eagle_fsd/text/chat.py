@@ -1,4 +1,4 @@
-"""Prompts and conversations to token ids, by the tokenizer's chat template. Knows no model."""
+"""Turns prompts and conversations into token ids with the tokenizer's chat template. Knows no model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-PLAIN = "or continue the prompt as it stands (--raw)"
+PLAIN = "or continue the prompt as it is (--raw)"
 
 
 def encode(
     tokenizer: PreTrainedTokenizerBase | None, prompt: str, system: str | None = None, raw: bool = False
 ) -> Tensor:
-    """Token ids [1, n] of a prompt, as a chat that waits for its answer, or raw."""
+    """Return the token ids [1, n] of a prompt, as a chat that waits for its answer, or raw."""
     require_tokenizer(tokenizer)
     try:
         (prompt + (system or "")).encode()
@@ -33,23 +33,23 @@ def encode(
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """ValueError where there is none."""
+    """Raise ValueError if there is no tokenizer."""
     if tokenizer is None:
         raise ValueError("the target has no tokenizer: name a folder or Hub id that holds one")
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Mapping[str, str]]) -> Tensor:
-    """Token ids [1, n] of a chat of {"role", "content"} that waits for its answer."""
+    """Return the token ids [1, n] of a chat of {"role", "content"} that waits for its answer."""
     require_tokenizer(tokenizer)
     if not tokenizer.chat_template:
-        raise ValueError(f"the target's tokenizer has no chat template: choose one that has, {PLAIN}")
+        raise ValueError(f"the target's tokenizer has no chat template: choose one that has one, {PLAIN}")
     try:
         return tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )["input_ids"]
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the target's chat template is broken ({error}): mend it, {PLAIN}") from error
-    # Templates raise on purpose, e.g. for a system role that they lack, and by mistake.
+        raise ValueError(f"the target's chat template is broken ({error}): fix it, {PLAIN}") from error
+    # Templates raise on purpose, e.g. for a system role that they do not support, and by mistake.
     except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(
             f"the target's chat template refuses this chat ({error}): leave the system message out, {PLAIN}"

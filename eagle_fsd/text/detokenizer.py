@@ -1,4 +1,4 @@
-"""Text of token ids as they come: whole characters only."""
+"""Decodes token ids as they arrive, whole characters only."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no whole character
+UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are not a whole character
 
 
 class Detokenizer:
-    """Token ids to text as they come: what it has returned is always a prefix of the whole text's decoding.
+    """Turns token ids into text as they arrive. The text so far is always a prefix of the whole decoding.
 
-    A token may hold half a character, and in some vocabularies its space depends on the token before it; so a
-    new token is decoded behind those just before it, and held back while the text ends in half a character.
-    `context` are ids that the text continues; they are not returned.
+    A token may hold half a character, and in some vocabularies its space depends on the token before it. So a
+    new token is decoded together with those just before it, and held back while the text ends in half a
+    character. `context` are ids that the text continues; they are not returned.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         self.ids = list(context)
-        self.start = 0  # ids[start:shown] are shown already, and give the next token its surroundings
+        self.start = 0  # ids[start:shown] are shown already and are the context of the next token
         self.shown = len(self.ids)
 
     def add(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete; "" while there is none."""
+        """Return the text that these ids complete; "" if they complete none."""
         return "".join(self._add(token) for token in ids)
 
     def finish(self) -> str:
-        """What was held back: a character that stays unfinished is shown as U+FFFD."""
+        """Return the text that was held back; an unfinished character becomes U+FFFD."""
         return self._show(self._pending())
 
     def _add(self, token: int) -> str:

@@ -1,4 +1,4 @@
-"""Files of prompts: a text file is one prompt, a .jsonl file one a line. Knows no model and no tokenizer."""
+"""Reads prompt files: a text file is one prompt, a .jsonl file one per line. Knows no model or tokenizer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from eagle_fsd.files.jsonl import read_jsonl
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file: of a .jsonl file what each row asks (see find_prompt), else the whole text.
+    """Return the prompts of a file: for a .jsonl file each row's (see find_prompt), else the whole text.
 
-    Raises ValueError for a file that cannot be read, and with its line for a row without a prompt.
+    Raises ValueError if the file cannot be read, or a row has no prompt; the error then names its line.
     """
     if path.suffix == ".jsonl":
         return [require_prompt(record, f"{path}:{number}") for number, record in read_jsonl(path)]
@@ -23,7 +23,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def decode_text(data: bytes, origin: str) -> str:
-    """UTF-8 bytes as text, with plain line ends and without a final one."""
+    """Decode UTF-8 bytes, with plain line ends and without a final one."""
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -31,7 +31,7 @@ def decode_text(data: bytes, origin: str) -> str:
 
 
 def require_prompt(record: Mapping[str, Any], place: str) -> str:
-    """What a row asks; ValueError, by its place, where that is nothing."""
+    """Return a row's prompt. Raises ValueError naming `place` if it has none."""
     prompt = find_prompt(record)
     if prompt is None:
         raise ValueError(
@@ -42,9 +42,10 @@ def require_prompt(record: Mapping[str, Any], place: str) -> str:
 
 
 def find_prompt(record: Mapping[str, Any]) -> str | None:
-    """What a row of any of the usual shapes asks: `prompt`, `question`, the first of `turns`, or the user's
-    first turn of `messages` ({role, content}) or ShareGPT's `conversations` ({from, value}). None if it asks
-    nothing.
+    """Return the prompt of a row in any of the usual formats; None if it has none.
+
+    It is `prompt`, `question`, the first of `turns`, or the user's first turn of `messages` ({role, content})
+    or of ShareGPT's `conversations` ({from, value}).
     """
     turns = record.get("turns")
     found = record.get(

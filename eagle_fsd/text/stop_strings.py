@@ -1,7 +1,7 @@
-"""Stop strings: where a text ends although its model goes on.
+"""Stop strings end a text before its model does.
 
-A text ends where a stop string is complete, and what is kept ends before that string; of several the one that
-is complete first counts.
+A text ends once it contains a stop string, and is cut before that string. Of several stop strings, the one
+that is complete first counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from eagle_fsd.text.detokenizer import Detokenizer
 
 
 class TextUntilStop:
-    """The text of one row as its tokens come, cut before the first stop string that is complete."""
+    """The text of one row as its tokens arrive, cut before the first complete stop string."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, until: Sequence[str]) -> None:
         self.text = ""
@@ -24,12 +24,12 @@ class TextUntilStop:
         self._detokenizer = Detokenizer(tokenizer)
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Take a step's tokens; those after the end are dropped."""
+        """Add a step's tokens; those after the end are dropped."""
         if not self.stopped:
             self._show(self._detokenizer.add(token_ids))
 
     def finish(self) -> str:
-        """The whole text, once no token comes any more."""
+        """Return the whole text after the last token."""
         if not self.stopped:
             self._show(self._detokenizer.finish())
         return self.text
@@ -37,7 +37,7 @@ class TextUntilStop:
     def _show(self, piece: str) -> None:
         start = max(0, len(self.text) - self._overlap)
         self.text += piece
-        # What is complete first does not change with the text that follows; on a tie the longest counts.
+        # The one complete first does not depend on the text that follows. On a tie the longest counts.
         found = [
             (place + len(stop), place) for stop in self._stops if (place := self.text.find(stop, start)) >= 0
         ]

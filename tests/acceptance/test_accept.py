@@ -1,5 +1,5 @@
-"""acceptance.py against a plain twin that walks one row at a time with Python floats, and against the laws
-that the rules promise, by chi-square.
+"""`accept` against a plain twin that walks one row at a time with Python floats, and against the
+distributions that the rules promise, by chi-square.
 
 A chi-square test here fails a correct program with probability 1e-6 (there are about twenty, all seeded).
 """
@@ -50,7 +50,7 @@ EOS = torch.tensor([2, 5])
 
 @dataclass
 class OneStream:
-    """Uniform numbers for very many rows at once, where the law matters and not whose stream it is."""
+    """Uniform numbers for very many rows at once: the distribution matters, not whose stream it is."""
 
     rows: int
     source: torch.Generator
@@ -556,11 +556,11 @@ def test_a_threshold_above_every_value_measures_nothing_and_says_the_same(name: 
         assert torch.equal(rule.is_close(verified), drafted & (measured <= rule.threshold))
 
 
-# --- laws ---
+# --- distributions ---
 
 
 def assert_law(counts: Tensor, law: Tensor) -> None:
-    """Counts of outcomes have this law: none where it is 0, chi-square elsewhere (cells of fewer than five
+    """Counts follow this distribution: none where it is 0, chi-square elsewhere (cells of fewer than five
     expected outcomes are put together)."""
     counts, law = counts.double().flatten(), law.double().flatten()
     assert torch.isclose(law.sum(), torch.tensor(1.0, dtype=torch.float64), atol=1e-6)
@@ -578,7 +578,7 @@ def assert_law(counts: Tensor, law: Tensor) -> None:
 
 
 def plain_law(logits: Tensor, sampling: SamplingConfig) -> Tensor:
-    """The law [V] that text is sampled with, float64, token by token: temperature, top-k, then top-p."""
+    """The sampling distribution [V], float64, token by token: temperature, top-k, then top-p."""
     p = softmax([x / sampling.temperature for x in logits.double().tolist()])
     ranked = sorted(range(len(p)), key=lambda x: -p[x])[: sampling.top_k or len(p)]
     mass, total, kept = 0.0, sum(p[x] for x in ranked), []
@@ -689,7 +689,7 @@ def test_next_token_law_at_a_node(sampling: SamplingConfig, mode: str, child: st
 
 
 def test_the_law_test_can_fail() -> None:
-    """Fuzzy acceptance does not have the target's law, lossless has, and the test says so."""
+    """Lossless acceptance has the target's distribution, fuzzy has not, and the test says so."""
     tree, logits = one_node()
     law = plain_law(logits[0, 0], WARM)
     lossless, fuzzy = (
@@ -702,12 +702,12 @@ def test_the_law_test_can_fail() -> None:
 
 
 def pair_law(first: Tensor, second: list[Tensor]) -> Tensor:
-    """[V, V]: the law of a token and its successor."""
+    """[V, V]: the joint distribution of a token and its successor."""
     return first[:, None] * torch.stack(second)
 
 
 def check_pairs(pairs: Tensor, law: Tensor) -> None:
-    """pairs [n, 2] of tokens: the first token's law, the second's, and that of both."""
+    """pairs [n, 2] of tokens: the distribution of the first token, of the second, and of both."""
     vocab = len(law)
     counts = torch.bincount(pairs[:, 0] * vocab + pairs[:, 1], minlength=vocab**2).view(vocab, vocab)
     assert_law(counts.sum(1), law.sum(1))
@@ -724,8 +724,8 @@ def check_pairs(pairs: Tensor, law: Tensor) -> None:
 def test_lossless_law_of_the_first_two_tokens(
     sampling: SamplingConfig, vocab: int, scale: float, share: float
 ) -> None:
-    """60,000 draws through the loop on a language whose law is known: first token, second token, pairs; the
-    pair may come from one step or from two."""
+    """60,000 draws through the loop on a language whose distribution is known: first token, second token and
+    pairs; the pair may come from one step or from two."""
     chain = Chain.random(vocab, seed=1, scale=scale)
     draft = chain.blend(Chain.random(vocab, seed=2, scale=scale), share)
     before, last = 3, 5
@@ -763,8 +763,8 @@ def test_lossless_law_of_the_first_two_tokens(
 @pytest.mark.parametrize("drafted", [None, 24], ids=["all tokens", "a draft vocabulary"])
 def test_lossless_law_of_a_real_model(sampling: SamplingConfig, drafted: int | None) -> None:
     """50,000 draws of a tiny Llama (vocabulary 64) through the engine, with a head that is often right, one
-    seed per row, and which drafts all tokens or the likeliest few. The law comes from the model's plain
-    forward."""
+    seed per row, and which drafts all tokens or the likeliest few. The distribution comes from the model's
+    plain forward."""
     vocab, prompt = 64, [3, 9, 27]
     model, head = tiny_llama(vocab, 16, layers=1, seed=4, peak=2.0), tiny_head(vocab, 16)
     with torch.no_grad():

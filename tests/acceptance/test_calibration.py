@@ -208,7 +208,7 @@ def test_a_budget_that_everything_meets_takes_the_last_step() -> None:
 
 
 def test_bounds_hold_as_often_as_they_say() -> None:
-    """Samples of a known law: the true mean lies under the bound at least nearly as often as promised."""
+    """Samples of a known distribution: the true mean is under the bound nearly as often as promised."""
     random, held = np.random.default_rng(1), 0
     for _ in range(300):
         _, upper = bound(Sums(random.gamma(2.0, 0.5, 40), np.full(40, 50.0)), 0.9)
@@ -309,9 +309,9 @@ def test_another_name_is_the_same_target(tmp_path: Path) -> None:
         ("head", "was made for another target or head"),
         ("target", "was made for another target or head"),
         ("sampling", "it was calibrated at 0.9/20/0.95, and this is 0.6/50/0.9"),
-        ("broken", "is no calibration"),
-        ("old", "is no calibration .it is not of version 1"),
-        ("fields", "is no calibration"),
+        ("broken", "is not a calibration"),
+        ("old", "is not a calibration .it is not of version 1"),
+        ("fields", "is not a calibration"),
     ],
 )
 def test_what_does_not_fit_is_refused(spoil: str, line: str, tmp_path: Path) -> None:

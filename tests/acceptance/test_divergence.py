@@ -1,4 +1,4 @@
-"""Divergences against a float64 twin in plain Python, and the laws that the thresholds rest on."""
+"""Divergences against a float64 twin in plain Python, and the identities that the thresholds rest on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""law.py: the closed form against counted draws and against a plain sum over what can happen at a node."""
+"""The closed form against counted draws, and against a plain sum over what can happen at a node."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def plain_law(rule: AcceptanceRule, p: list[float], chances: dict[int, float]) -
     ids=str,
 )
 def test_the_law_is_the_sum_over_draws_and_answers(rule: AcceptanceRule, guard: str) -> None:
-    """At every node of every path; where a guard keeps the rule from being asked the law is p."""
+    """At every node of every path; where a guard keeps the rule from being asked, the distribution is p."""
     if guard != "asked":
         rule = replace(rule, **{guard: 1})
     tree = random_tree(batch=40, nodes=11, depth=4, width=4, vocab_size=VOCAB, seed=2)

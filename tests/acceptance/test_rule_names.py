@@ -1,4 +1,4 @@
-"""rules.py: every rule of others against the law its source states, in plain Python; all by name."""
+"""Every rule of others against the distribution that its source states, in plain Python; all by name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def case(seed: int, sampling: SamplingConfig) -> Verified:
 
 
 def root_laws(rule: AcceptanceRule, verified: Verified) -> tuple[Tensor, Tensor]:
-    """The rule's law and p at the roots: [B, V] both."""
+    """The rule's distribution and p at the roots: [B, V] both."""
     rows = len(verified.logits)
     verdict = accept(rule, verified, RowRandom(0, rows), torch.zeros(rows, dtype=torch.int64))
     law, p = path_distributions(verified, verdict, rule.mode)

@@ -47,7 +47,7 @@ def warper_uses(node: ast.AST) -> bool:
 
 
 def test_trap_09_warpers_need_no_prefix() -> None:
-    """Trap 9: warpers called with input_ids=None: here warping reads logits alone, node by node, HF's law."""
+    """Trap 9: warpers called with input_ids=None: here warping reads logits alone, node by node, as in HF."""
     logits = 3 * torch.randn(2, 16, 40, generator=torch.Generator().manual_seed(0))  # [B, N, V]
     prefix = random_tokens(1, 5, 40)
     warpers = [TemperatureLogitsWarper(0.6), TopKLogitsWarper(20), TopPLogitsWarper(0.9)]

@@ -1,4 +1,4 @@
-"""warp has Hugging Face's law, draw that of its probabilities; rows of RowRandom do not see each other."""
+"""warp gives Hugging Face's distribution, draw follows it, and rows of RowRandom are independent."""
 
 from __future__ import annotations
 

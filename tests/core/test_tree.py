@@ -49,7 +49,7 @@ def plain_rerank(scores: list[float], count: int) -> list[int]:
 
 
 def plain_tree(root: int, pool: Candidates, row: int, count: int, log_q: Tensor, owners: list[int]) -> dict:
-    """One row of build_tree as plain data: nodes are (token, parent node, depth); laws: q by node."""
+    """One row of build_tree as plain data: nodes are (token, parent node, depth); laws: q of each node."""
     tokens, parents = pool.columns[row].tolist(), pool.parents[row].tolist()
     kept = plain_rerank(pool.scores[row].tolist(), count - 1)
     node_of = {-1: 0} | {candidate: 1 + place for place, candidate in enumerate(kept)}

@@ -196,7 +196,7 @@ def test_rows_say_the_batch_that_was_asked_for(tmp_path: Path) -> None:
     [
         (
             "a letter\nand its end",
-            r"rows\.jsonl: ends in b'and its end', which is no row; name another output",
+            r"rows\.jsonl: ends in b'and its end', which is not a row; name another output",
         ),
         ('{"key": "a", "tau": 2}\n', r"rows\.jsonl:1: has no 'sample': these are other rows; name another"),
     ],

@@ -171,7 +171,7 @@ def test_a_folder_gives_the_file_of_the_tasks_name(tmp_path: Path, monkeypatch: 
     ("name", "row", "said"),
     [
         ("gsm8k", "{", "rows.jsonl:2: is not JSON"),
-        ("gsm8k", "[1]", "rows.jsonl:2: is no object"),
+        ("gsm8k", "[1]", "not an object; repair or delete it"),
         ("gsm8k", {"question": "1?"}, "rows.jsonl:2: has no 'answer'; a row of gsm8k needs `question`, and"),
         ("gsm8k", {**SUM, "answer": "two"}, "rows.jsonl:2: answer does not end in `#### N`"),
         ("gsm8k", {**SUM, "answer": "#### two"}, "rows.jsonl:2: answer does not end in `#### N`"),

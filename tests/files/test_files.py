@@ -26,7 +26,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def in_threads(count: int, work) -> list[BaseException]:
-    """Run work(number) in so many threads at once; what they raised."""
+    """Run work(number) in several threads at once; return what they raised."""
     errors: list[BaseException] = []
 
     def run(number: int) -> None:

@@ -214,7 +214,7 @@ def test_a_shard_outside_the_folder_is_refused(tiny: Path, tmp_path: Path, name:
     (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes())
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": name, "y": "model-00001-of-00002.safetensors"}}))
-    one_line_error(lambda: hub.load_target(str(folder)), "names the file", "must lie beside it")
+    one_line_error(lambda: hub.load_target(str(folder)), "names the file", "must be beside it")
 
 
 def test_a_shard_or_an_index_that_is_not_there(tiny: Path, tmp_path: Path) -> None:
@@ -540,7 +540,7 @@ def test_a_bin_whose_tensors_are_not_whole_in_it_is_refused(head_folder: Path, t
     torch.save(tensors, head_folder / "head.bin")
     set_fields(head_folder, intermediate_size=2**31 - 1)
     assert (head_folder / "head.bin").stat().st_size < 2**17
-    one_line_error(lambda: load(head_folder / "head.bin"), "gate_proj.weight is no plain tensor")
+    one_line_error(lambda: load(head_folder / "head.bin"), "gate_proj.weight is not a plain tensor")
 
 
 def test_a_compressed_bin_is_refused_before_it_fills_the_memory(head_folder: Path) -> None:
@@ -667,7 +667,7 @@ def test_a_head_bin_is_never_run_as_code(head_folder: Path, tmp_path: Path) -> N
         one_line_error(lambda: load(path), "code.bin")
     for value in ([torch.ones(1)], {"state_dict": {"fc.weight": torch.ones(1)}}, {1: torch.ones(1)}):
         torch.save(value, path)
-        one_line_error(lambda: load(path), "no dict of named tensors")
+        one_line_error(lambda: load(path), "not a dict of named tensors")
     (head_folder / "head.onnx").touch()
     one_line_error(lambda: load(head_folder / "head.onnx"), "unknown suffix")
 
@@ -779,12 +779,12 @@ def test_half_copied_draft_vocabularies(restricted: Path, size: object) -> None:
     set_fields(restricted, draft_vocab_size=size)
     without(restricted, VOCABULARY)
     one_line_error(
-        lambda: load(restricted), f"names draft_vocab_size {size!r} and has no {VOCABULARY}", "EAGLE-3"
+        lambda: load(restricted), f"names draft_vocab_size {size!r} but has no {VOCABULARY}", "EAGLE-3"
     )
     save_file({"token_ids": TOKENS}, restricted / VOCABULARY)
     set_fields(restricted, draft_vocab_size=None)
     one_line_error(
-        lambda: load(restricted), f"has {VOCABULARY} and its config.json names no draft_vocab_size"
+        lambda: load(restricted), f"has {VOCABULARY} but its config.json names no draft_vocab_size"
     )
 
 
@@ -848,7 +848,7 @@ SPOILT_HEADS: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (cut, "is not a whole safetensors file"),
     "no config": (lambda f: without(f, "config.json"), "has no config.json"),
     "code": (as_code, "holds code or objects"),
-    "half a vocabulary": (lambda f: set_fields(f, draft_vocab_size=9), f"and has no {VOCABULARY}"),
+    "half a vocabulary": (lambda f: set_fields(f, draft_vocab_size=9), f"but has no {VOCABULARY}"),
 }
 
 
@@ -902,7 +902,7 @@ def test_what_a_draft_vocabulary_rules_out_on_the_command_line(
         (["--raw", "w3 " * 3000], "positions"),
         (["--base-model", "owner/none"], "owner/none"),
         (["--ea-model", "owner/none"], "owner/none"),
-        (["--ea-model", "~nosuchuser/x"], "no path"),
+        (["--ea-model", "~nosuchuser/x"], "not a path"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

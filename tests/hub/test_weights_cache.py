@@ -409,6 +409,6 @@ def test_people_are_told_what_takes_long_and_pipes_are_not(
     shown = capfd.readouterr()
     assert shown.out == ""
     assert "converting tiny.gguf ...\n" in shown.err
-    assert f"kept what was converted in {own_folder / 'weights'}" in shown.err
+    assert f"kept the converted weights in {own_folder / 'weights'}" in shown.err
     hub.load_target(str(gguf))
-    assert f"loading {gguf}, as it was kept in {own_folder / 'weights'}" in capfd.readouterr().err
+    assert f"loading {gguf} from its converted weights in {own_folder / 'weights'}" in capfd.readouterr().err

@@ -219,7 +219,7 @@ def test_replace_puts_other_texts_in_the_rows(capacity: int) -> None:
 
 
 def filled(cache: KVCache, tokens: int, width: int = 3) -> list[int]:
-    """Write and commit so many tokens, `width` at a time; the capacities on the way."""
+    """Write and commit tokens, `width` at a time; return the capacities on the way."""
     capacities = []
     for start in range(0, tokens, width):
         cache.reserve(width)

@@ -55,7 +55,7 @@ def references(family: str, attention: str) -> list[list[int]]:
     return greedy_alone(target_of(family, attention).model, prompts_of(LENGTHS), NEW_TOKENS)
 
 
-# --- the law: T = 0, temperature 0 is the target's own greedy text ---
+# --- T = 0 at temperature 0 gives the target's own greedy text ---
 
 
 @every_architecture
