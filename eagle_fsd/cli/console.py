@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 PROGRAM = "eagle-fsd"
 USAGE = 2  # the exit code of a user's mistake
@@ -69,12 +69,13 @@ COMMANDS: dict[str, Command | Group] = {
 }
 
 
-def overview(name: str, commands: Mapping[str, Command | Group]) -> str:
-    """List the commands, a line each."""
+def show_commands(name: str, commands: Mapping[str, Command | Group]) -> NoReturn:
+    """List the commands, a line each, and end the program as argparse does after --help."""
     width = max(map(len, commands))
     lines = [f"  {command:{width}}  {entry.text}" for command, entry in commands.items()]
     usage = f"usage: {name} COMMAND ...\n\ncommands (each has a --help of its own):\n"
-    return usage + "\n".join(lines) + "\n"
+    sys.stdout.write(usage + "\n".join(lines) + "\n")
+    sys.exit(0)
 
 
 def run(name: str, command: Command, arguments: Sequence[str]) -> int:
@@ -94,8 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name, commands = PROGRAM, COMMANDS
     if words and words[0] in HELP:
-        sys.stdout.write(overview(name, commands))
-        return 0
+        show_commands(name, commands)
     entry = commands.get(words[0]) if words else None
     if entry is None:
         return run(PROGRAM, COMMANDS["generate"], words)
@@ -106,8 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] in entry.commands:
         return run(f"{name} {words[0]}", entry.commands[words[0]], words[1:])
     if words and words[0] in HELP:
-        sys.stdout.write(overview(name, entry.commands))
-        return 0
+        show_commands(name, entry.commands)
     found = f"{words[0]!r} is no command" if words else "no command is given"
     sys.stderr.write(f"{name}: error: {found}: it must be one of {', '.join(entry.commands)}; see --help\n")
     return USAGE
