@@ -187,6 +187,13 @@ def test_the_flags_of_the_command_line_are_the_parsers() -> None:
     assert {option for option in known if option.startswith("--")} <= described
 
 
+def test_every_script_is_listed_as_a_program() -> None:
+    page = read(ROOT / "docs" / "cli.md")
+    scripts = [name_of(path) for folder in ("train", "eval") for path in sorted((ROOT / folder).glob("*.py"))]
+    missing = [script for script in scripts if f"`python {script}`" not in page]
+    assert missing == ["eval/compare_checkouts.py"]  # which is for a checkout alone
+
+
 def test_the_pictures_are_the_scripts() -> None:
     """python docs/make_picture.py and docs/make_architecture.py draw them anew."""
     for script, picture in (("make_picture.py", "step.svg"), ("make_architecture.py", "architecture.svg")):
