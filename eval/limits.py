@@ -38,7 +38,7 @@ def main() -> None:
     print(f"\ndrafts over {drafted} tokens: first level, each further one")
     for beam, (first, further) in costs.draft.items():
         print(f"  beam {beam}: {1000 * first:.1f}, {1000 * further:.1f}")
-    print(f"accept and keep: {1000 * costs.rest:.1f}; a step without a draft: {1000 * costs.plain:.1f}")
+    print(f"accept and keep: {1000 * costs.overhead:.1f}; a step without a draft: {1000 * costs.plain:.1f}")
 
 
 if __name__ == "__main__":

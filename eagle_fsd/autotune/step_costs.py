@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.accept_step import AcceptStep
-from eagle_fsd.autotune.tree_search import DEPTHS, Costs, Forwards, Observation, Rest, Witness
+from eagle_fsd.autotune.tree_search import DEPTHS, Costs, Forwards, Observation, StepOverhead, TreeObserver
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.sampling import RowRandom
@@ -40,7 +40,7 @@ LONGEST = 20.0  # seconds that a text is watched; the step in hand is finished
 SHORTEST = 128  # contexts up to here cost alike
 
 
-def run_texts(
+def decode_sample(
     target: TargetModel,
     drafting: DrafterSpec,
     prompts: Sequence[Sequence[int]],
@@ -86,9 +86,9 @@ def observe(
     wide: TreeConfig,
 ) -> list[Observation]:
     """Steps of a few texts with the wide tree."""
-    witness, ends = Witness(), target.eos_token_ids
-    run_texts(target, drafting, prompts, rule, sampling, wide, eos_token_ids=ends, observer=witness)
-    return witness.observations
+    observer, ends = TreeObserver(), target.eos_token_ids
+    decode_sample(target, drafting, prompts, rule, sampling, wide, eos_token_ids=ends, observer=observer)
+    return observer.observations
 
 
 def measure_costs(
@@ -100,10 +100,10 @@ def measure_costs(
     rule: AcceptanceRule,
     sampling: SamplingConfig,
 ) -> Costs:
-    """All that a step costs: measure_forwards and measure_rest."""
+    """All that a step costs: measure_forwards and measure_overhead."""
     forwards, _ = measure_forwards(target, drafting, beams, batch, context)
-    rest, _ = measure_rest(target, drafting, max(beams), batch, rule, sampling)
-    return forwards.with_rest(rest)
+    overhead, _ = measure_overhead(target, drafting, max(beams), batch, rule, sampling)
+    return forwards.with_overhead(overhead)
 
 
 @torch.inference_mode()
@@ -127,7 +127,7 @@ def measure_forwards(
     drafter.begin(Seen(texts, [room] * batch, features.new_zeros(*texts.shape, features.shape[-1])))
 
     def verify(width: int) -> Call:
-        tree = star(roots, width, target.vocab_size)
+        tree = star_tree(roots, width, target.vocab_size)
         return Call(lambda: session.verify(tree))
 
     def draft(beam: int, depth: int) -> Call:
@@ -147,14 +147,14 @@ def measure_forwards(
     return forwards, statistics.median(map(disagreement, repeats.values()))
 
 
-def measure_rest(
+def measure_overhead(
     target: TargetModel,
     drafting: DrafterSpec,
     beam: int,
     batch: int,
     rule: AcceptanceRule,
     sampling: SamplingConfig,
-) -> tuple[Rest, float]:
+) -> tuple[StepOverhead, float]:
     """Time what a step does beside its forwards, with a draft of usual size and without one.
 
     beam: the widest beam that the head drafts. What takes time is the kind of rule and which warpers are on;
@@ -169,12 +169,12 @@ def measure_rest(
     for _ in range(2):
         for name, (spec, tree) in ways.items():
             prompts = [[0] * 4] * batch
-            found[name].append(run_texts(target, spec, prompts, rule, sampling, tree, TIMED_TOKENS))
-    rest = Rest(**{name: statistics.median(seconds) for name, seconds in found.items()})
-    return rest, disagreement(found["drafted"])
+            found[name].append(decode_sample(target, spec, prompts, rule, sampling, tree, TIMED_TOKENS))
+    overhead = StepOverhead(**{name: statistics.median(seconds) for name, seconds in found.items()})
+    return overhead, disagreement(found["drafted"])
 
 
-def star(roots: Tensor, width: int, vocab_size: int) -> DraftTree:
+def star_tree(roots: Tensor, width: int, vocab_size: int) -> DraftTree:
     """A tree of `width` nodes: what a verify forward costs does not depend on its shape."""
     tree = root_only(roots, vocab_size)
     nodes = torch.arange(width, device=roots.device).expand(len(roots), -1)
@@ -188,6 +188,6 @@ def star(roots: Tensor, width: int, vocab_size: int) -> DraftTree:
     )
 
 
-def bucket(tokens: int) -> int:
+def round_context(tokens: int) -> int:
     """The context length that stands for texts of so many tokens: a power of two."""
     return max(SHORTEST, 2 ** math.ceil(math.log2(max(tokens, 1))))

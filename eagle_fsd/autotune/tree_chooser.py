@@ -29,12 +29,12 @@ from eagle_fsd.autotune.step_costs import (
     BEAMS,
     WIDE,
     WIDTHS,
-    bucket,
     measure_forwards,
-    measure_rest,
+    measure_overhead,
     observe,
+    round_context,
 )
-from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation, Rest, choose
+from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation, StepOverhead, choose
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.files.fingerprints import models_identity
@@ -59,7 +59,7 @@ class TreeChooser:
         self.target, self.drafting = target, drafting
         device = target.device
         cpu = device.type == "cpu"
-        self.asks = cpu  # elsewhere the host would have to wait for the device; see host_can_read
+        self.host_reads = cpu  # elsewhere the host would have to wait for the device; see host_can_read
         identity = models_identity(name, target.model, drafting.identity)
         del identity["target"]["name"]  # the same weights may have been loaded from elsewhere
         self.models = [__version__, identity]
@@ -75,7 +75,7 @@ class TreeChooser:
         }
         self.known: dict[str, Any] = {}  # by key: what was measured, read or chosen in this process
         self.announced = False
-        self.lasting = True  # whether all that was measured in this process may be remembered
+        self.may_remember = True  # whether all that was measured in this process may be remembered
 
     def __call__(
         self,
@@ -95,21 +95,21 @@ class TreeChooser:
                 f"depth is {wanted.depth}: a measured tree has at most {max(WIDTHS)} nodes, the root among "
                 "them; lower depth, or give total_tokens"
             )
-        batch, context = 2 ** (batch - 1).bit_length(), bucket(context)
+        batch, context = 2 ** (batch - 1).bit_length(), round_context(context)
 
         def choose_now() -> tuple[Choice, bool]:
             try:
-                choice = self.chosen(wanted, prompts, rule, sampling, batch, context)
+                choice = self.compute_choice(wanted, prompts, rule, sampling, batch, context)
             except torch.OutOfMemoryError:
                 logger.warning("out of memory while measuring: taking tree %s", TreeConfig())
                 return Choice(TreeConfig(), math.nan, math.nan, math.nan), False
-            return choice, self.lasting
+            return choice, self.may_remember
 
-        setting = (repr(wanted), kind_of(rule), warpers(sampling), batch, context)
+        setting = (repr(wanted), observation_kind(rule), warpers(sampling), batch, context)
         key = record_key("choice", self.models, self.machine, *setting)
-        return self.measured(key, choose_now, dataclasses.asdict, unpacked_choice)
+        return self.recall_or_measure(key, choose_now, dataclasses.asdict, choice_from_json)
 
-    def chosen(
+    def compute_choice(
         self,
         wanted: AutoTree,
         prompts: Callable[[], Sequence[Sequence[int]]],
@@ -122,8 +122,9 @@ class TreeChooser:
         widest = self.drafting.tokens
         beams = [beam for beam in BEAMS if beam <= widest] if wanted.top_k is None else [wanted.top_k]
         observed = {beam: self.observations(prompts, rule, sampling, beam) for beam in beams}
-        costs = self.forwards(beams, batch, context).with_rest(self.rest(max(beams), batch, rule, sampling))
-        return choose(costs, observed, wanted, batch, self.asks)
+        forwards = self.forwards(beams, batch, context)
+        costs = forwards.with_overhead(self.overhead(max(beams), batch, rule, sampling))
+        return choose(costs, observed, wanted, batch, self.host_reads)
 
     def observations(
         self,
@@ -143,10 +144,10 @@ class TreeChooser:
             if not (texts := prompts()):
                 raise ValueError("prompts are empty: a tree is chosen on texts; give some, as token ids")
             self.announce()
-            return observe(self.target, self.drafting, texts, rule, sampling, wide), tells(rule)
+            return observe(self.target, self.drafting, texts, rule, sampling, wide), has_stable_repr(rule)
 
-        key = record_key("observations", self.models, kind_of(rule), sampling.greedy, str(wide))
-        return self.measured(key, measure, packed_observations, unpacked_observations)
+        key = record_key("observations", self.models, observation_kind(rule), sampling.greedy, str(wide))
+        return self.recall_or_measure(key, measure, observations_to_json, observations_from_json)
 
     def forwards(self, beams: Sequence[int], batch: int, context: int) -> Forwards:
         """What the forwards cost here."""
@@ -154,21 +155,21 @@ class TreeChooser:
         def measure() -> tuple[Forwards, bool]:
             self.announce()
             found, spread = measure_forwards(self.target, self.drafting, beams, batch, context)
-            return found, self.quiet(spread)
+            return found, self.is_idle(spread)
 
         key = record_key("forwards", self.models, self.machine, list(beams), batch, context)
-        return self.measured(key, measure, packed_forwards, unpacked_forwards)
+        return self.recall_or_measure(key, measure, forwards_to_json, forwards_from_json)
 
-    def rest(self, beam: int, batch: int, rule: AcceptanceRule, sampling: SamplingConfig) -> Rest:
+    def overhead(self, beam: int, batch: int, rule: AcceptanceRule, sampling: SamplingConfig) -> StepOverhead:
         """What accept and keep cost here."""
 
-        def measure() -> tuple[Rest, bool]:
-            found, spread = measure_rest(self.target, self.drafting, beam, batch, rule, sampling)
-            return found, self.quiet(spread) and tells(rule)
+        def measure() -> tuple[StepOverhead, bool]:
+            found, spread = measure_overhead(self.target, self.drafting, beam, batch, rule, sampling)
+            return found, self.is_idle(spread) and has_stable_repr(rule)
 
-        setting = (min(8, beam), batch, kind_of_rest(rule), warpers(sampling))
+        setting = (min(8, beam), batch, overhead_kind(rule), warpers(sampling))
         key = record_key("rest", self.models, self.machine, *setting)
-        return self.measured(key, measure, dataclasses.asdict, lambda found: Rest(**found))
+        return self.recall_or_measure(key, measure, dataclasses.asdict, lambda found: StepOverhead(**found))
 
     def announce(self) -> None:
         """Say once in a process why nothing happens for a while."""
@@ -178,7 +179,7 @@ class TreeChooser:
             )
             self.announced = True
 
-    def quiet(self, spread: float) -> bool:
+    def is_idle(self, spread: float) -> bool:
         """Whether repeats that disagree by so much were timed on a machine with nothing else to do."""
         if spread > BUSY:
             logger.warning(
@@ -188,7 +189,7 @@ class TreeChooser:
             )
         return spread <= BUSY
 
-    def measured(
+    def recall_or_measure(
         self,
         key: str,
         measure: Callable[[], tuple[Measured, bool]],
@@ -199,11 +200,11 @@ class TreeChooser:
         if key not in self.known:
             found = recall(key, unpack)
             if found is None:
-                found, lasting = measure()
-                if lasting:
+                found, reliable = measure()
+                if reliable:
                     remember(key, pack(found))
                 else:
-                    self.lasting = False
+                    self.may_remember = False
             self.known[key] = found
         return self.known[key]
 
@@ -211,21 +212,21 @@ class TreeChooser:
 # -- what a measurement depends on ----------------------------------------
 
 
-def kind_of(rule: AcceptanceRule) -> str:
+def observation_kind(rule: AcceptanceRule) -> str:
     """The rule with its numbers rounded down to powers of two: what observations are kept by."""
 
     def power(value: float) -> float:
         return 2.0 ** math.floor(math.log2(value)) if 0 < value < math.inf else value
 
-    return spelled(rule, power)
+    return format_rule(rule, power)
 
 
-def kind_of_rest(rule: AcceptanceRule) -> str:
+def overhead_kind(rule: AcceptanceRule) -> str:
     """The rule with each number only as on or off: what the time to accept is kept by."""
-    return spelled(rule, lambda value: 0 < value < math.inf)
+    return format_rule(rule, lambda value: 0 < value < math.inf)
 
 
-def spelled(rule: AcceptanceRule, number: Callable[[float], object]) -> str:
+def format_rule(rule: AcceptanceRule, number: Callable[[float], object]) -> str:
     """A rule's class and fields, its floats as `number` has them; the repr of a rule without fields."""
     if not dataclasses.is_dataclass(rule):
         return repr(rule)
@@ -237,7 +238,7 @@ def spelled(rule: AcceptanceRule, number: Callable[[float], object]) -> str:
     return f"{type(rule).__module__}.{type(rule).__qualname__} {fields}"
 
 
-def tells(rule: AcceptanceRule) -> bool:
+def has_stable_repr(rule: AcceptanceRule) -> bool:
     """Whether the rule's spelling tells it from other rules in another process: an address does not."""
     return " at 0x" not in repr(rule)
 
@@ -252,15 +253,15 @@ def warpers(sampling: SamplingConfig) -> list[bool]:
 # -- on disk ----------------------------------------
 
 
-def unpacked_choice(found: dict[str, Any]) -> Choice:
+def choice_from_json(found: dict[str, Any]) -> Choice:
     return Choice(**{**found, "tree": TreeConfig(**found["tree"])})
 
 
-def packed_forwards(found: Forwards) -> dict[str, Any]:
+def forwards_to_json(found: Forwards) -> dict[str, Any]:
     return {"verify": list(found.verify.items()), "draft": list(found.draft.items())}
 
 
-def unpacked_forwards(found: dict[str, Any]) -> Forwards:
+def forwards_from_json(found: dict[str, Any]) -> Forwards:
     verify = {int(width): positive(seconds) for width, seconds in found["verify"]}
     draft = {int(beam): (positive(first), float(further)) for beam, (first, further) in found["draft"]}
     if verify.keys() != {1, *WIDTHS} or not draft:
@@ -275,12 +276,12 @@ def positive(seconds: object) -> float:
     return seconds
 
 
-def packed_observations(found: Sequence[Observation]) -> list[Any]:
+def observations_to_json(found: Sequence[Observation]) -> list[Any]:
     """As lists, and scores to six decimals: a tenth of the size."""
     return [[one.parents, one.depths, [round(score, 6) for score in one.scores], one.path] for one in found]
 
 
-def unpacked_observations(found: list[Any]) -> list[Observation]:
+def observations_from_json(found: list[Any]) -> list[Observation]:
     seen = [Observation(*one) for one in found]
     for one in seen:
         nodes = range(len(one.parents))

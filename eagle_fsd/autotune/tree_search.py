@@ -42,7 +42,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Rest:
+class StepOverhead:
     """Seconds that accept and keep take in a step, with a draft tree and without one, for one batch size."""
 
     drafted: float
@@ -56,30 +56,30 @@ class Forwards:
     verify: dict[int, float]
     draft: dict[int, tuple[float, float]]
 
-    def with_rest(self, rest: Rest) -> Costs:
+    def with_overhead(self, overhead: StepOverhead) -> Costs:
         """The costs of whole steps."""
-        return Costs(self.verify, self.draft, rest.drafted, self.verify[1] + rest.plain)
+        return Costs(self.verify, self.draft, overhead.drafted, self.verify[1] + overhead.plain)
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds of a step's parts, for one batch size and context.
 
-    verify: by width, 1 among them. draft: by beam, of the first level and of each further one. rest: accept
-    and keep; plain: a whole step without a draft.
+    verify: by width, 1 among them. draft: by beam, of the first level and of each further one. overhead: of
+    accept and keep. plain: of a whole step without a draft.
     """
 
     verify: dict[int, float]
     draft: dict[int, tuple[float, float]]
-    rest: float
+    overhead: float
     plain: float
 
-    def step(self, nodes: int, levels: int, top_k: int) -> float:
+    def step_seconds(self, nodes: int, levels: int, top_k: int) -> float:
         """Of a step that drafts so many levels and verifies so many nodes."""
         first, further = self.draft[top_k]
-        return first + further * (levels - 1) + self.verify_of(nodes) + self.rest
+        return first + further * (levels - 1) + self.verify_seconds(nodes) + self.overhead
 
-    def verify_of(self, nodes: int) -> float:
+    def verify_seconds(self, nodes: int) -> float:
         """Between two measured widths, in proportion."""
         above = min(width for width in self.verify if width >= nodes)
         below = max(width for width in self.verify if width <= nodes)
@@ -108,27 +108,27 @@ def choose(
     observed: Mapping[int, Sequence[Observation]],
     wanted: AutoTree,
     batch: int = 1,
-    asks: bool = False,
+    host_reads: bool = False,
 ) -> Choice:
     """The tree of the most tokens per second; ties go to the smaller one. observed: by beam.
 
-    asks: whether a step may look at its draft's scores, so that a min_confidence makes it smaller.
+    host_reads: whether a step may look at its draft's scores, so that a min_confidence makes it smaller.
     """
     best = Choice(TreeConfig(1), 1.0, 1 / costs.plain, 1 / costs.plain)
     depths = DEPTHS if wanted.depth is None else (wanted.depth,)
     beams = [beam for beam in costs.draft if wanted.top_k in (None, beam)]
-    confidences = CONFIDENCES if asks else (0.0,)
+    confidences = CONFIDENCES if host_reads else (0.0,)
     if wanted.min_confidence is not None:
         confidences = (wanted.min_confidence,)
     for depth, beam in product(depths, beams):
-        drafts = [grown(one, depth, beam) for one in observed[beam]]
+        drafts = [regrow(one, depth, beam) for one in observed[beam]]
         for confidence in confidences:
-            cuts = [draft.cut(TreeConfig(1, depth, beam, confidence), asks) for draft in drafts]
+            pruned = [draft.prune(TreeConfig(1, depth, beam, confidence), host_reads) for draft in drafts]
             for width in costs.verify:
                 if not depth < width <= 1 + beam + (depth - 1) * beam**2:
                     continue  # a deeper tree than nodes, or more nodes than candidates
                 tree = TreeConfig(int(width), int(depth), int(beam), confidence)
-                tau, seconds = expected(cuts, tree, costs, batch)
+                tau, seconds = predict_step(pruned, tree, costs, batch)
                 least = MARGIN if best.tree.total_tokens == 1 else 1.0
                 if tau / seconds > least * best.tokens_per_second:
                     best = Choice(tree, tau, tau / seconds, 1 / costs.plain)
@@ -136,7 +136,7 @@ def choose(
 
 
 @dataclass(frozen=True)
-class Cut:
+class PrunedDraft:
     """A draft without what is not confident enough.
 
     levels: how many are drafted. accepted: how many drafted tokens the step would have got of the first 0, 1,
@@ -157,7 +157,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Grown:
+class NarrowDraft:
     """What a draft of a narrower tree would have been at an observed step: its candidates, best first.
 
     scores: cumulative log q. depths, taken: of each; whether it is on the path. beams: the best score of each
@@ -169,36 +169,38 @@ class Grown:
     taken: list[bool]
     beams: list[float]
 
-    def cut(self, tree: TreeConfig, asks: bool = True) -> Cut:
-        """At the tree's min_confidence, its size aside; asks: see `choose`."""
+    def prune(self, tree: TreeConfig, host_reads: bool = True) -> PrunedDraft:
+        """At the tree's min_confidence, its size aside; host_reads: see `choose`."""
         levels = 1 + sum(score >= tree.min_parent_score for score in self.beams[:-1])
         accepted = [0]
         for score, depth, taken in zip(self.scores, self.depths, self.taken, strict=True):
             if depth <= levels and score >= tree.min_score:
                 accepted.append(accepted[-1] + taken)
-        whole = not asks or not tree.min_confidence
-        return Cut(tree.depth if whole else levels, accepted, whole)
+        whole = not host_reads or not tree.min_confidence
+        return PrunedDraft(tree.depth if whole else levels, accepted, whole)
 
 
-def expected(cuts: Sequence[Cut], tree: TreeConfig, costs: Costs, batch: int = 1) -> tuple[float, float]:
+def predict_step(
+    pruned: Sequence[PrunedDraft], tree: TreeConfig, costs: Costs, batch: int = 1
+) -> tuple[float, float]:
     """Tokens per step and row, and seconds of a step. A batch's step is as large as its largest row's."""
     seconds = []
-    for start in range(0, len(cuts), batch):
-        rows = cuts[start : start + batch]
+    for start in range(0, len(pruned), batch):
+        rows = pruned[start : start + batch]
         nodes, levels = max(row.nodes(tree) for row in rows), max(row.levels for row in rows)
-        seconds.append(costs.step(nodes, levels, tree.top_k))
-    return statistics.fmean(cut.tokens(tree) for cut in cuts), statistics.fmean(seconds)
+        seconds.append(costs.step_seconds(nodes, levels, tree.top_k))
+    return statistics.fmean(draft.tokens(tree) for draft in pruned), statistics.fmean(seconds)
 
 
-def grown(one: Observation, depth: int, top_k: int) -> Grown:
+def regrow(one: Observation, depth: int, top_k: int) -> NarrowDraft:
     """The candidates that a narrower tree's draft would have had, as far as the wide tree holds them."""
     eligible: list[int] = []
     beam, beams = {0}, []
     for level in range(1, depth + 1):
         nodes = []
         for parent in beam:
-            born = [node for node, mine in enumerate(one.parents) if mine == parent]
-            nodes += sorted(born, key=lambda node: (-one.scores[node], node))[:top_k]
+            children = [node for node, mine in enumerate(one.parents) if mine == parent]
+            nodes += sorted(children, key=lambda node: (-one.scores[node], node))[:top_k]
         nodes.sort(key=lambda node: (-one.scores[node], node))
         eligible += nodes
         beam = set(nodes[:top_k])
@@ -206,7 +208,7 @@ def grown(one: Observation, depth: int, top_k: int) -> Grown:
         assert all(one.depths[node] == level for node in nodes)
     order = sorted(eligible, key=lambda node: (-one.scores[node], node))
     path = set(one.path)
-    return Grown(
+    return NarrowDraft(
         scores=[one.scores[node] for node in order],
         depths=[one.depths[node] for node in order],
         taken=[node in path for node in order],
@@ -215,7 +217,7 @@ def grown(one: Observation, depth: int, top_k: int) -> Grown:
 
 
 @dataclass
-class Witness:
+class TreeObserver:
     """An observer of `decode` that notes every tree and the path that was taken in it."""
 
     observations: list[Observation] = field(default_factory=list)

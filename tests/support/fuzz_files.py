@@ -213,9 +213,9 @@ def measurements() -> dict[str, tuple[object, Callable[[Any], object], Callable[
     steps = [Observation([-1, 0, 0, 1], [0, 1, 1, 2], [0.0, -0.5, -1.0, -1.5], [1, 3])]
     choice = Choice(TreeConfig(16, 5, 8), 2.5, 40.0, 20.0)
     return {
-        "forwards": (forwards, tree_chooser.packed_forwards, tree_chooser.unpacked_forwards),
-        "steps": (steps, tree_chooser.packed_observations, tree_chooser.unpacked_observations),
-        "choice": (choice, asdict, tree_chooser.unpacked_choice),
+        "forwards": (forwards, tree_chooser.forwards_to_json, tree_chooser.forwards_from_json),
+        "steps": (steps, tree_chooser.observations_to_json, tree_chooser.observations_from_json),
+        "choice": (choice, asdict, tree_chooser.choice_from_json),
     }
 
 
