@@ -5,10 +5,9 @@ It turns padded batches into requests and back, and holds no text: a tokenizer c
 
 from __future__ import annotations
 
-import copy
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,11 @@ from eagle_fsd.core.config import AutoTree, SamplingConfig
 from eagle_fsd.core.padding import as_ids, pad_right
 from eagle_fsd.core.sampling import RowRandom, fresh_seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
-from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, TokenStream
 from eagle_fsd.decoding.request import GenerationOptions, Prompts, Request, end_token_ids
-from eagle_fsd.decoding.workspace import Workspace, Workspaces
+from eagle_fsd.decoding.workspace import Workspaces
 from eagle_fsd.drafting.drafter import DrafterSpec
-from eagle_fsd.drafting.eagle_drafter import EagleSpec
+from eagle_fsd.drafting.eagle_drafter import EagleSpec, place_head, require_fit
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.load_pair import load_pair
 from eagle_fsd.runtime.packed_linear import repack_changed
@@ -65,8 +63,8 @@ class EagleFSD:
         self.head: DraftHead | None = None
         self.drafter: DrafterSpec | None = None
         if isinstance(head, DraftHead):
-            require_fitting(head, target)
-            self.head = placed(head, target.device, head_dtype or target.dtype)
+            require_fit(head, target)
+            self.head = place_head(head, target.device, head_dtype or target.dtype)
             self.drafter = EagleSpec.for_target(self.head, target)
         else:
             self.drafter = head
@@ -292,16 +290,8 @@ class EagleFSD:
         for network in filter(None, (self.target.model, self.drafter and self.drafter.network)):
             repack_changed(network)
         sampling, seed = options.sampling, options.seed
-        request = Request(
-            tokens=prompts.tokens.to(self.device),
-            lengths=prompts.lengths,
-            limits=prompts.limits,
-            eos_token_ids=end_token_ids(self.target, options.eos_token_id),
-            rule=rule,
-            tree=tree,
-            sampling=sampling,
-            observer=options.observer,
-        )
+        ends = end_token_ids(self.target, options.eos_token_id)
+        request = Request.from_prompts(prompts, options, ends, rule, tree, self.device)
         if seed is None:  # what draws nothing leaves torch's generator alone
             seed = 0 if sampling.greedy else fresh_seed()
         random = RowRandom(seed, len(prompts), self.device)
@@ -310,23 +300,8 @@ class EagleFSD:
         )
         stats = [GenerationStats() for _ in prompts.lengths]
         watch = Stopwatch()
-        steps = self._decode(request, workspace, random, stats, watch)
+        steps = self._workspaces.decode(workspace, request, random, stats, watch)
         return BatchStream(steps, stats, watch, tree, rule, None if sampling.greedy else seed)
-
-    def _decode(
-        self,
-        request: Request,
-        workspace: Workspace,
-        random: RowRandom,
-        stats: Sequence[GenerationStats],
-        watch: Stopwatch,
-    ) -> Iterator[list[list[int]]]:
-        """Yield the loop's steps; the workspace is spare afterwards."""
-        try:
-            parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.accept_step)
-            yield from decode(request, *parts)
-        finally:
-            self._workspaces.give_back(workspace)
 
     def _output(
         self,
@@ -338,22 +313,3 @@ class EagleFSD:
         added = pad_right(new_tokens, self.pad_token_id).to(input_ids.device)
         sequences = torch.cat((input_ids, added), dim=1)
         return GenerationOutput(sequences, new_tokens, stats, **settled)
-
-
-def require_fitting(head: DraftHead, target: TargetModel) -> None:
-    """Raise ValueError unless the head has the target's sizes."""
-    for name, mine, its in (
-        ("hidden_size", head.config.hidden_size, target.hidden_size),
-        ("vocab_size", head.config.vocab_size, target.vocab_size),
-    ):
-        if mine != its:
-            raise ValueError(
-                f"the head's {name} is {mine} and the target's is {its}: a head drafts only for the "
-                "target it was trained on; choose the head of this target"
-            )
-
-
-def placed(head: DraftHead, device: torch.device, dtype: torch.dtype) -> DraftHead:
-    """Return the head there; a copy where that is elsewhere, for another engine may use the given one."""
-    weight = head.fc.weight
-    return head if (weight.device, weight.dtype) == (device, dtype) else copy.deepcopy(head).to(device, dtype)

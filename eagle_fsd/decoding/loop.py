@@ -58,7 +58,7 @@ def decode(
     batch = Batch(target, drafter, random, request.tree, watch, accept_step, request.observer)
     with watch("prefill"):
         batch.begin(texts, prefill(request.tokens, request.lengths, target, drafter))
-    while batch.going:
+    while batch.active:
         emitted = batch.step()
         yield [emitted.get(text, []) for text in texts]
 
@@ -88,7 +88,7 @@ class Batch:
         self._ends: dict[tuple[int, ...], Tensor] = {}  # end tokens, on the device
 
     @property
-    def going(self) -> list[Text]:
+    def active(self) -> list[Text]:
         """The texts that are not done."""
         return [text for text in self.texts if not text.done]
 
@@ -96,12 +96,12 @@ class Batch:
         """Decode these texts, whose prompts target and drafter have read up to the roots [B]."""
         self.texts, self.roots = list(texts), roots
 
-    def step(self, hold: bool = False) -> dict[Text, list[int]]:
+    def step(self, keep_done: bool = False) -> dict[Text, list[int]]:
         """Run one step and return what each text that was not done emitted in it.
 
-        hold: keep the rows of texts that are done, for others that wait to take their places.
+        keep_done: keep the rows of texts that are done, for others that wait to take their places.
         """
-        watch, before = self.watch, self.going
+        watch, before = self.watch, self.active
         with watch("draft"):
             tree = self.drafter.draft(self.roots, self.tree)
         with watch("verify"):
@@ -115,11 +115,11 @@ class Batch:
                 counts = {self.texts[row]: len(emitted.get(self.texts[row], ())) for row in rows}
                 self.observer(verified, part, {text.number: count for text, count in counts.items()})
         with watch("keep"):
-            if self.going:
+            if self.active:
                 kept = [0 if text.done else steps[text].count for text in self.texts]
                 self.roots = keep(self.target, self.drafter, verdict, features, kept)
-                if not hold:
-                    self._leave()
+                if not keep_done:
+                    self._drop_done_rows()
         return emitted
 
     def select(self, rows: Sequence[int]) -> None:
@@ -166,7 +166,7 @@ class Batch:
                 part = (tree.select(rows), logits[rows], self.random.at(rows), emitted[rows])
             ends = self._end_tokens(terms, logits.device)
             found.append((rows, *self.accept_step(terms.rule, terms.sampling, ends, *part)))
-        return found, merged([(rows, verdict) for rows, _, verdict in found])
+        return found, merge_verdicts([(rows, verdict) for rows, _, verdict in found])
 
     def _end_tokens(self, terms: Terms, device: torch.device) -> Tensor:
         ends = terms.eos_token_ids
@@ -174,28 +174,28 @@ class Batch:
             self._ends[ends] = torch.tensor(ends, dtype=torch.int64, device=device)
         return self._ends[ends]
 
-    def _leave(self) -> None:
-        """Drop rows whose texts are done; see `rows_kept`."""
+    def _drop_done_rows(self) -> None:
+        """Drop rows whose texts are done; see `choose_rows`."""
         recorded = self.accept_step.stepper.records and self.observer is None
-        kept = rows_kept([text.done for text in self.texts], recorded)
+        kept = choose_rows([text.done for text in self.texts], recorded)
         if len(kept) < len(self.texts):
             self.select(kept)
 
 
-def rows_kept(done: Sequence[bool], recorded: bool) -> list[int]:
+def choose_rows(done: Sequence[bool], recorded: bool) -> list[int]:
     """Choose the rows of the next step's batch, in order. done: by row, whether its text is done.
 
     Without recording only the others stay. A recording is good for one number of rows: with recording, rows
     that are done stay until half of the batch can leave at once. They commit no token, so that neither their
     texts nor their caches grow, and nothing of theirs is emitted or counted.
     """
-    going = done.count(False)
-    count = going
+    active = done.count(False)
+    count = active
     if recorded:
         count = len(done)
-        while (half := (count + 1) // 2) < count and going <= half:
+        while (half := (count + 1) // 2) < count and active <= half:
             count = half
-    idle = [row for row, is_done in enumerate(done) if is_done][: count - going]
+    idle = [row for row, is_done in enumerate(done) if is_done][: count - active]
     return [row for row, is_done in enumerate(done) if not is_done or row in idle]
 
 
@@ -225,7 +225,7 @@ def keep(
     return verdict.next_token
 
 
-def merged(parts: Sequence[tuple[Sequence[int], Verdict]]) -> Verdict:
+def merge_verdicts(parts: Sequence[tuple[Sequence[int], Verdict]]) -> Verdict:
     """Put verdicts on groups of rows together, in the order of the rows, without the rules' own `chances`."""
     if len(parts) == 1:
         return parts[0][1]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified
@@ -90,7 +91,10 @@ class Prompts:
         if attention_mask is None:
             attention_mask = infer_mask(input_ids, target.pad_token_id, target.eos_token_ids)
         tokens, lengths = unpad(input_ids, attention_mask, target.vocab_size)
-        limits = [min(max_new_tokens, room(target, row, length)) for row, length in enumerate(lengths)]
+        limits = [
+            min(max_new_tokens, remaining_positions(target, row, length))
+            for row, length in enumerate(lengths)
+        ]
         return cls(tokens, lengths, limits)
 
     def __len__(self) -> int:
@@ -112,7 +116,7 @@ class Prompts:
         return max(self.lengths) + max(self.limits) // 2
 
 
-def room(target: TargetModel, row: int, length: int) -> int:
+def remaining_positions(target: TargetModel, row: int, length: int) -> int:
     """Return how many tokens a prompt of this length leaves room for."""
     positions = target.max_positions
     if length >= positions:
@@ -182,3 +186,25 @@ class Request:
     tree: TreeConfig
     sampling: SamplingConfig
     observer: Observer | None = None
+
+    @classmethod
+    def from_prompts(
+        cls,
+        prompts: Prompts,
+        options: GenerationOptions,
+        eos_token_ids: Sequence[int],
+        rule: AcceptanceRule,
+        tree: TreeConfig,
+        device: torch.device,
+    ) -> Request:
+        """Return the request for these prompts, with the rule and tree that the options settled on."""
+        return cls(
+            tokens=prompts.tokens.to(device),
+            lengths=prompts.lengths,
+            limits=prompts.limits,
+            eos_token_ids=eos_token_ids,
+            rule=rule,
+            tree=tree,
+            sampling=options.sampling,
+            observer=options.observer,
+        )

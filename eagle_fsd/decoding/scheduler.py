@@ -75,7 +75,7 @@ class Scheduler:
     @property
     def decoding(self) -> list[Text]:
         """The texts in the batch that are not done."""
-        return [] if self.batch is None else self.batch.going
+        return [] if self.batch is None else self.batch.active
 
     @property
     def busy(self) -> bool:
@@ -88,28 +88,30 @@ class Scheduler:
 
         A text that is done then has left.
         """
-        self._let_in()
-        return self.batch.step(hold=bool(self.waiting)) if self.batch is not None and self.decoding else {}
+        self._admit_waiting()
+        if self.batch is None or not self.decoding:
+            return {}
+        return self.batch.step(keep_done=bool(self.waiting))
 
     def run(self) -> Iterator[tuple[Text, list[int]]]:
         """Run steps until nothing is left to do, and yield what each text emits."""
         while self.busy:
             yield from self.step().items()
 
-    def _let_in(self) -> None:
-        going = len(self.decoding)
-        free = self.rows - going
-        if not self.waiting or (going and free < self.group):
+    def _admit_waiting(self) -> None:
+        active = len(self.decoding)
+        free = self.rows - active
+        if not self.waiting or (active and free < self.group):
             return
         new = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
         with self.watch("prefill"):
-            joining = self._read(new)
-            if self.batch is None or not going:
+            joining = self._read_prompts(new)
+            if self.batch is None or not active:
                 self.batch = joining
             else:
                 self.batch.join(joining)
 
-    def _read(self, texts: Sequence[Text]) -> Batch:
+    def _read_prompts(self, texts: Sequence[Text]) -> Batch:
         """Read the prompts of texts as a batch of their own; equal prompts are read once."""
         prompts = [tuple(text.prompt) for text in texts]
         unique = list(dict.fromkeys(prompts))

@@ -8,10 +8,15 @@ fill. Growth drops recordings, which costs little: it happens where a wider view
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.stats import GenerationStats, Stopwatch
+from eagle_fsd.decoding.loop import decode
+from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, NoDrafter
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -31,7 +36,7 @@ class Workspace:
     spec: DrafterSpec
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether all its rows still have memory: a cache that grows keeps only the rows that go on."""
         return self.session.cache.rows == self.drafter.rows == self.batch
 
@@ -59,7 +64,7 @@ class Workspaces:
         drafter: who drafts; nobody does for a tree of one node.
         """
         spec = self.plain if tree.total_tokens == 1 or drafter is None else drafter
-        workspace = self._swapped(None)
+        workspace = self._swap_spare(None)
         if workspace is None or workspace.batch != batch or workspace.spec != spec:
             first = min(longest, prompt + AHEAD)
             if self.target.stepper.view:
@@ -70,16 +75,31 @@ class Workspaces:
         workspace.reset(longest, tree)
         return workspace
 
+    def decode(
+        self,
+        workspace: Workspace,
+        request: Request,
+        random: RowRandom,
+        stats: Sequence[GenerationStats],
+        watch: Stopwatch,
+    ) -> Iterator[list[list[int]]]:
+        """Yield the steps of the decoding loop, then take the workspace back."""
+        try:
+            parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.accept_step)
+            yield from decode(request, *parts)
+        finally:
+            self.give_back(workspace)
+
     def give_back(self, workspace: Workspace) -> None:
         """Keep the workspace for reuse if its recordings can serve another batch."""
-        if self.target.stepper.view and workspace.whole:
-            self._swapped(workspace)
+        if self.target.stepper.view and workspace.complete:
+            self._swap_spare(workspace)
 
     def clear(self) -> None:
         """Drop the spare one and free its caches and recordings."""
-        self._swapped(None)
+        self._swap_spare(None)
 
-    def _swapped(self, workspace: Workspace | None) -> Workspace | None:
+    def _swap_spare(self, workspace: Workspace | None) -> Workspace | None:
         """Put another one, or none, in the place of the spare one, and return that."""
         with self._lock:
             spare, self.spare = self.spare, workspace

@@ -7,17 +7,15 @@ Knows tensors and token ids, no files and no head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from eagle_fsd.core.checks import require_integer
 from eagle_fsd.runtime.packed_linear import PackedLinear, take_rows
 
 
-class Ends(Protocol):
+class TargetVocabulary(Protocol):
     """What is needed of a target: its embeddings, its lm_head, and what it does to lm_head's output."""
 
     lm_head: nn.Module
@@ -37,7 +35,7 @@ class DraftVocabulary:
     features come out, so that each draft forward reads one block of memory.
     """
 
-    def __init__(self, target: Ends, token_ids: Tensor, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, target: TargetVocabulary, token_ids: Tensor, dtype: torch.dtype | None = None) -> None:
         self.target = target
         self.token_ids = token_ids
         self.lm_head: nn.Linear | None = None
@@ -55,35 +53,6 @@ class DraftVocabulary:
         if self.lm_head is None:
             return self.target.logits(features)[..., self.token_ids]
         return self.target.transform_logits(self.lm_head(features).float())
-
-
-def ranked_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
-    """Return the `size` most frequent tokens, most frequent first, ties by the lower id: [size] int64.
-
-    counts: [V], how often each token of the vocabulary occurs. always: tokens that must be inside whatever
-    their count (end tokens); they stand at their own rank. Where fewer tokens occur, others fill up in the
-    order of their ids. Raises ValueError for counts that are none, for `always` outside the vocabulary, and
-    for a size below 1, below the number of `always` or above V.
-    """
-    if counts.ndim != 1 or not (counts >= 0).all():
-        shape = f"{list(counts.shape)} with a minimum of {float(counts.min()) if counts.numel() else None}"
-        raise ValueError(f"counts are {shape}: they must be [V] and at least 0; count each token of the text")
-    vocab_size = len(counts)
-    for token in always:
-        if not 0 <= token < vocab_size:
-            raise ValueError(
-                f"always holds {token}: it must be in the vocabulary, 0..{vocab_size - 1}; drop it"
-            )
-    least = max(1, len(set(always)))
-    require_integer("the draft vocabulary's size", size, least, "raise it, or require fewer tokens")
-    if size > vocab_size:
-        raise ValueError(
-            f"the draft vocabulary's size is {size}: the vocabulary has {vocab_size} tokens; lower it"
-        )
-    order = counts.argsort(descending=True, stable=True)  # [V]
-    required = torch.isin(order, torch.tensor(sorted(set(always)), dtype=torch.int64, device=order.device))
-    room = size - required.sum()
-    return order[required | ((~required).cumsum(0) <= room)]
 
 
 def check_draft_tokens(token_ids: Tensor, vocab_size: int, name: str, remedy: str) -> None:

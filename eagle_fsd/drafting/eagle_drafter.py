@@ -8,6 +8,7 @@ size, K top_k, V vocabulary, W the tokens that are drafted: all V, or those of t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,10 +19,10 @@ from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import on_device
-from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, Ends
+from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, TargetVocabulary
 from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle_head import DraftHead
-from eagle_fsd.drafting.tree_growth import BeamDrafter, room
+from eagle_fsd.drafting.tree_growth import BeamDrafter, slots_per_row
 from eagle_fsd.files.fingerprints import digest_tensors
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.runtime.kv_cache import KVCache
@@ -41,11 +42,12 @@ class Vocabulary(Protocol):
     def logits(self, features: Tensor) -> Tensor: ...
 
 
-class Verifier(Ends, Protocol):
+class Verifier(TargetVocabulary, Protocol):
     """What drafting for a target needs to know of it: a TargetModel."""
 
     stepper: Stepper
     device: torch.device
+    hidden_size: int
     vocab_size: int
 
 
@@ -85,7 +87,7 @@ class EagleSpec:
         return digest_tensors([*self.head.parameters(), *self.head.buffers()])
 
     def make(self, batch: int, tokens: int, tree: TreeConfig) -> BeamDrafter:
-        cache = KVCache(batch, room(tokens, tree), self.device, self.stepper.view)
+        cache = KVCache(batch, slots_per_row(tokens, tree), self.device, self.stepper.view)
         return BeamDrafter(EaglePredictor(self.head, self.vocabulary, cache, self.stepper), self.stepper)
 
 
@@ -109,7 +111,7 @@ class EaglePredictor:
         assert seen.features is not None
         features, tokens, counts = seen.features, seen.tokens, seen.counts
         if first:
-            features, tokens, counts = pairs_of_prompts(seen)
+            features, tokens, counts = pair_prompts(seen)
         return self.commit_pairs(features, tokens, counts, first)
 
     def commit_pairs(
@@ -160,7 +162,7 @@ class EaglePredictor:
         return self.head(features.to(dtype), self.vocabulary.embed(tokens).to(dtype), positions, attend)
 
 
-def pairs_of_prompts(seen: Seen) -> tuple[Tensor, Tensor, list[int]]:
+def pair_prompts(seen: Seen) -> tuple[Tensor, Tensor, list[int]]:
     """Return the pairs of whole prompts: every token but a text's first one, with the feature before it.
 
     A prompt of one token has no such pair. Its first one carries a zero feature and the root itself.
@@ -175,3 +177,22 @@ def pairs_of_prompts(seen: Seen) -> tuple[Tensor, Tensor, list[int]]:
         torch.where(alone, tokens[:, :1], tokens[:, 1:]),
         [max(count - 1, 1) for count in seen.counts],
     )
+
+
+def require_fit(head: DraftHead, target: Verifier) -> None:
+    """Raise ValueError unless the head has the target's sizes."""
+    for name, mine, its in (
+        ("hidden_size", head.config.hidden_size, target.hidden_size),
+        ("vocab_size", head.config.vocab_size, target.vocab_size),
+    ):
+        if mine != its:
+            raise ValueError(
+                f"the head's {name} is {mine} and the target's is {its}: a head drafts only for the "
+                "target it was trained on; choose the head of this target"
+            )
+
+
+def place_head(head: DraftHead, device: torch.device, dtype: torch.dtype) -> DraftHead:
+    """Return the head on this device and in this dtype: itself, or a copy that leaves it to other engines."""
+    weight = head.fc.weight
+    return head if (weight.device, weight.dtype) == (device, dtype) else copy.deepcopy(head).to(device, dtype)

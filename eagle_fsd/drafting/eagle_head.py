@@ -52,12 +52,12 @@ class DraftHead(nn.Module):
     def restrict(self, token_ids: Tensor | None) -> DraftHead:
         """Draft the target's tokens token_ids [K] alone (FR-Spec, arXiv 2502.14856), or None: all of them.
 
-        In place, and before an engine is made of the head; the weights stay as they are. `ranked_tokens`
+        In place, and before an engine is made of the head; the weights stay as they are. `rank_tokens`
         chooses tokens. Raises ValueError unless they are int64, distinct and of the vocabulary. Returns self.
         """
         if token_ids is not None:
             check_draft_tokens(
-                token_ids, self.config.vocab_size, "draft_tokens", "ranked_tokens makes such a list"
+                token_ids, self.config.vocab_size, "draft_tokens", "rank_tokens makes such a list"
             )
             token_ids = token_ids.detach().to(self.fc.weight.device, copy=True)
         self.draft_tokens = token_ids

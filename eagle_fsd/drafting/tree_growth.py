@@ -70,7 +70,7 @@ class BeamDrafter:
 
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
         """Propose a tree below roots [B]."""
-        self.cache.reserve(beam_slots(config))
+        self.cache.reserve(slots_for_beams(config))
         return self._grow(roots, self.root_states, config)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -83,7 +83,7 @@ class BeamDrafter:
         self.root_states[list(rows)] = other.root_states
 
     def reset(self, longest: int, tree: TreeConfig) -> None:
-        self.cache.reset(room(longest, tree))
+        self.cache.reset(slots_per_row(longest, tree))
 
     def grow(self, roots: Tensor, root_states: Tensor, config: TreeConfig) -> DraftTree:
         """Grow levels of `top_k` beam nodes by cumulative log-probability, then keep the best nodes of all.
@@ -162,12 +162,12 @@ class BeamDrafter:
         return columns if drafted is None else drafted[columns]
 
 
-def room(tokens: int, tree: TreeConfig) -> int:
+def slots_per_row(tokens: int, tree: TreeConfig) -> int:
     """Return the slots of a row whose text may come to `tokens` tokens, a growing tree behind it."""
-    return tokens + tree.total_tokens + beam_slots(tree)
+    return tokens + tree.total_tokens + slots_for_beams(tree)
 
 
-def beam_slots(tree: TreeConfig) -> int:
+def slots_for_beams(tree: TreeConfig) -> int:
     """Return the slots that a growing tree takes: a beam for each level that has children."""
     return tree.top_k * (tree.reach - 1)
 

@@ -15,7 +15,7 @@ from eagle_fsd import EagleFSD, Fuzzy, GenerationStats, Lossless, SamplingConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding import loop
-from eagle_fsd.decoding.loop import NonFiniteLogits, rows_kept
+from eagle_fsd.decoding.loop import NonFiniteLogits, choose_rows
 from eagle_fsd.drafting import eagle_drafter as draft_module
 from eagle_fsd.drafting.drafter import NoDrafter
 from eagle_fsd.target.model import TargetModel
@@ -435,11 +435,11 @@ def test_a_draft_of_nan_is_never_accepted_for_its_distribution(
 
 
 def test_rows_that_are_done_leave_at_once_or_where_steps_are_recorded_by_halves() -> None:
-    assert rows_kept([True, False, True, False], recorded=False) == [1, 3]
+    assert choose_rows([True, False, True, False], recorded=False) == [1, 3]
     for count, wanted in ((8, 8), (7, 8), (5, 8), (4, 4), (3, 4), (2, 2), (1, 1)):
         done = [row < 8 - count for row in range(8)]
-        kept = rows_kept(done, recorded=True)
+        kept = choose_rows(done, recorded=True)
         assert len(kept) == wanted and set(range(8 - count, 8)) <= set(kept) and kept == sorted(kept)
-    assert len(rows_kept([True, True, True, True, False], recorded=True)) == 1
-    assert rows_kept([False, False, True, True, False], recorded=True) == [0, 1, 4]
-    assert rows_kept([True, False, False], recorded=True) == [1, 2]
+    assert len(choose_rows([True, True, True, True, False], recorded=True)) == 1
+    assert choose_rows([False, False, True, True, False], recorded=True) == [0, 1, 4]
+    assert choose_rows([True, False, False], recorded=True) == [1, 2]

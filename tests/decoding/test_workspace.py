@@ -211,4 +211,4 @@ def test_a_drafter_without_a_cache_has_a_workspace_too() -> None:
     spec = StandInSpec(lambda *_: KnowingDrafter([[1]]), VOCAB)
     one = spaces.take(1, 5, 30, TREE, spec)
     spaces.give_back(one)
-    assert one.whole and torch.equal(one.session.cache.lengths, torch.zeros(1, dtype=torch.int64))
+    assert one.complete and torch.equal(one.session.cache.lengths, torch.zeros(1, dtype=torch.int64))
