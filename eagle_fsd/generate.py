@@ -45,7 +45,7 @@ class UserError(Exception):
     """A user's mistake: shown as one line on stderr, exit code 2."""
 
 
-def prompts_named(args: Namespace) -> list[str]:
+def read_prompt_arguments(args: Namespace) -> list[str]:
     """The prompts that the arguments name, none blank. A final newline is dropped."""
     if args.prompt_file is not None:
         prompts, origin = read_prompts(Path(args.prompt_file)), args.prompt_file
@@ -76,7 +76,7 @@ def answer_prompt(
     from eagle_fsd.text.chat import encode
     from eagle_fsd.text.detokenizer import Detokenizer
 
-    with users_mistakes():
+    with raise_user_errors():
         input_ids = encode(model.tokenizer, prompt, args.system, args.raw)
         stream = model.stream(input_ids, options=options)  # measures the tree, where that is asked for
     answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree), stream.rule)
@@ -95,7 +95,7 @@ def answer_prompt(
 
     try:
         with (
-            held_interrupt() as stop,
+            defer_interrupt() as stop,
             contextlib.closing(run_steps(stream)) as steps,
         ):
             for token_ids in steps:
@@ -121,7 +121,7 @@ def answer_prompt(
 
 def run_steps(stream: TokenStream) -> Iterator[list[int]]:
     """The tokens of each step. What the engine refuses in the first is the user's mistake."""
-    with users_mistakes():
+    with raise_user_errors():
         steps = iter(stream)
         first = next(steps, [])
     yield first
@@ -131,7 +131,7 @@ def run_steps(stream: TokenStream) -> Iterator[list[int]]:
 def warm_up(model: EagleFSD, input_ids: Tensor, options: GenerationOptions) -> None:
     """Run a few tokens both ways, untimed, so that neither side of a comparison pays for first calls."""
     few = replace(options, max_new_tokens=min(4, options.max_new_tokens))
-    with users_mistakes():
+    with raise_user_errors():
         model.generate(input_ids, options=few)
         model.target_alone(input_ids, options=with_one_seed(few))
 
@@ -143,7 +143,7 @@ def with_one_seed(options: GenerationOptions) -> GenerationOptions:
 
 
 @contextlib.contextmanager
-def held_interrupt() -> Iterator[threading.Event]:
+def defer_interrupt() -> Iterator[threading.Event]:
     """Within, a first Ctrl-C only sets the event, so that no step is torn; a second one interrupts."""
     event = threading.Event()
 
@@ -163,7 +163,7 @@ def held_interrupt() -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
-def users_mistakes() -> Iterator[None]:
+def raise_user_errors() -> Iterator[None]:
     """A ValueError or OSError within is the user's mistake; anything else is not, and keeps its traceback."""
     try:
         yield
@@ -210,8 +210,8 @@ def run(args: Namespace, out: TextIO) -> int:
     """Check everything that needs no model, load it, answer the prompts in turn; return the exit code."""
     from eagle_fsd.core.sampling import fresh_seed
 
-    with users_mistakes():
-        prompts = prompts_named(args)
+    with raise_user_errors():
+        prompts = read_prompt_arguments(args)
         if args.raw and args.system is not None:
             raise ValueError("--system with --raw: a raw prompt has no chat template; leave one of them out")
         options = generation_options(args)

@@ -16,7 +16,7 @@ from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 
 @dataclass(frozen=True)
-class Drawn:
+class GivenUniforms:
     """Random numbers [B, n] that were drawn before, for work that draws none itself."""
 
     numbers: Tensor | None
@@ -31,7 +31,7 @@ class AcceptStep:
 
     def __init__(self, stepper: Stepper = EAGER) -> None:
         self.stepper = stepper
-        self._recorded = stepper.wrap(accept_tree)
+        self._accept_recorded = stepper.wrap(accept_tree)
 
     def __call__(
         self,
@@ -49,7 +49,7 @@ class AcceptStep:
         emitted: [B], the tokens that each text has so far.
         """
         uniforms = None if sampling.greedy else random.uniform(2 * tree.largest)
-        accept_now = self._recorded if self.stepper.records and never_changes(rule) else accept_tree
+        accept_now = self._accept_recorded if self.stepper.records and is_immutable(rule) else accept_tree
         return accept_now(rule, sampling, eos, tree, logits, uniforms, emitted)
 
 
@@ -64,10 +64,10 @@ def accept_tree(
 ) -> tuple[Verified, Verdict]:
     """Apply the rule with uniform numbers [B, n] that were drawn before; None when greedy. See AcceptStep."""
     verified = Verified.from_logits(tree, logits, sampling, eos)
-    return verified, accept(rule, verified, Drawn(uniforms), emitted)
+    return verified, accept(rule, verified, GivenUniforms(uniforms), emitted)
 
 
-def never_changes(thing: Any) -> bool:
+def is_immutable(thing: Any) -> bool:
     """Whether everything that equals this behaves as it does, for ever: what a recorded rule needs.
 
     True for numbers, texts, None, tuples of such things, and frozen dataclasses whose fields are such things
@@ -76,10 +76,10 @@ def never_changes(thing: Any) -> bool:
     if thing is None or isinstance(thing, (Number, str, bytes)):
         return True
     if type(thing) is tuple:
-        return all(map(never_changes, thing))
+        return all(map(is_immutable, thing))
     settings = vars(type(thing)).get("__dataclass_params__")  # its own, not those of a class it derives from
     if settings is None or not (settings.frozen and settings.eq):
         return False
     names = {field.name for field in fields(thing) if field.compare}
     held = set(getattr(thing, "__dict__", names)) | {field.name for field in fields(thing)}
-    return held == names and all(never_changes(getattr(thing, name)) for name in names)
+    return held == names and all(is_immutable(getattr(thing, name)) for name in names)

@@ -92,7 +92,7 @@ class Eager:
         repeatable: bool = True,
         by_view: bool = True,
     ) -> Work:
-        return loose(work)
+        return hold_weakly(work)
 
 
 EAGER = Eager()
@@ -112,7 +112,7 @@ class Graphs:
         self.record: Recorder | None = record
         # By id: the tensors that recordings fill. Other recordings read them in place, without a copy.
         self.results: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        self._pieces: weakref.WeakSet[Replayed] = weakref.WeakSet()
+        self._pieces: weakref.WeakSet[RecordedWork] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     @property
@@ -126,7 +126,7 @@ class Graphs:
         repeatable: bool = True,
         by_view: bool = True,
     ) -> Work:
-        piece = Replayed(self, loose(work), cache, repeatable, by_view)
+        piece = RecordedWork(self, hold_weakly(work), cache, repeatable, by_view)
         with self._lock:
             self._pieces.add(piece)
         return piece
@@ -165,7 +165,7 @@ class Mark(Enum):
     EAGER = auto()  # there is nothing to record, or no memory for it
 
 
-class Replayed:
+class RecordedWork:
     """One piece of work; see Stepper.wrap.
 
     known: recordings by the arguments' values and shapes and the cache's view, the one used last at the end.
@@ -188,12 +188,12 @@ class Replayed:
             self.known.clear()
             self.buffers = self.cache.buffers
         view = self.cache.view if self.cache is not None and self.by_view else None
-        key = (view, described(arguments))
+        key = (view, recording_key(arguments))
         known = self.known.pop(key, Mark.NEW)
         if known is Mark.NEW:
             known = Mark.ONCE
         elif known is Mark.ONCE:
-            known = self._recorded(self.graphs.record, arguments)
+            known = self._record(self.graphs.record, arguments)
         self.known[key] = known
         if len(self.known) > MOST:
             self.known.pop(next(iter(self.known), None), None)
@@ -205,11 +205,13 @@ class Replayed:
         known.replay()
         return known.result
 
-    def _recorded(self, record: Recorder, arguments: tuple[Any, ...]) -> Recording | Mark:
+    def _record(self, record: Recorder, arguments: tuple[Any, ...]) -> Recording | Mark:
         try:
             inputs = [self._input(tensor) for tensor in leaves(arguments)]
             fixed = with_leaves(arguments, iter(inputs))
-            recording = Recording(inputs, *record(lambda: self._in_place(self.work(*fixed)), self.repeatable))
+            recording = Recording(
+                inputs, *record(lambda: self._copy_to_results(self.work(*fixed)), self.repeatable)
+            )
         except NothingRecorded:
             return Mark.EAGER
         except torch.OutOfMemoryError:
@@ -221,7 +223,7 @@ class Replayed:
             return Mark.EAGER
         made = leaves(recording.result)
         self.graphs.results.update({id(tensor): tensor for tensor in made})
-        self.memory[shapes_of(made)] = made
+        self.memory[list_shapes(made)] = made
         if len(self.memory) > SHAPES:
             self.memory.pop(next(iter(self.memory), None), None)
         return recording
@@ -230,21 +232,21 @@ class Replayed:
         """Choose where a recording reads an input: in another recording's result, or in a copy."""
         return tensor if self.graphs.results.get(id(tensor)) is tensor else tensor.clone()
 
-    def _in_place(self, made: Any) -> Any:
+    def _copy_to_results(self, made: Any) -> Any:
         """Put results into the memory of an earlier recording's results of the same shapes.
 
         Recordings for views of many widths then share one set of results, and whatever reads these always
         finds them in the same place.
         """
         new = leaves(made)
-        old = self.memory.get(shapes_of(new), new)
+        old = self.memory.get(list_shapes(new), new)
         for mine, given in zip(old, new, strict=True):
             if mine is not given:
                 mine.copy_(given)
         return with_leaves(made, iter(old))
 
 
-def loose(work: Work) -> Work:
+def hold_weakly(work: Work) -> Work:
     """Wrap a method so that it does not keep its object alive; return anything else as it is."""
     if not isinstance(work, MethodType):
         return work
@@ -252,7 +254,7 @@ def loose(work: Work) -> Work:
     return lambda *args: method()(*args)
 
 
-def shapes_of(tensors: Iterable[Tensor]) -> Hashable:
+def list_shapes(tensors: Iterable[Tensor]) -> Hashable:
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 
 
@@ -260,7 +262,7 @@ def leaves(value: Any) -> list[Tensor]:
     """List the tensors in arguments or results, which may nest tuples and dataclasses."""
     if isinstance(value, Tensor):
         return [value]
-    return [leaf for part in parts_of(value) or () for leaf in leaves(part)]
+    return [leaf for part in split_parts(value) or () for leaf in leaves(part)]
 
 
 def with_leaves(value: Any, tensors: Iterator[Tensor]) -> Any:
@@ -269,22 +271,22 @@ def with_leaves(value: Any, tensors: Iterator[Tensor]) -> Any:
         return next(tensors)
     if not leaves(value):
         return value
-    parts = tuple(with_leaves(part, tensors) for part in parts_of(value))
+    parts = tuple(with_leaves(part, tensors) for part in split_parts(value))
     if isinstance(value, tuple):
         return parts
     return replace(value, **{field.name: part for field, part in zip(fields(value), parts, strict=True)})
 
 
-def described(value: Any) -> Hashable:
+def recording_key(value: Any) -> Hashable:
     """Return what a recording depends on: a tensor's shape and dtype, anything else itself."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if not leaves(value):
         return value
-    return type(value), *map(described, parts_of(value))
+    return type(value), *map(recording_key, split_parts(value))
 
 
-def parts_of(value: Any) -> tuple[Any, ...] | None:
+def split_parts(value: Any) -> tuple[Any, ...] | None:
     """Return the parts of a tuple or a dataclass, None for anything else."""
     if isinstance(value, tuple):
         return value
