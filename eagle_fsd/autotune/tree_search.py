@@ -1,12 +1,12 @@
-"""A tree chosen by cost: what a step takes by the tree's size, and what a head gets accepted by it.
+"""Choose a tree by cost: the time of a step and the tokens accepted in it, both as functions of tree size.
 
-Observations are the steps of a few texts decoded with one wide tree. What a smaller tree would have got
-accepted follows from the same steps, since the better-scored nodes of the wide tree are its own (some of a
-tree that is nearly as wide and much shallower are not in the wide one; it is thought a little worse than it
-is). That holds for the target's own draws; a relaxed rule that misses a child may take another and do nearly
-as well with a narrow tree, so it is watched with each narrow beam. With a min_confidence every observed step
-has a tree of its own size, and its own cost. The size with the most tokens per second is taken, or plain
-decoding where drafting does not pay. measuring.py takes both measurements.
+Observations are the steps of a few texts, decoded with one wide tree. The same steps tell how many tokens a
+smaller tree would have got accepted, since its nodes are the better-scored nodes of the wide tree. (A tree
+that is nearly as wide and much shallower has a few nodes that the wide tree lacks, so it is rated slightly
+too low.) This holds when the target draws the tokens. A relaxed rule that misses one child may take another
+and do nearly as well with a narrow tree, so it is observed with each narrow beam separately. With a
+min_confidence, every observed step has a tree of its own size and a cost of its own. The size with the most
+tokens per second wins, or plain decoding if drafting does not pay. step_costs.py takes both measurements.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from eagle_fsd.core.tree import DraftTree
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 CONFIDENCES = (0.0, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2)
-MARGIN = 1.03  # drafting must promise so much more than plain decoding, or it is left out
+MARGIN = 1.03  # drafting must promise this many times the speed of plain decoding to be chosen
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One step of one text with a wide tree: its nodes, root first, and the drafted ones on the path taken.
+    """One step of one text with a wide tree.
 
-    scores: cumulative log q. Lists, for what follows is a walk over some fifty nodes.
+    parents, depths, scores: of each node, root first; a score is the cumulative log q. path: the drafted
+    nodes on the accepted path. These are lists and not tensors, since a step has only some fifty nodes.
     """
 
     parents: list[int]
@@ -43,7 +44,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class StepOverhead:
-    """Seconds that accept and keep take in a step, with a draft tree and without one, for one batch size."""
+    """Seconds that accept and keep take in a step of one batch size, with a draft tree and without one."""
 
     drafted: float
     plain: float
@@ -57,7 +58,7 @@ class Forwards:
     draft: dict[int, tuple[float, float]]
 
     def with_overhead(self, overhead: StepOverhead) -> Costs:
-        """The costs of whole steps."""
+        """Return the costs of whole steps."""
         return Costs(self.verify, self.draft, overhead.drafted, self.verify[1] + overhead.plain)
 
 
@@ -75,12 +76,12 @@ class Costs:
     plain: float
 
     def step_seconds(self, nodes: int, levels: int, top_k: int) -> float:
-        """Of a step that drafts so many levels and verifies so many nodes."""
+        """Return the seconds of a step that drafts `levels` levels and verifies `nodes` nodes."""
         first, further = self.draft[top_k]
         return first + further * (levels - 1) + self.verify_seconds(nodes) + self.overhead
 
     def verify_seconds(self, nodes: int) -> float:
-        """Between two measured widths, in proportion."""
+        """Return the seconds of a verify forward, interpolated between the two nearest measured widths."""
         above = min(width for width in self.verify if width >= nodes)
         below = max(width for width in self.verify if width <= nodes)
         part = (nodes - below) / (above - below) if above > below else 0.0
@@ -89,7 +90,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Choice:
-    """The tree taken, its expected tokens per step and per second and row, and plain decoding's."""
+    """The chosen tree, its expected tokens per step, and its and plain decoding's tokens per second."""
 
     tree: TreeConfig
     tau: float
@@ -110,9 +111,10 @@ def choose(
     batch: int = 1,
     host_reads: bool = False,
 ) -> Choice:
-    """The tree of the most tokens per second; ties go to the smaller one. observed: by beam.
+    """Choose the tree with the most tokens per second; ties go to the smaller one.
 
-    host_reads: whether a step may look at its draft's scores, so that a min_confidence makes it smaller.
+    observed: by beam. host_reads: whether the host may read the draft's scores in a step, so that a
+    min_confidence makes the tree smaller.
     """
     best = Choice(TreeConfig(1), 1.0, 1 / costs.plain, 1 / costs.plain)
     depths = DEPTHS if wanted.depth is None else (wanted.depth,)
@@ -126,7 +128,7 @@ def choose(
             pruned = [draft.prune(TreeConfig(1, depth, beam, confidence), host_reads) for draft in drafts]
             for width in costs.verify:
                 if not depth < width <= 1 + beam + (depth - 1) * beam**2:
-                    continue  # a deeper tree than nodes, or more nodes than candidates
+                    continue  # too few nodes for the depth, or more nodes than candidates
                 tree = TreeConfig(int(width), int(depth), int(beam), confidence)
                 tau, seconds = predict_step(pruned, tree, costs, batch)
                 least = MARGIN if best.tree.total_tokens == 1 else 1.0
@@ -137,10 +139,10 @@ def choose(
 
 @dataclass(frozen=True)
 class PrunedDraft:
-    """A draft without what is not confident enough.
+    """A draft without the candidates that are not confident enough.
 
-    levels: how many are drafted. accepted: how many drafted tokens the step would have got of the first 0, 1,
-    ... candidates that are left, best first. whole: whether as many nodes are verified as there may be.
+    levels: how many levels are drafted. accepted: how many drafted tokens the step would have got accepted
+    from the best 0, 1, ... remaining candidates. whole: whether the tree always has its full size.
     """
 
     levels: int
@@ -148,20 +150,20 @@ class PrunedDraft:
     whole: bool
 
     def nodes(self, tree: TreeConfig) -> int:
-        """The nodes that are verified, root included."""
+        """Return the number of verified nodes, root included."""
         return tree.total_tokens if self.whole else min(tree.total_tokens, len(self.accepted))
 
     def tokens(self, tree: TreeConfig) -> int:
-        """The tokens that the step emits."""
+        """Return the number of tokens that the step emits."""
         return 1 + self.accepted[min(tree.total_tokens, len(self.accepted)) - 1]
 
 
 @dataclass(frozen=True)
 class NarrowDraft:
-    """What a draft of a narrower tree would have been at an observed step: its candidates, best first.
+    """The draft that a narrower tree would have had at an observed step: its candidates, best first.
 
-    scores: cumulative log q. depths, taken: of each; whether it is on the path. beams: the best score of each
-    level's beam.
+    scores: the cumulative log q of each candidate. depths: of each candidate. taken: whether it is on the
+    accepted path. beams: the best score of each level's beam.
     """
 
     scores: list[float]
@@ -170,7 +172,7 @@ class NarrowDraft:
     beams: list[float]
 
     def prune(self, tree: TreeConfig, host_reads: bool = True) -> PrunedDraft:
-        """At the tree's min_confidence, its size aside; host_reads: see `choose`."""
+        """Drop candidates below the tree's min_confidence, whatever its size. host_reads: see `choose`."""
         levels = 1 + sum(score >= tree.min_parent_score for score in self.beams[:-1])
         accepted = [0]
         for score, depth, taken in zip(self.scores, self.depths, self.taken, strict=True):
@@ -183,7 +185,10 @@ class NarrowDraft:
 def predict_step(
     pruned: Sequence[PrunedDraft], tree: TreeConfig, costs: Costs, batch: int = 1
 ) -> tuple[float, float]:
-    """Tokens per step and row, and seconds of a step. A batch's step is as large as its largest row's."""
+    """Return tokens per step and row, and seconds per step.
+
+    pruned: the rows of a batch are neighbours. A batch's step is as large as the step of its largest row.
+    """
     seconds = []
     for start in range(0, len(pruned), batch):
         rows = pruned[start : start + batch]
@@ -193,7 +198,7 @@ def predict_step(
 
 
 def regrow(one: Observation, depth: int, top_k: int) -> NarrowDraft:
-    """The candidates that a narrower tree's draft would have had, as far as the wide tree holds them."""
+    """Return the candidates that a narrower tree would have had, as far as the wide tree holds them."""
     eligible: list[int] = []
     beam, beams = {0}, []
     for level in range(1, depth + 1):
@@ -218,7 +223,7 @@ def regrow(one: Observation, depth: int, top_k: int) -> NarrowDraft:
 
 @dataclass
 class TreeObserver:
-    """An observer of `decode` that notes every tree and the path that was taken in it."""
+    """An observer of `decode` that records every tree and the path that was accepted in it."""
 
     observations: list[Observation] = field(default_factory=list)
 
@@ -230,7 +235,8 @@ class TreeObserver:
 
 
 def path_scores(tree: DraftTree) -> Tensor:
-    """The cumulative log q [B, N] of every node's path; 0 at the root."""
+    """Return the cumulative log q [B, N] of every node's path; 0 at the root."""
+    # Walk up from every node at once, one level per pass; `above` is -1 once a walk has passed the root.
     own = tree.node_log_q().masked_fill(tree.depths == 0, 0.0)
     total, above = own, tree.parents
     for _ in range(tree.depth):
