@@ -1,8 +1,8 @@
-"""The tokens that a head drafts: a few frequent ones in place of the target's whole vocabulary.
+"""A draft vocabulary: a head drafts a few frequent tokens instead of the target's whole vocabulary.
 
-FR-Spec (Zhao et al. 2025, arXiv 2502.14856): most of a draft's time goes into lm_head, and most of text is
-made of few tokens, so the draft scores the K most frequent ones alone. q is zero elsewhere; p is untouched.
-Knows tensors and token ids, no files and no head.
+FR-Spec (Zhao et al. 2025, arXiv 2502.14856): most of a draft's time goes into lm_head, and a few tokens make
+up most of any text, so the draft scores only the K most frequent ones. q is zero elsewhere; p is untouched.
+This module knows tensors and token ids, and neither files nor the head.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from eagle_fsd.runtime.packed_linear import PackedLinear, take_rows
 
 
 class TargetVocabulary(Protocol):
-    """What is needed of a target: its embeddings, its lm_head, and what it does to lm_head's output."""
+    """The parts of a target that a draft vocabulary uses: its embeddings, its lm_head, and its logits."""
 
     lm_head: nn.Module
     device: torch.device
@@ -29,23 +29,24 @@ class TargetVocabulary(Protocol):
 
 
 class DraftVocabulary:
-    """A target's two ends for a head that drafts the tokens token_ids [K] alone.
+    """A target's embeddings and lm_head for a head that drafts only the tokens token_ids [K].
 
-    dtype: the head's; None is the target's. The K rows of lm_head are copied once, to the device where
-    features come out, so that each draft forward reads one block of memory.
+    dtype: the head's; None means the target's. The K rows of lm_head are copied once, to the device that
+    holds the features, so that each draft forward reads one block of memory.
     """
 
     def __init__(self, target: TargetVocabulary, token_ids: Tensor, dtype: torch.dtype | None = None) -> None:
         self.target = target
         self.token_ids = token_ids
         self.lm_head: nn.Linear | None = None
-        # Any other kind of lm_head (quantised, adapted) may compute more than a product with its rows.
+        # Rows are copied only from a plain linear layer. Any other lm_head (quantised, adapted) may compute
+        # more than a product with its rows, so it runs whole and its logits are indexed.
         whole = target.lm_head
         if isinstance(whole, nn.Linear) and type(whole) in (nn.Linear, PackedLinear):
             self.lm_head = take_rows(whole, token_ids, target.device, dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return embeddings [..., d] of any of the target's tokens [...]: not only drafted ones are read."""
+        """Return embeddings [..., d] of tokens [...] of the whole vocabulary: the head reads all of them."""
         return self.target.embed(tokens)
 
     def logits(self, features: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ class DraftVocabulary:
 
 
 def check_draft_tokens(token_ids: Tensor, vocab_size: int, name: str, remedy: str) -> None:
-    """Raise ValueError unless token_ids are [K >= 1] int64, distinct, and of a vocabulary of this size."""
+    """Raise ValueError unless token_ids are [K >= 1] int64, distinct, and in a vocabulary of this size."""
     if token_ids.dtype != torch.int64:
         raise ValueError(f"{name} is {token_ids.dtype}: token ids must be torch.int64; {remedy}")
     if token_ids.ndim != 1 or not len(token_ids):
