@@ -176,9 +176,7 @@ def measure_overhead(
 
 
 def star_tree(roots: Tensor, width: int, vocab_size: int) -> DraftTree:
-    """Return a tree of `width` nodes. All but the root are its children: a verify forward costs the same for
-    any shape.
-    """
+    """Return a root and width - 1 children of it: a verify forward costs the same for any shape."""
     tree = root_only(roots, vocab_size)
     nodes = torch.arange(width, device=roots.device).expand(len(roots), -1)
     return DraftTree(

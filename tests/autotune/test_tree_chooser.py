@@ -1,4 +1,4 @@
-"""What AutoTree measures, how often, what it remembers, and what it does on a busy machine."""
+"""AutoTree: what it measures, how often, what it remembers, and what it does on a busy machine."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_chooser, "BUSY", float("inf"))
 
 
-def canned(name: str, *parts: Any) -> Any:
-    """What a measurement might have found."""
+def fake_measurement(name: str, *parts: Any) -> Any:
+    """Return values that a measurement might have found."""
     if name == "observe":
         return [Observation([-1, 0, 0, 1], [0, 1, 1, 2], [0.0, -0.1, -2.5, -0.2], [1, 3])]
     if name == "measure_overhead":
@@ -64,13 +64,13 @@ def canned(name: str, *parts: Any) -> Any:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the measurements that are asked for, in their order."""
+    """Return the names of the measurements that are made, in their order."""
     made: list[str] = []
     for name in MEASUREMENTS:
 
         def counting(*parts: Any, name: str = name) -> Any:
             made.append(name)
-            return canned(name, *parts)
+            return fake_measurement(name, *parts)
 
         monkeypatch.setattr(tree_chooser, name, counting)
     return made
@@ -221,7 +221,7 @@ def test_a_rule_without_a_name_is_measured_and_not_remembered(measured: list[str
 # --- a busy machine ---
 
 
-def clocked(monkeypatch: pytest.MonkeyPatch, made: list[str], *factors: float) -> None:
+def fake_clock(monkeypatch: pytest.MonkeyPatch, made: list[str], *factors: float) -> None:
     """Time forwards on a clock where a call takes a tick, longer by one of these factors."""
     now, draw = [0.0], random.Random(0)
 
@@ -242,7 +242,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch, made: list[str], *factors: float) -
 def test_a_busy_machine_is_named_and_its_times_are_not_remembered(
     measured: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clocked(monkeypatch, measured, 1.0, 1.5, 3.0)
+    fake_clock(monkeypatch, measured, 1.0, 1.5, 3.0)
     model = engine()
     with caplog.at_level(logging.WARNING):
         first = choose(model)
@@ -252,7 +252,7 @@ def test_a_busy_machine_is_named_and_its_times_are_not_remembered(
     choose(engine())
     assert measured[3:] == ["measure_forwards"], "what was observed has nothing to do with times"
     caplog.clear()
-    clocked(monkeypatch, measured, 1.0)
+    fake_clock(monkeypatch, measured, 1.0)
     choose(engine())
     choose(engine())
     assert measured[4:] == ["measure_forwards"] and "busy" not in caplog.text

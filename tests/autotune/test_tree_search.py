@@ -1,4 +1,4 @@
-"""The tree chosen by cost: what is observed of a wide tree, what follows for a smaller one, what is taken."""
+"""The choice of a tree by cost: observations of a wide tree, what follows for a smaller one, the choice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EVERYTHING = TreeConfig(1 + 3 + 3 * 9, 4, 3)  # of depth 4 and beam 3 every cand
 
 
 def engine() -> EagleFSD:
-    """A head that is right now and then: it shares its target's embeddings and little else."""
+    """Return an engine whose head is right now and then: it only shares its target's embeddings."""
     return EagleFSD(TargetModel(tiny_model()), tiny_head(), base_model="tiny")
 
 
@@ -46,7 +46,7 @@ def engine() -> EagleFSD:
 
 
 class Both(StandIn):
-    """Two drafters told the same; the first one's trees are verified, the second one's only kept."""
+    """Two drafters that see the same texts. Only the trees of the first are verified; both are kept."""
 
     def __init__(self, first: Drafter, second: Drafter, small: TreeConfig) -> None:
         self.first, self.second, self.small = first, second, small
@@ -75,7 +75,7 @@ SURE = ["31/4/3/0.03", "31/4/3/0.01", "9/4/3/0.004", "5/4/1/0.01", "11/3/2/0.001
 
 @pytest.mark.parametrize("small", [*SMALL, *SURE])
 def test_a_smaller_tree_follows_from_the_wide_one(small: str) -> None:
-    """Its size, and of every path taken in a wide tree as much as the smaller tree itself has."""
+    """Its predicted size, and its share of each path accepted in the wide tree, are those of a real one."""
     model, config = engine(), TreeConfig.parse(small)
     made: list[Both] = []
     observer = TreeObserver()
@@ -99,7 +99,7 @@ def test_a_smaller_tree_follows_from_the_wide_one(small: str) -> None:
 
 
 def reached(tree: DraftTree, tokens: Sequence[int]) -> int:
-    """How many of the tokens are a path from the tree's root."""
+    """Return how many of the tokens are a path from the tree's root."""
     parents, mine, node = tree.parents[0].tolist(), tree.tokens[0].tolist(), 0
     for count, token in enumerate(tokens):
         below = [n for n, parent in enumerate(parents) if parent == node and mine[n] == token]
@@ -130,7 +130,7 @@ MISS = replace(CHAIN, path=[])
 
 
 def costs(verify: float = 0.001, level: float = 0.1, overhead: float = 0.0) -> Costs:
-    """A verify forward of 1 and so much more per node; a draft level of a tenth."""
+    """Return costs of 1 for a verify forward, `verify` more per node, and `level` for a draft level."""
     widths = {width: 1 + verify * (width - 1) for width in (1, *WIDTHS)}
     return Costs(widths, {1: (level, level), 2: (level, level)}, overhead, plain=1.0)
 
@@ -138,7 +138,7 @@ def costs(verify: float = 0.001, level: float = 0.1, overhead: float = 0.0) -> C
 def promise(
     observed: Sequence[Observation], tree: TreeConfig, price: Costs | None = None, batch: int = 1
 ) -> tuple[float, float]:
-    """Tokens and seconds of a step."""
+    """Return tokens and seconds of a step."""
     pruned = [regrow(one, tree.depth, tree.top_k).prune(tree) for one in observed]
     return predict_step(pruned, tree, price or costs(), batch)
 
@@ -164,7 +164,7 @@ UNSURE = Observation(  # the first child is worth no more than what else there i
 
 
 def test_an_unsure_draft_is_cut_and_a_sure_one_is_not() -> None:
-    """Nodes of at least min_confidence, levels below twice as much; a batch's step is its largest row's."""
+    """Nodes need min_confidence, and parents twice that. A batch's step is as large as its largest row's."""
     price = Costs({width: float(width) for width in (1, *WIDTHS)}, {2: (100.0, 100.0)}, 0.0, plain=1.0)
     for confidence, nodes, levels, tokens in (
         *[(0.0, 7, 3, 4), (0.01, 7, 3, 4), (0.04, 5, 3, 4), (0.05, 4, 2, 3), (0.08, 3, 1, 2)],
@@ -186,7 +186,7 @@ def test_a_size_between_two_widths_costs_in_proportion() -> None:
 
 
 def test_a_tree_may_be_cut_where_that_is_faster() -> None:
-    """Steps that are sure and steps that are not: no one size is right for both."""
+    """Some steps are sure and some are not: no fixed size is right for both."""
     dear = costs(verify=0.3, level=0.05)
     both = {1: [CHAIN, replace(UNSURE, path=[])], 2: [CHAIN, replace(UNSURE, path=[])]}
     fixed, free = choose(dear, both, AutoTree()), choose(dear, both, AutoTree(), host_reads=True)
@@ -246,7 +246,7 @@ def test_each_beam_is_judged_by_its_own_observations() -> None:
 
 
 def test_a_relaxed_rule_is_watched_with_each_narrow_beam(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lossless decoding is watched once: its path in a narrower tree is the same draws'."""
+    """Lossless decoding is observed once: its path in a narrower tree follows from the same draws."""
     for rule, beams in ((Lossless(), [10]), (Fuzzy(0.7), [1, 2, 4, 10])):
         watched = []
 

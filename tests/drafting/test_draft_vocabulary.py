@@ -1,4 +1,4 @@
-"""A draft vocabulary: its logits, and what it may not change, the target's text."""
+"""A draft vocabulary: its logits, and the target's text, which it must not change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RULES = [
 
 
 def some_tokens(count: int, vocab_size: int = VOCAB, seed: int = 0) -> Tensor:
-    """Distinct tokens in random order."""
+    """Return distinct tokens in random order."""
     return torch.randperm(vocab_size, generator=generator(seed))[:count]
 
 
@@ -130,14 +130,16 @@ def exact_target() -> TargetModel:
 
 
 def drafted_with(tokens: Tensor | None, **options: object) -> GenerationOutput:
-    """Text of a target whose head is never wrong, with this draft vocabulary."""
+    """Generate with a target whose head is never wrong, with this draft vocabulary."""
     engine = EagleFSD(exact_target(), exact_pair()[1].restrict(tokens))
     return engine.generate(random_tokens(3, 12), max_new_tokens=40, tree=TREE, **options)
 
 
 def test_greedy_text_is_the_targets_and_tau_says_what_the_vocabulary_holds() -> None:
-    """A head that is never wrong: all tokens of the text in the vocabulary, full paths; none, tau 1; some,
-    between. The text is the target's own each time."""
+    """The head is never wrong: paths are full if all tokens of the text are in the vocabulary.
+
+    tau is 1 if none is, and between if some are. The text is the target's own each time.
+    """
     texts = greedy_alone(exact_target().model, random_tokens(3, 12).tolist(), 40)
     counts = torch.bincount(torch.tensor(texts).flatten(), minlength=EXACT_VOCAB)
     used = int((counts > 0).sum())
@@ -161,7 +163,7 @@ def test_greedy_text_is_the_targets_and_tau_says_what_the_vocabulary_holds() -> 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_all_tokens_in_any_order_are_no_restriction(rule: object, temperature: float) -> None:
-    """The same texts and the same accepts as with the full vocabulary, under every rule."""
+    """Texts and accepts are the same as with the full vocabulary, under every rule."""
     whole = drafted_with(None, rule=rule, temperature=temperature, seed=0)
     assert all(stats.exact_accepts for stats in whole.stats)
     for tokens in (torch.arange(EXACT_VOCAB), some_tokens(EXACT_VOCAB, EXACT_VOCAB)):
@@ -182,7 +184,7 @@ def test_greedy_text_of_real_classes(family: str) -> None:
 
 
 def test_only_tokens_of_the_vocabulary_are_drafted() -> None:
-    """A tree holds them alone, and its log q is -inf elsewhere and a distribution there."""
+    """A tree holds only them. Its log q is a distribution over them, and -inf elsewhere."""
     tokens = some_tokens(7)
     engine = EagleFSD(TargetModel(tiny_model()), tiny_head().restrict(tokens))
     drafter = engine.drafter.make(1, 64, TreeConfig(16, 5, 8))
