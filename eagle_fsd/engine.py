@@ -1,14 +1,13 @@
-"""EagleFSD: target, draft head and loop behind `generate` and `stream`, called as in Hugging Face.
+"""EagleFSD: a target, a draft head and the decoding loop behind `generate` and `stream`, as in Hugging Face.
 
-It turns padded batches into requests and back, and holds no text: a tokenizer comes along for the callers.
+It turns padded batches into requests and back. It works on token ids; the tokenizer is there for callers.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,11 @@ from eagle_fsd.core.config import AutoTree, SamplingConfig
 from eagle_fsd.core.padding import as_ids, pad_right
 from eagle_fsd.core.sampling import RowRandom, fresh_seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
-from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, TokenStream
 from eagle_fsd.decoding.request import GenerationOptions, Prompts, Request, end_token_ids
-from eagle_fsd.decoding.workspace import Workspace, Workspaces
+from eagle_fsd.decoding.workspace import Workspaces
 from eagle_fsd.drafting.drafter import DrafterSpec
-from eagle_fsd.drafting.eagle_drafter import EagleSpec
+from eagle_fsd.drafting.eagle_drafter import EagleSpec, place_head, require_fit
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.load_pair import load_pair
 from eagle_fsd.runtime.packed_linear import repack_changed
@@ -43,12 +41,12 @@ from eagle_fsd.target.model import TargetModel
 class EagleFSD:
     """Fuzzy speculative decoding on draft trees, for one target and one way to draft.
 
-    Threads may use one engine, or engines of one model, at the same time, and the model meanwhile as well.
+    Several threads may use one engine, engines of one model, and the model itself at the same time.
 
     target: a TargetModel. head: a DraftHead that fits it, another DrafterSpec, or None for plain decoding
-    only. A head stays as it is; a copy is made where it has another device or dtype. tokenizer: for the
-    callers. base_model, ea_model: what they were loaded from, for reports. head_dtype: what drafts are
-    computed in; None is the target's dtype. head_folder: where the head's calibration is.
+    only. A head is never changed; it is copied if it has another device or dtype. tokenizer: for callers.
+    base_model, ea_model: the sources of target and head, for reports. head_dtype: the dtype of drafts; None
+    means the target's. head_folder: has the head's calibration.
     """
 
     def __init__(
@@ -65,8 +63,8 @@ class EagleFSD:
         self.head: DraftHead | None = None
         self.drafter: DrafterSpec | None = None
         if isinstance(head, DraftHead):
-            require_fitting(head, target)
-            self.head = placed(head, target.device, head_dtype or target.dtype)
+            require_fit(head, target)
+            self.head = place_head(head, target.device, head_dtype or target.dtype)
             self.drafter = EagleSpec.for_target(self.head, target)
         else:
             self.drafter = head
@@ -96,15 +94,14 @@ class EagleFSD:
         """Load a target and its head.
 
         base_model: a Hub id (optionally `@revision`), a folder, a .gguf file, or "smollm2-135m". ea_model: a
-        Hub id, a folder, or None for the head that ships with the package. dtype: None is float32 on a CPU
-        and bfloat16 on CUDA. head_dtype: None is the target's; a head in bfloat16 drafts faster beside a
-        target in float32, q is rounded, and lossless decoding stays lossless. pack: on a CPU keep a second,
-        blocked copy of the weights where a short measurement finds that faster; not with a device_map.
-        graphs: on CUDA record the parts of a step as CUDA graphs when they come a second time; not with a
-        device_map.
-        full_vocabulary: draft over all of the target's tokens, also with a head that has a list of frequent
-        ones. weights_cache: keep what was converted of a .gguf file on disk and read that the next time.
-        Raises ValueError for anything that cannot be had, does not fit or is not supported.
+        Hub id, a folder, or None for the head that ships with the package. dtype: None means float32 on a CPU
+        and bfloat16 on CUDA. head_dtype: None means the target's. A head in bfloat16 drafts faster beside a
+        target in float32; q is rounded, and lossless decoding stays lossless. pack: on a CPU, keep a second,
+        blocked copy of the weights if a short measurement finds it faster; not with a device_map. graphs: on
+        CUDA, record the parts of a step as CUDA graphs when they come a second time; not with a device_map.
+        full_vocabulary: draft over all of the target's tokens, even if the head has a list of frequent ones.
+        weights_cache: keep the converted weights of a .gguf file on disk for the next time.
+        Raises ValueError for anything that is missing, does not fit or is not supported.
         """
         pair = load_pair(
             os.fspath(base_model),
@@ -134,12 +131,12 @@ class EagleFSD:
 
     @property
     def draft_vocab_size(self) -> int | None:
-        """How many tokens are drafted; None where all are, or where there is no drafter."""
+        """The number of tokens that can be drafted; None if all can, or if there is no drafter."""
         return self._settler.tokens if self._settler.drafts_some_tokens else None
 
     @property
     def head_folder(self) -> Path | None:
-        """Where the head's calibration is looked for."""
+        """The folder with the head's calibration."""
         return self._settler.folder
 
     @head_folder.setter
@@ -148,7 +145,7 @@ class EagleFSD:
 
     @property
     def pad_token_id(self) -> int:
-        """What fills short rows: the tokenizer's pad token, else the first end token, else 0."""
+        """The token that fills short rows: the tokenizer's pad token, else the first end token, else 0."""
         known = getattr(self.tokenizer, "pad_token_id", None)
         return known if known is not None else next(iter(self.target.eos_token_ids), 0)
 
@@ -161,15 +158,15 @@ class EagleFSD:
     ) -> GenerationOutput:
         """Generate for a batch of prompts [B, L], left- or right-padded as attention_mask [B, L] says.
 
-        options, keywords: how, as GenerationOptions has it; its fields are the keywords, which count before
-        `options`: `max_new_tokens=64, temperature=0.6, rule=Fuzzy(0.3), tree=TreeConfig(16, 5, 8), seed=1`.
+        options: see GenerationOptions. keywords: its fields, which override `options`:
+        `max_new_tokens=64, temperature=0.6, rule=Fuzzy(0.3), tree=TreeConfig(16, 5, 8), seed=1`.
         Without an attention_mask the model's pad tokens are padding, as in Hugging Face. Texts end after an
-        end token, at max_new_tokens, or where the model's positions end. Raises ValueError for bad arguments,
-        NonFiniteLogits where a step's logits are no numbers to choose a token by.
+        end token, at max_new_tokens, or at the model's last position. Raises ValueError for bad arguments,
+        and NonFiniteLogits if no token can be chosen from a step's logits.
         """
         input_ids = as_ids(input_ids)
         started = self._start(input_ids, attention_mask, options, keywords)
-        start = time.perf_counter()  # what choosing a tree took is not part of it
+        start = time.perf_counter()  # after the tree was chosen, which does not count
         new_tokens: list[list[int]] = [[] for _ in started.stats]
         with started:
             for chunks in started.steps:
@@ -206,8 +203,7 @@ class EagleFSD:
         options: GenerationOptions | None = None,
         **keywords: Any,
     ) -> BatchStream:
-        """Generate for a batch of prompts [B, L] step by step, for callers that stop early, as at stop
-        strings.
+        """Generate for a batch of prompts [B, L] step by step, for callers that stop early.
 
         options, keywords: as for `generate`.
         """
@@ -222,10 +218,10 @@ class EagleFSD:
     ) -> GenerationOutput:
         """Run the baseline: the same prompts through the target's own Hugging Face `generate`.
 
-        options, keywords: as for `generate`, but seed is one number, rule and tree have no meaning, and end
-        tokens are the model's own. Random numbers are Hugging Face's: sampled texts have the same
-        distribution, not the same tokens. Stats count one step a token. All rows end where the longest prompt
-        leaves no position.
+        options, keywords: as for `generate`, but seed is one number, rule and tree have no effect, and end
+        tokens are the model's own. Random numbers are Hugging Face's, so sampled texts have the same
+        distribution but not the same tokens. Stats count one step per token. All rows end where the longest
+        prompt's positions do.
         """
         input_ids = as_ids(input_ids)
         options = replace(options or GenerationOptions(), **keywords)
@@ -254,27 +250,25 @@ class EagleFSD:
     ) -> Choice:
         """Choose the draft tree with the most tokens per second for `batch` texts of about `context` tokens.
 
-        It is measured the first time, which takes half a minute and more, and remembered on disk.
-
-        prompts: token ids of texts to watch the head on, where our own cannot be had: without a tokenizer, or
-        where its chat template takes no lone user turn.
+        The first time takes half a minute or more of measurements; the choice is remembered on disk.
+        prompts: token ids of texts to observe the head on if the example prompts cannot be encoded.
         """
         return self._settler.choose_tree(wanted, rule, sampling, batch, context, prompts)
 
     def calibration(self, sampling: SamplingConfig) -> Calibration:
-        """Return the thresholds found for this target and head, sampled so. Raises ValueError for none."""
+        """Return the thresholds found for this target, head and sampling, or raise ValueError."""
         return self._settler.calibration(sampling)
 
     def identity(self) -> dict[str, Any]:
-        """Return what tells this pair of target and head from another; it reads all of the head."""
+        """Return a fingerprint of this target and head; this reads all of the head's weights."""
         return self._settler.identity()
 
     def require_rule(self, rule: object) -> None:
-        """Raise ValueError unless this is an acceptance rule that the drafts here can be held to."""
+        """Raise ValueError unless this is an acceptance rule that works with this drafter."""
         self._settler.require_rule(rule)
 
     def free_memory(self) -> None:
-        """Drop the caches and recordings that are kept on a GPU for the next batch; it makes its own."""
+        """Drop the caches and recordings that are kept on a GPU for the next batch."""
         self._workspaces.clear()
 
     def _start(
@@ -284,25 +278,16 @@ class EagleFSD:
         options: GenerationOptions | None,
         keywords: dict[str, Any],
     ) -> BatchStream:
-        """Check the arguments, settle rule and tree and set one batch up. Nothing of the texts runs before
-        the first step is asked for."""
+        """Check the arguments, settle rule and tree and set up a batch, whose texts run at the first step."""
         options = replace(options or GenerationOptions(), **keywords)
         prompts = Prompts.from_padded(self.target, input_ids, attention_mask, options.max_new_tokens)
         rule, tree = self._settler.settle(options, prompts)
         for network in filter(None, (self.target.model, self.drafter and self.drafter.network)):
             repack_changed(network)
         sampling, seed = options.sampling, options.seed
-        request = Request(
-            tokens=prompts.tokens.to(self.device),
-            lengths=prompts.lengths,
-            limits=prompts.limits,
-            eos_token_ids=end_token_ids(self.target, options.eos_token_id),
-            rule=rule,
-            tree=tree,
-            sampling=sampling,
-            observer=options.observer,
-        )
-        if seed is None:  # what draws nothing leaves torch's generator alone
+        ends = end_token_ids(self.target, options.eos_token_id)
+        request = Request.from_prompts(prompts, options, ends, rule, tree, self.device)
+        if seed is None:  # greedy decoding draws nothing and leaves torch's generator alone
             seed = 0 if sampling.greedy else fresh_seed()
         random = RowRandom(seed, len(prompts), self.device)
         workspace = self._workspaces.take(
@@ -310,23 +295,8 @@ class EagleFSD:
         )
         stats = [GenerationStats() for _ in prompts.lengths]
         watch = Stopwatch()
-        steps = self._decode(request, workspace, random, stats, watch)
+        steps = self._workspaces.decode(workspace, request, random, stats, watch)
         return BatchStream(steps, stats, watch, tree, rule, None if sampling.greedy else seed)
-
-    def _decode(
-        self,
-        request: Request,
-        workspace: Workspace,
-        random: RowRandom,
-        stats: Sequence[GenerationStats],
-        watch: Stopwatch,
-    ) -> Iterator[list[list[int]]]:
-        """Yield the loop's steps; the workspace is spare afterwards."""
-        try:
-            parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.accept_step)
-            yield from decode(request, *parts)
-        finally:
-            self._workspaces.give_back(workspace)
 
     def _output(
         self,
@@ -338,22 +308,3 @@ class EagleFSD:
         added = pad_right(new_tokens, self.pad_token_id).to(input_ids.device)
         sequences = torch.cat((input_ids, added), dim=1)
         return GenerationOutput(sequences, new_tokens, stats, **settled)
-
-
-def require_fitting(head: DraftHead, target: TargetModel) -> None:
-    """Raise ValueError unless the head has the target's sizes."""
-    for name, mine, its in (
-        ("hidden_size", head.config.hidden_size, target.hidden_size),
-        ("vocab_size", head.config.vocab_size, target.vocab_size),
-    ):
-        if mine != its:
-            raise ValueError(
-                f"the head's {name} is {mine} and the target's is {its}: a head drafts only for the "
-                "target it was trained on; choose the head of this target"
-            )
-
-
-def placed(head: DraftHead, device: torch.device, dtype: torch.dtype) -> DraftHead:
-    """Return the head there; a copy where that is elsewhere, for another engine may use the given one."""
-    weight = head.fc.weight
-    return head if (weight.device, weight.dtype) == (device, dtype) else copy.deepcopy(head).to(device, dtype)

@@ -1,9 +1,8 @@
-"""`python -m eagle_fsd.generate`: answer prompts on the command line, by draft trees and fuzzy acceptance.
+"""`python -m eagle_fsd.generate`: answer prompts on the command line with draft trees and fuzzy acceptance.
 
-stdout carries the text as it is made, or with --json one object per prompt (JSON_KEYS), and nothing else;
-summaries and errors go to stderr. Exit codes: 0; 2 for a user's mistake (one line, no traceback); 130 after
-Ctrl-C (what was made so far is kept); 141 when the reader of stdout went away. An unexpected exception keeps
-its traceback.
+stdout carries only the text as it is made, or with --json one object per prompt (JSON_KEYS). Summaries and
+errors go to stderr. Exit codes: 0; 2 for a user's mistake (one line, no traceback); 130 after Ctrl-C (the
+text so far is kept); 141 if the reader of stdout went away. An unexpected exception keeps its traceback.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from eagle_fsd.cli.flags import USAGE, build_parser
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.text.prompt_files import decode_text, read_prompts
 
-# torch and transformers take seconds to import: only what runs a model imports them, so that --help and a
-# mistake answer at once.
+# torch and transformers take seconds to import. Only functions that run a model import them, so that --help
+# and error messages come at once.
 if TYPE_CHECKING:
     from argparse import Namespace
 
@@ -42,11 +41,14 @@ INTERRUPTED, BROKEN_PIPE = 130, 141
 
 
 class UserError(Exception):
-    """A user's mistake: shown as one line on stderr, exit code 2."""
+    """A user's mistake, shown as one line on stderr; the exit code is 2."""
 
 
-def prompts_named(args: Namespace) -> list[str]:
-    """The prompts that the arguments name, none blank. A final newline is dropped."""
+def read_prompt_arguments(args: Namespace) -> list[str]:
+    """Return the prompts that the arguments name, without a final newline.
+
+    Raises ValueError if there is none or one is blank.
+    """
     if args.prompt_file is not None:
         prompts, origin = read_prompts(Path(args.prompt_file)), args.prompt_file
     elif args.text == "-":
@@ -72,13 +74,13 @@ def prompts_named(args: Namespace) -> list[str]:
 def answer_prompt(
     model: EagleFSD, prompt: str, args: Namespace, options: GenerationOptions, out: TextIO
 ) -> Answer:
-    """Run one prompt, writing its text to `out` as it is made unless --json holds it back."""
+    """Run one prompt and write its text to `out` as it is made, unless --json is given."""
     from eagle_fsd.text.chat import encode
     from eagle_fsd.text.detokenizer import Detokenizer
 
-    with users_mistakes():
+    with raise_user_errors():
         input_ids = encode(model.tokenizer, prompt, args.system, args.raw)
-        stream = model.stream(input_ids, options=options)  # measures the tree, where that is asked for
+        stream = model.stream(input_ids, options=options)  # measures the tree if it is auto
     answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree), stream.rule)
     if options.temperature:
         answer.seed = "/".join(map(str, options.seed[0]))
@@ -95,7 +97,7 @@ def answer_prompt(
 
     try:
         with (
-            held_interrupt() as stop,
+            defer_interrupt() as stop,
             contextlib.closing(run_steps(stream)) as steps,
         ):
             for token_ids in steps:
@@ -120,8 +122,8 @@ def answer_prompt(
 
 
 def run_steps(stream: TokenStream) -> Iterator[list[int]]:
-    """The tokens of each step. What the engine refuses in the first is the user's mistake."""
-    with users_mistakes():
+    """Yield the tokens of each step. An error of the engine in the first step is the user's mistake."""
+    with raise_user_errors():
         steps = iter(stream)
         first = next(steps, [])
     yield first
@@ -131,7 +133,7 @@ def run_steps(stream: TokenStream) -> Iterator[list[int]]:
 def warm_up(model: EagleFSD, input_ids: Tensor, options: GenerationOptions) -> None:
     """Run a few tokens both ways, untimed, so that neither side of a comparison pays for first calls."""
     few = replace(options, max_new_tokens=min(4, options.max_new_tokens))
-    with users_mistakes():
+    with raise_user_errors():
         model.generate(input_ids, options=few)
         model.target_alone(input_ids, options=with_one_seed(few))
 
@@ -143,8 +145,8 @@ def with_one_seed(options: GenerationOptions) -> GenerationOptions:
 
 
 @contextlib.contextmanager
-def held_interrupt() -> Iterator[threading.Event]:
-    """Within, a first Ctrl-C only sets the event, so that no step is torn; a second one interrupts."""
+def defer_interrupt() -> Iterator[threading.Event]:
+    """Let a first Ctrl-C only set the event, so that the step is finished; a second one interrupts."""
     event = threading.Event()
 
     def note(_signal: int, _frame: object) -> None:
@@ -152,7 +154,7 @@ def held_interrupt() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, usual)
 
     usual = signal.getsignal(signal.SIGINT)
-    if usual is signal.SIG_IGN:  # a job in the background: Ctrl-C is meant for another
+    if usual is signal.SIG_IGN:  # a job in the background: Ctrl-C is meant for another process
         yield event
         return
     signal.signal(signal.SIGINT, note)
@@ -163,8 +165,8 @@ def held_interrupt() -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
-def users_mistakes() -> Iterator[None]:
-    """A ValueError or OSError within is the user's mistake; anything else is not, and keeps its traceback."""
+def raise_user_errors() -> Iterator[None]:
+    """Raise UserError for a ValueError or OSError within; other exceptions keep their tracebacks."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -175,7 +177,7 @@ def users_mistakes() -> Iterator[None]:
 
 
 def load_model(args: Namespace) -> EagleFSD:
-    """The engine that the flags name; the libraries' chatter stays off unless --verbose."""
+    """Load the engine that the flags name. Messages of the libraries stay off unless --verbose is given."""
     if not args.verbose:
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is first imported: progress bars
     import transformers
@@ -207,11 +209,11 @@ def load_model(args: Namespace) -> EagleFSD:
 
 
 def run(args: Namespace, out: TextIO) -> int:
-    """Check everything that needs no model, load it, answer the prompts in turn; return the exit code."""
+    """Check the arguments, load the model, answer the prompts in turn, and return the exit code."""
     from eagle_fsd.core.sampling import fresh_seed
 
-    with users_mistakes():
-        prompts = prompts_named(args)
+    with raise_user_errors():
+        prompts = read_prompt_arguments(args)
         if args.raw and args.system is not None:
             raise ValueError("--system with --raw: a raw prompt has no chat template; leave one of them out")
         options = generation_options(args)
@@ -237,12 +239,12 @@ def run(args: Namespace, out: TextIO) -> int:
 
 
 def discard_stdout() -> None:
-    """The interpreter flushes stdout once more as it exits; what it holds then has nowhere to go."""
+    """Send the rest of stdout nowhere, since the interpreter flushes it once more at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, run, and turn every expected ending into its exit code."""
+    """Parse the arguments, run, and return the exit code."""
     parser = build_parser()
     args = parser.parse_args(argv)
     out = sys.stdout
@@ -250,9 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{parser.prog}: error: stdout is closed: the text needs it; open it\n")
         return USAGE
     if hasattr(out, "reconfigure"):
-        out.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
+        out.reconfigure(errors="replace")  # a character that the terminal lacks must not end the run
     try:
-        # Whatever a library prints goes to stderr: stdout is the text's alone.
+        # Anything that a library prints goes to stderr: stdout is for the text alone.
         with contextlib.redirect_stdout(sys.stderr):
             return run(args, out)
     except UserError as error:

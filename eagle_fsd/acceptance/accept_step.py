@@ -1,4 +1,4 @@
-"""The accept phase of a step: what the target says of a tree, and the rule's verdict on it."""
+"""The accept phase of a step: the rule's verdict on a tree that the target has verified."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Random numbers [B, n] that were drawn before, for work that draws none itself."""
+class GivenUniforms:
+    """A source of random numbers [B, n] that were drawn before: recorded work cannot draw any itself."""
 
     numbers: Tensor | None
 
@@ -27,11 +27,11 @@ class Drawn:
 
 
 class AcceptStep:
-    """Applies acceptance rules to verified trees. stepper: how the work is run."""
+    """Applies acceptance rules to verified trees. stepper: runs the work, recorded or not."""
 
     def __init__(self, stepper: Stepper = EAGER) -> None:
         self.stepper = stepper
-        self._recorded = stepper.wrap(accept_tree)
+        self._accept_recorded = stepper.wrap(accept_tree)
 
     def __call__(
         self,
@@ -43,13 +43,13 @@ class AcceptStep:
         random: Uniforms,
         emitted: Tensor,
     ) -> tuple[Verified, Verdict]:
-        """Say which path of a tree is accepted.
+        """Return the verified tree and the verdict: which path of it is accepted.
 
         logits: [B, N, V], the target's. eos: [E], the tokens that end a text. random: each row's stream.
-        emitted: [B], the tokens that each text has so far.
+        emitted: [B], the number of tokens that each text has so far.
         """
         uniforms = None if sampling.greedy else random.uniform(2 * tree.largest)
-        accept_now = self._recorded if self.stepper.records and never_changes(rule) else accept_tree
+        accept_now = self._accept_recorded if self.stepper.records and is_immutable(rule) else accept_tree
         return accept_now(rule, sampling, eos, tree, logits, uniforms, emitted)
 
 
@@ -62,24 +62,24 @@ def accept_tree(
     uniforms: Tensor | None,
     emitted: Tensor,
 ) -> tuple[Verified, Verdict]:
-    """Apply the rule with uniform numbers [B, n] that were drawn before; None when greedy. See AcceptStep."""
+    """Apply the rule with uniform random numbers [B, n], drawn before; None if greedy. See AcceptStep."""
     verified = Verified.from_logits(tree, logits, sampling, eos)
-    return verified, accept(rule, verified, Drawn(uniforms), emitted)
+    return verified, accept(rule, verified, GivenUniforms(uniforms), emitted)
 
 
-def never_changes(thing: Any) -> bool:
-    """Whether everything that equals this behaves as it does, for ever: what a recorded rule needs.
+def is_immutable(thing: Any) -> bool:
+    """Return whether this cannot change, and everything equal to it behaves alike, as a recording needs.
 
-    True for numbers, texts, None, tuples of such things, and frozen dataclasses whose fields are such things
-    and which hold nothing else. Any other object may change between two calls.
+    True for numbers, strings, None, tuples of such things, and frozen dataclasses that hold only fields of
+    such things. Any other object may change between two calls.
     """
     if thing is None or isinstance(thing, (Number, str, bytes)):
         return True
     if type(thing) is tuple:
-        return all(map(never_changes, thing))
+        return all(map(is_immutable, thing))
     settings = vars(type(thing)).get("__dataclass_params__")  # its own, not those of a class it derives from
     if settings is None or not (settings.frozen and settings.eq):
         return False
     names = {field.name for field in fields(thing) if field.compare}
     held = set(getattr(thing, "__dict__", names)) | {field.name for field in fields(thing)}
-    return held == names and all(never_changes(getattr(thing, name)) for name in names)
+    return held == names and all(is_immutable(getattr(thing, name)) for name in names)

@@ -1,4 +1,4 @@
-"""What a caller leaves open, settled: the threshold of a quality budget, and the size of the draft tree."""
+"""Settle what a caller leaves open: the threshold of a quality budget, and the size of the draft tree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a drafter is watched on while a tree is chosen for it.
+# The drafter is observed on these texts while a tree is chosen for it.
 EXAMPLE_PROMPTS = (
     "Why is the sky blue?",
     "Write a Python function that reverses the words of a sentence.",
@@ -40,8 +40,8 @@ EXAMPLE_PROMPTS = (
 class Settler:
     """Settles rules and trees for one target and drafter.
 
-    drafter: None where there is none, for plain decoding only. name: what the target was loaded from.
-    tokenizer: for texts of our own to watch the drafter on. folder: where the drafter's calibration is.
+    drafter: None for plain decoding only. name: what the target was loaded from. tokenizer: encodes the
+    example prompts to observe the drafter on. folder: where the drafter's calibration is.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Settler:
         self.target, self.drafter, self.name = target, drafter, name
         self.tokenizer, self.folder = tokenizer, folder
         self._chooser: TreeChooser | None = None
-        self._choosing = threading.Lock()  # times measured beside each other would be too long
+        self._choosing = threading.Lock()  # concurrent measurements would slow each other down
 
     def settle(self, options: GenerationOptions, prompts: Prompts) -> tuple[AcceptanceRule, TreeConfig]:
-        """Return the rule and the tree for these prompts. Raises ValueError for what cannot be had."""
+        """Return the rule and the tree for these prompts. Raises ValueError if they do not fit."""
         rule, tree, sampling = options.rule, options.tree or TreeConfig(), options.sampling
         if isinstance(rule, AutoThreshold):
             found = self.calibration(sampling)
@@ -95,11 +95,11 @@ class Settler:
         return choice
 
     def _texts(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Return the texts to watch the drafter on: our own, or else these."""
+        """Return the texts to observe the drafter on: the example prompts, or else these."""
         return encode_example_prompts(self.tokenizer) or prompts
 
     def calibration(self, sampling: SamplingConfig) -> Calibration:
-        """Return the thresholds found for this target and head, sampled so."""
+        """Return the thresholds found for this target and head with this sampling."""
         if self.folder is None:
             raise ValueError(
                 "threshold is auto: the head was not loaded from a folder, where its calibration would be; "
@@ -110,19 +110,19 @@ class Settler:
         return found
 
     def identity(self) -> dict[str, Any]:
-        """Return what tells this target and drafter from others; it reads all of the drafter's weights."""
+        """Return a fingerprint of this target and drafter; this reads all of the drafter's weights."""
         drafter = None if self.drafter is None else self.drafter.identity
         return models_identity(self.name, self.target.model, drafter)
 
     def require_rule(self, rule: object) -> None:
-        """Raise ValueError unless this is an acceptance rule that the drafter's drafts can be held to."""
+        """Raise ValueError unless this is an acceptance rule that works with this drafter's drafts."""
         if isinstance(rule, type) or not hasattr(rule, "chances"):
             raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
         if isinstance(rule, Fuzzy) and rule.threshold > 0 and self.drafts_some_tokens:
             require_sparse(rule.divergence, self.tokens)
 
     def check_tree(self, tree: TreeConfig, lengths: Sequence[int]) -> None:
-        """Raise ValueError for a tree that cannot be drafted; warn where the head was not trained so far."""
+        """Raise ValueError for a tree that cannot be drafted; warn about prompts longer than trained on."""
         if tree.total_tokens == 1:
             return
         if self.drafter is None:
@@ -140,7 +140,7 @@ class Settler:
             )
 
     def check_beam(self, top_k: int) -> None:
-        """Raise ValueError for a beam that is wider than what is drafted."""
+        """Raise ValueError for a beam wider than the number of tokens that can be drafted."""
         if top_k > self.tokens:
             whose = "head's draft vocabulary" if self.drafts_some_tokens else "vocabulary"
             raise ValueError(
@@ -149,17 +149,17 @@ class Settler:
 
     @property
     def tokens(self) -> int:
-        """How many tokens can be drafted."""
+        """The number of tokens that can be drafted."""
         return self.target.vocab_size if self.drafter is None else self.drafter.tokens
 
     @property
     def drafts_some_tokens(self) -> bool:
-        """Whether the drafter leaves out tokens, at which its distribution is zero."""
+        """Whether the drafter proposes only some tokens; its distribution is zero at the others."""
         return self.tokens < self.target.vocab_size
 
 
 def encode_example_prompts(tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
-    """Return our own texts as prompts for a target; none where it has no way to read them."""
+    """Return the example prompts as token ids; an empty list if the tokenizer cannot encode them."""
     if tokenizer is None:
         return []
     raw = not getattr(tokenizer, "chat_template", None)

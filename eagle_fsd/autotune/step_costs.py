@@ -1,7 +1,7 @@
-"""The measurements behind a tree chosen by cost: parts of a step timed, a few texts watched.
+"""The measurements behind a choice of tree: the parts of a step are timed, and a few texts are observed.
 
-Half a minute for a small target; a large one on a slow device is measured less often, and may still take
-minutes.
+They take half a minute for a small target. A large one on a slow device is measured less often, and may
+still take minutes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.accept_step import AcceptStep
-from eagle_fsd.autotune.tree_search import DEPTHS, Costs, Forwards, Observation, Rest, Witness
+from eagle_fsd.autotune.tree_search import DEPTHS, Costs, Forwards, Observation, StepOverhead, TreeObserver
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.sampling import RowRandom
@@ -32,15 +32,15 @@ from eagle_fsd.target.session import TargetSession
 
 WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BEAMS = (1, 2, 4, 8, 10)
-LEVELS = 5  # a draft of so many is timed for the cost of its further ones
-WIDE = (max(WIDTHS), max(DEPTHS), max(BEAMS))  # what is watched; smaller trees follow from it
-NEW_TOKENS = 80  # of each text that is watched
-TIMED_TOKENS = 16  # of the texts that only time accept and keep
-LONGEST = 20.0  # seconds that a text is watched; the step in hand is finished
-SHORTEST = 128  # contexts up to here cost alike
+LEVELS = 5  # a draft of this many levels is timed, to get the cost of each level after the first
+WIDE = (max(WIDTHS), max(DEPTHS), max(BEAMS))  # nodes, depth, top_k of the observed tree
+NEW_TOKENS = 80  # of each observed text
+TIMED_TOKENS = 16  # of each text that only times accept and keep
+LONGEST = 20.0  # seconds that texts are observed; the step that is running is finished
+SHORTEST = 128  # contexts up to this length cost the same
 
 
-def run_texts(
+def decode_sample(
     target: TargetModel,
     drafting: DrafterSpec,
     prompts: Sequence[Sequence[int]],
@@ -51,7 +51,7 @@ def run_texts(
     eos_token_ids: Sequence[int] = (),
     observer: Observer | None = None,
 ) -> float:
-    """Decode the prompts as one batch; the median seconds that accept and keep took in a step."""
+    """Decode the prompts as one batch and return the median seconds that accept and keep took in a step."""
     longest = max(map(len, prompts)) + new_tokens + 1
     drafter = drafting.make(len(prompts), longest, tree)
     session = TargetSession(target, len(prompts), longest + tree.total_tokens)
@@ -85,10 +85,10 @@ def observe(
     sampling: SamplingConfig,
     wide: TreeConfig,
 ) -> list[Observation]:
-    """Steps of a few texts with the wide tree."""
-    witness, ends = Witness(), target.eos_token_ids
-    run_texts(target, drafting, prompts, rule, sampling, wide, eos_token_ids=ends, observer=witness)
-    return witness.observations
+    """Decode a few texts with the wide tree and return their steps."""
+    observer, ends = TreeObserver(), target.eos_token_ids
+    decode_sample(target, drafting, prompts, rule, sampling, wide, eos_token_ids=ends, observer=observer)
+    return observer.observations
 
 
 def measure_costs(
@@ -100,26 +100,27 @@ def measure_costs(
     rule: AcceptanceRule,
     sampling: SamplingConfig,
 ) -> Costs:
-    """All that a step costs: measure_forwards and measure_rest."""
+    """Measure all the costs of a step: its forwards and its overhead."""
     forwards, _ = measure_forwards(target, drafting, beams, batch, context)
-    rest, _ = measure_rest(target, drafting, max(beams), batch, rule, sampling)
-    return forwards.with_rest(rest)
+    overhead, _ = measure_overhead(target, drafting, max(beams), batch, rule, sampling)
+    return forwards.with_overhead(overhead)
 
 
 @torch.inference_mode()
 def measure_forwards(
     target: TargetModel, drafting: DrafterSpec, beams: Sequence[int], batch: int, context: int
 ) -> tuple[Forwards, float]:
-    """Time the forwards of a step on a cache of `context` slots; what the slots hold does not matter.
+    """Time the forwards of a step on a cache of `context` slots, whose contents do not matter.
 
-    Neither the rule nor the sampling changes them. The second value is the median disagreement of the repeats
-    (timing.disagreement): above timing.BUSY the machine had other work to do, and the times are not its own.
+    The times depend neither on the rule nor on the sampling. The second value is the median disagreement of
+    the repeats (timing.disagreement): above timing.BUSY the machine was busy with other work, and the times
+    are unreliable.
     """
     deepest, widest = max(DEPTHS), max(WIDTHS)
     room = max(2, min(context, target.max_positions - deepest - 2))
     roots = torch.zeros(batch, dtype=torch.int64, device=target.device)
     session = TargetSession(target, batch, room + widest + 1)
-    features = session.prefill(roots[:, None], [1] * batch)  # which makes the cache's buffers
+    features = session.prefill(roots[:, None], [1] * batch)  # allocates the cache's buffers
     session.cache.reserve(room - 1)
     session.cache.advance([room - 1] * batch)
     drafter = drafting.make(batch, room, TreeConfig(1 + deepest, deepest, max(beams)))
@@ -127,11 +128,11 @@ def measure_forwards(
     drafter.begin(Seen(texts, [room] * batch, features.new_zeros(*texts.shape, features.shape[-1])))
 
     def verify(width: int) -> Call:
-        tree = star(roots, width, target.vocab_size)
+        tree = star_tree(roots, width, target.vocab_size)
         return Call(lambda: session.verify(tree))
 
     def draft(beam: int, depth: int) -> Call:
-        # A verify forward comes before it in a step too, and leaves nothing of the head in a CPU's caches.
+        # As in a step, a verify forward runs before the draft and evicts the head from a CPU's caches.
         verify_root = functools.partial(session.verify, root_only(roots, target.vocab_size))
         return Call(lambda: drafter.draft(roots, TreeConfig(1 + depth, depth, beam)), verify_root)
 
@@ -147,19 +148,19 @@ def measure_forwards(
     return forwards, statistics.median(map(disagreement, repeats.values()))
 
 
-def measure_rest(
+def measure_overhead(
     target: TargetModel,
     drafting: DrafterSpec,
     beam: int,
     batch: int,
     rule: AcceptanceRule,
     sampling: SamplingConfig,
-) -> tuple[Rest, float]:
-    """Time what a step does beside its forwards, with a draft of usual size and without one.
+) -> tuple[StepOverhead, float]:
+    """Time the work of a step beside its forwards, with a draft of usual size and without one.
 
-    beam: the widest beam that the head drafts. What takes time is the kind of rule and which warpers are on;
-    a threshold, the temperature, the values of top-k and top-p do not matter. The second value is by how much
-    two runs disagree.
+    beam: the widest beam that the head drafts. The time depends on the kind of rule and on which warpers are
+    on, and not on a threshold, the temperature, or the values of top-k and top-p. The second value is the
+    disagreement of two runs.
     """
     ways = {
         "drafted": (drafting, TreeConfig.within(16, 5, min(8, beam))),
@@ -169,13 +170,13 @@ def measure_rest(
     for _ in range(2):
         for name, (spec, tree) in ways.items():
             prompts = [[0] * 4] * batch
-            found[name].append(run_texts(target, spec, prompts, rule, sampling, tree, TIMED_TOKENS))
-    rest = Rest(**{name: statistics.median(seconds) for name, seconds in found.items()})
-    return rest, disagreement(found["drafted"])
+            found[name].append(decode_sample(target, spec, prompts, rule, sampling, tree, TIMED_TOKENS))
+    overhead = StepOverhead(**{name: statistics.median(seconds) for name, seconds in found.items()})
+    return overhead, disagreement(found["drafted"])
 
 
-def star(roots: Tensor, width: int, vocab_size: int) -> DraftTree:
-    """A tree of `width` nodes: what a verify forward costs does not depend on its shape."""
+def star_tree(roots: Tensor, width: int, vocab_size: int) -> DraftTree:
+    """Return a root and width - 1 children of it: a verify forward costs the same for any shape."""
     tree = root_only(roots, vocab_size)
     nodes = torch.arange(width, device=roots.device).expand(len(roots), -1)
     return DraftTree(
@@ -188,6 +189,6 @@ def star(roots: Tensor, width: int, vocab_size: int) -> DraftTree:
     )
 
 
-def bucket(tokens: int) -> int:
-    """The context length that stands for texts of so many tokens: a power of two."""
+def round_context(tokens: int) -> int:
+    """Round the length of texts up to a power of two, the context length that stands for them."""
     return max(SHORTEST, 2 ** math.ceil(math.log2(max(tokens, 1))))

@@ -1,16 +1,17 @@
-"""A tree's size chosen by what was measured once and is remembered on disk.
+"""Choose a tree's size from measurements that are made once and remembered on disk.
 
-Three things are measured, each on its own, for each depends on less than a choice does:
+Three things are measured separately, since each depends on less than the choice does:
 
-- The forwards of a step cost time by width and depth. That depends on the machine, the models, the batch
-  size and the context; neither on the rule nor on the sampling.
-- The rest of a step, accept and keep, costs time by the kind of rule and by which warpers are on (greedy,
-  sampled, with top-k, with top-p), not by their values.
-- What the head gets accepted is observed on a few texts, on any machine, for each kind of rule: once greedy
-  and once sampled, at the first temperature, top-k and top-p asked for. A rule's numbers, such as a
-  threshold, count by powers of two, as batch sizes and contexts do: what was observed at 0.3 serves 0.31.
+- The time of a step's forwards, by width and depth. It depends on the machine, the models, the batch size
+  and the context, and neither on the rule nor on the sampling.
+- The overhead of a step: the time of accept and keep. It depends on the kind of rule and on which warpers
+  are on (greedy, sampled, with top-k, with top-p), and not on their values.
+- The tokens that the head gets accepted. They are observed on a few texts, on any machine, for each kind of
+  rule: once greedy and once sampled, at the first temperature, top-k and top-p asked for. A rule's numbers,
+  such as a threshold, are rounded to powers of two, as batch sizes and contexts are: observations at 0.3
+  serve 0.31 too.
 
-The choice follows from the three by arithmetic. Times taken on a busy machine are used by this process and
+The choice follows from the three by arithmetic. Times taken on a busy machine are used by this process but
 not remembered.
 """
 
@@ -29,12 +30,12 @@ from eagle_fsd.autotune.step_costs import (
     BEAMS,
     WIDE,
     WIDTHS,
-    bucket,
     measure_forwards,
-    measure_rest,
+    measure_overhead,
     observe,
+    round_context,
 )
-from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation, Rest, choose
+from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation, StepOverhead, choose
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.files.fingerprints import models_identity
@@ -47,19 +48,19 @@ from eagle_fsd.version import __version__
 
 logger = logging.getLogger(__name__)
 
-NARROW = 4  # beams up to here a relaxed rule is watched with one by one
+NARROW = 4  # a relaxed rule is observed separately with each beam up to this width
 
 Measured = TypeVar("Measured")
 
 
 class TreeChooser:
-    """Chooses for one target and drafter. name: what the target was loaded from."""
+    """Chooses trees for one target and drafter. name: what the target was loaded from."""
 
     def __init__(self, target: TargetModel, drafting: DrafterSpec, name: str) -> None:
         self.target, self.drafting = target, drafting
         device = target.device
         cpu = device.type == "cpu"
-        self.asks = cpu  # elsewhere the host would have to wait for the device; see host_can_read
+        self.host_reads = cpu  # elsewhere the host would have to wait for the device; see host_can_read
         identity = models_identity(name, target.model, drafting.identity)
         del identity["target"]["name"]  # the same weights may have been loaded from elsewhere
         self.models = [__version__, identity]
@@ -73,9 +74,9 @@ class TreeChooser:
             "placed": str(getattr(target.model, "hf_device_map", None)),
             "threads": torch.get_num_threads() if cpu else None,
         }
-        self.known: dict[str, Any] = {}  # by key: what was measured, read or chosen in this process
+        self.known: dict[str, Any] = {}  # by key: all that this process has measured, read or chosen
         self.announced = False
-        self.lasting = True  # whether all that was measured in this process may be remembered
+        self.may_remember = True  # whether choices may be: all measurements so far were reliable
 
     def __call__(
         self,
@@ -86,30 +87,30 @@ class TreeChooser:
         batch: int,
         context: int,
     ) -> Choice:
-        """The best tree for texts of about `context` tokens, `batch` at a time.
+        """Choose the best tree for texts of about `context` tokens, `batch` at a time.
 
-        prompts: returns the texts (token ids) to watch the head on; called where nothing is remembered.
+        prompts: returns the texts (token ids) to observe the head on; called only if nothing is remembered.
         """
         if wanted.depth is not None and wanted.depth >= max(WIDTHS):
             raise ValueError(
                 f"depth is {wanted.depth}: a measured tree has at most {max(WIDTHS)} nodes, the root among "
                 "them; lower depth, or give total_tokens"
             )
-        batch, context = 2 ** (batch - 1).bit_length(), bucket(context)
+        batch, context = 2 ** (batch - 1).bit_length(), round_context(context)
 
         def choose_now() -> tuple[Choice, bool]:
             try:
-                choice = self.chosen(wanted, prompts, rule, sampling, batch, context)
+                choice = self.compute_choice(wanted, prompts, rule, sampling, batch, context)
             except torch.OutOfMemoryError:
                 logger.warning("out of memory while measuring: taking tree %s", TreeConfig())
                 return Choice(TreeConfig(), math.nan, math.nan, math.nan), False
-            return choice, self.lasting
+            return choice, self.may_remember
 
-        setting = (repr(wanted), kind_of(rule), warpers(sampling), batch, context)
+        setting = (repr(wanted), observation_kind(rule), warpers(sampling), batch, context)
         key = record_key("choice", self.models, self.machine, *setting)
-        return self.measured(key, choose_now, dataclasses.asdict, unpacked_choice)
+        return self.recall_or_measure(key, choose_now, dataclasses.asdict, choice_from_json)
 
-    def chosen(
+    def compute_choice(
         self,
         wanted: AutoTree,
         prompts: Callable[[], Sequence[Sequence[int]]],
@@ -118,12 +119,13 @@ class TreeChooser:
         batch: int,
         context: int,
     ) -> Choice:
-        """The choice by what is remembered, and by what is measured now where nothing is."""
+        """Compute the choice from remembered measurements, and measure what is missing."""
         widest = self.drafting.tokens
         beams = [beam for beam in BEAMS if beam <= widest] if wanted.top_k is None else [wanted.top_k]
         observed = {beam: self.observations(prompts, rule, sampling, beam) for beam in beams}
-        costs = self.forwards(beams, batch, context).with_rest(self.rest(max(beams), batch, rule, sampling))
-        return choose(costs, observed, wanted, batch, self.asks)
+        forwards = self.forwards(beams, batch, context)
+        costs = forwards.with_overhead(self.overhead(max(beams), batch, rule, sampling))
+        return choose(costs, observed, wanted, batch, self.host_reads)
 
     def observations(
         self,
@@ -132,7 +134,7 @@ class TreeChooser:
         sampling: SamplingConfig,
         beam: int,
     ) -> list[Observation]:
-        """Steps of the watched texts with a tree that is wide enough for this beam."""
+        """Return the steps of the observed texts with a tree that is wide enough for this beam."""
         nodes, depth, widest = WIDE
         if isinstance(rule, Lossless) or beam > NARROW:
             wide = TreeConfig.within(nodes, depth, min(widest, self.drafting.tokens))
@@ -143,43 +145,43 @@ class TreeChooser:
             if not (texts := prompts()):
                 raise ValueError("prompts are empty: a tree is chosen on texts; give some, as token ids")
             self.announce()
-            return observe(self.target, self.drafting, texts, rule, sampling, wide), tells(rule)
+            return observe(self.target, self.drafting, texts, rule, sampling, wide), has_stable_repr(rule)
 
-        key = record_key("observations", self.models, kind_of(rule), sampling.greedy, str(wide))
-        return self.measured(key, measure, packed_observations, unpacked_observations)
+        key = record_key("observations", self.models, observation_kind(rule), sampling.greedy, str(wide))
+        return self.recall_or_measure(key, measure, observations_to_json, observations_from_json)
 
     def forwards(self, beams: Sequence[int], batch: int, context: int) -> Forwards:
-        """What the forwards cost here."""
+        """Return the time of the forwards on this machine."""
 
         def measure() -> tuple[Forwards, bool]:
             self.announce()
             found, spread = measure_forwards(self.target, self.drafting, beams, batch, context)
-            return found, self.quiet(spread)
+            return found, self.is_idle(spread)
 
         key = record_key("forwards", self.models, self.machine, list(beams), batch, context)
-        return self.measured(key, measure, packed_forwards, unpacked_forwards)
+        return self.recall_or_measure(key, measure, forwards_to_json, forwards_from_json)
 
-    def rest(self, beam: int, batch: int, rule: AcceptanceRule, sampling: SamplingConfig) -> Rest:
-        """What accept and keep cost here."""
+    def overhead(self, beam: int, batch: int, rule: AcceptanceRule, sampling: SamplingConfig) -> StepOverhead:
+        """Return the time of accept and keep on this machine."""
 
-        def measure() -> tuple[Rest, bool]:
-            found, spread = measure_rest(self.target, self.drafting, beam, batch, rule, sampling)
-            return found, self.quiet(spread) and tells(rule)
+        def measure() -> tuple[StepOverhead, bool]:
+            found, spread = measure_overhead(self.target, self.drafting, beam, batch, rule, sampling)
+            return found, self.is_idle(spread) and has_stable_repr(rule)
 
-        setting = (min(8, beam), batch, kind_of_rest(rule), warpers(sampling))
+        setting = (min(8, beam), batch, overhead_kind(rule), warpers(sampling))
         key = record_key("rest", self.models, self.machine, *setting)
-        return self.measured(key, measure, dataclasses.asdict, lambda found: Rest(**found))
+        return self.recall_or_measure(key, measure, dataclasses.asdict, lambda found: StepOverhead(**found))
 
     def announce(self) -> None:
-        """Say once in a process why nothing happens for a while."""
+        """Log once in a process why nothing happens for a while."""
         if not self.announced:
             logger.warning(
                 "measuring this target, head and machine once, to choose the draft tree's size ..."
             )
             self.announced = True
 
-    def quiet(self, spread: float) -> bool:
-        """Whether repeats that disagree by so much were timed on a machine with nothing else to do."""
+    def is_idle(self, spread: float) -> bool:
+        """Say whether the machine had no other work while it timed repeats that disagree by `spread`."""
         if spread > BUSY:
             logger.warning(
                 "the machine seems busy (timings of the same call differ by %.0f %%): this choice is not "
@@ -188,22 +190,25 @@ class TreeChooser:
             )
         return spread <= BUSY
 
-    def measured(
+    def recall_or_measure(
         self,
         key: str,
         measure: Callable[[], tuple[Measured, bool]],
         pack: Callable[[Measured], Any],
         unpack: Callable[[Any], Measured],
     ) -> Measured:
-        """What this process knows, or the file, or a measurement made now and, if it says so, remembered."""
+        """Return a value that this process knows or the file holds, else measure it.
+
+        measure: returns the value and whether it is reliable, and so worth remembering in the file.
+        """
         if key not in self.known:
             found = recall(key, unpack)
             if found is None:
-                found, lasting = measure()
-                if lasting:
+                found, reliable = measure()
+                if reliable:
                     remember(key, pack(found))
                 else:
-                    self.lasting = False
+                    self.may_remember = False
             self.known[key] = found
         return self.known[key]
 
@@ -211,22 +216,25 @@ class TreeChooser:
 # -- what a measurement depends on ----------------------------------------
 
 
-def kind_of(rule: AcceptanceRule) -> str:
-    """The rule with its numbers rounded down to powers of two: what observations are kept by."""
+def observation_kind(rule: AcceptanceRule) -> str:
+    """Return the key of a rule's observations: the rule with its numbers rounded down to powers of two."""
 
     def power(value: float) -> float:
         return 2.0 ** math.floor(math.log2(value)) if 0 < value < math.inf else value
 
-    return spelled(rule, power)
+    return format_rule(rule, power)
 
 
-def kind_of_rest(rule: AcceptanceRule) -> str:
-    """The rule with each number only as on or off: what the time to accept is kept by."""
-    return spelled(rule, lambda value: 0 < value < math.inf)
+def overhead_kind(rule: AcceptanceRule) -> str:
+    """Return the key of a rule's overhead: the rule with each number reduced to on or off."""
+    return format_rule(rule, lambda value: 0 < value < math.inf)
 
 
-def spelled(rule: AcceptanceRule, number: Callable[[float], object]) -> str:
-    """A rule's class and fields, its floats as `number` has them; the repr of a rule without fields."""
+def format_rule(rule: AcceptanceRule, number: Callable[[float], object]) -> str:
+    """Write a rule as its class and fields, each float replaced by number(float).
+
+    A rule that is no dataclass is written as its repr.
+    """
     if not dataclasses.is_dataclass(rule):
         return repr(rule)
     fields = {}
@@ -237,13 +245,13 @@ def spelled(rule: AcceptanceRule, number: Callable[[float], object]) -> str:
     return f"{type(rule).__module__}.{type(rule).__qualname__} {fields}"
 
 
-def tells(rule: AcceptanceRule) -> bool:
-    """Whether the rule's spelling tells it from other rules in another process: an address does not."""
+def has_stable_repr(rule: AcceptanceRule) -> bool:
+    """Say whether the rule's repr identifies it in another process too: one with an address does not."""
     return " at 0x" not in repr(rule)
 
 
 def warpers(sampling: SamplingConfig) -> list[bool]:
-    """Greedy or not, and which warpers are on."""
+    """Return whether sampling is greedy, and if not, which warpers are on."""
     if sampling.greedy:
         return [True]
     return [False, sampling.top_k > 0, sampling.top_p < 1]
@@ -252,15 +260,15 @@ def warpers(sampling: SamplingConfig) -> list[bool]:
 # -- on disk ----------------------------------------
 
 
-def unpacked_choice(found: dict[str, Any]) -> Choice:
+def choice_from_json(found: dict[str, Any]) -> Choice:
     return Choice(**{**found, "tree": TreeConfig(**found["tree"])})
 
 
-def packed_forwards(found: Forwards) -> dict[str, Any]:
+def forwards_to_json(found: Forwards) -> dict[str, Any]:
     return {"verify": list(found.verify.items()), "draft": list(found.draft.items())}
 
 
-def unpacked_forwards(found: dict[str, Any]) -> Forwards:
+def forwards_from_json(found: dict[str, Any]) -> Forwards:
     verify = {int(width): positive(seconds) for width, seconds in found["verify"]}
     draft = {int(beam): (positive(first), float(further)) for beam, (first, further) in found["draft"]}
     if verify.keys() != {1, *WIDTHS} or not draft:
@@ -269,18 +277,18 @@ def unpacked_forwards(found: dict[str, Any]) -> Forwards:
 
 
 def positive(seconds: object) -> float:
-    """Seconds that can have been measured; ValueError for others."""
+    """Return the seconds. Raises ValueError unless they are positive and finite."""
     if not isinstance(seconds, float) or not 0 < seconds < math.inf:
-        raise ValueError(f"{seconds!r} are no seconds")
+        raise ValueError(f"{seconds!r} are not positive, finite seconds")
     return seconds
 
 
-def packed_observations(found: Sequence[Observation]) -> list[Any]:
-    """As lists, and scores to six decimals: a tenth of the size."""
+def observations_to_json(found: Sequence[Observation]) -> list[Any]:
+    """Return observations as lists, with scores rounded to six decimals: that is a tenth of the size."""
     return [[one.parents, one.depths, [round(score, 6) for score in one.scores], one.path] for one in found]
 
 
-def unpacked_observations(found: list[Any]) -> list[Observation]:
+def observations_from_json(found: list[Any]) -> list[Observation]:
     seen = [Observation(*one) for one in found]
     for one in seen:
         nodes = range(len(one.parents))

@@ -1,12 +1,12 @@
-"""A tree chosen by cost: what a step takes by the tree's size, and what a head gets accepted by it.
+"""Choose a tree by cost: the time of a step and the tokens accepted in it, both as functions of tree size.
 
-Observations are the steps of a few texts decoded with one wide tree. What a smaller tree would have got
-accepted follows from the same steps, since the better-scored nodes of the wide tree are its own (some of a
-tree that is nearly as wide and much shallower are not in the wide one; it is thought a little worse than it
-is). That holds for the target's own draws; a relaxed rule that misses a child may take another and do nearly
-as well with a narrow tree, so it is watched with each narrow beam. With a min_confidence every observed step
-has a tree of its own size, and its own cost. The size with the most tokens per second is taken, or plain
-decoding where drafting does not pay. measuring.py takes both measurements.
+Observations are the steps of a few texts, decoded with one wide tree. The same steps tell how many tokens a
+smaller tree would have got accepted, since its nodes are the better-scored nodes of the wide tree. (A tree
+that is nearly as wide and much shallower has a few nodes that the wide tree lacks, so it is rated slightly
+too low.) This holds when the target draws the tokens. A relaxed rule that misses one child may take another
+and do nearly as well with a narrow tree, so it is observed with each narrow beam separately. With a
+min_confidence, every observed step has a tree of its own size and a cost of its own. The size with the most
+tokens per second wins, or plain decoding if drafting does not pay. step_costs.py takes both measurements.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from eagle_fsd.core.tree import DraftTree
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 CONFIDENCES = (0.0, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2)
-MARGIN = 1.03  # drafting must promise so much more than plain decoding, or it is left out
+MARGIN = 1.03  # drafting must promise this many times the speed of plain decoding to be chosen
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One step of one text with a wide tree: its nodes, root first, and the drafted ones on the path taken.
+    """One step of one text with a wide tree.
 
-    scores: cumulative log q. Lists, for what follows is a walk over some fifty nodes.
+    parents, depths, scores: of each node, root first; a score is the cumulative log q. path: the drafted
+    nodes on the accepted path. These are lists and not tensors, since a step has only some fifty nodes.
     """
 
     parents: list[int]
@@ -42,8 +43,8 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Rest:
-    """Seconds that accept and keep take in a step, with a draft tree and without one, for one batch size."""
+class StepOverhead:
+    """Seconds that accept and keep take in a step of one batch size, with a draft tree and without one."""
 
     drafted: float
     plain: float
@@ -56,31 +57,31 @@ class Forwards:
     verify: dict[int, float]
     draft: dict[int, tuple[float, float]]
 
-    def with_rest(self, rest: Rest) -> Costs:
-        """The costs of whole steps."""
-        return Costs(self.verify, self.draft, rest.drafted, self.verify[1] + rest.plain)
+    def with_overhead(self, overhead: StepOverhead) -> Costs:
+        """Return the costs of whole steps."""
+        return Costs(self.verify, self.draft, overhead.drafted, self.verify[1] + overhead.plain)
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds of a step's parts, for one batch size and context.
 
-    verify: by width, 1 among them. draft: by beam, of the first level and of each further one. rest: accept
-    and keep; plain: a whole step without a draft.
+    verify: by width, 1 among them. draft: by beam, of the first level and of each further one. overhead: of
+    accept and keep. plain: of a whole step without a draft.
     """
 
     verify: dict[int, float]
     draft: dict[int, tuple[float, float]]
-    rest: float
+    overhead: float
     plain: float
 
-    def step(self, nodes: int, levels: int, top_k: int) -> float:
-        """Of a step that drafts so many levels and verifies so many nodes."""
+    def step_seconds(self, nodes: int, levels: int, top_k: int) -> float:
+        """Return the seconds of a step that drafts `levels` levels and verifies `nodes` nodes."""
         first, further = self.draft[top_k]
-        return first + further * (levels - 1) + self.verify_of(nodes) + self.rest
+        return first + further * (levels - 1) + self.verify_seconds(nodes) + self.overhead
 
-    def verify_of(self, nodes: int) -> float:
-        """Between two measured widths, in proportion."""
+    def verify_seconds(self, nodes: int) -> float:
+        """Return the seconds of a verify forward, interpolated between the two nearest measured widths."""
         above = min(width for width in self.verify if width >= nodes)
         below = max(width for width in self.verify if width <= nodes)
         part = (nodes - below) / (above - below) if above > below else 0.0
@@ -89,7 +90,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Choice:
-    """The tree taken, its expected tokens per step and per second and row, and plain decoding's."""
+    """The chosen tree, its expected tokens per step, and its and plain decoding's tokens per second."""
 
     tree: TreeConfig
     tau: float
@@ -108,27 +109,28 @@ def choose(
     observed: Mapping[int, Sequence[Observation]],
     wanted: AutoTree,
     batch: int = 1,
-    asks: bool = False,
+    host_reads: bool = False,
 ) -> Choice:
-    """The tree of the most tokens per second; ties go to the smaller one. observed: by beam.
+    """Choose the tree with the most tokens per second; ties go to the smaller one.
 
-    asks: whether a step may look at its draft's scores, so that a min_confidence makes it smaller.
+    observed: by beam. host_reads: whether the host may read the draft's scores in a step, so that a
+    min_confidence makes the tree smaller.
     """
     best = Choice(TreeConfig(1), 1.0, 1 / costs.plain, 1 / costs.plain)
     depths = DEPTHS if wanted.depth is None else (wanted.depth,)
     beams = [beam for beam in costs.draft if wanted.top_k in (None, beam)]
-    confidences = CONFIDENCES if asks else (0.0,)
+    confidences = CONFIDENCES if host_reads else (0.0,)
     if wanted.min_confidence is not None:
         confidences = (wanted.min_confidence,)
     for depth, beam in product(depths, beams):
-        drafts = [grown(one, depth, beam) for one in observed[beam]]
+        drafts = [regrow(one, depth, beam) for one in observed[beam]]
         for confidence in confidences:
-            cuts = [draft.cut(TreeConfig(1, depth, beam, confidence), asks) for draft in drafts]
+            pruned = [draft.prune(TreeConfig(1, depth, beam, confidence), host_reads) for draft in drafts]
             for width in costs.verify:
                 if not depth < width <= 1 + beam + (depth - 1) * beam**2:
-                    continue  # a deeper tree than nodes, or more nodes than candidates
+                    continue  # too few nodes for the depth, or more nodes than candidates
                 tree = TreeConfig(int(width), int(depth), int(beam), confidence)
-                tau, seconds = expected(cuts, tree, costs, batch)
+                tau, seconds = predict_step(pruned, tree, costs, batch)
                 least = MARGIN if best.tree.total_tokens == 1 else 1.0
                 if tau / seconds > least * best.tokens_per_second:
                     best = Choice(tree, tau, tau / seconds, 1 / costs.plain)
@@ -136,11 +138,11 @@ def choose(
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A draft without what is not confident enough.
+class PrunedDraft:
+    """A draft without the candidates that are not confident enough.
 
-    levels: how many are drafted. accepted: how many drafted tokens the step would have got of the first 0, 1,
-    ... candidates that are left, best first. whole: whether as many nodes are verified as there may be.
+    levels: how many levels are drafted. accepted: how many drafted tokens the step would have got accepted
+    from the best 0, 1, ... remaining candidates. whole: whether the tree always has its full size.
     """
 
     levels: int
@@ -148,20 +150,20 @@ class Cut:
     whole: bool
 
     def nodes(self, tree: TreeConfig) -> int:
-        """The nodes that are verified, root included."""
+        """Return the number of verified nodes, root included."""
         return tree.total_tokens if self.whole else min(tree.total_tokens, len(self.accepted))
 
     def tokens(self, tree: TreeConfig) -> int:
-        """The tokens that the step emits."""
+        """Return the number of tokens that the step emits."""
         return 1 + self.accepted[min(tree.total_tokens, len(self.accepted)) - 1]
 
 
 @dataclass(frozen=True)
-class Grown:
-    """What a draft of a narrower tree would have been at an observed step: its candidates, best first.
+class NarrowDraft:
+    """The draft that a narrower tree would have had at an observed step: its candidates, best first.
 
-    scores: cumulative log q. depths, taken: of each; whether it is on the path. beams: the best score of each
-    level's beam.
+    scores: the cumulative log q of each candidate. depths: of each candidate. taken: whether it is on the
+    accepted path. beams: the best score of each level's beam.
     """
 
     scores: list[float]
@@ -169,36 +171,41 @@ class Grown:
     taken: list[bool]
     beams: list[float]
 
-    def cut(self, tree: TreeConfig, asks: bool = True) -> Cut:
-        """At the tree's min_confidence, its size aside; asks: see `choose`."""
+    def prune(self, tree: TreeConfig, host_reads: bool = True) -> PrunedDraft:
+        """Drop candidates below the tree's min_confidence, whatever its size. host_reads: see `choose`."""
         levels = 1 + sum(score >= tree.min_parent_score for score in self.beams[:-1])
         accepted = [0]
         for score, depth, taken in zip(self.scores, self.depths, self.taken, strict=True):
             if depth <= levels and score >= tree.min_score:
                 accepted.append(accepted[-1] + taken)
-        whole = not asks or not tree.min_confidence
-        return Cut(tree.depth if whole else levels, accepted, whole)
+        whole = not host_reads or not tree.min_confidence
+        return PrunedDraft(tree.depth if whole else levels, accepted, whole)
 
 
-def expected(cuts: Sequence[Cut], tree: TreeConfig, costs: Costs, batch: int = 1) -> tuple[float, float]:
-    """Tokens per step and row, and seconds of a step. A batch's step is as large as its largest row's."""
+def predict_step(
+    pruned: Sequence[PrunedDraft], tree: TreeConfig, costs: Costs, batch: int = 1
+) -> tuple[float, float]:
+    """Return tokens per step and row, and seconds per step.
+
+    pruned: the rows of a batch are neighbours. A batch's step is as large as the step of its largest row.
+    """
     seconds = []
-    for start in range(0, len(cuts), batch):
-        rows = cuts[start : start + batch]
+    for start in range(0, len(pruned), batch):
+        rows = pruned[start : start + batch]
         nodes, levels = max(row.nodes(tree) for row in rows), max(row.levels for row in rows)
-        seconds.append(costs.step(nodes, levels, tree.top_k))
-    return statistics.fmean(cut.tokens(tree) for cut in cuts), statistics.fmean(seconds)
+        seconds.append(costs.step_seconds(nodes, levels, tree.top_k))
+    return statistics.fmean(draft.tokens(tree) for draft in pruned), statistics.fmean(seconds)
 
 
-def grown(one: Observation, depth: int, top_k: int) -> Grown:
-    """The candidates that a narrower tree's draft would have had, as far as the wide tree holds them."""
+def regrow(one: Observation, depth: int, top_k: int) -> NarrowDraft:
+    """Return the candidates that a narrower tree would have had, as far as the wide tree holds them."""
     eligible: list[int] = []
     beam, beams = {0}, []
     for level in range(1, depth + 1):
         nodes = []
         for parent in beam:
-            born = [node for node, mine in enumerate(one.parents) if mine == parent]
-            nodes += sorted(born, key=lambda node: (-one.scores[node], node))[:top_k]
+            children = [node for node, mine in enumerate(one.parents) if mine == parent]
+            nodes += sorted(children, key=lambda node: (-one.scores[node], node))[:top_k]
         nodes.sort(key=lambda node: (-one.scores[node], node))
         eligible += nodes
         beam = set(nodes[:top_k])
@@ -206,7 +213,7 @@ def grown(one: Observation, depth: int, top_k: int) -> Grown:
         assert all(one.depths[node] == level for node in nodes)
     order = sorted(eligible, key=lambda node: (-one.scores[node], node))
     path = set(one.path)
-    return Grown(
+    return NarrowDraft(
         scores=[one.scores[node] for node in order],
         depths=[one.depths[node] for node in order],
         taken=[node in path for node in order],
@@ -215,8 +222,8 @@ def grown(one: Observation, depth: int, top_k: int) -> Grown:
 
 
 @dataclass
-class Witness:
-    """An observer of `decode` that notes every tree and the path that was taken in it."""
+class TreeObserver:
+    """An observer of `decode` that records every tree and the path that was accepted in it."""
 
     observations: list[Observation] = field(default_factory=list)
 
@@ -228,7 +235,8 @@ class Witness:
 
 
 def path_scores(tree: DraftTree) -> Tensor:
-    """The cumulative log q [B, N] of every node's path; 0 at the root."""
+    """Return the cumulative log q [B, N] of every node's path; 0 at the root."""
+    # Walk up from every node at once, one level per pass; `above` is -1 once a walk has passed the root.
     own = tree.node_log_q().masked_fill(tree.depths == 0, 0.0)
     total, above = own, tree.parents
     for _ in range(tree.depth):

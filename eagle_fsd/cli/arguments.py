@@ -1,4 +1,4 @@
-"""What the command line's flags mean: a rule, a tree, the options of a generation. Needs no model."""
+"""Turn the command line's flags into a rule, a tree and the options of a generation. Needs no model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from eagle_fsd.acceptance.accept import AcceptanceRule
     from eagle_fsd.decoding.request import GenerationOptions
 
-# Flags of the rules' own fields; None where not given, so that the rules' defaults hold.
+# Flags for the fields of the rules. A flag that is not given is None, so that the rule's default applies.
 RULE_FLAGS = (
     "threshold", "quality_budget", "divergence", "mode", "child", "min_p", "max_overshoot", "min_gain",
     "max_consecutive", "exact_prefix", "epsilon", "delta", "candidates", "margin", "single", "acc", "weight",
@@ -24,7 +24,10 @@ Value = TypeVar("Value")
 
 
 def make_rule(args: argparse.Namespace) -> AcceptanceRule | AutoThreshold:
-    """Make the rule that the flags name, with its defaults (threshold 0); refuse a flag of another rule."""
+    """Make the rule that the flags name.
+
+    Its fields have their defaults (threshold 0) unless given. Raises ValueError for a flag of another rule.
+    """
     from eagle_fsd.acceptance.rule_names import RULES
 
     auto = args.rule == "fuzzy" and args.threshold == AUTO
@@ -33,7 +36,7 @@ def make_rule(args: argparse.Namespace) -> AcceptanceRule | AutoThreshold:
 
 
 def refuse_flags_of_others(args: argparse.Namespace, rule: type, auto: bool) -> None:
-    """Raise ValueError for a flag that was given and that the rule has no field for."""
+    """Raise ValueError for a given flag that the rule has no field for."""
     takes = {field.name for field in dataclasses.fields(rule)} | ({"threshold"} if auto else set())
     for name in RULE_FLAGS:
         value = getattr(args, name)
@@ -47,7 +50,7 @@ def refuse_flags_of_others(args: argparse.Namespace, rule: type, auto: bool) -> 
 
 
 def given(value: Value | None, default: Value) -> Value:
-    """Return a flag's value, or the default where it was not given."""
+    """Return a flag's value, or the default if it was not given."""
     return default if value is None else value
 
 
@@ -142,7 +145,7 @@ MAKERS: dict[str, Callable[[argparse.Namespace], AcceptanceRule]] = {
 
 
 def make_tree(args: argparse.Namespace) -> TreeConfig | AutoTree:
-    """Make the tree that the flags name; what they leave open is measured, or else the default."""
+    """Make the tree that the flags name. With --total-tokens auto, sizes that are not given are measured."""
     if args.total_tokens == AUTO:
         return AutoTree(args.depth, args.tree_top_k, args.min_confidence)
     usual = TreeConfig()
@@ -155,7 +158,7 @@ def make_tree(args: argparse.Namespace) -> TreeConfig | AutoTree:
 
 
 def generation_options(args: argparse.Namespace) -> GenerationOptions:
-    """Make the options of a generation; all are checked here, before a model is loaded."""
+    """Make the options of a generation. All are checked here, before a model is loaded."""
     from eagle_fsd.decoding.request import GenerationOptions
 
     return GenerationOptions(
@@ -170,7 +173,7 @@ def generation_options(args: argparse.Namespace) -> GenerationOptions:
 
 
 def parse_stream(text: str) -> tuple[int, int]:
-    """The (seed, row) pair written S or S/N."""
+    """Return the (seed, row) pair that is written as S or S/N."""
     seed, slash, row = text.partition("/")
     parts = (seed, row if slash else "0")
     if not all(part.isascii() and part.isdecimal() and int(part) < 2**63 for part in parts):

@@ -20,15 +20,15 @@ from eagle_fsd.core.devices import host_can_read
 class DraftTree:
     """The tree of one step.
 
-    tokens, parents, depths: [B, N] int64; the root has parent -1 and depth 0. So has a filler, which stands
-    in for a node where another row of the batch has more of them: nobody's child, it is never reached.
+    tokens, parents, depths: [B, N] int64; the root has parent -1 and depth 0. A filler has them too. It fills
+      up a row that has fewer nodes than another row of the batch; as nobody's child it is never reached.
     log_q: [B, M, W] float32, the draft's log-probabilities at the nodes that have children.
     owners: [B, M] int64, the node that each row of log_q belongs to; -1 marks an unused row.
     depth: the most drafted tokens on a path, so that a walk has static length.
-    drafted: [W] int64, the tokens that log_q covers, all others having q = 0; None: all V, in order.
+    drafted: [W] int64, the tokens that log_q covers; all others have q = 0. None: all V, in order.
       A drafter that copies tokens lists those that it copied, and its log_q is 0 at one token, else -inf.
-    columns: [B, N] int64, where each node's token stands in log_q; None where that is at its id.
-    most: the nodes that a tree of its config may have, where this one may have fewer.
+    columns: [B, N] int64, the column of each node's token in log_q; None if the column is the token's id.
+    most: the number of nodes that the tree's config allows, if this tree may have fewer.
     """
 
     tokens: Tensor
@@ -43,7 +43,7 @@ class DraftTree:
 
     @property
     def largest(self) -> int:
-        """The nodes of the largest tree that this step might have had: for so many it uses random numbers."""
+        """The number of nodes that this step might have had. It draws random numbers for that many nodes."""
         return max(self.most, self.tokens.shape[1])
 
     def select(self, rows: Sequence[int]) -> DraftTree:
@@ -61,20 +61,21 @@ class DraftTree:
 
     @property
     def children(self) -> Tensor:
-        """[B, N, N] bool: whether node m (last) is a child of node n."""
+        """[B, N, N] bool: whether node m (last) is a child of node n (second)."""
         return children(self.parents)
 
     def node_log_q(self) -> Tensor:
-        """log q of every node's token at its parent: [B, N]; -inf at the root."""
+        """Return log q of every node's token at its parent: [B, N]; -inf at the root."""
         parents, owners = self.parents, self.owners
         columns = self.tokens if self.columns is None else self.columns
         owned = (owners[:, None, :] == parents[:, :, None]) & (owners >= 0)[:, None, :]  # [B, N, M]
+        # A parent owns at most one row, and argmax finds it; without one it returns 0, which is masked below.
         row = owned.to(torch.uint8).argmax(-1) if owners.shape[1] else torch.zeros_like(parents)
         rows = torch.arange(len(columns), device=columns.device)[:, None]
         return torch.where(owned.any(-1), self.log_q[rows, row, columns], -torch.inf)
 
     def whole_log_q(self, vocab_size: int) -> Tensor:
-        """log_q over the whole vocabulary: [B, M, V], -inf at tokens that are not drafted."""
+        """Return log_q over the whole vocabulary: [B, M, V], -inf at tokens that are not drafted."""
         if self.drafted is None:
             return self.log_q
         whole = self.log_q.new_full((*self.log_q.shape[:-1], vocab_size), -torch.inf)
@@ -83,11 +84,11 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Every drafted token that competes for a place, level by level, so that a parent precedes its children.
+    """All drafted tokens that compete for a place, level by level, so that a parent precedes its children.
 
-    columns, parents: [B, C] int64; columns say where a token stands in log_q, parents index candidates, -1
-    is the root. scores: [B, C] float32, the cumulative log-probability of the path. depths: [C] int64, at
-    least 1.
+    columns, parents: [B, C] int64. A column is a token's place in log_q. A parent is the index of a
+    candidate, or -1 for the root. scores: [B, C] float32, the cumulative log-probability of the path.
+    depths: [C] int64, at least 1.
     """
 
     columns: Tensor
@@ -97,7 +98,7 @@ class Candidates:
 
 
 def root_only(roots: Tensor, vocab_size: int) -> DraftTree:
-    """The tree of plain decoding: roots [B] and nothing else."""
+    """Return the tree of plain decoding, which has the roots [B] and no other node."""
     tokens = roots[:, None]
     zeros = torch.zeros_like(tokens)
     return DraftTree(
@@ -111,11 +112,11 @@ def root_only(roots: Tensor, vocab_size: int) -> DraftTree:
 
 
 def rerank(scores: Tensor, count: int) -> Tensor:
-    """The `count` best candidates of scores [B, C], as ascending indices [B, count] (EAGLE-2, section 4.2).
+    """Return the `count` best candidates of scores [B, C], as ascending indices [B, count].
 
-    The sort is stable, so a tie goes to the earlier, shallower candidate. No score exceeds its parent's,
-    hence the selection is closed under parents also when a draft probability of exactly 1 ties a child with
-    its parent.
+    This is the rerank of EAGLE-2, section 4.2. The sort is stable, so a tie goes to the earlier, shallower
+    candidate. No score exceeds its parent's, so a candidate is never selected without its parent, not even
+    when a draft probability of exactly 1 ties the two.
     """
     ranked = torch.nan_to_num(scores, nan=-torch.inf).sort(dim=1, descending=True, stable=True).indices
     return ranked[:, :count].sort(dim=1).values
@@ -131,20 +132,20 @@ def build_tree(
     drafted: Tensor | None = None,
     min_score: float = -torch.inf,
 ) -> DraftTree:
-    """Keep the best total_tokens - 1 candidates below roots [B], of those with at least such a score.
+    """Build the tree of the best total_tokens - 1 candidates below roots [B] that score at least min_score.
 
-    log_q: [B, E, W] for the E expanded nodes; owners: [B, E], each one's candidate index, -1 for the root;
+    log_q: [B, E, W] for the E expanded nodes; owners: [B, E], the candidate index of each, -1 for the root;
     drafted, depth: see DraftTree.
-    Expanded nodes that lost their children in the rerank give up their rows: M = min(E, total_tokens - 1)
-    rows suffice. Where it costs nothing to ask, M is what the tree needs, and N what the row with the most
-    nodes needs; fillers make up what others lack.
+    Expanded nodes that lost their children in the rerank lose their rows of log_q too, so that
+    M = min(E, total_tokens - 1) rows suffice. If the host can read the tensors for free, M is only the rows
+    that the tree needs, and N only the nodes of the row with the most nodes; fillers fill up the other rows.
     """
     count = total_tokens - 1
     if min_score > -torch.inf and host_can_read(pool.scores):
         count = min(count, int((pool.scores >= min_score).sum(1).amax()))
     kept = rerank(pool.scores, count)  # [B, N-1] candidate indices
-    # No score exceeds its parent's: below a filler there are fillers. They go last, so that a row's own nodes
-    # are numbered as they are without them.
+    # No score exceeds its parent's, so all nodes below a filler are fillers. They go last, so that the other
+    # nodes of the row have the same numbers as without them.
     filler, order = (pool.scores.gather(1, kept) < min_score).sort(dim=1, stable=True)
     kept = kept.gather(1, order)
     node_of = torch.full_like(pool.columns, -1)  # [B, C] node index of a candidate
@@ -158,6 +159,7 @@ def build_tree(
     depths = pool.depths.expand_as(pool.columns).gather(1, kept)
     expanded = nodes_of_candidates(owners, node_of)  # [B, E]
     has_children = children(parents).any(-1)  # [B, N]
+    # Only rows of log_q whose node was kept and still has children are needed; they go first.
     used = (expanded >= 0) & has_children.gather(1, expanded.clamp(min=0))
     needed = int(used.sum(1).amax()) if host_can_read(used) else min(owners.shape[1], count)
     rows = used.sort(dim=1, descending=True, stable=True).indices[:, :needed]
@@ -176,35 +178,36 @@ def build_tree(
 
 
 def nodes_of_candidates(candidates: Tensor, node_of: Tensor) -> Tensor:
-    """Node indices of candidates [B, X]: -1, the root, becomes 0; one that was not kept, -1."""
+    """Return the node indices of candidates [B, X]: 0 for the root, which is -1 here; -1 if not kept."""
     return torch.where(candidates < 0, 0, node_of.gather(1, candidates.clamp(min=0)))
 
 
 def children(parents: Tensor) -> Tensor:
-    """[B, N, N] bool from parents [B, N]: whether m (last) is a child of n."""
+    """Return [B, N, N] bool from parents [B, N]: whether node m (last) is a child of node n (second)."""
     nodes = torch.arange(parents.shape[1], device=parents.device)
     return parents[:, None, :] == nodes[:, None]
 
 
 def ancestors(parents: Tensor, depth: int) -> Tensor:
-    """[B, N, N] bool from parents [B, N]: whether m (last) is on the path from the root to n, n too."""
+    """Return [B, N, N] bool from parents [B, N]: whether m (last) is n or an ancestor of n."""
     reached = (
         torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
         .expand(len(parents), -1, -1)
         .clone()
     )
+    # Every pass moves all nodes one step up and marks where they are: `depth` passes reach every root.
     current = parents
     for _ in range(depth):
-        reached.scatter_(2, current.clamp(min=0)[:, :, None], True)  # past the root, the root again
+        reached.scatter_(2, current.clamp(min=0)[:, :, None], True)  # past the root, mark the root again
         current = torch.where(current < 0, -1, parents.gather(1, current.clamp(min=0)))
     return reached
 
 
 def visible_slots(lengths: Tensor, slots: Tensor, relation: Tensor, view: int) -> Tensor:
-    """The slots that each new token sees: all committed ones, and of the new ones its own path.
+    """Return which slots each new token sees, [B, q, view] bool: all committed ones, and its own path.
 
-    lengths: [B] committed slots. slots: [B, n] where the n related tokens are written. relation: [B, q, n]
-    bool, whether query q sees related token n. Returns [B, q, view] bool.
+    lengths: [B], the number of committed slots. slots: [B, n], the slots of the n related tokens.
+    relation: [B, q, n] bool, whether query q sees related token n.
     """
     committed = torch.arange(view, device=lengths.device) < lengths[:, None]  # [B, S]
     visible = committed[:, None, :].expand(-1, relation.shape[1], -1).clone()
@@ -212,18 +215,19 @@ def visible_slots(lengths: Tensor, slots: Tensor, relation: Tensor, view: int) -
 
 
 def within_window(visible: Tensor, query_positions: Tensor, slot_positions: Tensor, window: int) -> Tensor:
-    """Narrow visible [B, q, S] to a sliding window, by position and not by slot: siblings share a position.
+    """Return visible [B, q, S] narrowed to a sliding window of positions, not of slots.
 
-    query_positions: [B, q]; slot_positions: [B, S]. A key is seen when query position - key position <
-    window.
+    Siblings have different slots but the same position. query_positions: [B, q]; slot_positions: [B, S]. A
+    key is seen if query position - key position < window.
     """
     return visible & (query_positions[:, :, None] - slot_positions[:, None, :] < window)
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, q, S] mask in the model's dtype: 0 where visible, the smallest number elsewhere.
+    """Return an additive mask [B, 1, q, S] in the model's dtype: 0 where visible, else the lowest number.
 
-    A bool mask is silently wrong in eager attention, and -inf gives NaN on rows that see nothing.
+    Eager attention would add a bool mask to its scores, which is silently wrong. -inf would give NaN on rows
+    that see nothing.
     """
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

@@ -1,1 +1,1 @@
-"""The decoding loop, what it is asked and what it gives back."""
+"""The decoding loop, its requests and its outputs."""

@@ -1,7 +1,7 @@
 """The decoding loop: draft, verify, accept, keep, until every row is done. It knows token ids and no text.
 
 The last prompt token is the first root: it is the newest token not yet run through the target, like every
-root after it. So each step, the first included, emits what its tree yields, and tau needs no exception for
+root after it. So every step, the first included, emits the tokens of its tree, and tau needs no exception for
 the prompt.
 """
 
@@ -28,7 +28,7 @@ from eagle_fsd.target.session import TargetSession
 class NonFiniteLogits(FloatingPointError):
     """The target's logits on an accepted path are NaN, +inf or all -inf, so that no token can be emitted.
 
-    step: counted from 1; row: by its place in the request.
+    step: counted from 1. row: its place in the request.
     """
 
     def __init__(self, step: int, row: int) -> None:
@@ -58,7 +58,7 @@ def decode(
     batch = Batch(target, drafter, random, request.tree, watch, accept_step, request.observer)
     with watch("prefill"):
         batch.begin(texts, prefill(request.tokens, request.lengths, target, drafter))
-    while batch.going:
+    while batch.active:
         emitted = batch.step()
         yield [emitted.get(text, []) for text in texts]
 
@@ -66,7 +66,7 @@ def decode(
 class Batch:
     """Texts that are decoded together. Rows leave when their text is done, and others may take their places.
 
-    texts: by row. roots: [B], each row's newest token, which the target has not read yet.
+    texts: by row. roots: [B], the newest token of each row, which the target has not read yet.
     """
 
     def __init__(
@@ -88,20 +88,20 @@ class Batch:
         self._ends: dict[tuple[int, ...], Tensor] = {}  # end tokens, on the device
 
     @property
-    def going(self) -> list[Text]:
+    def active(self) -> list[Text]:
         """The texts that are not done."""
         return [text for text in self.texts if not text.done]
 
     def begin(self, texts: Sequence[Text], roots: Tensor) -> None:
-        """Decode these texts, whose prompts target and drafter have read up to the roots [B]."""
+        """Start with these texts. Target and drafter have read their prompts up to the roots [B]."""
         self.texts, self.roots = list(texts), roots
 
-    def step(self, hold: bool = False) -> dict[Text, list[int]]:
-        """Run one step and return what each text that was not done emitted in it.
+    def step(self, keep_done: bool = False) -> dict[Text, list[int]]:
+        """Run one step and return the tokens that each unfinished text emitted in it.
 
-        hold: keep the rows of texts that are done, for others that wait to take their places.
+        keep_done: keep the rows of finished texts, for waiting texts to take their places.
         """
-        watch, before = self.watch, self.going
+        watch, before = self.watch, self.active
         with watch("draft"):
             tree = self.drafter.draft(self.roots, self.tree)
         with watch("verify"):
@@ -115,11 +115,11 @@ class Batch:
                 counts = {self.texts[row]: len(emitted.get(self.texts[row], ())) for row in rows}
                 self.observer(verified, part, {text.number: count for text, count in counts.items()})
         with watch("keep"):
-            if self.going:
+            if self.active:
                 kept = [0 if text.done else steps[text].count for text in self.texts]
                 self.roots = keep(self.target, self.drafter, verdict, features, kept)
-                if not hold:
-                    self._leave()
+                if not keep_done:
+                    self._drop_done_rows()
         return emitted
 
     def select(self, rows: Sequence[int]) -> None:
@@ -130,7 +130,7 @@ class Batch:
         self.roots = self.roots[list(rows)]
 
     def join(self, other: Batch) -> None:
-        """Take in the texts of another batch on the same models: first in the places of texts that are done.
+        """Take in the texts of another batch on the same models, in the places of finished texts first.
 
         The other batch has read its prompts and made no step.
         """
@@ -149,8 +149,7 @@ class Batch:
     def _accept(
         self, tree: DraftTree, logits: Tensor
     ) -> tuple[list[tuple[list[int], Verified, Verdict]], Verdict]:
-        """Apply each text's rule. Returns what was said of each group of rows with the same terms, and of
-        all rows in one."""
+        """Apply each text's rule. Return the verdicts on groups of rows with the same terms, and on all."""
         emitted = on_device([text.stats.new_tokens for text in self.texts], logits.device)
         groups: list[tuple[Terms, list[int]]] = []
         for row, text in enumerate(self.texts):
@@ -160,13 +159,13 @@ class Batch:
             else:
                 mine.append(row)
         found = []
-        for terms, rows in groups:
+        for terms, rows in groups:  # almost always one, whose tensors need no copy
             part = (tree, logits, self.random, emitted)
             if len(groups) > 1:
                 part = (tree.select(rows), logits[rows], self.random.at(rows), emitted[rows])
             ends = self._end_tokens(terms, logits.device)
             found.append((rows, *self.accept_step(terms.rule, terms.sampling, ends, *part)))
-        return found, merged([(rows, verdict) for rows, _, verdict in found])
+        return found, merge_verdicts([(rows, verdict) for rows, _, verdict in found])
 
     def _end_tokens(self, terms: Terms, device: torch.device) -> Tensor:
         ends = terms.eos_token_ids
@@ -174,37 +173,37 @@ class Batch:
             self._ends[ends] = torch.tensor(ends, dtype=torch.int64, device=device)
         return self._ends[ends]
 
-    def _leave(self) -> None:
-        """Drop rows whose texts are done; see `rows_kept`."""
+    def _drop_done_rows(self) -> None:
+        """Drop rows whose texts are done; see `choose_rows`."""
         recorded = self.accept_step.stepper.records and self.observer is None
-        kept = rows_kept([text.done for text in self.texts], recorded)
+        kept = choose_rows([text.done for text in self.texts], recorded)
         if len(kept) < len(self.texts):
             self.select(kept)
 
 
-def rows_kept(done: Sequence[bool], recorded: bool) -> list[int]:
+def choose_rows(done: Sequence[bool], recorded: bool) -> list[int]:
     """Choose the rows of the next step's batch, in order. done: by row, whether its text is done.
 
-    Without recording only the others stay. A recording is good for one number of rows: with recording, rows
-    that are done stay until half of the batch can leave at once. They commit no token, so that neither their
-    texts nor their caches grow, and nothing of theirs is emitted or counted.
+    Without recording, only unfinished rows stay. A recording works for one number of rows only, so with
+    recording, finished rows stay until half of the batch can leave at once. They commit no token: their texts
+    and caches do not grow, and nothing of theirs is emitted or counted.
     """
-    going = done.count(False)
-    count = going
+    active = done.count(False)
+    count = active
     if recorded:
         count = len(done)
-        while (half := (count + 1) // 2) < count and going <= half:
+        while (half := (count + 1) // 2) < count and active <= half:
             count = half
-    idle = [row for row, is_done in enumerate(done) if is_done][: count - going]
+    idle = [row for row, is_done in enumerate(done) if is_done][: count - active]
     return [row for row, is_done in enumerate(done) if not is_done or row in idle]
 
 
 def prefill(tokens: Tensor, lengths: Sequence[int], target: TargetSession, drafter: Drafter) -> Tensor:
-    """Run prompts [B, L] but the last token of each, the first root [B], which is returned."""
+    """Run prompts [B, L] except the last token of each, and return those tokens, the first roots [B]."""
     counts = [length - 1 for length in lengths]
     features = target.prefill(tokens[:, :-1], counts)
     before = None
-    if drafter.needs.features:  # a text's first token was chosen by none
+    if drafter.needs.features:  # no feature comes before a text's first token
         before = torch.cat((features.new_zeros(len(counts), 1, features.shape[-1]), features), dim=1)
     drafter.begin(Seen(tokens, lengths, before))
     last = on_device(counts, tokens.device)[:, None]
@@ -214,19 +213,22 @@ def prefill(tokens: Tensor, lengths: Sequence[int], target: TargetSession, draft
 def keep(
     target: TargetSession, drafter: Drafter, verdict: Verdict, features: Tensor, counts: Sequence[int]
 ) -> Tensor:
-    """Commit the path, show the drafter its tokens and features [B, N, d], return the next roots [B]."""
+    """Commit the path, show the drafter its tokens and features, and return the next roots [B].
+
+    features: [B, N, d], of all nodes. counts: the nodes of each row's path to commit.
+    """
     target.keep(verdict.path, counts)
     before = None
     if drafter.needs.features:
-        # A node's feature is what the token after it was chosen by.
+        # The token after a node was chosen from the node's feature.
         nodes = verdict.path.clamp(min=0)[:, :, None].expand(-1, -1, features.shape[-1])
         before = features.gather(1, nodes)
     drafter.extend(Seen(verdict.tokens.clamp(min=0), counts, before))
     return verdict.next_token
 
 
-def merged(parts: Sequence[tuple[Sequence[int], Verdict]]) -> Verdict:
-    """Put verdicts on groups of rows together, in the order of the rows, without the rules' own `chances`."""
+def merge_verdicts(parts: Sequence[tuple[Sequence[int], Verdict]]) -> Verdict:
+    """Merge verdicts on groups of rows into one, in the order of the rows, without the rules' `chances`."""
     if len(parts) == 1:
         return parts[0][1]
     order = [row for rows, _ in parts for row in rows]
@@ -243,8 +245,8 @@ def merged(parts: Sequence[tuple[Sequence[int], Verdict]]) -> Verdict:
 class Step:
     """One row's part of a verdict, on the host.
 
-    count: nodes on the path. tokens: the `count` tokens that it emits. fuzzy: for each but the last, whether
-    it was a fuzzy accept. finite: see Verdict.
+    count: the nodes on the path. tokens: the `count` tokens that it emits. fuzzy: for each token but the
+    last, whether it was a fuzzy accept. finite: see Verdict.
     """
 
     count: int
@@ -254,7 +256,7 @@ class Step:
 
 
 def to_host(verdict: Verdict) -> list[Step]:
-    """Fetch what the host needs of a verdict, in one transfer."""
+    """Copy the parts of a verdict that the host needs, in one transfer."""
     parts = (verdict.finite[:, None], verdict.length[:, None], verdict.tokens, verdict.fuzzy[:, 1:])
     packed = torch.cat([part.long() for part in parts], dim=1).tolist()
     width = verdict.tokens.shape[1]
@@ -265,13 +267,13 @@ def to_host(verdict: Verdict) -> list[Step]:
 
 
 def emit(text: Text, step: Step) -> list[int]:
-    """Cut a step's tokens at the text's limit and after its first end token, and record what is left."""
+    """Cut a step's tokens at the text's limit and after its first end token, and record the others."""
     stats, ends = text.stats, text.terms.eos_token_ids
     if not step.finite:
         raise NonFiniteLogits(stats.steps + 1, text.number)
-    room = text.limit - stats.new_tokens
-    end = next((place for place, token in enumerate(step.tokens) if token in ends), room)
-    emitted = step.tokens[: min(room, end + 1)]
+    limit = text.limit - stats.new_tokens
+    end = next((place for place, token in enumerate(step.tokens) if token in ends), limit)
+    emitted = step.tokens[: min(limit, end + 1)]
     accepted = min(len(emitted), step.count - 1)  # the last token is the target's own, not an accepted one
     relaxed = sum(step.fuzzy[:accepted])
     stats.record(len(emitted), accepted - relaxed, relaxed)

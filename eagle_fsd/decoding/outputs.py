@@ -1,4 +1,4 @@
-"""What a generation gives back: a batch's output, or one text as a stream of chunks."""
+"""The outputs of a generation: a whole batch, or one text as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from eagle_fsd.core.stats import GenerationStats, Stopwatch
 
 @dataclass(frozen=True)
 class GenerationOutput:
-    """sequences: [B, L + most new tokens], the input as given, then new tokens, right-padded with the pad
+    """The texts of a batch, and how they were made.
+
+    sequences: [B, L + most new tokens], the input as given, then the new tokens, right-padded with the pad
     token. new_tokens: the new tokens of each row, an end token included. stats: one GenerationStats per row.
-    tree: the draft trees' size, rule: the acceptance rule, both as they were settled; None for the target
-    alone. seed: what gives the same texts again, drawn where none was given; None if nothing was sampled.
+    tree, rule: the size of the draft trees and the acceptance rule that were used; None for the target alone.
+    seed: the seed that gives the same texts again, also if it was drawn; None if nothing was sampled.
     """
 
     sequences: Tensor
@@ -35,10 +37,10 @@ class GenerationOutput:
 
 @dataclass(frozen=True)
 class BatchStream:
-    """A batch as it is made: each of `steps` is what every row emitted in it, nothing once the row is done.
+    """A batch while it is made. Each step yields the tokens of every row, none once the row is done.
 
-    stats: one per row, live; their seconds are the caller's to take, of the watch and of its own. tree, rule,
-    seed: as they were settled; see GenerationOutput. `close()` it, or use it in a `with`, to end it early.
+    stats: one per row, updated at every step except for the seconds: the caller sets them, from the watch and
+    from its own clock. tree, rule, seed: see GenerationOutput. Call `close()`, or use a `with`, to end early.
     """
 
     steps: Generator[list[list[int]]]
@@ -52,7 +54,7 @@ class BatchStream:
         _suspended.add(self.steps)
 
     def close(self) -> None:
-        """Free the memory of the texts; there are no further steps."""
+        """End the texts and free their memory."""
         close_quietly(self.steps)
 
     def __enter__(self) -> BatchStream:
@@ -63,13 +65,13 @@ class BatchStream:
 
 
 def close_quietly(steps: Generator[object]) -> None:
-    """Close a generator; one that another thread is in goes on until its next step."""
+    """Close a generator. If another thread is running it, it goes on until its next step."""
     with contextlib.suppress(ValueError):
         steps.close()
 
 
-# Steps that are still suspended when the interpreter exits are closed while torch is there: left to
-# themselves, they would run their last lines among modules that are half gone.
+# Generators that are still suspended when the interpreter exits are closed while torch is still loaded.
+# Otherwise their last lines would run after modules were torn down.
 _suspended: weakref.WeakSet[Generator[object]] = weakref.WeakSet()
 
 
@@ -80,10 +82,10 @@ def _close_suspended() -> None:
 
 
 class TokenStream:
-    """The chunks of one text (token ids, a list per step) as they are made; `stats` is live.
+    """The chunks of one text, a list of token ids per step, as they are made.
 
-    tree, rule, seed: as they were settled; see GenerationOutput. A loop that is left ends the text; so do
-    `close()` and a `with`.
+    stats: updated at every step. tree, rule, seed: see GenerationOutput. Leaving the loop ends the text, and
+    so do `close()` and the end of a `with`.
     """
 
     def __init__(self, started: BatchStream) -> None:
@@ -92,7 +94,7 @@ class TokenStream:
         self._started = started
 
     def close(self) -> None:
-        """Free the memory of the text; there are no further chunks."""
+        """End the text and free its memory."""
         self._started.close()
 
     def __enter__(self) -> TokenStream:
@@ -102,7 +104,7 @@ class TokenStream:
         self.close()
 
     def __iter__(self) -> Iterator[list[int]]:
-        seconds = 0.0  # spent here; what the caller does between two chunks is not ours
+        seconds = 0.0  # spent here, and not by the caller between two chunks
         try:
             while True:
                 start = time.perf_counter()

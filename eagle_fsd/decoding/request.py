@@ -1,4 +1,4 @@
-"""What a caller asks for, checked: how to generate, prompts as one batch, and the tokens that end a text."""
+"""The caller's wishes, checked: options, prompts as one batch, and the tokens that end a text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified
@@ -21,8 +22,8 @@ from eagle_fsd.target.model import TargetModel
 class Observer(Protocol):
     """Looks at every step of a batch and changes nothing.
 
-    emitted: how many tokens each row of the tree, by its number in the request, got of the verdict's. Where
-    steps are recorded (see step_recorder.py) the next one overwrites all these tensors: copy what is kept.
+    emitted: how many of the verdict's tokens each row emitted, by the row's number in the request. If steps
+    are recorded (see step_recorder.py), the next step overwrites all these tensors: copy what you keep.
     """
 
     def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None: ...
@@ -30,7 +31,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How to generate: what `EagleFSD.generate` takes beside the prompts.
+    """How to generate: the arguments of `EagleFSD.generate` beside the prompts.
 
     max_new_tokens: the most new tokens of each text.
     temperature, top_k, top_p: see SamplingConfig; temperature 0 is greedy.
@@ -38,13 +39,13 @@ class GenerationOptions:
       quality budget from the head's calibration.
     tree: the draft tree's size; None is TreeConfig(), total_tokens=1 is plain decoding, and AutoTree()
       measures which is fastest here, or takes the calibration's.
-    seed: the same one and the same tree give the same texts; None draws a fresh one, which the output names.
+    seed: the same seed and the same tree give the same texts; None draws a fresh one, which the output names.
       Row r of an int seed s draws from the stream (s, r), whatever else is in the batch. A sequence names
       each row's stream, so that seed=[(s, r)] gives row r again on its own.
     eos_token_id: the tokens that end a text; None takes the model's own.
-    observer: is shown every step, for measurements.
+    observer: sees every step, for measurements.
 
-    Raises ValueError for values out of range, and for what is no tree.
+    Raises ValueError for values out of range and for a tree of another type.
     """
 
     max_new_tokens: int = 256
@@ -59,7 +60,7 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         require_integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token")
-        SamplingConfig(self.temperature, self.top_k, self.top_p)  # which checks them
+        SamplingConfig(self.temperature, self.top_k, self.top_p)  # raises ValueError for bad values
         if self.tree is not None and not isinstance(self.tree, (TreeConfig, AutoTree)):
             raise ValueError(
                 f"tree is {self.tree!r}: it must be a TreeConfig, such as TreeConfig(16, 5, 8), or AutoTree()"
@@ -72,7 +73,10 @@ class GenerationOptions:
 
 @dataclass(frozen=True)
 class Prompts:
-    """tokens: [B, longest], right-padded. lengths: of the prompts. limits: the most new tokens of each."""
+    """The prompts of a batch.
+
+    tokens: [B, longest], right-padded. lengths: of each prompt. limits: the most new tokens of each.
+    """
 
     tokens: Tensor
     lengths: list[int]
@@ -82,15 +86,19 @@ class Prompts:
     def from_padded(
         cls, target: TargetModel, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int
     ) -> Prompts:
-        """Read prompts [B, L] as attention_mask [B, L] pads them; texts end where the target's positions do.
+        """Read prompts [B, L], padded as attention_mask [B, L] says.
 
-        Without a mask the model's pad tokens are padding, as in Hugging Face's `generate`. Raises ValueError
-        if the input holds no token ids, or a prompt fills the whole context.
+        Limits end at the target's last position. Without a mask the model's pad tokens are padding, as in
+        Hugging Face's `generate`. Raises ValueError if the input holds no token ids, or a prompt fills the
+        whole context.
         """
         if attention_mask is None:
             attention_mask = infer_mask(input_ids, target.pad_token_id, target.eos_token_ids)
         tokens, lengths = unpad(input_ids, attention_mask, target.vocab_size)
-        limits = [min(max_new_tokens, room(target, row, length)) for row, length in enumerate(lengths)]
+        limits = [
+            min(max_new_tokens, remaining_positions(target, row, length))
+            for row, length in enumerate(lengths)
+        ]
         return cls(tokens, lengths, limits)
 
     def __len__(self) -> int:
@@ -103,17 +111,17 @@ class Prompts:
 
     @property
     def longest_text(self) -> int:
-        """The most tokens that a text may come to, its prompt included."""
+        """The most tokens that a text may have, its prompt included."""
         return max(length + limit for length, limit in zip(self.lengths, self.limits, strict=True))
 
     @property
     def context(self) -> int:
-        """About how many tokens a step of the longest text has behind it."""
+        """The length of the longest text about halfway through its generation."""
         return max(self.lengths) + max(self.limits) // 2
 
 
-def room(target: TargetModel, row: int, length: int) -> int:
-    """Return how many tokens a prompt of this length leaves room for."""
+def remaining_positions(target: TargetModel, row: int, length: int) -> int:
+    """Return how many of the target's positions a prompt of this length leaves for the answer."""
     positions = target.max_positions
     if length >= positions:
         raise ValueError(
@@ -140,7 +148,7 @@ def end_token_ids(target: TargetModel, eos_token_id: int | Sequence[int] | None)
 
 @dataclass(frozen=True)
 class Terms:
-    """How a text's tokens are chosen and what ends it. Rows with the same terms are accepted together."""
+    """How a text's tokens are chosen and which tokens end it. Rows with equal terms share an accept step."""
 
     eos_token_ids: tuple[int, ...]
     rule: AcceptanceRule = Lossless()  # noqa: RUF009  # it is frozen
@@ -149,9 +157,9 @@ class Terms:
 
 @dataclass(eq=False)
 class Text:
-    """One text that is decoded. number: its name among others. limit: its most new tokens.
+    """One text that is decoded. number: its name among others. limit: the most new tokens.
 
-    prompt, stream: its token ids and its stream of random numbers, where it joins others; see Scheduler.
+    prompt, stream: its token ids and its stream of random numbers, if it goes through a Scheduler.
     """
 
     number: int
@@ -171,7 +179,7 @@ class Request:
     """One batch to decode.
 
     tokens: [B, L] right-padded prompts; lengths: each at least 1; limits: most new tokens per row.
-    observer: is shown every step.
+    observer: sees every step.
     """
 
     tokens: Tensor
@@ -182,3 +190,25 @@ class Request:
     tree: TreeConfig
     sampling: SamplingConfig
     observer: Observer | None = None
+
+    @classmethod
+    def from_prompts(
+        cls,
+        prompts: Prompts,
+        options: GenerationOptions,
+        eos_token_ids: Sequence[int],
+        rule: AcceptanceRule,
+        tree: TreeConfig,
+        device: torch.device,
+    ) -> Request:
+        """Return the request for these prompts, with the rule and the tree that were settled."""
+        return cls(
+            tokens=prompts.tokens.to(device),
+            lengths=prompts.lengths,
+            limits=prompts.limits,
+            eos_token_ids=eos_token_ids,
+            rule=rule,
+            tree=tree,
+            sampling=options.sampling,
+            observer=options.observer,
+        )

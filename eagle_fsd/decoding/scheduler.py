@@ -1,8 +1,8 @@
 """Continuous batching: texts join and leave while others are decoded.
 
-A text is admitted, waits for a place, is read together with others that wait, joins the batch, and leaves it
-when it is done. What it becomes depends on its prompt, its terms and its stream of random numbers alone, up
-to the rounding of kernels that see other rows beside it.
+A text is admitted, waits for a place, is read together with other waiting texts, joins the batch, and leaves
+it when it is done. Its tokens depend only on its prompt, its terms and its stream of random numbers, up to
+the rounding of kernels that see other rows beside it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from eagle_fsd.drafting.drafter import DrafterSpec, NoDrafter
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
-CANCELLED = "cancelled"  # the finish reason of a text that was retired
+CANCELLED = "cancelled"  # the finish reason of a retired text
 
 
 class Scheduler:
     """Decodes texts as they come, at most `rows` at a time; `step` is its heartbeat.
 
-    drafter: None decodes plainly. tree: of every text. rows: the most texts in the batch. group: waiting
-    texts join when this many places are free, since several prompts together take fewer forwards to read.
+    drafter: None for plain decoding. tree: the tree of every text. rows: the most texts in the batch. group:
+    waiting texts join when this many places are free, since reading several prompts together takes fewer
+    forwards.
     """
 
     def __init__(
@@ -55,7 +56,10 @@ class Scheduler:
         self._accept_step = AcceptStep(target.stepper)
 
     def admit(self, text: Text) -> None:
-        """Let a text wait for a place. Raises ValueError for a prompt that is empty or leaves no position."""
+        """Add a text to those that wait for a place.
+
+        Raises ValueError if its prompt is empty or leaves no position.
+        """
         length, positions = len(text.prompt), self.target.max_positions
         if not 0 < length < positions:
             raise ValueError(
@@ -66,7 +70,7 @@ class Scheduler:
         self.waiting.append(text)
 
     def retire(self, text: Text) -> None:
-        """End a text before it is done: it gets no more tokens, and its place is free."""
+        """End a text early: it gets no more tokens, and its place becomes free."""
         if text in self.waiting:
             self.waiting.remove(text)
         if not text.done:
@@ -75,41 +79,40 @@ class Scheduler:
     @property
     def decoding(self) -> list[Text]:
         """The texts in the batch that are not done."""
-        return [] if self.batch is None else self.batch.going
+        return [] if self.batch is None else self.batch.active
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to do."""
+        """Whether any text is waiting or being decoded."""
         return bool(self.waiting or self.decoding)
 
     @torch.inference_mode()
     def step(self) -> dict[Text, list[int]]:
-        """Let waiting texts in, run one step and return what each text in the batch emitted.
-
-        A text that is done then has left.
-        """
-        self._let_in()
-        return self.batch.step(hold=bool(self.waiting)) if self.batch is not None and self.decoding else {}
+        """Let waiting texts join, run one step and return the tokens that each text in the batch emitted."""
+        self._admit_waiting()
+        if self.batch is None or not self.decoding:
+            return {}
+        return self.batch.step(keep_done=bool(self.waiting))
 
     def run(self) -> Iterator[tuple[Text, list[int]]]:
-        """Run steps until nothing is left to do, and yield what each text emits."""
+        """Run steps until all texts are done, and yield the tokens that each text emits."""
         while self.busy:
             yield from self.step().items()
 
-    def _let_in(self) -> None:
-        going = len(self.decoding)
-        free = self.rows - going
-        if not self.waiting or (going and free < self.group):
+    def _admit_waiting(self) -> None:
+        active = len(self.decoding)
+        free = self.rows - active
+        if not self.waiting or (active and free < self.group):
             return
         new = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
         with self.watch("prefill"):
-            joining = self._read(new)
-            if self.batch is None or not going:
+            joining = self._read_prompts(new)
+            if self.batch is None or not active:
                 self.batch = joining
             else:
                 self.batch.join(joining)
 
-    def _read(self, texts: Sequence[Text]) -> Batch:
+    def _read_prompts(self, texts: Sequence[Text]) -> Batch:
         """Read the prompts of texts as a batch of their own; equal prompts are read once."""
         prompts = [tuple(text.prompt) for text in texts]
         unique = list(dict.fromkeys(prompts))

@@ -1,28 +1,32 @@
-"""Where a batch is decoded: its session on the target, its drafter and its accept step, with what they
-recorded.
+"""Workspaces: the session, drafter and accept step of a batch, with their caches and recordings.
 
-Memory follows the texts: caches begin with room for the prompts and AHEAD more tokens, and double as they
-fill. Growth drops recordings, which costs little: it happens where a wider view is recorded anew anyway.
+Memory follows the texts: caches begin with memory for the prompts and AHEAD more tokens, and double when they
+are full. Growth drops recordings. That costs little, since a wider view has to be recorded anew anyway.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.stats import GenerationStats, Stopwatch
+from eagle_fsd.decoding.loop import decode
+from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, NoDrafter
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
-AHEAD = 512  # new tokens that there is room for at first
-LEAST = 1024  # slots of a workspace that is used again: most texts fit, and none loses its recordings
+AHEAD = 512  # new tokens that fit at first
+LEAST = 1024  # slots of a workspace that may be reused: most texts fit, so that recordings are seldom dropped
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """One batch at a time. batch: the rows it was made for. spec: what made its drafter."""
+    """The memory of one batch at a time. batch: its number of rows at first. spec: made its drafter."""
 
     session: TargetSession
     drafter: Drafter
@@ -31,35 +35,35 @@ class Workspace:
     spec: DrafterSpec
 
     @property
-    def whole(self) -> bool:
-        """Whether all its rows still have memory: a cache that grows keeps only the rows that go on."""
+    def complete(self) -> bool:
+        """Whether all its rows still have memory: a cache that grows keeps only the remaining rows."""
         return self.session.cache.rows == self.drafter.rows == self.batch
 
     def reset(self, longest: int, tree: TreeConfig) -> None:
-        """Forget the texts. longest: the most tokens that one of the next texts may come to."""
+        """Forget the texts. longest: the most tokens that one of the next texts may have."""
         self.session.cache.reset(longest + tree.total_tokens)
         self.drafter.reset(longest, tree)
 
 
 class Workspaces:
-    """Workspaces on one target. Where steps are recorded, the last one is kept for a batch that it fits."""
+    """Workspaces on one target. If steps are recorded, the last one is kept for the next batch that fits."""
 
     def __init__(self, target: TargetModel) -> None:
         self.target = target
         self.plain = NoDrafter(target.vocab_size)
         self.spare: Workspace | None = None
-        self._lock = threading.Lock()  # two threads never get the same one
+        self._lock = threading.Lock()  # two threads must never get the same workspace
 
     def take(
         self, batch: int, prompt: int, longest: int, tree: TreeConfig, drafter: DrafterSpec | None
     ) -> Workspace:
         """Return the spare workspace if it fits, else a new one.
 
-        It is for texts whose prompts have at most `prompt` tokens, and which may come to `longest` tokens.
-        drafter: who drafts; nobody does for a tree of one node.
+        prompt: the most tokens of a prompt. longest: the most tokens that a text may have. drafter: drafts
+        the trees, unless they have one node.
         """
         spec = self.plain if tree.total_tokens == 1 or drafter is None else drafter
-        workspace = self._swapped(None)
+        workspace = self._swap_spare(None)
         if workspace is None or workspace.batch != batch or workspace.spec != spec:
             first = min(longest, prompt + AHEAD)
             if self.target.stepper.view:
@@ -70,17 +74,32 @@ class Workspaces:
         workspace.reset(longest, tree)
         return workspace
 
+    def decode(
+        self,
+        workspace: Workspace,
+        request: Request,
+        random: RowRandom,
+        stats: Sequence[GenerationStats],
+        watch: Stopwatch,
+    ) -> Iterator[list[list[int]]]:
+        """Yield the steps of the decoding loop, then take the workspace back."""
+        try:
+            parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.accept_step)
+            yield from decode(request, *parts)
+        finally:
+            self.give_back(workspace)
+
     def give_back(self, workspace: Workspace) -> None:
         """Keep the workspace for reuse if its recordings can serve another batch."""
-        if self.target.stepper.view and workspace.whole:
-            self._swapped(workspace)
+        if self.target.stepper.view and workspace.complete:
+            self._swap_spare(workspace)
 
     def clear(self) -> None:
-        """Drop the spare one and free its caches and recordings."""
-        self._swapped(None)
+        """Drop the spare workspace and free its caches and recordings."""
+        self._swap_spare(None)
 
-    def _swapped(self, workspace: Workspace | None) -> Workspace | None:
-        """Put another one, or none, in the place of the spare one, and return that."""
+    def _swap_spare(self, workspace: Workspace | None) -> Workspace | None:
+        """Replace the spare workspace and return the old one; None stands for no workspace."""
         with self._lock:
             spare, self.spare = self.spare, workspace
         return spare

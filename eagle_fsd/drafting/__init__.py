@@ -1,1 +1,1 @@
-"""Who proposes the tree."""
+"""Drafters: they propose the tree of each step."""

@@ -1,7 +1,7 @@
-"""Who proposes trees: what the decoding loop and the engine know of a drafter, and plain decoding.
+"""The drafter protocol, which the decoding loop and the engine use, and plain decoding.
 
-A `DrafterSpec` says what a way to draft is, before there is any text; the `Drafter` that it makes drafts for
-one batch of texts.
+A `DrafterSpec` describes a way to draft, independent of any text. It makes a `Drafter`, which drafts for one
+batch of texts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from eagle_fsd.core.tree import DraftTree, root_only
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter wants to see of the target beside its tokens.
+    """The data of the target that a drafter needs beside its tokens.
 
-    features: the hidden state behind the target's last norm, at every token.
+    features: the hidden state after the target's last norm, at every token.
     """
 
     features: bool = False
@@ -28,12 +28,12 @@ class Needs:
 
 @dataclass(frozen=True)
 class Seen:
-    """Text that the target has committed, as a drafter is shown it.
+    """Committed text, as it is shown to a drafter.
 
-    tokens: [B, P] int64, right-padded: at first each whole prompt from its first token on, then what each
-    step emitted. A row's last token is its next root. counts: the tokens of each row.
-    features: [B, P, d], or None where the drafter does not need them. features[:, j] is the target's feature
-    of the token before tokens[:, j], which is what tokens[:, j] was chosen by; zero for a text's first token.
+    tokens: [B, P] int64, right-padded: at first the whole prompts from their first tokens on, later the
+    tokens that a step emitted. A row's last token is its next root. counts: the tokens of each row.
+    features: [B, P, d], or None if the drafter does not need them. features[:, j] is the target's feature at
+    the token before tokens[:, j], from which tokens[:, j] was chosen; zero for a text's first token.
     """
 
     tokens: Tensor
@@ -42,40 +42,40 @@ class Seen:
 
 
 class Drafter(Protocol):
-    """Proposes trees for one batch of texts. After every step it is shown what the target committed."""
+    """Proposes trees for one batch of texts. After every step it is shown the tokens that were committed."""
 
     @property
     def needs(self) -> Needs: ...
 
     @property
     def rows(self) -> int:
-        """How many texts it has memory for."""
+        """The number of texts that it has memory for."""
 
     def begin(self, seen: Seen) -> None:
-        """Read whole prompts, after `make` or `reset`."""
+        """Read whole prompts. This is the first call after `make` or `reset`."""
 
     def extend(self, seen: Seen) -> None:
-        """Read what a step emitted; a count of 0 is a row that is done and still in the batch."""
+        """Read the tokens that a step emitted. A count of 0 marks a row that is done and still there."""
 
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
-        """Propose a tree below roots [B], each text's last token."""
+        """Propose a tree below roots [B], the last token of each text."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
 
     def replace(self, rows: Sequence[int], other: Drafter) -> None:
-        """Put the texts of another drafter of the same spec, one for each, in the place of these rows."""
+        """Replace these rows, one by one, by the texts of another drafter of the same spec."""
 
     def reset(self, longest: int, tree: TreeConfig) -> None:
-        """Forget the texts. longest: the most tokens that one of the next texts may come to."""
+        """Forget the texts. longest: the most tokens that one of the next texts may have."""
 
 
 class DrafterSpec(Protocol):
     """A way to draft for one target.
 
-    name: its kind, for reports. tokens: how many tokens it can propose, which bounds a tree's top_k.
-    trained_positions: the longest text that it was trained on; None where there is no such bound. network:
-    its weights, None if it has none.
+    name: its kind, for reports. tokens: the number of tokens that it can propose, which limits a tree's
+    top_k. trained_positions: the longest text that it was trained on; None if there is no such limit.
+    network: its weights; None if it has none.
     """
 
     @property
@@ -92,14 +92,14 @@ class DrafterSpec(Protocol):
 
     @property
     def identity(self) -> str | None:
-        """Tell it from others of its kind, as JSON can hold it: a digest of its weights."""
+        """A digest of its weights, which tells it from other specs of its kind."""
 
     def make(self, batch: int, tokens: int, tree: TreeConfig) -> Drafter:
-        """Make a drafter for `batch` texts, with room for texts of this many tokens at first."""
+        """Make a drafter for `batch` texts, with memory for texts of `tokens` tokens at first."""
 
 
 class NoDrafter:
-    """Plain decoding: every tree is a root alone. It is its own spec, for it remembers nothing of a text."""
+    """Plain decoding: every tree is only a root. It remembers no text, so it is its own spec."""
 
     name = "none"
     needs = Needs()

@@ -9,9 +9,9 @@ from typing import Any
 from eagle_fsd.core.checks import format_value, require_integer, require_number
 
 DEFAULT_ROPE_THETA = 10000.0
-LEAST, MOST = 1e-30, 1e30  # beyond these a rotary base or a norm's epsilon yields no finite weights
-LARGEST = 2**31 - 1  # of any size of a head: the product of two still fits into torch's 64 bits
-CHECK = "check the head's config.json"  # the remedy of every bad size of a head
+LEAST, MOST = 1e-30, 1e30  # a rotary base or a norm's epsilon outside these gives numbers that are not finite
+LARGEST = 2**31 - 1  # of any size of a head: the product of two sizes still fits into torch's 64 bits
+CHECK = "check the head's config.json"  # the remedy in every error about a head's size
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class HeadConfig:
 
     fc_bias: whether `fc` adds a bias. New heads have none: vLLM's `fc` has none either, see `to_dict`.
     qkv_bias: whether q, k and v have biases, as in heads for Qwen2.
-    trained_positions: the longest text it was trained on, where that is known; draft_vocab_size: how many of
-    the target's tokens it drafts, None for all. Both are notes that EAGLE's files lack; loaders that do not
-    know them draft over the whole vocabulary.
+    trained_positions: the longest text it was trained on; None if unknown. draft_vocab_size: the number of
+    the target's tokens that it drafts; None for all. EAGLE's own files have neither field. Loaders that do
+    not know them draft over the whole vocabulary.
     """
 
     hidden_size: int
@@ -69,7 +69,7 @@ class HeadConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, fc_bias: bool, qkv_bias: bool) -> HeadConfig:
-        """Read EAGLE's config.json; biases come from the checkpoint's keys, for the flags are unreliable.
+        """Read EAGLE's config.json. Biases come from the checkpoint's keys, since the flags are unreliable.
 
         Raises ValueError for a missing field, more than one layer, or a rotary scaling that the head does not
         compute.
@@ -120,14 +120,14 @@ class HeadConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The config.json that EAGLE, vLLM and SGLang read, with flags that match the keys.
+        """Return the config.json that EAGLE, vLLM and SGLang read, with flags that match the keys.
 
-        `bias` is EAGLE's word for the bias of `fc`, true where it is absent. vLLM and SGLang build the layer
-        with their Llama, which makes biases for its attention, o's among them, where `bias` or
-        `attention_bias` is true, and leaves those uninitialised that a file lacks. No head has one of o, so
-        `attention_bias` is always false. `qkv_bias` is EAGLE's and vLLM's word for q, k and v alone. A head
-        whose `fc` has a bias says `bias: true` all the same, for EAGLE's own code drops the bias otherwise:
-        such a head is for EAGLE and for this package, until training.folding has removed the bias.
+        `bias` is EAGLE's flag for the bias of `fc`; EAGLE reads a missing flag as true. vLLM and SGLang build
+        the layer with their Llama. If `bias` or `attention_bias` is true, its attention has biases, also for
+        o, and those that the file lacks stay uninitialised. No head has a bias for o, so `attention_bias` is
+        always false. `qkv_bias` is EAGLE's and vLLM's flag for q, k and v alone. A head whose `fc` has a bias
+        is written with `bias: true` all the same, since EAGLE's own code drops the bias otherwise. Such a
+        head works only with EAGLE and this package, until training.folding has removed the bias.
         """
         notes = {"trained_positions": self.trained_positions, "draft_vocab_size": self.draft_vocab_size}
         return {

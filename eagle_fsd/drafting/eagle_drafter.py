@@ -1,13 +1,14 @@
-"""Drafting with an EAGLE-1/2 head: which pairs it reads, and where (EAGLE, arXiv 2401.15077, section 4.1).
+"""Drafting with an EAGLE-1/2 head (EAGLE, arXiv 2401.15077, section 4.1): the pairs it reads, and where.
 
-Pair j is (feature f_j, token x_{j+1}) and sits in slot j, at position j. For a text whose last token, the
-root, is x_L, pairs 0..L-1 are committed; the root's pair is the last, so a tree node of depth i >= 1 is fed
-at position L - 1 + i. A predictor's state is the feature that the head predicts. Shapes: B rows, d hidden
-size, K top_k, V vocabulary, W the tokens that are drafted: all V, or those of the head's draft vocabulary.
+Pair j is (feature f_j, token x_{j+1}). It is stored in slot j, at position j. For a text whose last token,
+the root, is x_L, pairs 0..L-1 are committed. The root's pair is the last of them, so a tree node of depth
+i >= 1 is read at position L - 1 + i. A predictor's state is the feature that the head predicts.
+Shapes: B rows, d hidden size, K top_k, V vocabulary, W drafted tokens: all V, or the head's draft vocabulary.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,10 +19,10 @@ from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import on_device
-from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, Ends
+from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, TargetVocabulary
 from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle_head import DraftHead
-from eagle_fsd.drafting.tree_growth import BeamDrafter, room
+from eagle_fsd.drafting.tree_growth import BeamDrafter, slots_per_row
 from eagle_fsd.files.fingerprints import digest_tensors
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.runtime.kv_cache import KVCache
@@ -31,9 +32,9 @@ EXTEND_CHUNK = 512  # pairs per forward while a prompt is read: bounds the mask 
 
 
 class Vocabulary(Protocol):
-    """The target's two ends: tokens to embeddings [..., d] and features to logits [..., W].
+    """Turns tokens into embeddings [..., d] and features into logits [..., W].
 
-    A TargetModel where the head drafts all tokens, a DraftVocabulary of its tokens where it does not.
+    It is a TargetModel if the head drafts all tokens, else the DraftVocabulary of its tokens.
     """
 
     def embed(self, tokens: Tensor) -> Tensor: ...
@@ -41,17 +42,18 @@ class Vocabulary(Protocol):
     def logits(self, features: Tensor) -> Tensor: ...
 
 
-class Verifier(Ends, Protocol):
-    """What drafting for a target needs to know of it: a TargetModel."""
+class Verifier(TargetVocabulary, Protocol):
+    """The part of a TargetModel that drafting for it uses."""
 
     stepper: Stepper
     device: torch.device
+    hidden_size: int
     vocab_size: int
 
 
 @dataclass(frozen=True)
 class EagleSpec:
-    """Drafting with one head. vocabulary: what the head scores its features with; see Vocabulary."""
+    """A way to draft with one head. vocabulary: turns the head's features into logits."""
 
     head: DraftHead
     vocabulary: Vocabulary
@@ -61,7 +63,7 @@ class EagleSpec:
 
     @classmethod
     def for_target(cls, head: DraftHead, target: Verifier) -> EagleSpec:
-        """Draft for this target with a head that is on its device."""
+        """Return the spec that drafts for this target with a head on the same device."""
         vocabulary: Vocabulary = target
         if head.draft_tokens is not None:
             vocabulary = DraftVocabulary(target, head.draft_tokens, head.fc.weight.dtype)
@@ -81,16 +83,16 @@ class EagleSpec:
 
     @property
     def identity(self) -> str:
-        """A digest of the head's weights; its draft vocabulary counts too."""
+        """A digest of the head's weights and draft vocabulary."""
         return digest_tensors([*self.head.parameters(), *self.head.buffers()])
 
     def make(self, batch: int, tokens: int, tree: TreeConfig) -> BeamDrafter:
-        cache = KVCache(batch, room(tokens, tree), self.device, self.stepper.view)
+        cache = KVCache(batch, slots_per_row(tokens, tree), self.device, self.stepper.view)
         return BeamDrafter(EaglePredictor(self.head, self.vocabulary, cache, self.stepper), self.stepper)
 
 
 class EaglePredictor:
-    """An EAGLE-1/2 head as a predictor: its states are features [..., d], those of the target or its own."""
+    """An EAGLE-1/2 head as a predictor. Its states are features [..., d], the target's or its own."""
 
     needs = Needs(features=True)
 
@@ -105,35 +107,38 @@ class EaglePredictor:
         self._read = stepper.wrap(self._read_pairs, cache)
 
     def commit(self, seen: Seen, first: bool) -> Tensor:
-        """Commit true pairs to the head's cache and return the features predicted at the roots."""
+        """Commit pairs with the target's features and return the features [B, d] predicted at the roots."""
         assert seen.features is not None
         features, tokens, counts = seen.features, seen.tokens, seen.counts
         if first:
-            features, tokens, counts = pairs_of_prompts(seen)
+            features, tokens, counts = pair_prompts(seen)
         return self.commit_pairs(features, tokens, counts, first)
 
     def commit_pairs(
         self, features: Tensor, tokens: Tensor, counts: Sequence[int], first: bool = False
     ) -> Tensor:
-        """Commit counts[row] of the pairs of features [B, P, d] with the tokens [B, P] behind them.
+        """Commit the first counts[row] pairs of features [B, P, d] and the tokens [B, P] that follow them.
 
-        Rows are right-padded: what lies past counts[row] is read, hidden by the masks and overwritten later.
+        Rows are right-padded. Pairs past counts[row] are read, but masks hide them and later pairs overwrite
+        them. Returns the features [B, d] predicted at the last committed pair of each row.
         """
         cache, outputs = self.cache, []
-        # Prompts are of any length: a recording of one would not come again.
+        # Prompts have any length, so a recording for one would hardly ever be replayed.
         read = self._read_pairs if first else self._read
         for start in range(0, tokens.shape[1], EXTEND_CHUNK):
             chunk = slice(start, start + EXTEND_CHUNK)
             cache.reserve(tokens[:, chunk].shape[1], offset=start, exact=first)
             outputs.append(read(features[:, chunk], tokens[:, chunk], start))
+        # A row that is done commits nothing; its output is read at place 0 and never used.
         last = on_device([max(count, 1) for count in counts], tokens.device)[:, None, None] - 1
         output = torch.cat(outputs, dim=1)
         cache.advance(counts)
         return output.gather(1, last.expand(-1, -1, output.shape[-1]))[:, 0]
 
     def _read_pairs(self, features: Tensor, tokens: Tensor, start: int) -> Tensor:
-        """Return what the head predicts behind pairs [B, q], `start` slots past what is committed."""
+        """Return the features [B, q, d] predicted at pairs [B, q], `start` slots past the committed ones."""
         slots = self.cache.place(tokens.shape[1], offset=start)  # [B, q]
+        # Pair j is in slot j, so causal order is the order of the slots: each pair sees up to its own.
         visible = torch.arange(self.cache.view, device=slots.device) <= slots[:, :, None]
         return self._forward(features, tokens, slots, visible)
 
@@ -146,12 +151,12 @@ class EaglePredictor:
 
     def step(self, tokens: Tensor, parents: Tensor, level: int, visible: Tensor) -> Tensor:
         """Read a level of pairs: drafted tokens [B, K] with the features predicted at their parents."""
-        # The root's pair is committed at position L - 1, its children's level comes right behind it.
+        # The root's pair is committed at position L - 1, so its children, level 1, are at position L.
         positions = (self.cache.lengths[:, None] + level - 1).expand_as(tokens)
         return self._forward(parents, tokens, positions, visible)
 
     def _forward(self, features: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """Run the head on pairs [B, n] that see visible [B, n, S]; keys go where the cache was placed."""
+        """Run the head on pairs [B, n] under the mask visible [B, n, S]; keys go to the placed slots."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return grouped_attention(q, *self.cache.update(k, v, layer_idx=0), visible[:, None])
@@ -160,10 +165,10 @@ class EaglePredictor:
         return self.head(features.to(dtype), self.vocabulary.embed(tokens).to(dtype), positions, attend)
 
 
-def pairs_of_prompts(seen: Seen) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the pairs of whole prompts: every token but a text's first one, with the feature before it.
+def pair_prompts(seen: Seen) -> tuple[Tensor, Tensor, list[int]]:
+    """Return the pairs of whole prompts: every token but the first, with the feature before it.
 
-    A prompt of one token has no such pair. Its first one carries a zero feature and the root itself.
+    A prompt of one token has no such pair. It gets one pair of a zero feature and the root itself.
     """
     tokens, features = seen.tokens, seen.features
     assert features is not None
@@ -175,3 +180,22 @@ def pairs_of_prompts(seen: Seen) -> tuple[Tensor, Tensor, list[int]]:
         torch.where(alone, tokens[:, :1], tokens[:, 1:]),
         [max(count - 1, 1) for count in seen.counts],
     )
+
+
+def require_fit(head: DraftHead, target: Verifier) -> None:
+    """Raise ValueError unless the head has the target's sizes."""
+    for name, mine, its in (
+        ("hidden_size", head.config.hidden_size, target.hidden_size),
+        ("vocab_size", head.config.vocab_size, target.vocab_size),
+    ):
+        if mine != its:
+            raise ValueError(
+                f"the head's {name} is {mine} and the target's is {its}: a head drafts only for the "
+                "target it was trained on; choose the head of this target"
+            )
+
+
+def place_head(head: DraftHead, device: torch.device, dtype: torch.dtype) -> DraftHead:
+    """Return the head on this device and in this dtype: itself, or a copy that leaves it to other engines."""
+    weight = head.fc.weight
+    return head if (weight.device, weight.dtype) == (device, dtype) else copy.deepcopy(head).to(device, dtype)

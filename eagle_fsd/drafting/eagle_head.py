@@ -1,5 +1,6 @@
-"""The EAGLE-1/2 draft head: a network from (feature, next token) pairs to the next feature. It knows no
-cache, mask or tree.
+"""The EAGLE-1/2 draft head: a network from (feature, next token) pairs to the next feature.
+
+It knows no cache, mask or tree.
 
 h'_t = DecoderLayer(fc(concat(embed(x_{t+1}), f_t))) predicts f_{t+1} (EAGLE, arXiv 2401.15077, section 4.1).
 Parameter names are the keys of EAGLE's own checkpoints. The decoder layer is Llama's without its input norm.
@@ -17,16 +18,16 @@ from torch import Tensor, nn
 from eagle_fsd.drafting.draft_vocabulary import check_draft_tokens
 from eagle_fsd.drafting.eagle_config import HeadConfig
 
-# (q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, D]), q and k rotated -> [B, H, n, D]; the caller owns
+# Takes q [B, H, n, D], k and v [B, Hkv, n, D], q and k rotated, and returns [B, H, n, D]. The caller owns
 # masks and caches.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class DraftHead(nn.Module):
-    """fc, then one decoder layer. Embedding and lm_head are the target's and are not part of the head.
+    """`fc`, then one decoder layer. The head uses the target's embedding and lm_head and does not own them.
 
-    draft_tokens: the ids [K] int64 of the tokens that it drafts, None for the target's whole vocabulary. A
-    buffer that moves along and is no part of state_dict, which keeps EAGLE's keys.
+    draft_tokens: the ids [K] int64 of the tokens that it drafts; None for the target's whole vocabulary. It
+    is a buffer, so that it moves with the head, but not part of state_dict, which keeps EAGLE's keys.
     """
 
     draft_tokens: Tensor | None
@@ -50,14 +51,15 @@ class DraftHead(nn.Module):
         self.inverse_frequencies = frequencies.float()
 
     def restrict(self, token_ids: Tensor | None) -> DraftHead:
-        """Draft the target's tokens token_ids [K] alone (FR-Spec, arXiv 2502.14856), or None: all of them.
+        """Draft only the target's tokens token_ids [K] (FR-Spec, arXiv 2502.14856), or all of them for None.
 
-        In place, and before an engine is made of the head; the weights stay as they are. `ranked_tokens`
-        chooses tokens. Raises ValueError unless they are int64, distinct and of the vocabulary. Returns self.
+        This changes the head in place, except its weights; call it before an engine takes the head.
+        training.data.token_counts.rank_tokens chooses tokens. Raises ValueError unless they are int64,
+        distinct and in the vocabulary. Returns self.
         """
         if token_ids is not None:
             check_draft_tokens(
-                token_ids, self.config.vocab_size, "draft_tokens", "ranked_tokens makes such a list"
+                token_ids, self.config.vocab_size, "draft_tokens", "rank_tokens makes such a list"
             )
             token_ids = token_ids.detach().to(self.fc.weight.device, copy=True)
         self.draft_tokens = token_ids
@@ -74,11 +76,11 @@ class DraftHead(nn.Module):
         return self.layers[0](hidden, self.rotary(position_ids, hidden.dtype), attend)
 
     def rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, 1, n, head_dim] of the rotary embedding, computed in float32 for any position."""
+        """Return cos and sin [B, 1, n, head_dim] of the rotary embedding, computed in float32."""
         if self.inverse_frequencies.device != position_ids.device:
             self.inverse_frequencies = self.inverse_frequencies.to(position_ids.device)
         angles = position_ids[:, None, :, None].float() * self.inverse_frequencies
-        angles = torch.cat((angles, angles), dim=-1)
+        angles = torch.cat((angles, angles), dim=-1)  # both halves of a head turn by the same angles
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -139,7 +141,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate halves as Llama does: x [B, H, n, D]."""
+    """Return x [B, H, n, D], rotated in halves as Llama does it."""
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,8 +1,8 @@
-"""The growth of an EAGLE-2 tree (arXiv 2406.16858, section 4.1), whatever network predicts the next token.
+"""The growth of an EAGLE-2 tree (arXiv 2406.16858, section 4.1) with any network that predicts tokens.
 
-A `Predictor` scores the next token and takes a level of tokens at a time. `BeamDrafter` grows trees with one:
-level by level, from the nodes whose paths are the most probable, and then keeps the best nodes of all.
-Shapes: B rows, K top_k, W the tokens that are drafted, d the width of a predictor's states.
+A `Predictor` scores the next token and reads one level of tokens at a time. `BeamDrafter` uses it to grow
+trees level by level, from the nodes with the most probable paths, and then keeps the best nodes of all.
+Shapes: B rows, K top_k, W drafted tokens, d the width of a predictor's states.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 
 class Predictor(Protocol):
-    """A network that predicts tokens from committed text and from drafted tokens behind it.
+    """A network that predicts tokens from committed text and from drafted tokens after it.
 
-    A state [..., d] is what it knows at one token: `log_q` reads the next token's distribution from it.
+    A state [..., d] is its output at one token; `log_q` reads the next token's distribution from it.
     needs: see Drafter. drafted: the target's ids [W] of the tokens that it proposes; None: all, in order.
-    cache: its own; it holds the committed text, and a tree's levels behind it while they grow. width: d.
+    cache: its own cache, which holds the committed text and after it a growing tree. width: d.
     """
 
     needs: Needs
@@ -44,12 +44,12 @@ class Predictor(Protocol):
         """Read one level of drafted tokens [B, K], `level` tokens below the root, and return their states.
 
         parents: [B, K, d], the state at each token's parent. visible: [B, K, S], the slots of the cache that
-        each token sees; their own keys go where the cache was placed.
+        each token sees. The tokens' own keys go to the slots that the caller placed.
         """
 
 
 class BeamDrafter:
-    """Grows EAGLE-2 trees for one batch of texts with a predictor."""
+    """A drafter that grows EAGLE-2 trees with a predictor, for one batch of texts."""
 
     def __init__(self, predictor: Predictor, stepper: Stepper = EAGER) -> None:
         self.predictor = predictor
@@ -70,7 +70,7 @@ class BeamDrafter:
 
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
         """Propose a tree below roots [B]."""
-        self.cache.reserve(beam_slots(config))
+        self.cache.reserve(slots_for_beams(config))
         return self._grow(roots, self.root_states, config)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -83,13 +83,13 @@ class BeamDrafter:
         self.root_states[list(rows)] = other.root_states
 
     def reset(self, longest: int, tree: TreeConfig) -> None:
-        self.cache.reset(room(longest, tree))
+        self.cache.reset(slots_per_row(longest, tree))
 
     def grow(self, roots: Tensor, root_states: Tensor, config: TreeConfig) -> DraftTree:
         """Grow levels of `top_k` beam nodes by cumulative log-probability, then keep the best nodes of all.
 
-        root_states: [B, d]. A kept node's ancestors are kept, so no level beyond `config.reach` could have a
-        part in the tree.
+        root_states: [B, d]. The ancestors of a kept node are kept, so no node beyond level `config.reach`
+        could be in the tree.
         """
         predictor, cache = self.predictor, self.cache
         top_k, depth, batch = config.top_k, config.reach, len(roots)
@@ -105,15 +105,15 @@ class BeamDrafter:
         beam = torch.arange(top_k, device=roots.device).expand(batch, -1)  # [B, K] indices of candidates
         parents = root_states[:, None].expand(-1, top_k, -1)  # [B, K, d], of each beam node's parent
         own = torch.eye(top_k, dtype=torch.bool, device=roots.device).expand(batch, -1, -1)
-        ancestry = own  # [B, K, K * level]: which nodes of all levels so far each beam node descends from
+        ancestry = own  # [B, K, K * level]: whether a beam node is, or descends from, each beam node so far
         for level in range(1, depth):
-            # No child scores above its parent: once the beam's best is too unlikely, so is all below it.
+            # No child scores above its parent. Once the beam's best node is too unlikely, so are all below.
             done = scores[:, :1] < config.min_parent_score  # [B, 1]
             if host_can_read(done) and bool(done.all()):
                 depth = level
                 break
-            # A level's keys lie behind those of the levels before it, all of them beyond the committed text,
-            # so that the next commit overwrites them.
+            # The keys of a level follow those of the levels above it. All are past the committed text, so
+            # that the next commit overwrites them.
             cache.place(top_k, offset=(level - 1) * top_k)
             slots = lengths[:, None] + torch.arange(level * top_k, device=roots.device)
             visible = visible_slots(lengths, slots, ancestry, cache.view)
@@ -123,7 +123,7 @@ class BeamDrafter:
             child_scores, children = best_children(log_q, top_k)  # [B, K, K]
             # A path's log-probability is its parent's plus its own; K children of K nodes compete.
             flat_scores = (scores[:, :, None] + child_scores).flatten(1)  # [B, K * K]
-            # In a batch the other rows may go on: what a row that is done adds must never be chosen.
+            # The other rows of a batch may go on: the nodes that a finished row adds must never be chosen.
             flat_scores = flat_scores.masked_fill(done, -torch.inf)
             flat_columns = children.flatten(1)
             levels.append(
@@ -140,6 +140,7 @@ class BeamDrafter:
             # A stable sort, and not topk, so that equal scores are taken in one order on every machine.
             picked = flat_scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]  # [B, K]
             parent = picked // top_k  # index within the beam
+            # Level 1 has top_k candidates, and each level below it top_k**2.
             beam = top_k + (level - 1) * top_k**2 + picked
             columns, scores = flat_columns.gather(1, picked), flat_scores.gather(1, picked)
             parents = states[every, parent]
@@ -157,21 +158,21 @@ class BeamDrafter:
         )
 
     def _tokens(self, columns: Tensor) -> Tensor:
-        """Return the target's ids of drafted tokens, by their places among the W."""
+        """Return the target's token ids for columns, which are places among the W drafted tokens."""
         drafted = self.predictor.drafted
         return columns if drafted is None else drafted[columns]
 
 
-def room(tokens: int, tree: TreeConfig) -> int:
-    """Return the slots of a row whose text may come to `tokens` tokens, a growing tree behind it."""
-    return tokens + tree.total_tokens + beam_slots(tree)
+def slots_per_row(tokens: int, tree: TreeConfig) -> int:
+    """Return the slots that a row needs for a text of up to `tokens` tokens and a growing tree after it."""
+    return tokens + tree.total_tokens + slots_for_beams(tree)
 
 
-def beam_slots(tree: TreeConfig) -> int:
-    """Return the slots that a growing tree takes: a beam for each level that has children."""
+def slots_for_beams(tree: TreeConfig) -> int:
+    """Return the slots that a growing tree needs: a beam for each level that has children."""
     return tree.top_k * (tree.reach - 1)
 
 
 def best_children(log_q: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return the top_k most likely tokens of log_q [..., W]: log-probabilities and places, [..., top_k]."""
+    """Return the top_k most likely tokens of log_q [..., W]: log-probabilities and columns, [..., top_k]."""
     return torch.nan_to_num(log_q, nan=-torch.inf).topk(top_k, dim=-1)

@@ -20,7 +20,7 @@ from eagle_fsd.target.model import TargetModel
 
 @dataclass(frozen=True)
 class Pair:
-    """base_model, ea_model: what target and head were loaded from. folder: of the head's files."""
+    """A loaded target and head. base_model, ea_model: their sources. folder: has the head's files."""
 
     target: TargetModel
     head: DraftHead
@@ -46,7 +46,7 @@ def load_pair(
     weights_cache: bool,
 ) -> Pair:
     """Load a target and its head; see EagleFSD.from_pretrained."""
-    # First what fails faster than a download.
+    # First the checks that are faster than a download.
     if head_dtype is not None:
         head_dtype = resolve_dtype(head_dtype, resolve_device(device))
     head_source = resolve_head(ea_model, base_model)
@@ -60,7 +60,7 @@ def load_pair(
         trust_remote_code=trust_remote_code,
         weights_cache=weights_cache,
     )
-    movable = device_map is not None  # a packed layer would be packed again wherever it goes
+    movable = device_map is not None  # a packed layer that moves would be packed again each time
     backend = find_fastest_backend(model) if pack and not movable else None
     pack_linears(model, backend)
     records = graphs and not movable and model.device.type == "cuda"

@@ -1,8 +1,8 @@
-"""Work on tensors of fixed shapes that is recorded once and then replayed without Python: CUDA graphs.
+"""Record work on tensors of fixed shapes once, then replay it without Python: CUDA graphs.
 
 A step of a small target is hundreds of small launches, and launching them takes longer than running them.
-What is recorded must not wait for the device, and depends on its tensors and on what it is told is static
-alone. Its results live in fixed memory that the next replay overwrites: whoever keeps them copies them.
+Recorded work must not wait for the device, and must depend only on its arguments and its cache. Its results
+are in fixed memory that the next replay overwrites: copy what you keep.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from eagle_fsd.core.checks import one_line
 
 logger = logging.getLogger(__name__)
 
-VIEW = 256  # slots of a cache come into view by so many at a time, so that few shapes occur
-MOST = 32  # recordings of one piece of work: those of a text of 8,192 tokens
-SHAPES = 8  # shapes of results of one piece of work, each in memory of its own
+VIEW = 256  # a cache's view grows by this many slots at a time, so that few shapes occur
+MOST = 32  # recordings of one piece of work: enough for a text of 8,192 tokens
+SHAPES = 8  # result shapes of one piece of work, each with memory of its own
 
 
 Work = Callable[..., Any]
-# Records work, which it may try before if that is repeatable, and runs nothing for good: what replays it, and
-# the results that every replay fills anew. Raises NothingRecorded for work that does nothing on the device,
-# torch.OutOfMemoryError, or RuntimeError for work that cannot be recorded.
+# Takes work, and whether it is repeatable, so that it may be tried first. Returns a function that replays the
+# work, and the results, which every replay fills anew; recording itself has no lasting effect. Raises
+# NothingRecorded for work that does nothing on the device, torch.OutOfMemoryError, or RuntimeError for work
+# that cannot be recorded.
 Recorder = Callable[[Callable[[], Any], bool], tuple[Callable[[], None], Any]]
 
 
@@ -42,8 +43,8 @@ class NothingRecorded(RuntimeError):
 class Recordable(Protocol):
     """Memory that recorded work reads and writes: a KVCache.
 
-    buffers: another object once the memory is another, which ends all recordings. view: how much of it the
-    work sees; a recording is good for one view.
+    buffers: becomes another object when the memory moves, which ends all recordings. view: how much of the
+    memory the work sees; a recording works for one view only.
     """
 
     buffers: object
@@ -51,10 +52,11 @@ class Recordable(Protocol):
 
 
 class Stepper(Protocol):
-    """How the parts of a step are run.
+    """Runs the parts of a step, with recordings or without.
 
-    view: a cache's view is a multiple of it, and writes go by index; 0: as narrow as can be. records: whether
-    work of a new shape costs a recording, so that a few shapes that recur are better than the smallest ones.
+    view: a cache's view is a multiple of it, and writes go by index; 0 keeps the view as narrow as possible.
+    records: whether work of a new shape costs a recording, so that a few recurring shapes are better than the
+    smallest ones.
     """
 
     @property
@@ -72,16 +74,16 @@ class Stepper(Protocol):
     ) -> Work:
         """Return a stand-in for `work` that is called as `work` is.
 
-        Arguments are tensors, None, tuples and dataclasses of them, and hashable values, which the work
-        depends on as well. cache: what the work reads and writes beside its arguments. repeatable: whether a
-        second run in a row changes nothing, so that it may be tried before it is recorded. by_view: whether
-        the work depends on how much of the cache it sees. The stand-in of a method does not keep the
-        method's object alive, which usually holds the stand-in.
+        Arguments are tensors, None, tuples and dataclasses of them, and hashable values, on which the work
+        may depend as well. cache: the memory that the work reads and writes beside its arguments. repeatable:
+        whether a second run in a row changes nothing, so that the work may be tried before it is recorded.
+        by_view: whether the work depends on how much of the cache it sees. The stand-in for a method does not
+        keep the method's object alive, since that object usually holds the stand-in.
         """
 
 
 class Eager:
-    """Runs everything as it comes."""
+    """A stepper that records nothing and runs all work directly."""
 
     view, records = 0, False
 
@@ -92,17 +94,17 @@ class Eager:
         repeatable: bool = True,
         by_view: bool = True,
     ) -> Work:
-        return loose(work)
+        return hold_weakly(work)
 
 
 EAGER = Eager()
 
 
 class Graphs:
-    """Records what comes a second time in the same shapes and replays it from then on.
+    """A stepper that records work when it comes again in the same shapes, and replays it from then on.
 
-    Each piece of work keeps the MOST recordings that were used last. All recordings are dropped where memory
-    runs out, and recording goes on. If one fails for another reason, everything runs as it comes from then
+    Each piece of work keeps the MOST recordings that were used last. If memory runs out, all recordings are
+    dropped, and recording goes on. If a recording fails for another reason, all work runs directly from then
     on, with a warning: some models wait for the device within a forward.
     """
 
@@ -112,7 +114,7 @@ class Graphs:
         self.record: Recorder | None = record
         # By id: the tensors that recordings fill. Other recordings read them in place, without a copy.
         self.results: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        self._pieces: weakref.WeakSet[Replayed] = weakref.WeakSet()
+        self._pieces: weakref.WeakSet[RecordedWork] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     @property
@@ -126,7 +128,7 @@ class Graphs:
         repeatable: bool = True,
         by_view: bool = True,
     ) -> Work:
-        piece = Replayed(self, loose(work), cache, repeatable, by_view)
+        piece = RecordedWork(self, hold_weakly(work), cache, repeatable, by_view)
         with self._lock:
             self._pieces.add(piece)
         return piece
@@ -139,7 +141,7 @@ class Graphs:
                 piece.memory.clear()
 
     def give_up(self, error: RuntimeError) -> None:
-        """Run everything as it comes from now on."""
+        """Run all work directly from now on."""
         if self.record is not None:
             logger.warning(
                 "no CUDA graphs for this model (%s): steps run launch by launch; that is slower, the text is "
@@ -158,18 +160,18 @@ class Recording:
 
 
 class Mark(Enum):
-    """What is known of work that has no recording."""
+    """The state of work that has no recording."""
 
     NEW = auto()
-    ONCE = auto()  # it came once
+    ONCE = auto()  # it came once; the next time it is recorded
     EAGER = auto()  # there is nothing to record, or no memory for it
 
 
-class Replayed:
-    """One piece of work; see Stepper.wrap.
+class RecordedWork:
+    """One piece of work with its recordings; see Stepper.wrap.
 
-    known: recordings by the arguments' values and shapes and the cache's view, the one used last at the end.
-    memory: result tensors by shapes.
+    known: recordings by the arguments' values and shapes and the cache's view, the most recently used last.
+    memory: result tensors by their shapes.
     """
 
     def __init__(
@@ -188,12 +190,12 @@ class Replayed:
             self.known.clear()
             self.buffers = self.cache.buffers
         view = self.cache.view if self.cache is not None and self.by_view else None
-        key = (view, described(arguments))
+        key = (view, recording_key(arguments))
         known = self.known.pop(key, Mark.NEW)
         if known is Mark.NEW:
             known = Mark.ONCE
         elif known is Mark.ONCE:
-            known = self._recorded(self.graphs.record, arguments)
+            known = self._record(self.graphs.record, arguments)
         self.known[key] = known
         if len(self.known) > MOST:
             self.known.pop(next(iter(self.known), None), None)
@@ -205,11 +207,13 @@ class Replayed:
         known.replay()
         return known.result
 
-    def _recorded(self, record: Recorder, arguments: tuple[Any, ...]) -> Recording | Mark:
+    def _record(self, record: Recorder, arguments: tuple[Any, ...]) -> Recording | Mark:
         try:
             inputs = [self._input(tensor) for tensor in leaves(arguments)]
             fixed = with_leaves(arguments, iter(inputs))
-            recording = Recording(inputs, *record(lambda: self._in_place(self.work(*fixed)), self.repeatable))
+            recording = Recording(
+                inputs, *record(lambda: self._copy_to_results(self.work(*fixed)), self.repeatable)
+            )
         except NothingRecorded:
             return Mark.EAGER
         except torch.OutOfMemoryError:
@@ -221,30 +225,30 @@ class Replayed:
             return Mark.EAGER
         made = leaves(recording.result)
         self.graphs.results.update({id(tensor): tensor for tensor in made})
-        self.memory[shapes_of(made)] = made
+        self.memory[list_shapes(made)] = made
         if len(self.memory) > SHAPES:
             self.memory.pop(next(iter(self.memory), None), None)
         return recording
 
     def _input(self, tensor: Tensor) -> Tensor:
-        """Choose where a recording reads an input: in another recording's result, or in a copy."""
+        """Return the tensor from which a recording reads an input: another recording's result, or a copy."""
         return tensor if self.graphs.results.get(id(tensor)) is tensor else tensor.clone()
 
-    def _in_place(self, made: Any) -> Any:
-        """Put results into the memory of an earlier recording's results of the same shapes.
+    def _copy_to_results(self, made: Any) -> Any:
+        """Copy results into the memory of an earlier recording's results of the same shapes.
 
-        Recordings for views of many widths then share one set of results, and whatever reads these always
-        finds them in the same place.
+        Recordings for many view widths then share one set of results, and work that reads these always finds
+        them in the same place.
         """
         new = leaves(made)
-        old = self.memory.get(shapes_of(new), new)
+        old = self.memory.get(list_shapes(new), new)
         for mine, given in zip(old, new, strict=True):
             if mine is not given:
                 mine.copy_(given)
         return with_leaves(made, iter(old))
 
 
-def loose(work: Work) -> Work:
+def hold_weakly(work: Work) -> Work:
     """Wrap a method so that it does not keep its object alive; return anything else as it is."""
     if not isinstance(work, MethodType):
         return work
@@ -252,7 +256,8 @@ def loose(work: Work) -> Work:
     return lambda *args: method()(*args)
 
 
-def shapes_of(tensors: Iterable[Tensor]) -> Hashable:
+def list_shapes(tensors: Iterable[Tensor]) -> Hashable:
+    """Return the shape and dtype of each tensor, as a key."""
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 
 
@@ -260,7 +265,7 @@ def leaves(value: Any) -> list[Tensor]:
     """List the tensors in arguments or results, which may nest tuples and dataclasses."""
     if isinstance(value, Tensor):
         return [value]
-    return [leaf for part in parts_of(value) or () for leaf in leaves(part)]
+    return [leaf for part in split_parts(value) or () for leaf in leaves(part)]
 
 
 def with_leaves(value: Any, tensors: Iterator[Tensor]) -> Any:
@@ -269,22 +274,22 @@ def with_leaves(value: Any, tensors: Iterator[Tensor]) -> Any:
         return next(tensors)
     if not leaves(value):
         return value
-    parts = tuple(with_leaves(part, tensors) for part in parts_of(value))
+    parts = tuple(with_leaves(part, tensors) for part in split_parts(value))
     if isinstance(value, tuple):
         return parts
     return replace(value, **{field.name: part for field, part in zip(fields(value), parts, strict=True)})
 
 
-def described(value: Any) -> Hashable:
-    """Return what a recording depends on: a tensor's shape and dtype, anything else itself."""
+def recording_key(value: Any) -> Hashable:
+    """Return the key of a recording: a tensor's shape and dtype, and anything else itself."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if not leaves(value):
         return value
-    return type(value), *map(described, parts_of(value))
+    return type(value), *map(recording_key, split_parts(value))
 
 
-def parts_of(value: Any) -> tuple[Any, ...] | None:
+def split_parts(value: Any) -> tuple[Any, ...] | None:
     """Return the parts of a tuple or a dataclass, None for anything else."""
     if isinstance(value, tuple):
         return value

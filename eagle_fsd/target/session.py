@@ -16,7 +16,7 @@ PREFILL_CHUNK = 512  # tokens per prefill forward: bounds the mask to chunk x co
 
 
 class MaskedForward(Protocol):
-    """What a session needs of a model: a TargetModel, or one that is being admitted."""
+    """The part of a model that a session uses: of a TargetModel, or of one that is being admitted."""
 
     device: torch.device
     stepper: Stepper
@@ -40,7 +40,7 @@ class MaskedForward(Protocol):
 
 
 class TargetSession:
-    """One batch of texts on a target: what is committed, and the tree being verified."""
+    """One batch of texts on a target: the committed tokens, and the tree that is being verified."""
 
     def __init__(self, target: MaskedForward, batch: int, capacity: int) -> None:
         self.target = target
@@ -49,9 +49,9 @@ class TargetSession:
         self._compact = target.stepper.wrap(self.cache.compact, self.cache, repeatable=False, by_view=False)
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Run and commit the first lengths[row] of right-padded tokens [B, L]; their features [B, L, d].
+        """Run and commit the first lengths[row] of right-padded tokens [B, L]; return features [B, L, d].
 
-        What lies past a row's length is padding: its features mean nothing and its slots are overwritten.
+        Tokens past a row's length are padding: their features mean nothing, and their slots are overwritten.
         """
         batch, width = tokens.shape
         parts = [
@@ -68,7 +68,10 @@ class TargetSession:
         return torch.cat(parts, dim=1)
 
     def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
-        """One forward over all nodes under the tree mask: logits [B, N, V] float32 and features [B, N, d]."""
+        """Run one forward over all nodes under the tree mask.
+
+        Returns logits [B, N, V] float32 and features [B, N, d].
+        """
         self.cache.reserve(tree.tokens.shape[1])
         logits, features, self.cache.slots = self._forward(tree.tokens, tree.parents, tree.depths, tree.depth)
         return logits, features
@@ -99,5 +102,5 @@ class TargetSession:
         self.cache.select(rows)
 
     def replace(self, rows: Sequence[int], other: TargetSession) -> None:
-        """Put the texts of another session, one for each, in the place of these rows."""
+        """Replace these rows, one by one, by the texts of another session."""
         self.cache.replace(rows, other.cache)

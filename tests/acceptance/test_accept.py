@@ -35,9 +35,9 @@ from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.request import Request
-from eagle_fsd.drafting.draft_vocabulary import ranked_tokens
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.data.token_counts import rank_tokens
 
 INF, NAN = math.inf, math.nan
 ALPHA = 1e-6
@@ -781,7 +781,7 @@ def test_lossless_law_of_a_real_model(sampling: SamplingConfig, drafted: int | N
     first = plain_law(logits[0, len(prompt) - 1], sampling)
     law = pair_law(first, [plain_law(logits[x, -1], sampling) for x in range(vocab)])
     if drafted is not None:
-        head.restrict(ranked_tokens(law.sum(0), drafted))
+        head.restrict(rank_tokens(law.sum(0), drafted))
         assert law.sum(0)[head.draft_tokens].sum() < 0.95, "the rest must matter"
     engine = EagleFSD(TargetModel(model), head)
     pairs, accepted, rows = [], 0, 12_500

@@ -1,4 +1,4 @@
-"""What AutoTree measures, how often, what it remembers, and what it does on a busy machine."""
+"""AutoTree: what it measures, how often, what it remembers, and what it does on a busy machine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from eagle_fsd.acceptance.other_rules import Typical
 from eagle_fsd.autotune import step_costs, tree_chooser
 from eagle_fsd.autotune.step_costs import WIDTHS
 from eagle_fsd.autotune.tree_chooser import (
-    kind_of,
-    kind_of_rest,
-    packed_forwards,
-    packed_observations,
-    unpacked_forwards,
-    unpacked_observations,
+    forwards_from_json,
+    forwards_to_json,
+    observation_kind,
+    observations_from_json,
+    observations_to_json,
+    overhead_kind,
 )
 from eagle_fsd.autotune.tree_search import Choice, Observation
 from eagle_fsd.core.config import SamplingConfig as Sampling
@@ -33,7 +33,7 @@ from eagle_fsd.runtime import timing
 from eagle_fsd.target.model import TargetModel
 
 GREEDY, SAMPLED = Sampling(), Sampling(0.6, 50, 0.9)
-MEASUREMENTS = ("observe", "measure_forwards", "measure_rest")
+MEASUREMENTS = ("observe", "measure_forwards", "measure_overhead")
 
 
 def engine(seed: int = 0, name: str = "tiny") -> EagleFSD:
@@ -52,25 +52,25 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_chooser, "BUSY", float("inf"))
 
 
-def canned(name: str, *parts: Any) -> Any:
-    """What a measurement might have found."""
+def fake_measurement(name: str, *parts: Any) -> Any:
+    """Return values that a measurement might have found."""
     if name == "observe":
         return [Observation([-1, 0, 0, 1], [0, 1, 1, 2], [0.0, -0.1, -2.5, -0.2], [1, 3])]
-    if name == "measure_rest":
-        return step_costs.Rest(drafted=0.25, plain=0.125), 0.0
+    if name == "measure_overhead":
+        return step_costs.StepOverhead(drafted=0.25, plain=0.125), 0.0
     verify = {width: 1 + 0.01 * width for width in (1, *WIDTHS)}
     return step_costs.Forwards(verify, dict.fromkeys(parts[2], (0.25, 0.125))), 0.0
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the measurements that are asked for, in their order."""
+    """Return the names of the measurements that are made, in their order."""
     made: list[str] = []
     for name in MEASUREMENTS:
 
         def counting(*parts: Any, name: str = name) -> Any:
             made.append(name)
-            return canned(name, *parts)
+            return fake_measurement(name, *parts)
 
         monkeypatch.setattr(tree_chooser, name, counting)
     return made
@@ -136,7 +136,7 @@ def test_greedy_and_sampled_observations_are_two(measured: list[str]) -> None:
     for sampling in (GREEDY, SAMPLED, Sampling(1.0), Sampling(0.1, 0, 0.5), GREEDY):
         choose(model, Lossless(), sampling)
     assert measured.count("observe") == 2
-    assert measured.count("measure_rest") == 4, "greedy, and three ways to warp"
+    assert measured.count("measure_overhead") == 4, "greedy, and three ways to warp"
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,13 @@ def test_greedy_and_sampled_observations_are_two(measured: list[str]) -> None:
     [
         ({"wanted": AutoTree(depth=2)}, []),
         ({"wanted": AutoTree(min_confidence=0)}, []),
-        ({"batch": 2}, ["measure_forwards", "measure_rest"]),
+        ({"batch": 2}, ["measure_forwards", "measure_overhead"]),
         ({"context": 200}, ["measure_forwards"]),
-        ({"sampling": SAMPLED}, ["measure_rest", "observe"]),
-        ({"rule": Fuzzy(0.3), "wanted": AutoTree(top_k=8)}, ["measure_forwards", "measure_rest", "observe"]),
+        ({"sampling": SAMPLED}, ["measure_overhead", "observe"]),
+        (
+            {"rule": Fuzzy(0.3), "wanted": AutoTree(top_k=8)},
+            ["measure_forwards", "measure_overhead", "observe"],
+        ),
     ],
 )
 def test_what_depends_on_a_setting_is_measured_for_it(
@@ -176,13 +179,16 @@ def test_a_container_with_a_new_host_name_finds_what_was_measured(
     assert len(measured) == 3
     monkeypatch.setattr(tree_chooser, "cores", lambda: 1000)
     choose(engine())
-    assert measured[3:] == ["measure_forwards", "measure_rest"], "what a head gets accepted is no machine's"
+    assert measured[3:] == ["measure_forwards", "measure_overhead"], (
+        "acceptance does not depend on the machine"
+    )
 
 
 def test_rules_are_of_one_kind_by_powers_of_two() -> None:
-    assert kind_of(Fuzzy(0.3)) == kind_of(Fuzzy(0.31)) == kind_of(Fuzzy(0.25)) != kind_of(Fuzzy(0.24))
-    assert kind_of(Fuzzy(0.6)) == kind_of(Fuzzy(0.61)) and kind_of(Fuzzy(1)) == kind_of(Fuzzy(1.5))
-    kinds = [
+    kind = observation_kind
+    assert kind(Fuzzy(0.3)) == kind(Fuzzy(0.31)) == kind(Fuzzy(0.25)) != kind(Fuzzy(0.24))
+    assert kind(Fuzzy(0.6)) == kind(Fuzzy(0.61)) and kind(Fuzzy(1)) == kind(Fuzzy(1.5))
+    rules = [
         Fuzzy(0.0),
         Fuzzy(1.0),
         Fuzzy(float("inf")),
@@ -191,9 +197,9 @@ def test_rules_are_of_one_kind_by_powers_of_two() -> None:
         Typical(),
         Lossless(),
     ]
-    assert len({kind_of(rule) for rule in kinds}) == len(kinds)
-    assert kind_of(Fuzzy(1.0, max_consecutive=3)) != kind_of(Fuzzy(1.0, max_consecutive=2))
-    assert kind_of_rest(Fuzzy(0.1)) == kind_of_rest(Fuzzy(7.0)) != kind_of_rest(Fuzzy(0.1, min_p=0.1))
+    assert len(set(map(kind, rules))) == len(rules)
+    assert kind(Fuzzy(1.0, max_consecutive=3)) != kind(Fuzzy(1.0, max_consecutive=2))
+    assert overhead_kind(Fuzzy(0.1)) == overhead_kind(Fuzzy(7.0)) != overhead_kind(Fuzzy(0.1, min_p=0.1))
 
 
 class Nameless:
@@ -215,7 +221,7 @@ def test_a_rule_without_a_name_is_measured_and_not_remembered(measured: list[str
 # --- a busy machine ---
 
 
-def clocked(monkeypatch: pytest.MonkeyPatch, made: list[str], *factors: float) -> None:
+def fake_clock(monkeypatch: pytest.MonkeyPatch, made: list[str], *factors: float) -> None:
     """Time forwards on a clock where a call takes a tick, longer by one of these factors."""
     now, draw = [0.0], random.Random(0)
 
@@ -236,17 +242,17 @@ def clocked(monkeypatch: pytest.MonkeyPatch, made: list[str], *factors: float) -
 def test_a_busy_machine_is_named_and_its_times_are_not_remembered(
     measured: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clocked(monkeypatch, measured, 1.0, 1.5, 3.0)
+    fake_clock(monkeypatch, measured, 1.0, 1.5, 3.0)
     model = engine()
     with caplog.at_level(logging.WARNING):
         first = choose(model)
     assert "the machine seems busy (timings of the same call differ by " in caplog.text
     assert "this choice is not remembered" in caplog.text
-    assert choose(model) == first and measured == ["observe", "measure_forwards", "measure_rest"]
+    assert choose(model) == first and measured == ["observe", "measure_forwards", "measure_overhead"]
     choose(engine())
     assert measured[3:] == ["measure_forwards"], "what was observed has nothing to do with times"
     caplog.clear()
-    clocked(monkeypatch, measured, 1.0)
+    fake_clock(monkeypatch, measured, 1.0)
     choose(engine())
     choose(engine())
     assert measured[4:] == ["measure_forwards"] and "busy" not in caplog.text
@@ -257,9 +263,9 @@ def test_a_busy_machine_is_named_and_its_times_are_not_remembered(
 
 def test_what_was_measured_is_read_back_as_it_was() -> None:
     seen = [Observation([-1, 0, 1], [0, 1, 2], [0.0, -0.5, -1.25], [1, 2]), Observation([-1], [0], [0.0], [])]
-    assert unpacked_observations(json.loads(json.dumps(packed_observations(seen)))) == seen
+    assert observations_from_json(json.loads(json.dumps(observations_to_json(seen)))) == seen
     forwards = step_costs.Forwards(dict.fromkeys((1, *WIDTHS), 0.5), {1: (0.25, 0.0), 8: (0.5, 0.125)})
-    assert unpacked_forwards(json.loads(json.dumps(packed_forwards(forwards)))) == forwards
+    assert forwards_from_json(json.loads(json.dumps(forwards_to_json(forwards)))) == forwards
 
 
 OLD = {"0123456789abcdef01234567": asdict(Choice(TreeConfig(4, 3, 2), 2.0, 3.0, 1.0))}

@@ -1,4 +1,4 @@
-"""The tree chosen by cost: what is observed of a wide tree, what follows for a smaller one, what is taken."""
+"""The choice of a tree by cost: observations of a wide tree, what follows for a smaller one, the choice."""
 
 from __future__ import annotations
 
@@ -18,8 +18,16 @@ from torch import Tensor
 from eagle_fsd import AutoTree, EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.autotune import tree_chooser as autotree_module
 from eagle_fsd.autotune.settle import encode_example_prompts
-from eagle_fsd.autotune.step_costs import WIDTHS, bucket, measure_costs, observe, run_texts
-from eagle_fsd.autotune.tree_search import Choice, Costs, Observation, Witness, choose, expected, grown
+from eagle_fsd.autotune.step_costs import WIDTHS, decode_sample, measure_costs, observe, round_context
+from eagle_fsd.autotune.tree_search import (
+    Choice,
+    Costs,
+    Observation,
+    TreeObserver,
+    choose,
+    predict_step,
+    regrow,
+)
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting.drafter import Drafter, Seen
 from eagle_fsd.files.records import cache_file
@@ -30,7 +38,7 @@ EVERYTHING = TreeConfig(1 + 3 + 3 * 9, 4, 3)  # of depth 4 and beam 3 every cand
 
 
 def engine() -> EagleFSD:
-    """A head that is right now and then: it shares its target's embeddings and little else."""
+    """Return an engine whose head is right now and then: it only shares its target's embeddings."""
     return EagleFSD(TargetModel(tiny_model()), tiny_head(), base_model="tiny")
 
 
@@ -38,7 +46,7 @@ def engine() -> EagleFSD:
 
 
 class Both(StandIn):
-    """Two drafters told the same; the first one's trees are verified, the second one's only kept."""
+    """Two drafters that see the same texts. Only the trees of the first are verified; both are kept."""
 
     def __init__(self, first: Drafter, second: Drafter, small: TreeConfig) -> None:
         self.first, self.second, self.small = first, second, small
@@ -67,10 +75,10 @@ SURE = ["31/4/3/0.03", "31/4/3/0.01", "9/4/3/0.004", "5/4/1/0.01", "11/3/2/0.001
 
 @pytest.mark.parametrize("small", [*SMALL, *SURE])
 def test_a_smaller_tree_follows_from_the_wide_one(small: str) -> None:
-    """Its size, and of every path taken in a wide tree as much as the smaller tree itself has."""
+    """Its predicted size, and its share of each path accepted in the wide tree, are those of a real one."""
     model, config = engine(), TreeConfig.parse(small)
     made: list[Both] = []
-    witness = Witness()
+    observer = TreeObserver()
 
     def drafter(*sizes: Any) -> Both:
         made.append(Both(model.drafter.make(*sizes), model.drafter.make(*sizes), config))
@@ -79,19 +87,19 @@ def test_a_smaller_tree_follows_from_the_wide_one(small: str) -> None:
     follow = Fuzzy(math.inf, mode="paper")  # so that paths are long, whatever the head is worth
     sampling = SamplingConfig(1.0)
     spec = StandInSpec(drafter, VOCAB)
-    run_texts(model.target, spec, prompts_of([6]), follow, sampling, EVERYTHING, observer=witness)
+    decode_sample(model.target, spec, prompts_of([6]), follow, sampling, EVERYTHING, observer=observer)
     (both,) = made
-    observed = witness.observations
+    observed = observer.observations
     assert sum(len(one.path) for one in observed) > 20
     for one, (wide, tree) in zip(observed, both.trees, strict=True):
-        cut = grown(one, config.depth, config.top_k).cut(config)
+        cut = regrow(one, config.depth, config.top_k).prune(config)
         assert cut.tokens(config) == 1 + reached(tree, wide.tokens[0, one.path].tolist())
         assert cut.nodes(config) == tree.tokens.shape[1] and cut.levels == tree.depth
         assert one.scores[0] == 0
 
 
 def reached(tree: DraftTree, tokens: Sequence[int]) -> int:
-    """How many of the tokens are a path from the tree's root."""
+    """Return how many of the tokens are a path from the tree's root."""
     parents, mine, node = tree.parents[0].tolist(), tree.tokens[0].tolist(), 0
     for count, token in enumerate(tokens):
         below = [n for n, parent in enumerate(parents) if parent == node and mine[n] == token]
@@ -121,18 +129,18 @@ CHAIN = Observation(  # a path of three with a rival at each level
 MISS = replace(CHAIN, path=[])
 
 
-def costs(verify: float = 0.001, level: float = 0.1, rest: float = 0.0) -> Costs:
-    """A verify forward of 1 and so much more per node; a draft level of a tenth."""
+def costs(verify: float = 0.001, level: float = 0.1, overhead: float = 0.0) -> Costs:
+    """Return costs of 1 for a verify forward, `verify` more per node, and `level` for a draft level."""
     widths = {width: 1 + verify * (width - 1) for width in (1, *WIDTHS)}
-    return Costs(widths, {1: (level, level), 2: (level, level)}, rest, plain=1.0)
+    return Costs(widths, {1: (level, level), 2: (level, level)}, overhead, plain=1.0)
 
 
 def promise(
     observed: Sequence[Observation], tree: TreeConfig, price: Costs | None = None, batch: int = 1
 ) -> tuple[float, float]:
-    """Tokens and seconds of a step."""
-    cuts = [grown(one, tree.depth, tree.top_k).cut(tree) for one in observed]
-    return expected(cuts, tree, price or costs(), batch)
+    """Return tokens and seconds of a step."""
+    pruned = [regrow(one, tree.depth, tree.top_k).prune(tree) for one in observed]
+    return predict_step(pruned, tree, price or costs(), batch)
 
 
 def taus(observed: Sequence[Observation], depth: int, beam: int, widths: Sequence[int]) -> dict[int, float]:
@@ -156,7 +164,7 @@ UNSURE = Observation(  # the first child is worth no more than what else there i
 
 
 def test_an_unsure_draft_is_cut_and_a_sure_one_is_not() -> None:
-    """Nodes of at least min_confidence, levels below twice as much; a batch's step is its largest row's."""
+    """Nodes need min_confidence, and parents twice that. A batch's step is as large as its largest row's."""
     price = Costs({width: float(width) for width in (1, *WIDTHS)}, {2: (100.0, 100.0)}, 0.0, plain=1.0)
     for confidence, nodes, levels, tokens in (
         *[(0.0, 7, 3, 4), (0.01, 7, 3, 4), (0.04, 5, 3, 4), (0.05, 4, 2, 3), (0.08, 3, 1, 2)],
@@ -173,20 +181,20 @@ def test_an_unsure_draft_is_cut_and_a_sure_one_is_not() -> None:
 
 def test_a_size_between_two_widths_costs_in_proportion() -> None:
     price = Costs({1: 1.0, 4: 4.0, 8: 6.0}, {1: (0.5, 0.25)}, 0.125, plain=1.0)
-    assert [price.verify_of(nodes) for nodes in (1, 2, 4, 6, 8)] == [1.0, 2.0, 4.0, 5.0, 6.0]
-    assert price.step(6, 3, 1) == 0.5 + 2 * 0.25 + 5.0 + 0.125
+    assert [price.verify_seconds(nodes) for nodes in (1, 2, 4, 6, 8)] == [1.0, 2.0, 4.0, 5.0, 6.0]
+    assert price.step_seconds(6, 3, 1) == 0.5 + 2 * 0.25 + 5.0 + 0.125
 
 
 def test_a_tree_may_be_cut_where_that_is_faster() -> None:
-    """Steps that are sure and steps that are not: no one size is right for both."""
+    """Some steps are sure and some are not: no fixed size is right for both."""
     dear = costs(verify=0.3, level=0.05)
     both = {1: [CHAIN, replace(UNSURE, path=[])], 2: [CHAIN, replace(UNSURE, path=[])]}
-    fixed, free = choose(dear, both, AutoTree()), choose(dear, both, AutoTree(), asks=True)
+    fixed, free = choose(dear, both, AutoTree()), choose(dear, both, AutoTree(), host_reads=True)
     assert fixed.tree.min_confidence == 0 < free.tree.min_confidence
     assert free.tokens_per_second > fixed.tokens_per_second
     tau, seconds = promise(both[free.tree.top_k], free.tree, dear)
     assert free.tokens_per_second == tau / seconds
-    asked = choose(dear, both, AutoTree(min_confidence=0.03), asks=True)
+    asked = choose(dear, both, AutoTree(min_confidence=0.03), host_reads=True)
     assert asked.tree.min_confidence == 0.03
     blind = choose(dear, both, AutoTree(min_confidence=0.03))
     assert blind.tokens_per_second <= min(fixed.tokens_per_second, asked.tokens_per_second)
@@ -201,7 +209,7 @@ def test_a_tree_may_be_cut_where_that_is_faster() -> None:
         ([CHAIN, MISS], costs(level=0.6), "1/5/8"),
         ([replace(CHAIN, path=[1])], costs(level=0.35), "2/1/1"),
         ([MISS], costs(), "1/5/8"),
-        ([CHAIN], costs(rest=100.0), "1/5/8"),
+        ([CHAIN], costs(overhead=100.0), "1/5/8"),
     ],
 )
 def test_the_tree_of_the_most_tokens_per_second_is_taken(
@@ -210,7 +218,7 @@ def test_the_tree_of_the_most_tokens_per_second_is_taken(
     found = choose(price, dict.fromkeys(price.draft, observed), AutoTree())
     assert str(found.tree) == tree
     speeds = {
-        TreeConfig(width, depth, beam): tau / price.step(width, depth, beam)
+        TreeConfig(width, depth, beam): tau / price.step_seconds(width, depth, beam)
         for depth in (1, 2, 3)
         for beam in (1, 2)
         for width in WIDTHS
@@ -238,7 +246,7 @@ def test_each_beam_is_judged_by_its_own_observations() -> None:
 
 
 def test_a_relaxed_rule_is_watched_with_each_narrow_beam(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lossless decoding is watched once: its path in a narrower tree is the same draws'."""
+    """Lossless decoding is observed once: its path in a narrower tree follows from the same draws."""
     for rule, beams in ((Lossless(), [10]), (Fuzzy(0.7), [1, 2, 4, 10])):
         watched = []
 
@@ -257,12 +265,12 @@ def test_costs_are_of_every_width_and_beam() -> None:
     model = engine()
     found = measure_costs(model.target, model.drafter, [1, 4], 2, 64, Lossless(), GREEDY)
     assert set(found.verify) == {1, *WIDTHS} and set(found.draft) == {1, 4}
-    assert min(found.verify.values()) > 0 and found.rest > 0 and found.plain > found.verify[1]
-    assert found.step(8, 3, 4) > found.verify[8]
+    assert min(found.verify.values()) > 0 and found.overhead > 0 and found.plain > found.verify[1]
+    assert found.step_seconds(8, 3, 4) > found.verify[8]
 
 
 def test_contexts_have_buckets() -> None:
-    assert [bucket(n) for n in (1, 128, 129, 1000, 4096)] == [128, 128, 256, 1024, 4096]
+    assert [round_context(n) for n in (1, 128, 129, 1000, 4096)] == [128, 128, 256, 1024, 4096]
 
 
 def test_a_measured_tree_writes_the_targets_greedy_text() -> None:
@@ -374,7 +382,7 @@ def test_a_wide_tree_that_is_cut_still_ranks_what_it_holds() -> None:
     assert shared > 0
     for depth, beam in ((1, 1), (2, 2), (3, 2), (4, 3)):
         ranks, mine = (
-            [place for place, taken in enumerate(grown(one, depth, beam).taken) if taken]
+            [place for place, taken in enumerate(regrow(one, depth, beam).taken) if taken]
             for one in (all_of, some_of)
         )
         assert mine[:shared] == ranks[: len(mine[:shared])]

@@ -1,4 +1,4 @@
-"""The loop: ragged batches, sizes that must not matter, stopping, and what the stats say of it."""
+"""The loop: ragged batches, sizes that must not matter, stopping, and the stats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eagle_fsd import EagleFSD, Fuzzy, GenerationStats, Lossless, SamplingConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding import loop
-from eagle_fsd.decoding.loop import NonFiniteLogits, rows_kept
+from eagle_fsd.decoding.loop import NonFiniteLogits, choose_rows
 from eagle_fsd.drafting import eagle_drafter as draft_module
 from eagle_fsd.drafting.drafter import NoDrafter
 from eagle_fsd.target.model import TargetModel
@@ -30,7 +30,7 @@ SAMPLED = SamplingConfig(temperature=0.9, top_k=40, top_p=0.95)
 
 @functools.cache
 def target() -> TargetModel:
-    """A sliding-window model, so that positions and slots matter beyond the prompt."""
+    """Return a sliding-window model, so that positions and slots matter beyond the prompt."""
     return TargetModel(tiny_model("mistral"))
 
 
@@ -40,12 +40,12 @@ def greedy_texts() -> list[list[int]]:
 
 
 def saying(token: int, rows: int) -> KnowingDrafter:
-    """A drafter that always says the same."""
+    """Return a drafter that always drafts the same token."""
     return KnowingDrafter([[token] * 64] * rows, reach=None, check=False)
 
 
 def check_stats(stats: GenerationStats, text: list[int], steps: list[list[int]]) -> None:
-    """The counts follow from the chunks, and accepts from the counts but for a step that was cut."""
+    """Check that the counts follow from the chunks, and the accepts from the counts, but for a cut step."""
     sizes = [len(step) for step in steps if step]
     assert stats.steps == len(sizes) == sum(stats.accept_histogram)
     assert stats.new_tokens == len(text) == sum(k * n for k, n in enumerate(stats.accept_histogram))
@@ -82,8 +82,10 @@ def test_greedy_rows_equal_the_same_prompt_alone(drafting: str) -> None:
 @pytest.mark.parametrize("capacity", [1, 512], ids=["growing", "roomy"])
 @pytest.mark.parametrize("sure", [0.0, 0.012], ids=["whole", "cut"])
 def test_sampled_rows_equal_the_same_prompt_alone(rule: AcceptanceRule, capacity: int, sure: float) -> None:
-    """Row r of seed s draws what the prompt alone draws from the stream (s, r), also in caches that grow, and
-    where the rows' trees are not equally large."""
+    """Row r of seed s draws the same numbers as the prompt alone with the stream (s, r).
+
+    This also holds in caches that grow, and if the rows' trees have different sizes.
+    """
     limits = [26, 5, 17, 9]
     settings = {"rule": rule, "sampling": SAMPLED, "tree": TreeConfig(12, 3, 4, sure)}
     batch = run_loop(target(), PROMPTS, tiny_head(), limits, seed=40, capacity=capacity, **settings)
@@ -207,7 +209,7 @@ def test_an_anti_oracle_changes_nothing_and_tau_is_one() -> None:
 
 
 def test_an_infinite_threshold_follows_the_draft_to_its_depth() -> None:
-    """What a wrong draft says is emitted, every step as long as the tree is deep, and counted as fuzzy."""
+    """A wrong draft is emitted, every step is as long as the tree is deep, and its accepts count as fuzzy."""
     rule = Fuzzy(threshold=float("inf"), mode="paper")
     made = run_loop(target(), PROMPTS, saying(50, rows=4), 24, rule=rule)
     for stats in made.stats:
@@ -245,7 +247,7 @@ def test_end_tokens_of_generate_are_ours() -> None:
 
 @pytest.mark.parametrize("limit", range(1, 14))
 def test_never_more_than_the_limit(limit: int) -> None:
-    """Every remainder of the limit by the length of a full step; and no step that was not needed."""
+    """The limits cover every remainder by the length of a full step. No step is unneeded."""
     made = run_loop(target(), PROMPTS, KnowingDrafter(greedy_texts(), reach=None), limit)
     assert made.texts == [text[:limit] for text in greedy_texts()]
     for row, stats in enumerate(made.stats):
@@ -302,15 +304,15 @@ def test_no_row_runs_after_its_end() -> None:
         assert step[1] or step[3]
 
 
-# --- logits that are no numbers ---
+# --- logits that are not finite ---
 
 NAN, INF = float("nan"), float("inf")
 WARM = SamplingConfig(temperature=0.9)
 SAMPLINGS = [SamplingConfig(), WARM, SAMPLED, SamplingConfig(1.0, top_p=0.9), SamplingConfig(1e-4)]
 
 
-def poisoned(monkeypatch: pytest.MonkeyPatch, poison: Callable[[Tensor, int], None]) -> None:
-    """Every tree's logits [B, N, V] are changed in place; the number of the step counts from 1."""
+def poison_logits(monkeypatch: pytest.MonkeyPatch, poison: Callable[[Tensor, int], None]) -> None:
+    """Change every tree's logits [B, N, V] in place; the number of the step counts from 1."""
     right, steps = TargetSession.verify, itertools.count(1)
 
     def verify(session: TargetSession, tree: DraftTree) -> tuple[Tensor, Tensor]:
@@ -334,7 +336,7 @@ def test_logits_that_are_not_finite_end_with_an_error_and_no_text(
         elif step == 3:
             logits[2, 0] = -INF
 
-    poisoned(monkeypatch, poison)
+    poison_logits(monkeypatch, poison)
     with pytest.raises(NonFiniteLogits, match=r"^step 3 of row 2: .* bfloat16 or float32") as raised:
         run_loop(target(), PROMPTS, tiny_head(), 24, sampling=sampling)
     assert (raised.value.step, raised.value.row) == (3, 2)
@@ -348,7 +350,7 @@ def test_the_row_is_named_by_its_place_in_the_request(monkeypatch: pytest.Monkey
         if step == 9:
             logits[-1] = NAN
 
-    poisoned(monkeypatch, poison)
+    poison_logits(monkeypatch, poison)
     with pytest.raises(NonFiniteLogits, match=r"^step 9 of row 3: "):
         run_loop(target(), PROMPTS, KnowingDrafter(greedy_texts(), wrong=True), [2, 3, 4, 24])
 
@@ -376,7 +378,7 @@ def test_every_node_of_the_path_counts_and_no_other(
                 logits[row, others] = NAN
 
     with monkeypatch.context() as patch:
-        poisoned(patch, off_the_path)
+        poison_logits(patch, off_the_path)
         drafter = KnowingDrafter(greedy_texts(), check=False)
         made = run_loop(target(), PROMPTS, drafter, 12, **settings)
     assert made.texts == whole.texts and made.stats == whole.stats
@@ -384,7 +386,7 @@ def test_every_node_of_the_path_counts_and_no_other(
     assert on_path > 2
     for place in range(on_path):
         with monkeypatch.context() as patch:
-            poisoned(patch, lambda logits, step, place=place: logits[1, first[1, place]].fill_(NAN))
+            poison_logits(patch, lambda logits, step, place=place: logits[1, first[1, place]].fill_(NAN))
             with pytest.raises(NonFiniteLogits, match=r"^step 1 of row 1: "):
                 drafter = KnowingDrafter(greedy_texts(), check=False)
                 run_loop(target(), PROMPTS, drafter, 12, **settings)
@@ -394,7 +396,7 @@ def test_every_node_of_the_path_counts_and_no_other(
 def test_a_token_that_a_model_rules_out_is_no_error(
     sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    poisoned(monkeypatch, lambda logits, step: logits[:, :, 40:].fill_(-INF))
+    poison_logits(monkeypatch, lambda logits, step: logits[:, :, 40:].fill_(-INF))
     made = run_loop(target(), PROMPTS, tiny_head(), 24, sampling=sampling)
     assert all(len(text) == 24 and max(text) < 40 for text in made.texts)
 
@@ -402,7 +404,7 @@ def test_a_token_that_a_model_rules_out_is_no_error(
 def test_a_stream_ends_with_the_error_after_what_was_right(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EagleFSD(target(), tiny_head())
     wanted = run_loop(target(), PROMPTS[:1], tiny_head(), 24, tree=TREE)
-    poisoned(monkeypatch, lambda logits, step: logits.fill_(NAN) if step == 3 else None)
+    poison_logits(monkeypatch, lambda logits, step: logits.fill_(NAN) if step == 3 else None)
     stream = engine.stream(PROMPTS[:1], max_new_tokens=24, tree=TREE)
     chunks = []
     with pytest.raises(NonFiniteLogits, match=r"^step 3 of row 0: "):
@@ -410,7 +412,7 @@ def test_a_stream_ends_with_the_error_after_what_was_right(monkeypatch: pytest.M
             chunks.append(chunk)
     assert chunks == [step[0] for step in wanted.steps[:2]]
     with pytest.raises(NonFiniteLogits):
-        poisoned(monkeypatch, lambda logits, step: logits.fill_(INF))
+        poison_logits(monkeypatch, lambda logits, step: logits.fill_(INF))
         engine.generate(PROMPTS[:1], max_new_tokens=24, tree=TREE)
 
 
@@ -431,15 +433,15 @@ def test_a_draft_of_nan_is_never_accepted_for_its_distribution(
         assert made.texts == [text[:16] for text in greedy_texts()]
 
 
-# --- which rows go on ---
+# --- which rows stay ---
 
 
 def test_rows_that_are_done_leave_at_once_or_where_steps_are_recorded_by_halves() -> None:
-    assert rows_kept([True, False, True, False], recorded=False) == [1, 3]
+    assert choose_rows([True, False, True, False], recorded=False) == [1, 3]
     for count, wanted in ((8, 8), (7, 8), (5, 8), (4, 4), (3, 4), (2, 2), (1, 1)):
         done = [row < 8 - count for row in range(8)]
-        kept = rows_kept(done, recorded=True)
+        kept = choose_rows(done, recorded=True)
         assert len(kept) == wanted and set(range(8 - count, 8)) <= set(kept) and kept == sorted(kept)
-    assert len(rows_kept([True, True, True, True, False], recorded=True)) == 1
-    assert rows_kept([False, False, True, True, False], recorded=True) == [0, 1, 4]
-    assert rows_kept([True, False, False], recorded=True) == [1, 2]
+    assert len(choose_rows([True, True, True, True, False], recorded=True)) == 1
+    assert choose_rows([False, False, True, True, False], recorded=True) == [0, 1, 4]
+    assert choose_rows([True, False, False], recorded=True) == [1, 2]

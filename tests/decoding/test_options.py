@@ -1,4 +1,4 @@
-"""GenerationOptions: the keywords of a generation, written once and checked where they enter."""
+"""GenerationOptions: the keywords of a generation, written once and checked first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def engine() -> EagleFSD:
 
 
 def test_options_and_keywords_are_one() -> None:
-    """As an object, as keywords, and as both: then the keywords count."""
+    """They work as an object, as keywords, and as both, where the keywords win."""
     model, prompt = engine(), prompts_of([5])
     keywords = {
         "max_new_tokens": 9,
@@ -69,7 +69,7 @@ def test_the_target_alone_has_no_end_tokens_or_observers_of_its_own() -> None:
 
 
 def test_flags_become_options() -> None:
-    """Every rule's flags reach its fields; what is not given keeps the rule's default."""
+    """Every rule's flags reach its fields; fields that are not given keep the rule's defaults."""
     parse = build_parser().parse_args
     given = generation_options(
         parse(

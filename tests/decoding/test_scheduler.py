@@ -1,4 +1,4 @@
-"""The scheduler: whoever joins and leaves, every text is the one that it is alone."""
+"""The scheduler: texts join and leave, and each is the same as alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def text(number: int, prompt: Sequence[int], limit: int, ends: tuple[int, ...] =
 
 
 def alone(model: EagleFSD, one: Text, size: TreeConfig) -> list[int]:
-    """What the engine makes of a text on its own."""
+    """Return the engine's tokens for the text on its own."""
     sampling = one.terms.sampling
     return model.generate(
         [one.prompt],

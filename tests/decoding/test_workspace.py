@@ -42,7 +42,7 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[Workspace]:
-    """Every workspace that a text was made in."""
+    """Every workspace that was given back after a text."""
     made, give_back = [], Workspaces.give_back
 
     def noted(self: Workspaces, one: Workspace) -> None:
@@ -54,7 +54,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[Workspace]:
 
 
 def slots(one: Workspace) -> list[int]:
-    """What is allocated for a row of each layer, of the target and of the head."""
+    """Return the slots that are allocated for a row in each layer of the target and of the head."""
     caches = [part.cache for part in (one.session, one.drafter) if hasattr(part, "cache")]
     return [buffer.shape[2] for cache in caches for layer in cache.layers.values() for buffer in layer]
 
@@ -64,7 +64,7 @@ def slots(one: Workspace) -> list[int]:
 
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_memory_follows_the_text_and_not_its_limit(tokens: int, used: list[Workspace]) -> None:
-    """Of a hundred thousand tokens that it may have, a text that ends early takes the memory of few."""
+    """A text that ends early takes little memory, even if it may have a hundred thousand tokens."""
     model = engine(max_position_embeddings=LONG)
     plain = engine().generate(prompts_of([5]), max_new_tokens=60, tree=TREE).new_tokens[0]
     place = next(i for i in range(tokens, 60) if plain[i] not in plain[:i])
@@ -109,7 +109,7 @@ def take(spaces: Workspaces, batch: int, drafts: bool = True, longest: int = 30)
 
 
 def test_two_threads_never_get_one_workspace() -> None:
-    """Both ask while the spare one is there; whoever looks first takes his time."""
+    """Four threads ask at once while there is one spare workspace, and looking at it takes long."""
 
     class Slow(Workspaces):
         @property
@@ -211,4 +211,4 @@ def test_a_drafter_without_a_cache_has_a_workspace_too() -> None:
     spec = StandInSpec(lambda *_: KnowingDrafter([[1]]), VOCAB)
     one = spaces.take(1, 5, 30, TREE, spec)
     spaces.give_back(one)
-    assert one.whole and torch.equal(one.session.cache.lengths, torch.zeros(1, dtype=torch.int64))
+    assert one.complete and torch.equal(one.session.cache.lengths, torch.zeros(1, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""A draft vocabulary: its tokens by rank, its logits, and what it may not change, the target's text."""
+"""A draft vocabulary: its logits, and the target's text, which it must not change."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from eagle_fsd import EagleFSD, Fuzzy, HeadConfig, Lossless, TreeConfig, Typical
 from eagle_fsd.acceptance.divergence import DIVERGENCES, SPARSE_DIVERGENCES
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
 from eagle_fsd.core.tree import root_only
-from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, ranked_tokens
+from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.engine import GenerationOutput
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.data.token_counts import rank_tokens
 
 TREE = TreeConfig(12, 4, 3)
 RULES = [
@@ -31,61 +32,8 @@ RULES = [
 
 
 def some_tokens(count: int, vocab_size: int = VOCAB, seed: int = 0) -> Tensor:
-    """Distinct tokens in random order."""
+    """Return distinct tokens in random order."""
     return torch.randperm(vocab_size, generator=generator(seed))[:count]
-
-
-# --- ranked_tokens ---
-
-
-def plain_ranked(counts: list[float], size: int, always: list[int]) -> list[int]:
-    """The same with sorted()."""
-    order = sorted(range(len(counts)), key=lambda token: (-counts[token], token))
-    others = [token for token in order if token not in always][: size - len(set(always))]
-    return [token for token in order if token in always or token in others]
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
-def test_ranked_tokens_equal_plain_sorting(seed: int, dtype: torch.dtype) -> None:
-    """Many ties and zeros; `always` may name frequent tokens, rare ones, and one twice."""
-    draw = generator(seed)
-    counts = torch.randint(0, 4, (40,), generator=draw).to(dtype)
-    for always in ([], [0], [39, 7, 7], some_tokens(6, 40, seed).tolist()):
-        for size in (max(1, len(set(always))), 9, 25, 40):
-            tokens = ranked_tokens(counts, size, always)
-            assert tokens.dtype == torch.int64 and tokens.shape == (size,)
-            assert tokens.tolist() == plain_ranked(counts.tolist(), size, always)
-
-
-def test_ranked_tokens_by_hand() -> None:
-    counts = torch.tensor([0, 5, 2, 5, 0, 9])
-    assert ranked_tokens(counts, 3).tolist() == [5, 1, 3]
-    assert ranked_tokens(counts, 5).tolist() == [5, 1, 3, 2, 0]  # a token of count zero fills up
-    assert ranked_tokens(counts, 3, always=[4]).tolist() == [5, 1, 4]
-    assert ranked_tokens(counts, 1, always=[4]).tolist() == [4]
-
-
-BAD_RANKS = {
-    "no size": (torch.ones(5), 0, (), "size is 0: it must be an integer of at least 1; raise"),
-    "half a size": (torch.ones(5), 2.5, (), "size is 2.5"),
-    "less than always": (torch.ones(5), 1, (1, 2), "size is 1: it must be an integer of at least 2"),
-    "more than there are": (torch.ones(5), 6, (), "size is 6: the vocabulary has 5 tokens; lower"),
-    "always outside": (torch.ones(5), 3, (5,), r"always holds 5: .* 0..4; drop it"),
-    "always negative": (torch.ones(5), 3, (-1,), "always holds -1"),
-    "counts of texts": (torch.ones(2, 5), 3, (), r"counts are \[2, 5\].*: they must be \[V\]"),
-    "negative counts": (torch.tensor([1, -2]), 1, (), r"counts are \[2\] with a minimum of -2"),
-    "NaN": (torch.tensor([1, float("nan")]), 1, (), "minimum of nan"),
-    "no counts": (torch.ones(0), 1, (), "size is 1: the vocabulary has 0 tokens"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_RANKS)
-def test_bad_ranks_are_one_line(name: str) -> None:
-    counts, size, always, message = BAD_RANKS[name]
-    with pytest.raises(ValueError, match=message) as caught:
-        ranked_tokens(counts, size, always)
-    assert "\n" not in str(caught.value)
 
 
 # --- a head and its draft tokens ---
@@ -182,14 +130,16 @@ def exact_target() -> TargetModel:
 
 
 def drafted_with(tokens: Tensor | None, **options: object) -> GenerationOutput:
-    """Text of a target whose head is never wrong, with this draft vocabulary."""
+    """Generate with a target whose head is never wrong, with this draft vocabulary."""
     engine = EagleFSD(exact_target(), exact_pair()[1].restrict(tokens))
     return engine.generate(random_tokens(3, 12), max_new_tokens=40, tree=TREE, **options)
 
 
 def test_greedy_text_is_the_targets_and_tau_says_what_the_vocabulary_holds() -> None:
-    """A head that is never wrong: all tokens of the text in the vocabulary, full paths; none, tau 1; some,
-    between. The text is the target's own each time."""
+    """The head is never wrong: paths are full if all tokens of the text are in the vocabulary.
+
+    tau is 1 if none is, and between if some are. The text is the target's own each time.
+    """
     texts = greedy_alone(exact_target().model, random_tokens(3, 12).tolist(), 40)
     counts = torch.bincount(torch.tensor(texts).flatten(), minlength=EXACT_VOCAB)
     used = int((counts > 0).sum())
@@ -197,8 +147,8 @@ def test_greedy_text_is_the_targets_and_tau_says_what_the_vocabulary_holds() -> 
     whole = drafted_with(None)
     taus = {}
     for name, tokens in {
-        "those of the text": ranked_tokens(counts, used),
-        "half of them": ranked_tokens(counts, used // 2),
+        "those of the text": rank_tokens(counts, used),
+        "half of them": rank_tokens(counts, used // 2),
         "the others": (counts == 0).nonzero()[:, 0],
     }.items():
         made = drafted_with(tokens)
@@ -213,7 +163,7 @@ def test_greedy_text_is_the_targets_and_tau_says_what_the_vocabulary_holds() -> 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_all_tokens_in_any_order_are_no_restriction(rule: object, temperature: float) -> None:
-    """The same texts and the same accepts as with the full vocabulary, under every rule."""
+    """Texts and accepts are the same as with the full vocabulary, under every rule."""
     whole = drafted_with(None, rule=rule, temperature=temperature, seed=0)
     assert all(stats.exact_accepts for stats in whole.stats)
     for tokens in (torch.arange(EXACT_VOCAB), some_tokens(EXACT_VOCAB, EXACT_VOCAB)):
@@ -234,7 +184,7 @@ def test_greedy_text_of_real_classes(family: str) -> None:
 
 
 def test_only_tokens_of_the_vocabulary_are_drafted() -> None:
-    """A tree holds them alone, and its log q is -inf elsewhere and a distribution there."""
+    """A tree holds only them. Its log q is a distribution over them, and -inf elsewhere."""
     tokens = some_tokens(7)
     engine = EagleFSD(TargetModel(tiny_model()), tiny_head().restrict(tokens))
     drafter = engine.drafter.make(1, 64, TreeConfig(16, 5, 8))

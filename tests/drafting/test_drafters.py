@@ -1,4 +1,4 @@
-"""Drafters of other kinds than heads: whatever proposes trees, the texts are the target's."""
+"""Drafters without a head: the texts are the target's, whatever drafter proposes the trees."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ TREE = TreeConfig(5, 4, 1)
 
 
 class CopyDrafter:
-    """Proposes what followed the root the last time it occurred in the text: chains, with a one-hot q.
+    """Proposes the tokens that followed the root's last occurrence in the text: chains, with a one-hot q.
 
-    It needs nothing of the target but its tokens, from the first one on, and lists what it copied.
+    It needs only the committed tokens, from the first one on, and lists the tokens that it copied.
     """
 
     needs = Needs()
@@ -67,7 +67,7 @@ class CopyDrafter:
 
 
 def copied_tree(roots: Tensor, chains: Sequence[Sequence[int]], depth: int) -> DraftTree:
-    """A tree of one chain a row, whose q is one-hot: `drafted` lists the copied tokens of all rows."""
+    """Return a tree of one chain per row with a one-hot q; `drafted` lists the copied tokens of all rows."""
     drafted = torch.tensor(sorted({token for chain in chains for token in chain}))
     columns = torch.searchsorted(drafted, torch.tensor(chains))  # [B, depth]
     log_q = torch.full((len(chains), depth, len(drafted)), -math.inf).scatter(2, columns[:, :, None], 0.0)

@@ -1,5 +1,7 @@
-"""draft.py against a plain recursive EAGLE-2 that keeps no cache and no mask: it runs the head on the whole
-sequence of pairs of every node's own path, one node at a time."""
+"""The EAGLE drafter against a plain recursive EAGLE-2 that keeps no cache and no mask.
+
+The plain one runs the head on the whole sequence of pairs of every node's own path, one node at a time.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def random_pairs(count: int, seed: int) -> Pairs:
 
 
 def pad(rows: list[Pairs]) -> tuple[Tensor, Tensor, list[int]]:
-    """Right-padded features, tokens and counts, with junk in the padding."""
+    """Return right-padded features, tokens and counts, with junk in the padding."""
     counts = [len(tokens) for _, tokens in rows]
     features = torch.full((len(rows), max(counts), HIDDEN), 77.0)
     tokens = torch.full((len(rows), max(counts)), VOCAB - 1)
@@ -45,7 +47,9 @@ def pad(rows: list[Pairs]) -> tuple[Tensor, Tensor, list[int]]:
     return features, tokens, counts
 
 
-def fed(head: DraftHead, vocabulary: Vocabulary, rows: list[Pairs], capacity: int = 64) -> BeamDrafter:
+def start_drafter(
+    head: DraftHead, vocabulary: Vocabulary, rows: list[Pairs], capacity: int = 64
+) -> BeamDrafter:
     drafter = eagle_drafter(head, vocabulary, len(rows), capacity, CPU)
     feed(drafter, *pad(rows))
     return drafter
@@ -61,7 +65,7 @@ class PlainEagle2:
         self.head, self.vocabulary, self.pairs = head, vocabulary, pairs
 
     def predictions(self, path: tuple[int, ...]) -> list[Tensor]:
-        """The predicted feature after the true pairs and after every token of a path below the root."""
+        """Return the features predicted after the true pairs and after each token of a path."""
         features, tokens = self.pairs
         predicted = self.predictions(path[:-1]) if path else []
         features = torch.cat((features, *[f[None] for f in predicted]))
@@ -76,7 +80,7 @@ class PlainEagle2:
         return F.log_softmax(self.vocabulary.logits(self.predictions(path)[-1]), dim=-1)
 
     def candidates(self, config: TreeConfig) -> list[tuple[tuple[int, ...], float]]:
-        """Every competing path with its score, level by level, in the order of expansion."""
+        """Return every competing path with its score, level by level, in the order of expansion."""
         found, beam = [], [((), 0.0)]
         for _ in range(config.depth):
             level = []
@@ -92,7 +96,7 @@ class PlainEagle2:
         return found
 
     def draft(self, config: TreeConfig) -> dict[tuple[int, ...], Tensor | None]:
-        """The kept paths in order, the root () first, each with its log q if it has children."""
+        """Return the kept paths in order, the root () first, each with its log q if it has children."""
         found = self.candidates(config)
         found = [one for one in found if math.exp(one[1]) >= config.min_confidence]
         best = sorted(range(len(found)), key=lambda c: (-found[c][1], c))[: config.total_tokens - 1]
@@ -102,7 +106,7 @@ class PlainEagle2:
 
 
 def paths_of(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
-    """The tokens below the root on the way to every node."""
+    """Return the tokens below the root on the path to every node."""
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), strict=True):
         paths.append(() if parent < 0 else (*paths[parent], token))
@@ -114,14 +118,13 @@ def check_row(tree: DraftTree, row: int, root: int, twin: dict[tuple[int, ...], 
     assert paths == list(twin)
     assert tree.tokens[row, 0] == root
     assert tree.depths[row].tolist() == [len(path) for path in paths]
-    expected = {path: law for path, law in twin.items() if law is not None}
+    expected = {path: log_p for path, log_p in twin.items() if log_p is not None}
     log_q = tree.whole_log_q(len(next(iter(expected.values()))) if expected else 0)[row]
-    laws = {
-        paths[owner]: law for owner, law in zip(tree.owners[row].tolist(), log_q, strict=True) if owner >= 0
-    }
-    assert laws.keys() == expected.keys()
-    for path, law in laws.items():
-        torch.testing.assert_close(law, twin[path], atol=1e-4, rtol=1e-4)
+    owned = zip(tree.owners[row].tolist(), log_q, strict=True)
+    found = {paths[owner]: log_p for owner, log_p in owned if owner >= 0}
+    assert found.keys() == expected.keys()
+    for path, log_p in found.items():
+        torch.testing.assert_close(log_p, twin[path], atol=1e-4, rtol=1e-4)
 
 
 # --- growth ---
@@ -138,7 +141,7 @@ def test_trees_equal_the_plain_recursion(config: str, seed: int) -> None:
     rows = [random_pairs(count, 10 * seed + count) for count in (5, 1, 9)]
     roots = torch.stack([tokens[-1] for _, tokens in rows])
     with torch.no_grad():
-        tree = fed(head, vocabulary, rows).draft(roots, size)
+        tree = start_drafter(head, vocabulary, rows).draft(roots, size)
         assert tree.tokens.shape == (3, size.total_tokens) and tree.depth == size.reach
         for row, pairs in enumerate(rows):
             check_row(tree, row, int(roots[row]), PlainEagle2(head, vocabulary, pairs).draft(size))
@@ -151,8 +154,10 @@ def test_trees_equal_the_plain_recursion(config: str, seed: int) -> None:
 def test_a_tree_is_as_large_as_the_draft_is_sure(
     config: str, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same nodes as the plain recursion's; fillers behind them, as many as the largest row has more, or,
-    where the host must not look, as the config allows."""
+    """The nodes are those of the plain recursion, with fillers after them up to the size of the largest row.
+
+    If the host must not read tensors, fillers go up to the size that the config allows.
+    """
     for module in (tree_growth, tree_module):
         monkeypatch.setattr(module, "host_can_read", lambda tensor: asks)
     head, vocabulary = tiny_head(VOCAB, HIDDEN, 3), TinyVocabulary(VOCAB, HIDDEN, 3, peak=2.0)
@@ -160,7 +165,7 @@ def test_a_tree_is_as_large_as_the_draft_is_sure(
     rows = [random_pairs(count, count) for count in (5, 1, 9, 12)]
     roots = torch.stack([tokens[-1] for _, tokens in rows])
     with torch.no_grad():
-        tree = fed(head, vocabulary, rows).draft(roots, size)
+        tree = start_drafter(head, vocabulary, rows).draft(roots, size)
         twins = [PlainEagle2(head, vocabulary, pairs) for pairs in rows]
         deepest = max(max(len(path) for path, _ in twin.candidates(size)) for twin in twins)
         drafts = [twin.draft(size) for twin in twins]
@@ -178,7 +183,7 @@ def test_a_tree_is_as_large_as_the_draft_is_sure(
 
 
 class Masked:
-    """The slow twin of a draft vocabulary: logits of all tokens, those that are not drafted struck out."""
+    """The slow twin of a draft vocabulary: logits of all tokens, -inf for those that are not drafted."""
 
     def __init__(self, vocabulary: Vocabulary, token_ids: list[int]) -> None:
         self.embed, self.vocabulary, self.token_ids = vocabulary.embed, vocabulary, token_ids
@@ -201,7 +206,7 @@ def test_a_draft_vocabulary_equals_the_plain_recursion_on_masked_logits(config: 
     roots = torch.stack([tokens[-1] for _, tokens in rows])
     head.restrict(token_ids)
     with torch.no_grad():
-        tree = fed(head, DraftVocabulary(vocabulary, token_ids), rows).draft(roots, size)
+        tree = start_drafter(head, DraftVocabulary(vocabulary, token_ids), rows).draft(roots, size)
         for row, pairs in enumerate(rows):
             twin.pairs = pairs
             check_row(tree, row, int(roots[row]), twin.draft(size))
@@ -210,19 +215,21 @@ def test_a_draft_vocabulary_equals_the_plain_recursion_on_masked_logits(config: 
 def test_a_draft_vocabulary_must_be_the_heads() -> None:
     head, vocabulary = tiny_head(VOCAB, HIDDEN), TinyVocabulary(VOCAB, HIDDEN)
     with torch.no_grad(), pytest.raises(AssertionError, match="DraftVocabulary"):
-        fed(head.restrict(torch.arange(5)), vocabulary, [random_pairs(3, 0)]).draft(
+        start_drafter(head.restrict(torch.arange(5)), vocabulary, [random_pairs(3, 0)]).draft(
             torch.tensor([5]), TreeConfig(4, 2, 2)
         )
 
 
 def test_trees_equal_the_plain_recursion_over_a_dialogue() -> None:
-    """Draft, be told the truth (ragged), draft again: nothing of an old tree is left in the cache, also when
-    the truth repeats none, some or all of it, and when the cache has to grow."""
+    """Draft, commit true pairs (ragged), draft again: nothing of an old tree is left in the cache.
+
+    This also holds if the true pairs repeat none, some or all of it, and if the cache has to grow.
+    """
     head, vocabulary = tiny_head(VOCAB, HIDDEN, 3), TinyVocabulary(VOCAB, HIDDEN, 3, peak=2.0)
     size, draw = TreeConfig(12, 3, 3), generator(4)
     rows = [random_pairs(count, count) for count in (4, 2, 6)]
     with torch.no_grad():
-        drafter = fed(head, vocabulary, rows, capacity=3)
+        drafter = start_drafter(head, vocabulary, rows, capacity=3)
         for step in range(5):
             roots = torch.stack([tokens[-1] for _, tokens in rows])
             tree = drafter.draft(roots, size)
@@ -249,10 +256,10 @@ def test_a_row_is_the_same_alone(sure: float) -> None:
     rows, size = [random_pairs(count, count) for count in (3, 11, 1, 6)], TreeConfig(20, 4, 4, sure)
     roots = torch.stack([tokens[-1] for _, tokens in rows])
     with torch.no_grad():
-        together = fed(head, vocabulary, rows).draft(roots, size)
+        together = start_drafter(head, vocabulary, rows).draft(roots, size)
         for row, pairs in enumerate(rows):
-            alone = fed(head, vocabulary, [pairs], capacity=1).draft(roots[row : row + 1], size)
-            used = alone.owners.shape[1]  # what is left of the batch's rows of log_q belongs to others' trees
+            alone = start_drafter(head, vocabulary, [pairs], capacity=1).draft(roots[row : row + 1], size)
+            used = alone.owners.shape[1]  # further rows of the batch's log_q belong to other trees
             assert (together.owners[row, used:] == -1).all() and (alone.owners >= 0).all()
             for name in ("tokens", "parents", "depths", "owners"):
                 one, of_many = getattr(alone, name)[0], getattr(together, name)[row]
@@ -265,11 +272,13 @@ def test_a_row_is_the_same_alone(sure: float) -> None:
 
 
 class FixedLogits:
-    """A vocabulary whose logits are a given function of the last drafted tokens alone: `law` maps a token to
-    a row of logits. Embeddings carry the token in their first component, and the head below hands it on."""
+    """A vocabulary whose logits depend only on the last token: `logits_after` maps it to a row of them.
 
-    def __init__(self, law: Callable[[int], list[float]]) -> None:
-        self.table = torch.tensor([law(token) for token in range(6)])
+    Embeddings carry the token in their first component, and the head below hands it on.
+    """
+
+    def __init__(self, logits_after: Callable[[int], list[float]]) -> None:
+        self.table = torch.tensor([logits_after(token) for token in range(6)])
 
     def embed(self, tokens: Tensor) -> Tensor:
         return F.pad(tokens[..., None].float(), (0, HIDDEN - 1))
@@ -286,10 +295,12 @@ class Echo(DraftHead):
         return embeddings
 
 
-def echo(law: Callable[[int], list[float]], config: TreeConfig) -> DraftTree:
+def echo(logits_after: Callable[[int], list[float]], config: TreeConfig) -> DraftTree:
     head = Echo(tiny_head(6, HIDDEN).config)
     with torch.no_grad():
-        drafter = fed(head, FixedLogits(law), [(torch.zeros(2, HIDDEN), torch.tensor([0, 1]))])
+        drafter = start_drafter(
+            head, FixedLogits(logits_after), [(torch.zeros(2, HIDDEN), torch.tensor([0, 1]))]
+        )
         return drafter.draft(torch.tensor([1]), config)
 
 
@@ -321,15 +332,17 @@ def test_uniform_drafts_fill_the_tree_from_the_top(total: int) -> None:
 @pytest.mark.parametrize("hole", [-INF, NAN])
 @pytest.mark.parametrize("total", [2, 5, 12, 1 + 3 + 27])
 def test_impossible_and_undefined_drafts_come_last(hole: float, total: int) -> None:
-    """After 1 two tokens are impossible; after 2 the law is all holes (NaN, a broken head) or nothing but 2
-    again (-inf elsewhere). The tree is still connected, ordered, its siblings distinct, the good nodes in."""
+    """After 1, two tokens are impossible. After 2, all logits are NaN, or all but that of 2 are -inf.
 
-    def law(token: int) -> list[float]:
+    The tree is still connected and ordered, its siblings are distinct, and the good nodes are in it.
+    """
+
+    def logits_after(token: int) -> list[float]:
         if token == 2:
             return [hole if n != 2 or math.isnan(hole) else 0.0 for n in range(6)]
         return [0.5, -INF, 3.0, 1.0, -INF, 0.0]
 
-    tree = echo(law, TreeConfig(total, 4, 3))
+    tree = echo(logits_after, TreeConfig(total, 4, 3))
     parents, paths = tree.parents[0].tolist(), paths_of(tree, 0)
     assert all(-1 < parent < node for node, parent in enumerate(parents) if node)
     assert len(set(paths)) == total
@@ -342,7 +355,9 @@ def test_impossible_and_undefined_drafts_come_last(hole: float, total: int) -> N
 def test_a_tree_of_one_node_and_no_drafter() -> None:
     head, vocabulary = tiny_head(VOCAB, HIDDEN), TinyVocabulary(VOCAB, HIDDEN)
     with torch.no_grad():
-        own = fed(head, vocabulary, [random_pairs(3, 0)]).draft(torch.tensor([5]), TreeConfig(1, 3, 2))
+        own = start_drafter(head, vocabulary, [random_pairs(3, 0)]).draft(
+            torch.tensor([5]), TreeConfig(1, 3, 2)
+        )
     plain = NoDrafter(VOCAB).draft(torch.tensor([5]), TreeConfig(1, 3, 2))
     for tree in (own, plain):
         assert tree.tokens.tolist() == [[5]] and tree.parents.tolist() == [[-1]]
@@ -353,7 +368,7 @@ def test_a_tree_of_one_node_and_no_drafter() -> None:
 
 
 def keys_from_scratch(head: DraftHead, vocabulary: Vocabulary, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values [H, n, D] and the last prediction [d] of one causal run over the true pairs."""
+    """Return keys and values [H, n, D] and the last prediction [d] of one causal run over the true pairs."""
     captured = {}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -370,13 +385,15 @@ def keys_from_scratch(head: DraftHead, vocabulary: Vocabulary, pairs: Pairs) -> 
 def test_cache_after_extend_equals_a_head_run_from_scratch(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """True features of accepted tokens replace what the draft wrote there (trap 5), whatever was drafted in
-    between and however a prompt is cut into chunks."""
+    """True features of accepted tokens replace those that the draft wrote there (trap 5).
+
+    This holds for any draft in between and any chunks of a prompt.
+    """
     monkeypatch.setattr(draft_module, "EXTEND_CHUNK", chunk)
     head, vocabulary = tiny_head(VOCAB, HIDDEN, 2), TinyVocabulary(VOCAB, HIDDEN, 2)
     rows = [random_pairs(count, count) for count in (7, 1, 4)]
     with torch.no_grad():
-        drafter = fed(head, vocabulary, rows, capacity=16)
+        drafter = start_drafter(head, vocabulary, rows, capacity=16)
         for step in range(4):
             for row, pairs in enumerate(rows):
                 keys, values, prediction = keys_from_scratch(head, vocabulary, pairs)
@@ -392,7 +409,7 @@ def test_cache_after_extend_equals_a_head_run_from_scratch(
 
 
 class PositionSpy(DraftHead):
-    """A head that writes down the positions it is run at."""
+    """A head that records the positions of its inputs."""
 
     def forward(self, features: Tensor, embeddings: Tensor, position_ids: Tensor, attend: Callable) -> Tensor:
         self.__dict__.setdefault("seen", []).append(position_ids.clone())
@@ -400,17 +417,19 @@ class PositionSpy(DraftHead):
 
 
 def test_positions_follow_pairs_and_depth() -> None:
-    """Pair j at position j, so the root's pair at len - 1; a node of depth i at len - 1 + i: by depth, and
-    never by place in the tree (traps 1 and 2)."""
+    """Pair j is at position j, so the root's pair is at len - 1, and a node of depth i at len - 1 + i.
+
+    Positions go by depth, and never by place in the tree (traps 1 and 2).
+    """
     head = PositionSpy(tiny_head(VOCAB, HIDDEN).config)
     rows = [random_pairs(count, count) for count in (5, 2)]
     with torch.no_grad():
-        drafter = fed(head, TinyVocabulary(VOCAB, HIDDEN), rows)
+        drafter = start_drafter(head, TinyVocabulary(VOCAB, HIDDEN), rows)
         assert [p.tolist() for p in head.seen] == [[[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]]
-        assert drafter.cache.row_lengths == [5, 2]  # the roots' pairs stand at 4 and 1
+        assert drafter.cache.row_lengths == [5, 2]  # the roots' pairs are at 4 and 1
         head.seen.clear()
         drafter.draft(torch.tensor([0, 0]), TreeConfig(10, 4, 2))
-        levels = [[[4 + depth] * 2, [1 + depth] * 2] for depth in (1, 2, 3)]  # the deepest nodes are not run
+        levels = [[[4 + depth] * 2, [1 + depth] * 2] for depth in (1, 2, 3)]  # the deepest are not read
         assert [p.tolist() for p in head.seen] == levels
         head.seen.clear()
         feed(drafter, *pad([random_pairs(1, 8), random_pairs(3, 9)]))
@@ -419,7 +438,7 @@ def test_positions_follow_pairs_and_depth() -> None:
 
 @pytest.mark.parametrize("shift", [1, 100])
 def test_positions_matter(shift: int) -> None:
-    """The twin at positions off by `shift` below the root draws another q: the tests above would see it."""
+    """With positions off by `shift` below the root, the twin's q differs: the tests above would fail."""
 
     class Shifted(PlainEagle2):
         def predictions(self, path: tuple[int, ...]) -> list[Tensor]:

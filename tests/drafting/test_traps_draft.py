@@ -1,6 +1,6 @@
-"""Traps of the drafting path: positions, features, weights. The head is exact if all is right: tau is 6.0.
+"""Traps of the drafting path: positions, features, weights. If all is right, the head is exact: tau is 6.0.
 
-Most tests end with the trap itself, set on purpose: the number that the test pins must then be another one.
+Most tests end with the bug itself, made on purpose: the number that the test pins must then differ.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOST = 0.5 * FULL  # a trap of the drafting path costs at least half of it here
 
 
 def tau(engine: EagleFSD, rule: Lossless | Fuzzy | None = None, prompt_length: int = 12) -> float:
-    """Tokens per step over ten full steps of two prompts; at T = 0 the text must be the target's own."""
+    """Return tokens per step over ten full steps of two prompts; check the text at T = 0."""
     rule = rule or Lossless()
     prompts = random_tokens(2, prompt_length)
     output = engine.generate(prompts, max_new_tokens=60, rule=rule, tree=TREE)
@@ -45,7 +45,7 @@ def tau(engine: EagleFSD, rule: Lossless | Fuzzy | None = None, prompt_length: i
 
 
 def shifted_rotary(offset: int) -> Callable[[DraftHead, Tensor, torch.dtype], tuple[Tensor, Tensor]]:
-    """DraftHead.rotary with drafted nodes (forwards of top_k pairs) `offset` positions further on."""
+    """Return DraftHead.rotary with drafted nodes (forwards of top_k pairs) `offset` positions further on."""
     right = DraftHead.rotary
     return lambda head, ids, dtype: right(head, ids + offset * (ids.shape[1] == TREE.top_k), dtype)
 
@@ -79,7 +79,7 @@ def forked_tree(batch: int, vocab_size: int) -> DraftTree:
 
 
 def verification_error(target: TargetModel, tree: DraftTree) -> float:
-    """The most that a verified tree's logits differ from plain forwards over its paths, on ragged rows."""
+    """Return the largest difference of a tree's logits from plain forwards over its paths, on ragged rows."""
     lengths, prompts = [9, 5], random_tokens(2, 9, target.vocab_size)
     worst = 0.0
     with torch.inference_mode():
@@ -110,7 +110,7 @@ def test_trap_02_positions_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_connected(tree: DraftTree) -> bool:
-    """Every node but the root has its parent before it, one level up."""
+    """Return whether every node but the root has its parent before it, one level up."""
     nodes = torch.arange(1, tree.parents.shape[1])
     parents = tree.parents[:, 1:]
     levels = tree.depths.gather(1, parents.clamp(min=0)) + 1
@@ -118,7 +118,7 @@ def is_connected(tree: DraftTree) -> bool:
 
 
 def first_tree(engine: EagleFSD, config: TreeConfig) -> DraftTree:
-    """The tree drafted behind a random prompt."""
+    """Return the tree drafted after a random prompt."""
     tokens = random_tokens(1, 12, engine.target.vocab_size)
     with torch.inference_mode():
         features = TargetSession(engine.target, 1, 64).prefill(tokens[:, :-1], [11])
@@ -128,7 +128,7 @@ def first_tree(engine: EagleFSD, config: TreeConfig) -> DraftTree:
 
 
 def deepest_first(scores: Tensor, count: int) -> Tensor:
-    """rerank with ties the wrong way round."""
+    """Rerank with ties broken the wrong way."""
     last = scores.shape[1] - 1
     ranked = last - scores.flip(1).sort(dim=1, descending=True, stable=True).indices
     return ranked[:, :count].sort(dim=1).values
@@ -166,7 +166,7 @@ def test_trap_03_scores_in_float32() -> None:
 def commit_with_drafted(
     predictor: EaglePredictor, features: Tensor, tokens: Tensor, counts: Sequence[int], first: bool = False
 ) -> Tensor:
-    """commit_pairs that keeps what was drafted: only the last accepted token has its true feature."""
+    """Commit drafted features: only the last accepted token has its true feature."""
     if first:  # a prompt has true features only
         predictor.state = RIGHT_COMMIT(predictor, features, tokens, counts, first)
         return predictor.state

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
-from eagle_fsd.acceptance.accept_step import never_changes
+from eagle_fsd.acceptance.accept_step import is_immutable
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
 from eagle_fsd.core import sampling, tree
 from eagle_fsd.core.padding import pad_left
@@ -28,7 +28,7 @@ from eagle_fsd.drafting import tree_growth
 from eagle_fsd.engine import GenerationOutput
 from eagle_fsd.runtime import flash_attention, kv_cache
 from eagle_fsd.runtime.grouped_attention import grouped_attention
-from eagle_fsd.runtime.step_recorder import EAGER, MOST, Graphs, Recording, Replayed
+from eagle_fsd.runtime.step_recorder import EAGER, MOST, Graphs, RecordedWork, Recording
 from eagle_fsd.target import admission
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -60,7 +60,7 @@ def engine(recorder: OpRecorder | None, family: str = "llama", drafted: int | No
     return EagleFSD(TargetModel(tiny_model(family, attention), stepper), tiny_head().restrict(tokens))
 
 
-def recordings_of(piece: Replayed) -> list[Recording]:
+def recordings_of(piece: RecordedWork) -> list[Recording]:
     return [one for one in piece.known.values() if isinstance(one, Recording)]
 
 
@@ -285,7 +285,7 @@ def test_the_accept_step_reads_logits_where_verify_left_them() -> None:
         text(model, [5], Lossless(), max_new_tokens=60)
     workspace = model._workspaces.spare
     verified = recordings_of(workspace.session._forward)
-    (accepted,) = recordings_of(workspace.accept_step._recorded)
+    (accepted,) = recordings_of(workspace.accept_step._accept_recorded)
     assert len(verified) >= 4
     (logits,) = {id(one.result[0]) for one in verified}
     assert logits in map(id, accepted.inputs)
@@ -312,8 +312,8 @@ def test_recordings_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> No
     model = engine(recorder)
     for number in range(50):
         text(model, [5], Lossless(), max_new_tokens=4, temperature=0.5 + number / 100)
-    known = model._workspaces.spare.accept_step._recorded.known
-    assert len(known) == MOST and len(model._workspaces.spare.accept_step._recorded.memory) <= 8
+    known = model._workspaces.spare.accept_step._accept_recorded.known
+    assert len(known) == MOST and len(model._workspaces.spare.accept_step._accept_recorded.memory) <= 8
     before = recorder.recordings
     text(model, [5], Lossless(), max_new_tokens=4, temperature=0.99)
     assert recorder.recordings == before
@@ -365,16 +365,16 @@ def test_a_rule_that_changes_between_calls_is_never_recorded() -> None:
             assert one.new_tokens == wanted.new_tokens
             assert one.stats[0].fuzzy_accepts == wanted.stats[0].fuzzy_accepts
         assert (wanted.stats[0].fuzzy_accepts > 0) == (threshold > 0)
-    assert not model._workspaces.spare.accept_step._recorded.known
+    assert not model._workspaces.spare.accept_step._accept_recorded.known
 
 
 def test_only_frozen_dataclasses_of_plain_values_never_change() -> None:
     extra = Derived(0.3)
     object.__setattr__(extra, "threshold_of_today", 0.5)
     for rule in (*RULES, Closer(0.2), Holding(inner=(1, "a", None, Fuzzy(0.5))), Fuzzy(0.3)):
-        assert never_changes(rule) and hash(rule) is not None
+        assert is_immutable(rule) and hash(rule) is not None
     for rule in (Changing(0.3), Holding(inner=[1]), Holding(inner=Changing(1.0)), Derived(0.3), extra, len):
-        assert not never_changes(rule)
+        assert not is_immutable(rule)
 
 
 # --- memory ---

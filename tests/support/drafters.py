@@ -1,4 +1,4 @@
-"""Drafters for tests: an EAGLE drafter by its parts, and what stand-ins share."""
+"""Drafters for tests: an EAGLE drafter built from its parts, and a base for stand-ins."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def eagle_drafter(
     device: torch.device = CPU,
     stepper: Stepper = EAGER,
 ) -> BeamDrafter:
-    """A drafter with an EAGLE head whose cache has this capacity at first."""
+    """Make a drafter with an EAGLE head whose cache has this capacity at first."""
     cache = KVCache(batch, capacity, device, stepper.view)
     return BeamDrafter(EaglePredictor(head, vocabulary, cache, stepper), stepper)
 
 
 def feed(drafter: BeamDrafter, features: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
-    """Show a drafter pairs: the features [B, P, d] and the tokens [B, P] behind them."""
+    """Show a drafter pairs: features [B, P, d] and the tokens [B, P] that follow them."""
     first = not any(drafter.cache.row_lengths)
     drafter.root_states = drafter.predictor.commit_pairs(features, tokens, counts, first)
 
 
 class StandIn:
-    """What most drafters of tests have in common: features, no memory, and nothing that joins later."""
+    """The common part of most drafters in tests: they need features, and no text joins later."""
 
     needs = Needs(features=True)
     rows = 0
@@ -53,7 +53,7 @@ class StandIn:
 
 @dataclass(frozen=True, eq=False)
 class StandInSpec:
-    """A spec that makes drafters by a function of batch, tokens and tree."""
+    """A spec whose drafters are made by a function of batch, tokens and tree."""
 
     maker: Callable[[int, int, TreeConfig], Drafter]
     tokens: int

@@ -1,7 +1,7 @@
-"""A stand-in for flash-attn 2 on the CPU: its two functions as documented, by a loop over rows and heads.
+"""A stand-in for flash-attn 2 on the CPU: its two functions as documented, as loops over rows and heads.
 
-Signatures, layouts ([B, n, H, D]) and refusals are those of flash_attn 2.7 (flash_attn_interface.py and
-csrc/flash_attn/flash_api.cpp); a row without keys comes out as 0 with a log-sum-exp of +inf, as there.
+Signatures, layouts ([B, n, H, D]) and errors are those of flash_attn 2.7 (flash_attn_interface.py and
+csrc/flash_attn/flash_api.cpp). As there, a row without keys gives 0 and a log-sum-exp of +inf.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class FakeFlash(types.ModuleType):
-    """calls: the functions called, in order, with q and k as given. dtypes: what is taken; the real one takes
-    HALVES alone, which says little of the last digits."""
+    """The stand-in's module.
+
+    calls: the functions called, in order, with q and k as given. dtypes: the accepted dtypes; the real module
+    takes only HALVES, which are too coarse to compare digits.
+    """
 
     def __init__(self, dtypes: tuple[torch.dtype, ...] = HALVES) -> None:
         super().__init__("flash_attn")
@@ -97,7 +100,7 @@ class FakeFlash(types.ModuleType):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Out [B, n, H, D] and log-sum-exp [B, H, n] float32 over each row's first keys."""
+    """Return out [B, n, H, D] and log-sum-exp [B, H, n] float32 over the first keys of each row."""
     batch, count, heads, width = q.shape
     scale = width**-0.5 if scale is None else scale
     out, lse = torch.zeros_like(q), torch.full((batch, heads, count), torch.inf)
@@ -115,9 +118,9 @@ def attend(
 
 
 def plain_prefix(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention over the first lengths[b] slots, and its log-sum-exp: [B, H, n, D] and [B, H, n].
+    """Return attention over the first lengths[b] slots [B, H, n, D] and its log-sum-exp [B, H, n].
 
-    0 and -inf where a row has none. The slow twin of `flash_prefix`.
+    They are 0 and -inf if a row has no slot. This is the slow twin of `flash_prefix`.
     """
     batch, heads, count, width = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -2,10 +2,10 @@
 
     PYTHONPATH=.:tests python -m support.fuzz_files CASES [FIRST_SEED] [KIND ...]
 
-Prints a line of JSON for each kind: how many cases loaded, how many ended in a clear line, and which did
-neither. A case fails that raises anything but a ValueError or an OSError of one readable line, that takes
-longer than SECONDS, or that takes more than MEMORY beside what the process had. The last case begun is on
-stderr, so that one that kills the process is named too.
+Prints a line of JSON for each kind: how many cases loaded, how many ended in one clear error line, and which
+did neither. A case fails if it raises anything but a ValueError or an OSError of one readable line, if it
+takes longer than SECONDS, or if it takes more than MEMORY beside what the process had. The name of every case
+goes to stderr when it starts, so that a case that kills the process is named too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Hung(BaseException):
     """A case that took too long; no reader catches it."""
 
 
-def spoilt_json(draw: random.Random, path: Path, extra: dict[str, object]) -> None:
+def spoil_json(draw: random.Random, path: Path, extra: dict[str, object]) -> None:
     """Spoil a JSON file as a value, as text, or both."""
     value = json.loads(path.read_text(encoding="utf-8"))
     if draw.random() < 0.75:
@@ -87,23 +87,23 @@ SIZES = (
 ABSURD = (0, -1, 2**20, 2**31 - 1, 2**31, 2**40, 2**63 - 1, 2**63, 10**30, 1e30, -(2**63), 1.5, True, None)
 
 
-def read_the_head(folder: Path) -> object:
+def read_spoilt_head(folder: Path) -> object:
     return read_head(folder / "model.safetensors", "head", HIDDEN, VOCAB)
 
 
 def head_config(draw: random.Random, folder: Path) -> Callable[[], object]:
-    spoilt_json(draw, folder / "config.json", HEAD_EXTRA)
-    return lambda: read_the_head(folder)
+    spoil_json(draw, folder / "config.json", HEAD_EXTRA)
+    return lambda: read_spoilt_head(folder)
 
 
 def head_weights(draw: random.Random, folder: Path) -> Callable[[], object]:
     path = folder / "model.safetensors"
     path.write_bytes(spoil_safetensors(draw, path.read_bytes()))
-    return lambda: read_the_head(folder)
+    return lambda: read_spoilt_head(folder)
 
 
 def head_bin(draw: random.Random, folder: Path) -> Callable[[], object]:
-    """A .bin file with tensors of any kind under the head's names."""
+    """Write a .bin file with tensors of any kind under the head's names."""
     head = read_head(folder / "model.safetensors", "head", HIDDEN, VOCAB)
     tensors: dict[object, object] = dict(head.state_dict())
     sizes: dict[str, object] = {}
@@ -144,13 +144,13 @@ def draft_vocabulary(draw: random.Random, folder: Path) -> Callable[[], object]:
     path = folder / "draft_vocabulary.safetensors"
     path.write_bytes(spoil_safetensors(draw, path.read_bytes()))
     if draw.random() < 0.3:
-        spoilt_json(draw, folder / "config.json", {"draft_vocab_size": 9})
-    return lambda: read_the_head(folder)
+        spoil_json(draw, folder / "config.json", {"draft_vocab_size": 9})
+    return lambda: read_spoilt_head(folder)
 
 
 def calibration(draw: random.Random, folder: Path) -> Callable[[], object]:
     path = folder / "calibration.json"
-    spoilt_json(draw, path, {"version": 2, "thresholds": []})
+    spoil_json(draw, path, {"version": 2, "thresholds": []})
 
     def use() -> None:
         found = read_calibration(path)
@@ -160,8 +160,8 @@ def calibration(draw: random.Random, folder: Path) -> Callable[[], object]:
     return use
 
 
-def spoilt_target(draw: random.Random, folder: Path) -> TargetSource:
-    """One of the targets with a config.json that is wrong; one in three claims an absurd size."""
+def spoil_target(draw: random.Random, folder: Path) -> TargetSource:
+    """Spoil the config.json of one of the targets; one in three claims an absurd size."""
     target = folder / draw.choice(TARGETS)
     config = target / "config.json"
     if draw.random() < 0.33:
@@ -173,21 +173,21 @@ def spoilt_target(draw: random.Random, folder: Path) -> TargetSource:
             sizes.pop("layer_types", None)  # as older configs are, whose layers transformers lists itself
         config.write_text(json.dumps(sizes), encoding="utf-8")
     else:
-        spoilt_json(draw, config, TARGET_EXTRA)
+        spoil_json(draw, config, TARGET_EXTRA)
     if draw.random() < 0.2:
-        spoilt_json(draw, target / "generation_config.json", {"eos_token_id": "x"})
+        spoil_json(draw, target / "generation_config.json", {"eos_token_id": "x"})
     return TargetSource("target", target)
 
 
 def target_config(draw: random.Random, folder: Path) -> Callable[[], object]:
-    """What is read of a target before its weights."""
-    source = spoilt_target(draw, folder)
+    """Read the parts of a target that come before its weights."""
+    source = spoil_target(draw, folder)
     return lambda: load_text(source)
 
 
 def target_weights(draw: random.Random, folder: Path) -> Callable[[], object]:
-    """A whole target under a config that is wrong; what it claims must not be allocated."""
-    source = spoilt_target(draw, folder)
+    """Load a whole target with a spoilt config; the sizes that it claims must not be allocated."""
+    source = spoil_target(draw, folder)
     return lambda: hub.load_target(source, "float32", "cpu")
 
 
@@ -196,26 +196,26 @@ def shard_index(draw: random.Random, folder: Path) -> Callable[[], object]:
     path.write_text(
         json.dumps({"metadata": {}, "weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}})
     )
-    spoilt_json(draw, path, {"weight_map": {"a": "../x"}})
+    spoil_json(draw, path, {"weight_map": {"a": "../x"}})
     return lambda: shard_names(folder)
 
 
 def trees(draw: random.Random, folder: Path) -> Callable[[], object]:
-    """What is remembered of measurements: whatever is in the file, reading it is no error."""
-    spoilt_json(draw, folder / TREES_FILE, {"x": {"version": 2, "measured": {}}})
+    """Spoil the file of remembered measurements; reading it is never an error."""
+    spoil_json(draw, folder / TREES_FILE, {"x": {"version": 2, "measured": {}}})
     os.environ["EAGLE_FSD_CACHE"] = str(folder)
     return lambda: [recall(key, unpack) for key, (_, _, unpack) in measurements().items()]
 
 
 def measurements() -> dict[str, tuple[object, Callable[[Any], object], Callable[[Any], object]]]:
-    """One of every kind that is remembered: what is packed, how, and how it is read again."""
+    """Return one remembered value of every kind, with its functions to and from JSON."""
     forwards = Forwards(dict.fromkeys((1, *WIDTHS), 0.01), {2: (0.01, 0.002)})
     steps = [Observation([-1, 0, 0, 1], [0, 1, 1, 2], [0.0, -0.5, -1.0, -1.5], [1, 3])]
     choice = Choice(TreeConfig(16, 5, 8), 2.5, 40.0, 20.0)
     return {
-        "forwards": (forwards, tree_chooser.packed_forwards, tree_chooser.unpacked_forwards),
-        "steps": (steps, tree_chooser.packed_observations, tree_chooser.unpacked_observations),
-        "choice": (choice, asdict, tree_chooser.unpacked_choice),
+        "forwards": (forwards, tree_chooser.forwards_to_json, tree_chooser.forwards_from_json),
+        "steps": (steps, tree_chooser.observations_to_json, tree_chooser.observations_from_json),
+        "choice": (choice, asdict, tree_chooser.choice_from_json),
     }
 
 
@@ -229,7 +229,7 @@ KINDS: dict[str, Kind] = {
 
 
 def good_files(folder: Path) -> None:
-    """Whole files of every kind."""
+    """Write correct files of every kind."""
     torch.manual_seed(0)
     head = DraftHead(HeadConfig(HIDDEN, 48, 4, 2, 8, VOCAB))
     randomize(head, 0)
@@ -252,7 +252,7 @@ def good_files(folder: Path) -> None:
 
 @contextmanager
 def time_limit() -> Iterator[None]:
-    """Raise Hung after SECONDS; the process ends a little later where no Python runs any more."""
+    """Raise Hung after SECONDS. If no Python runs any more by then, the process ends a little later."""
 
     def stop(*_: object) -> None:
         raise Hung
@@ -268,12 +268,12 @@ def time_limit() -> Iterator[None]:
 
 
 def in_use() -> int:
-    """Bytes of address space that the process has."""
+    """Return the bytes of address space that the process has."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def fault_of(call: Callable[[], object]) -> tuple[bool, str]:
-    """Whether the call returned, and what is wrong with how it ended; nothing where it is as it must be."""
+    """Return whether the call returned, and what is wrong with its end; an empty text if nothing is."""
     try:
         with time_limit():
             call()
@@ -288,7 +288,7 @@ def fault_of(call: Callable[[], object]) -> tuple[bool, str]:
         return False, f"no clear line: {type(error).__name__} {text[:200]!r}"
     except Hung:
         return False, f"took more than {SECONDS} s"
-    except BaseException as error:  # noqa: BLE001  whatever else comes out is what is looked for
+    except BaseException as error:  # noqa: BLE001  any other exception is a bug
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(where.filename).name}:{where.lineno}"
         return False, f"{type(error).__name__} {str(error)[:200]!r} at {place}"

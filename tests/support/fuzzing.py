@@ -32,7 +32,7 @@ ODD: tuple[Any, ...] = (
 
 
 def nested(depth: int, kind: str) -> Any:
-    """A list in a list in a list, or the same of objects."""
+    """Return lists nested `depth` deep, or objects."""
     value: Any = 1
     for _ in range(depth):
         value = [value] if kind == "list" else {"rope_type": value}
@@ -40,7 +40,7 @@ def nested(depth: int, kind: str) -> Any:
 
 
 def odd_value(draw: random.Random) -> Any:
-    """Any JSON value that a field hardly expects."""
+    """Return a JSON value that a field hardly expects."""
     kind = draw.randrange(8)
     if kind < 3:
         return draw.choice(NUMBERS)
@@ -52,7 +52,7 @@ def odd_value(draw: random.Random) -> Any:
 
 
 def places_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of every field and element inside a JSON value, down to six deep."""
+    """Return the path of every field and element inside a JSON value, down to six levels."""
     if len(path) == 6:
         return []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -60,7 +60,7 @@ def places_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def spoil_value(draw: random.Random, value: Any, extra: Mapping[str, Any]) -> Any:
-    """A JSON object with one to three faults: fields changed, lost, renamed, added or moved."""
+    """Return the JSON object with one to three faults: fields changed, lost, renamed, added or moved."""
     value = copy.deepcopy(value)
     if draw.random() < 0.03:
         return odd_value(draw)
@@ -90,7 +90,7 @@ def spoil_value(draw: random.Random, value: Any, extra: Mapping[str, Any]) -> An
 
 
 def spoil_text(draw: random.Random, text: str) -> bytes:
-    """JSON text as bytes that are broken as text: cut, doubled, in another encoding, or none at all."""
+    """Return the JSON text as broken bytes: cut, doubled, in another encoding, or empty."""
     data = text.encode()
     faults: list[Callable[[], bytes]] = [
         lambda: b"",
@@ -113,7 +113,7 @@ def spoil_text(draw: random.Random, text: str) -> bytes:
 
 
 def spoil_bytes(draw: random.Random, data: bytes) -> bytes:
-    """A few bytes changed, a stretch lost or doubled."""
+    """Return the bytes with a few of them changed, lost or doubled."""
     made = bytearray(data)
     for _ in range(draw.choice((1, 2, 8))):
         at = draw.randrange(len(made))
@@ -136,7 +136,7 @@ DTYPES = (
 
 
 def spoil_safetensors(draw: random.Random, data: bytes) -> bytes:
-    """A safetensors file that is cut, or whose header lies: names, dtypes, shapes, offsets, its length."""
+    """Return a safetensors file that is cut, or has wrong names, dtypes, shapes, offsets or header length."""
     (length,) = struct.unpack("<Q", data[:8])
     header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
     fault = draw.randrange(12)
@@ -173,7 +173,7 @@ def spoil_safetensors(draw: random.Random, data: bytes) -> bytes:
     elif fault == 10:
         spoilt = spoil_value(draw, header, {"__metadata__": {"format": "pt"}})
         header = spoilt
-    else:  # a dtype and a shape that fit the bytes, and are another tensor
+    else:  # a dtype and a shape that fit the bytes, but of another tensor
         start, end = entry["data_offsets"]
         dtype, width = draw.choice(
             (("I8", 1), ("F16", 2), ("I32", 4), ("F64", 8), ("BOOL", 1), ("F8_E5M2", 1))

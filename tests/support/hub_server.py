@@ -1,7 +1,7 @@
-"""A Hub on loopback: the few endpoints that huggingface_hub calls to fetch a model, as well as it needs.
+"""A Hub on loopback: the few endpoints that huggingface_hub calls to fetch a model.
 
-Served: model info, the file tree, HEAD and GET of a file (weights redirect to another host name, as there),
-branches, private and gated repositories, a Hub that fails. Every request is noted with the token it carried.
+It serves model info, the file tree, HEAD and GET of a file (weights redirect to another host name, as on the
+Hub), branches, private and gated repositories, and a failing Hub. Every request is recorded with its token.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from urllib.parse import unquote, urlsplit
 
-LARGE_SUFFIXES = (".safetensors", ".bin")  # what the Hub keeps in large file storage
+LARGE_SUFFIXES = (".safetensors", ".bin")  # the Hub keeps these in large file storage
 
 
 @dataclass
 class Repo:
     """A model repository: the files of each commit, and the commit of each branch.
 
-    token: who may see it at all (None: everybody). gated_to: who may fetch its files.
+    token: the one that may see it at all (None: everybody). gated_to: the token that may fetch its files.
     """
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class FakeHub:
         return self.repos[name]
 
     def fetched(self) -> set[str]:
-        """Names of the files whose bytes were asked for."""
+        """Return the names of the files whose bytes were requested."""
         paths = [request.path for request in self.requests if request.method == "GET"]
         return {path.split("/", 5)[5] for path in paths if "/resolve/" in path} | {
             path.rsplit("/", 1)[1] for path in paths if path.startswith("/cdn/")

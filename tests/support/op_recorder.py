@@ -1,4 +1,4 @@
-"""What a CUDA graph does, on any device: record a run's operations, then run them again without Python."""
+"""A CUDA graph on any device: record a run's operations, then run them again without Python."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_flatten
 from eagle_fsd.runtime.step_recorder import NothingRecorded, leaves
 
 ASKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "cpu"}
-# Operations whose result's shape or value the host must know: it would wait for the device.
+# For these operations the host must know the shape or value of the result, so it would wait for the device.
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
 class NoAnswers(TorchFunctionMode):
-    """Refuses to tell Python what a tensor holds."""
+    """Refuses to give Python the values of a tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ASKS:
@@ -29,14 +29,14 @@ class NoAnswers(TorchFunctionMode):
 
 
 class Capturing(TorchDispatchMode):
-    """Refuses what no stream can capture: the host would wait for an answer, or bring numbers of its own."""
+    """Refuses operations that no stream can capture, since the host waits for them or brings in numbers."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, given = op._schema.name, tensors((args, kwargs))
         if name in INDEXING:  # a mask is turned into indices, whose number is not known
             refused = any(index.dtype in (torch.bool, torch.uint8) for index in tensors(args[1]))
-        elif name == "aten::isin":  # beyond so many elements it goes through `unique`
+        elif name == "aten::isin":  # for more elements than this it calls `unique`
             refused = len(given) > 1 and given[1].numel() >= 10 * given[0].numel() ** 0.145
         else:
             refused = name == "aten::lift_fresh" or bool(WAITS & set(op.tags))
@@ -47,7 +47,7 @@ class Capturing(TorchDispatchMode):
 
 
 class Tape(Capturing):
-    """Notes operations with the very tensors that they read and made, and what they wrote over."""
+    """Records operations with the tensors that they read and made, and the memory that they overwrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Tape(Capturing):
             self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
         made = super().__torch_dispatch__(op, types, args, kwargs)
         read = {tensor.untyped_storage().data_ptr() for tensor in given}
-        # A view shares the memory of what it was made of, and to write in place is the operation itself.
+        # A view shares the memory of its base. An operation in place writes its result by itself.
         new = {
             place: out
             for place, out in enumerate(tensors(made))
@@ -77,7 +77,7 @@ class Tape(Capturing):
             storage.copy_(saved)
 
     def spoil(self, result: object) -> None:
-        """NaN in what the recording fills of a result: a capture computes nothing."""
+        """Fill the results with NaN, since a capture computes nothing."""
         filled = {out.untyped_storage().data_ptr() for *_, new in self.calls for out in new.values()}
         filled |= set(self.before)
         for tensor in leaves(result):
@@ -92,7 +92,7 @@ class Tape(Capturing):
 
 
 class OpRecorder:
-    """A Recorder that captures nothing that a stream could not. recordings, replays: how many there were."""
+    """A Recorder that refuses work that no stream can capture. recordings, replays: their numbers."""
 
     def __init__(self) -> None:
         self.recordings = self.replays = 0
@@ -116,7 +116,7 @@ class OpRecorder:
 
 
 def written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operation writes over."""
+    """Return the tensors that an operation overwrites."""
     named = [*zip(op._schema.arguments, args, strict=False)]
     named += [(one, kwargs[one.name]) for one in op._schema.arguments if one.name in kwargs]
     return tensors([value for one, value in named if one.alias_info is not None and one.alias_info.is_write])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def cut(text: str, until: Sequence[str]) -> str:
-    """The slow twin: read a character at a time until a stop string, the longest first, is complete."""
+    """Cut the text: read a character at a time until a stop string, the longest first, is complete."""
     for end in range(len(text) + 1):
         for stop in sorted(filter(None, until), key=len, reverse=True):
             if text[:end].endswith(stop):

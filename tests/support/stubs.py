@@ -1,9 +1,9 @@
-"""Test doubles: targets of known law, drafters right always, never or sometimes, random trees.
+"""Test doubles: targets of known distribution, drafters right always, never or sometimes, random trees.
 
-`Chain` is a language whose next token depends on the last two tokens, so that its law can be written down and
-a node verified under the wrong parent shows. `ChainTarget` stands in for a TargetSession on it and
-`ChainDrafter` for an EagleDrafter; both take tens of thousands of rows at once. `ForesightDrafter` asks a
-real model what comes next, then says it or its opposite. Nothing here is random without a seed.
+`Chain` is a language whose next token depends on the last two tokens, so that its distribution can be written
+down and a node verified under the wrong parent is noticed. `ChainTarget` replaces a TargetSession on it and
+`ChainDrafter` an EAGLE drafter; both take tens of thousands of rows at once. `ForesightDrafter` runs a real
+model to find the next token, then drafts it or its opposite. Nothing here is random without a seed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# --- a language whose law is known ---
+# --- a language whose distribution is known ---
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Chain:
 
     @classmethod
     def random(cls, vocab_size: int, seed: int, scale: float = 2.0) -> Chain:
-        """Independent normal logits; `scale` sets how peaked the laws are."""
+        """Return independent normal logits; `scale` sets how peaked the distributions are."""
         return cls(torch.randn(vocab_size, vocab_size, vocab_size, generator=generator(seed)) * scale)
 
     @property
@@ -47,15 +47,15 @@ class Chain:
         return self.table.shape[-1]
 
     def blend(self, other: Chain, share: float) -> Chain:
-        """A language between two: `share` of the other one's logits."""
+        """Return a language between the two, with `share` of the other one's logits."""
         return Chain((1 - share) * self.table + share * other.table)
 
     def opposite(self) -> Chain:
-        """The language whose likeliest tokens are this one's least likely ones."""
+        """Return the language whose likeliest tokens are this one's least likely ones."""
         return Chain(-self.table)
 
     def continuation(self, text: Sequence[int], count: int) -> list[int]:
-        """The greedy continuation of a text of at least one token (a missing token before it counts as 0)."""
+        """Return the greedy continuation of a text of at least one token; 0 stands before its first token."""
         text = [0, *text]
         for _ in range(count):
             text.append(int(self.table[text[-2], text[-1]].argmax()))
@@ -65,7 +65,7 @@ class Chain:
 class ChainTarget:
     """A TargetSession on a Chain. The feature of a token is (the token before it, itself), as two floats.
 
-    texts: the committed tokens of each row, if `record` is set (slow), so that a test sees what was kept.
+    texts: the committed tokens of each row, if `record` is set (slow), so that a test sees them.
     """
 
     def __init__(self, chain: Chain, batch: int, record: bool = False) -> None:
@@ -93,7 +93,7 @@ class ChainTarget:
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
         assert self.tree is not None
         tokens = self.tree.tokens.gather(1, path.clamp(min=0))
-        # Of a row that is done nothing is committed, and nothing is asked any more.
+        # A row that is done commits nothing, and its logits are not read any more.
         self.last = tokens.gather(1, torch.tensor(counts).clamp(min=1)[:, None] - 1)[:, 0]
         if self.texts is not None:
             for text, row, count in zip(self.texts, tokens.tolist(), counts, strict=True):
@@ -116,7 +116,7 @@ class ChainDrafter(StandIn):
     def __init__(self, chain: Chain, batch: int) -> None:
         self.chain = chain
         self.before = torch.zeros(batch, dtype=torch.int64)  # the token before each root
-        self.followers = torch.zeros(batch, dtype=torch.int64)  # what extend() said the roots are
+        self.followers = torch.zeros(batch, dtype=torch.int64)  # the roots, as extend() gave them
 
     def begin(self, seen: Seen) -> None:
         last = torch.tensor(seen.counts) - 1
@@ -156,8 +156,10 @@ class ChainDrafter(StandIn):
 
 
 def fixed_shape(config: TreeConfig) -> tuple[list[int], list[int]]:
-    """Parents and ranks among their siblings of total_tokens nodes: a chain as deep as depth allows, then
-    siblings, shallow first; in breadth-first order."""
+    """Return parents and sibling ranks of total_tokens nodes, in breadth-first order.
+
+    The nodes are a chain as deep as depth allows, then siblings, shallow ones first.
+    """
     chain = min(config.depth, config.total_tokens - 1)
     paths: list[tuple[int, ...]] = [(0,) * depth for depth in range(chain + 1)]  # ranks from the root down
     for path in paths:  # it grows while it is read: breadth first below the chain
@@ -181,8 +183,9 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 class ForesightDrafter(StandIn):
-    """Drafts what `model` itself would greedily say (or must not say), whatever the head: one chain of
-    `depth` tokens with wrong siblings at the root.
+    """Drafts the tokens that `model` itself would choose greedily, or wrong ones, whatever the head.
+
+    The tree is one chain of `depth` tokens with wrong siblings at the root.
 
     prompts: the rows' prompts. right: whether the drafted token at (row, position in the text) shall be the
     true one. q is the model's own distribution, so that a divergence is 0 up to the kernel's rounding.
@@ -213,16 +216,16 @@ class ForesightDrafter(StandIn):
         siblings = min(config.total_tokens - 1 - chain, config.top_k - 1)
         tokens, log_q = [], []
         for name, text in zip(self.names, self.texts, strict=True):
-            path, laws, wrong = list(text), [], []
+            path, distributions, wrong = list(text), [], []
             for level in range(chain):
                 logits = self.model(torch.tensor([path]), use_cache=False).logits[0, -1].float()
                 ranked = logits.sort(descending=True, stable=True).indices.tolist()
                 path.append(ranked[0] if self.right(name, len(path)) else ranked[-1])
-                laws.append(logits.log_softmax(-1))
+                distributions.append(logits.log_softmax(-1))
                 if level == 0:
                     wrong = [token for token in ranked[:0:-1] if token != path[-1]][:siblings]
             tokens.append([text[-1], path[len(text)], *wrong, *path[len(text) + 1 :]])
-            log_q.append(torch.stack(laws))
+            log_q.append(torch.stack(distributions))
         # Root, its true child, that one's siblings, then the rest of the chain.
         below = [1, *range(2 + siblings, chain + siblings)][: chain - 1]
         parents, owners = [-1, 0, *[0] * siblings, *below], [0, *below]
@@ -242,7 +245,7 @@ class ForesightDrafter(StandIn):
 
 
 class RecordingDrafter(StandIn):
-    """Any drafter, with what it was told and what it proposed written down."""
+    """Wraps any drafter and records the texts it was shown and the trees it proposed."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -250,11 +253,11 @@ class RecordingDrafter(StandIn):
         self.trees: list[DraftTree] = []
 
     def begin(self, seen: Seen) -> None:
-        self.told.append(copied(seen))
+        self.told.append(copy_seen(seen))
         self.drafter.begin(seen)
 
     def extend(self, seen: Seen) -> None:
-        self.told.append(copied(seen))
+        self.told.append(copy_seen(seen))
         self.drafter.extend(seen)
 
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
@@ -265,7 +268,7 @@ class RecordingDrafter(StandIn):
         self.drafter.select(rows)
 
 
-def copied(seen: Seen) -> Seen:
+def copy_seen(seen: Seen) -> Seen:
     return Seen(seen.tokens.clone(), list(seen.counts), seen.features.clone())
 
 
@@ -275,7 +278,7 @@ def copied(seen: Seen) -> Seen:
 def tiny_llama(
     vocab_size: int = 64, hidden_size: int = 32, layers: int = 2, seed: int = 0, peak: float = 1.0
 ) -> LlamaForCausalLM:
-    """A random Llama in float32; `peak` scales its lm_head, and so how peaked its laws are."""
+    """A random Llama in float32; `peak` scales its lm_head, and so how peaked its distributions are."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -320,14 +323,14 @@ def tiny_head(vocab_size: int = 64, hidden_size: int = 32, seed: int = 0, kv_hea
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend to every earlier position and to oneself: the plain `attend` of a head for a whole sequence."""
+    """Attend to every earlier position and the own one: the plain `attend` of a head for a whole sequence."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class TinyVocabulary:
-    """The two ends of a target without the target: random embeddings [V, d] and lm_head [V, d]."""
+    """A vocabulary without a target: random embeddings [V, d] and a random lm_head [V, d]."""
 
     def __init__(self, vocab_size: int = 64, hidden_size: int = 32, seed: int = 0, peak: float = 1.0) -> None:
         weights = torch.randn(2, vocab_size, hidden_size, generator=generator(seed))
@@ -344,7 +347,7 @@ class TinyVocabulary:
 
 
 def random_parents(nodes: int, depth: int, width: int, draw: torch.Generator) -> list[int]:
-    """Parents before children, no path longer than depth, no node with more than width children."""
+    """Return random parents: parents come first, no path exceeds depth, no node has over width children."""
     parents, depths = [-1], [0]
     while len(parents) < nodes:
         free = [n for n in range(len(parents)) if depths[n] < depth and parents.count(n) < width]
@@ -357,8 +360,10 @@ def random_parents(nodes: int, depth: int, width: int, draw: torch.Generator) ->
 def random_tree(
     batch: int, nodes: int, depth: int, width: int, vocab_size: int, seed: int, scale: float = 1.5
 ) -> DraftTree:
-    """A tree of another shape in every row: siblings hold distinct random tokens, log_q rows stand in random
-    order with unused ones among them."""
+    """Return a tree of another shape in every row.
+
+    Siblings hold distinct random tokens. The rows of log_q are in random order, with unused ones among them.
+    """
     draw = generator(seed)
     rows = nodes  # at least one more than can be used
     tokens = torch.randint(vocab_size, (batch, nodes), generator=draw)

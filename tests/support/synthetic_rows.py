@@ -1,7 +1,7 @@
-"""Raw rows made up from a known truth, as a runner would write them: what reports and their tests rest on.
+"""Raw rows made up from a known truth, as a runner would write them, for reports and their tests.
 
-A sample has a length, a difficulty and a luck of its own, which every rule meets on the same sample and seed:
-paired differences are far less noisy than the values.
+A sample has a length, a difficulty and a luck of its own. They are the same for every rule on the same sample
+and seed, so paired differences are far less noisy than the values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MADE = {
 
 @dataclass(frozen=True)
 class Truth:
-    """What a rule really does: tau, the mean log p per token, TV per token, and the chance of the score."""
+    """The true values of a rule: tau, the mean log p per token, TV per token, the chance of the score."""
 
     tau: float = 2.0
     log_p: float = -0.6
@@ -84,7 +84,7 @@ def cell_rows(
     limit: int = 256,
     **fields: Any,
 ) -> list[dict[str, Any]]:
-    """The rows of one cell. noise: the standard deviation of what a rule adds to a sample's own log p."""
+    """Return the rows of one cell. noise: the standard deviation that a rule adds to a sample's own log p."""
     kind = json.dumps([dict(rule), task, temperature, dict(tree)], sort_keys=True)
     key = f"{abs(hash_of(kind)):016x}"[:16]
     rows = []
@@ -138,7 +138,7 @@ def cell_rows(
 
 
 def hash_of(text: str) -> int:
-    """The same number for the same text in every process."""
+    """Return a number that is the same for the same text in every process."""
     return int.from_bytes(text.encode(), "little") % (2**61 - 1)
 
 

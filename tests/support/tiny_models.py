@@ -1,7 +1,7 @@
-"""Tiny random models of real transformers classes, and drafters that know what they will say.
+"""Tiny random models of real transformers classes, and drafters that know their texts in advance.
 
-Everything is float32 on the CPU, vocabulary 96, hidden size 32, two layers. The weights are drawn far
-wider than transformers' own initialisation, so that greedy text is no constant token and attention is sharp
+Everything is float32 on the CPU, vocabulary 96, hidden size 32, two layers. The weights are drawn far wider
+than transformers' own initialisation, so that greedy text is not one constant token, and attention is sharp
 enough for a wrong mask or position to change it.
 """
 
@@ -114,7 +114,7 @@ class Letters:
 def tiny_model(
     family: str = "llama", attention: str = "sdpa", seed: int = 0, **overrides: object
 ) -> transformers.PreTrainedModel:
-    """A model of the family with wide random weights, in eval mode, without end tokens."""
+    """Return a model of the family with wide random weights, in eval mode, without end tokens."""
     model_class, config_class, arguments = FAMILIES[family]
     config = getattr(transformers, config_class)(**{**arguments, **overrides})
     config._attn_implementation = attention
@@ -139,7 +139,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 
 def tiny_head(seed: int = 0, hidden_size: int = HIDDEN, vocab_size: int = VOCAB, **sizes: int) -> DraftHead:
-    """A random draft head that fits the tiny models; sizes: further fields of its config."""
+    """Return a random draft head that fits the tiny models; sizes: further fields of its config."""
     head = DraftHead(
         HeadConfig(
             hidden_size=hidden_size,
@@ -156,7 +156,7 @@ def tiny_head(seed: int = 0, hidden_size: int = HIDDEN, vocab_size: int = VOCAB,
 
 
 def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    """Random prompts of these lengths."""
+    """Return random prompts of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
@@ -164,7 +164,7 @@ def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 def greedy_alone(
     model: transformers.PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[list[int]]:
-    """What Hugging Face's greedy `generate` makes of each prompt alone; the model's end tokens count."""
+    """Return Hugging Face's greedy text for each prompt alone; the model's end tokens count."""
     texts = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
@@ -176,12 +176,12 @@ def greedy_alone(
 
 
 class KnowingDrafter(StandIn):
-    """Knows each row's text to come and drafts it among wrong tokens, on another tree in every row and step.
+    """Knows each row's text in advance and drafts it among wrong tokens, on a new tree in each row and step.
 
     Every level of the tree has `width` nodes in random order: the path's next token, wrong siblings of it,
     and the right token below a wrong parent, which must not be taken. Beyond a random level (`reach`: between
-    these two; None: the depth) the path goes wrong too. With `wrong` it is never right at all. check: the
-    texts must be what is emitted. first_row: the first row's name, which its trees depend on.
+    these two; None: the depth) the path is wrong too. With `wrong` it is never right. check: the emitted
+    tokens must be the texts. first_row: the number of the first row, on which its trees depend.
     """
 
     def __init__(
@@ -255,11 +255,11 @@ class KnowingDrafter(StandIn):
                 favourites[stray] = right
             path, stray = names["path"], names["stray"]
         owners = (sorted(set(parents) - {-1}) + [-1] * len(tokens))[: 2 * depth]
-        law = torch.randn(len(owners), VOCAB, generator=torch.Generator().manual_seed(done))
+        logits = torch.randn(len(owners), VOCAB, generator=torch.Generator().manual_seed(done))
         for row, owner in enumerate(owners):
             if owner >= 0:
-                law[row, favourites[owner]] += 8.0
-        return tokens, parents, depths, law.log_softmax(-1), owners
+                logits[row, favourites[owner]] += 8.0
+        return tokens, parents, depths, logits.log_softmax(-1), owners
 
 
 class KnowingEngine(EagleFSD):
@@ -272,7 +272,7 @@ class KnowingEngine(EagleFSD):
 
 @dataclass(frozen=True)
 class Decoded:
-    """What the bare loop made: all new tokens, the chunk of every step, and the stats, by row."""
+    """The result of the bare loop, by row: all new tokens, the chunk of every step, and the stats."""
 
     texts: list[list[int]]
     steps: list[list[list[int]]]
@@ -292,7 +292,7 @@ def run_loop(
     seed: int | Sequence[int] = 0,
     capacity: int = 512,
 ) -> Decoded:
-    """The bare loop on a batch of prompts, with any drafter and any first capacity of the caches."""
+    """Run the bare loop on a batch of prompts, with any drafter and any first capacity of the caches."""
     batch = len(prompts)
     limits = [max_new_tokens] * batch if isinstance(max_new_tokens, int) else list(max_new_tokens)
     request = Request(

@@ -16,7 +16,7 @@ TEMPLATE = (
 
 
 def tiny_tokenizer(special: int | None = None) -> transformers.PreTrainedTokenizerFast:
-    """Of VOCAB tokens; the id `special` is the special token <stop> and no character.
+    """Return a tokenizer of VOCAB tokens; the id `special` is the special token <stop> and no character.
 
     Every text begins with <s>, as in Llama's tokenizers.
     """

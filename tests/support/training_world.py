@@ -66,7 +66,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def sequences(count: int = 12, seed: int = 0) -> list[FeatureSequence]:
-    """A learnable world: after token x comes 3 x + 1, and the feature at a token is a vector of its own."""
+    """Return sequences of a learnable world: 3 x + 1 follows token x, and each token has its own feature."""
     generator = torch.Generator().manual_seed(seed)
     table = world()
     made = []
@@ -81,17 +81,17 @@ def sequences(count: int = 12, seed: int = 0) -> list[FeatureSequence]:
 
 
 def world() -> Tensor:
-    """Features whose lm_head (the embedding table) names the next token."""
+    """Return features from which the lm_head (the embedding table) reads the next token."""
     return 8.0 * lm_head()[(3 * torch.arange(VOCAB) + 1) % VOCAB]
 
 
 def lm_head() -> Tensor:
-    """Rows of one length, so that a row's best match is itself."""
+    """Return rows of the same norm, so that the best match of a row is itself."""
     return F.normalize(noise(VOCAB, WIDTH, seed=5), dim=-1)
 
 
 class InMemory:
-    """Examples that are simply there."""
+    """Examples held in memory."""
 
     def __init__(self, sequences: Sequence[FeatureSequence]) -> None:
         self.sequences = sequences
@@ -120,7 +120,7 @@ def trainer_for(
 
 
 class Oracle(torch.nn.Module):
-    """Knows the feature of a token by its embedding: right exactly if the pair holds the next token's."""
+    """Predicts the feature of the token in the pair: right exactly if that is the next token."""
 
     def forward(self, features: Tensor, embeddings: Tensor, positions: Tensor, attend: object) -> Tensor:
         return world()[(embeddings @ lm_head().T).argmax(-1)]

@@ -37,7 +37,10 @@ HEAD_SHAPE = {"hidden_size": WIDTH, "intermediate_size": 8, "head_dim": VOCAB, "
 
 
 def exact_pair(sharpness: float = 10.0, seed: int = 0) -> tuple[LlamaForCausalLM, DraftHead]:
-    """The target and its exact head. sharpness: scale of the logits; at 10 the best lead by several nats."""
+    """Return the target and its exact head.
+
+    sharpness: the scale of the logits; at 10 the best leads by several nats.
+    """
     generator = torch.Generator().manual_seed(seed)
     tables = [torch.randn(VOCAB, VOCAB, generator=generator) for _ in WEIGHTS]
     signs = torch.randint(0, 2, (WIDTH,), generator=generator) * 2 - 1
@@ -127,7 +130,7 @@ def random_tokens(batch: int, length: int, vocab_size: int = VOCAB, seed: int = 
 
 
 def random_llama(vocab_size: int = 64, seed: int = 0, **changes: object) -> LlamaForCausalLM:
-    """A tiny Llama with weights large enough that its text does not collapse into one token."""
+    """Return a tiny Llama with weights large enough that its text does not collapse into one token."""
     settings: dict[str, object] = {
         "vocab_size": vocab_size,
         "hidden_size": 32,

@@ -44,4 +44,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(f"\ndrafts over {drafted} tokens: first level, each further one")
     for beam, (first, further) in costs.draft.items():
         say(f"  beam {beam}: {1000 * first:.1f}, {1000 * further:.1f}")
-    say(f"accept and keep: {1000 * costs.rest:.1f}; a step without a draft: {1000 * costs.plain:.1f}")
+    say(f"accept and keep: {1000 * costs.overhead:.1f}; a step without a draft: {1000 * costs.plain:.1f}")

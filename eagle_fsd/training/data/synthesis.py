@@ -1,8 +1,8 @@
-"""The target's own answers to many prompts, without a draft head.
+"""Write the target's own answers to many prompts, without a draft head.
 
-A pool of rows is decoded together, and finished rows hand their places to the next prompts. What a prompt is
-answered with depends on the prompt and its seed alone, up to the rounding of kernels that see other rows
-beside it: it is what the engine's plain decoding writes for the same seed.
+A pool of rows is decoded together, and finished rows give their places to the next prompts. An answer depends
+only on its prompt and seed, up to the rounding of kernels that see other rows beside it: it is the text that
+the engine's plain decoding gives for the same seed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """New token ids without the end token. complete: whether the target ended it; else it was cut."""
+    """An answer's token ids, without the end token. complete: whether the target ended it."""
 
     number: int
     tokens: list[int]
@@ -43,15 +43,15 @@ def write_answers(
     rows: int = 64,
     eos_token_ids: Sequence[int] | None = None,
 ) -> Iterator[Answer]:
-    """Yield every question's answer as it ends, shortest prompts first.
+    """Yield every question's answer when it ends, shortest prompts first.
 
-    rows: how many are decoded together. eos_token_ids: None is the target's own. Raises ValueError for a
+    rows: how many are decoded together. eos_token_ids: None means the target's own. Raises ValueError for a
     prompt that is empty or leaves no position for an answer.
     """
     require_integer("max_new_tokens", max_new_tokens, 1, "ask for at least one token")
     require_integer("rows", rows, 1, "64 suits a CPU")
     ends = tuple(target.eos_token_ids if eos_token_ids is None else eos_token_ids)
-    # Finished rows hand their places on in small groups, so that the pool stays full.
+    # Prompts join in small groups, so that the pool stays full and few forwards read prompts.
     scheduler = Scheduler(target, None, TreeConfig(1), rows, group=max(1, rows // 8))
     for question in sorted(questions, key=lambda question: len(question.tokens)):
         terms = Terms(ends, sampling=question.sampling)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from eagle_fsd.drafting.draft_vocabulary import ranked_tokens
+from eagle_fsd.core.checks import require_integer
 
 
 class Vocabulary(Protocol):
@@ -43,7 +43,7 @@ class LearnedTokens:
                 f"draft_vocab_size is {size}: it must be in {least}..{most}, from the target's special and "
                 "end tokens, which are always inside, to all of its tokens; change --draft-vocab-size"
             )
-        return ranked_tokens(self.counts, size, self.always)
+        return rank_tokens(self.counts, size, self.always)
 
     def coverage(self, token_ids: Tensor) -> float:
         """Return the share of all learned tokens that these make up."""
@@ -69,3 +69,32 @@ def learned_tokens(
     named = {*target.eos_token_ids, *(getattr(tokenizer, "all_special_ids", None) or ())}
     # A token beyond lm_head's rows has no logit: nobody can draft it.
     return LearnedTokens(counts, tuple(sorted(token for token in named if token < target.vocab_size)))
+
+
+def rank_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
+    """Return the `size` most frequent tokens [size] int64, most frequent first; ties go to the lower id.
+
+    counts: [V], how often each token of the vocabulary occurs. always: tokens to include whatever their
+    count, such as end tokens; they keep their own rank. If too few tokens occur, tokens of count 0 fill the
+    list in the order of their ids. Raises ValueError unless counts are [V] and at least 0, `always` is in the
+    vocabulary, and size is at least 1, at least the number of `always`, and at most V.
+    """
+    if counts.ndim != 1 or not (counts >= 0).all():
+        shape = f"{list(counts.shape)} with a minimum of {float(counts.min()) if counts.numel() else None}"
+        raise ValueError(f"counts are {shape}: they must be [V] and at least 0; count each token of the text")
+    vocab_size = len(counts)
+    for token in always:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"always holds {token}: it must be in the vocabulary, 0..{vocab_size - 1}; drop it"
+            )
+    least = max(1, len(set(always)))
+    require_integer("the draft vocabulary's size", size, least, "raise it, or require fewer tokens")
+    if size > vocab_size:
+        raise ValueError(
+            f"the draft vocabulary's size is {size}: the vocabulary has {vocab_size} tokens; lower it"
+        )
+    order = counts.argsort(descending=True, stable=True)  # [V]
+    required = torch.isin(order, torch.tensor(sorted(set(always)), dtype=torch.int64, device=order.device))
+    room = size - required.sum()
+    return order[required | ((~required).cumsum(0) <= room)]

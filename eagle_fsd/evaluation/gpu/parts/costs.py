@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from eagle_fsd.autotune.step_costs import star
+from eagle_fsd.autotune.step_costs import star_tree
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.drafting.drafter import Seen
 from eagle_fsd.engine import EagleFSD
@@ -152,7 +152,7 @@ def parts_of_a_step(bench: Bench, engine: EagleFSD, context: int) -> dict[str, d
     drafter.begin(Seen(text, [context], features.new_zeros(*text.shape, features.shape[-1])))
     verify = {
         str(width): milliseconds(
-            lambda width=width: session.verify(star(roots, width, target.vocab_size)), bench.device
+            lambda width=width: session.verify(star_tree(roots, width, target.vocab_size)), bench.device
         )
         for width in widths
     }
@@ -240,5 +240,5 @@ def behind(target: TargetModel, context: int) -> tuple[Tensor, float]:
     prompt = torch.tensor(prompts_of([context], target.vocab_size), device=target.device)
     session = TargetSession(target, 1, context + 64)
     session.prefill(prompt, [context])
-    tree = star(prompt[:, -1], 32, target.vocab_size)
+    tree = star_tree(prompt[:, -1], 32, target.vocab_size)
     return session.verify(tree)[0].clone(), milliseconds(lambda: session.verify(tree), target.device)
