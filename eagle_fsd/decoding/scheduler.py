@@ -90,7 +90,8 @@ class Scheduler:
     def step(self) -> dict[Text, list[int]]:
         """Let waiting texts join, run one step and return the tokens that each text in the batch emitted."""
         self._admit_waiting()
-        if self.batch is None or not self.decoding:
+        if self.batch is None or not self.batch.active:
+            self.batch = None  # frees its memory
             return {}
         return self.batch.step(keep_done=bool(self.waiting))
 
