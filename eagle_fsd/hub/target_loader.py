@@ -91,6 +91,12 @@ def load_model(
         require_choice("attn_implementation", attn_implementation, ATTENTION)
     if isinstance(device_map, str):
         require_choice("device_map", device_map, DEVICE_MAPS)
+    with _one_at_a_time:
+        return load_kept_or_convert(source, settings, weights_cache)
+
+
+def load_kept_or_convert(source: TargetSource, settings: LoadSettings, weights_cache: bool) -> Loaded:
+    """Load a target, a .gguf file from its converted weights if they are kept."""
     if source.gguf_file is None:
         show_progress(f"loading {source.name} ...")
         return load_files(source, settings)
@@ -98,14 +104,16 @@ def load_model(
     if origin is not None and (folder := find(origin, usable_dtypes(settings.dtype))):
         show_progress(f"loading {source.name} from its converted weights in {folder} ...")
         try:
-            return restore_name(source, load_files(TargetSource(source.name, folder), settings))
-        except ValueError:
+            loaded = load_files(TargetSource(source.name, folder), settings)
             if is_whole(folder):  # otherwise another process has deleted it meanwhile
+                return restore_name(source, loaded)
+        except ValueError:
+            if is_whole(folder):
                 raise
     show_progress(f"converting {source.gguf_file} ...")
     loaded = load_files(source, settings)
     # With a device_map some weights may be offloaded, so they cannot be saved from here.
-    if origin is not None and device_map is None and (folder := keep_converted(origin, *loaded)):
+    if origin is not None and settings.device_map is None and (folder := keep_converted(origin, *loaded)):
         show_progress(f"kept the converted weights in {folder} for the next start")
     return loaded
 
@@ -118,7 +126,7 @@ def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
     config = load_config(source, options)
     if source.gguf_file is None:
         check_plausible(config, source.folder, source.name)
-    with _one_at_a_time, one_line_errors(source.name), hide_loading_bars(source.gguf_file is not None):
+    with one_line_errors(source.name), hide_loading_bars(source.gguf_file is not None):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=config,
