@@ -5,7 +5,7 @@ The parent starts this file as a script. The child limits itself, and then runs 
 - A fresh interpreter with an empty environment, empty input and only the standard library. A program passes
   only if it runs to its end: the child then reports a secret.
 - Resource limits bound CPU seconds, memory and the size of a file. A wall clock ends what sleeps.
-- Landlock (Linux 5.13 and newer) lets it write nothing outside its temporary folder, which is gone afterwards.
+- Landlock (Linux 5.13 and newer) lets it write only in its temporary folder, which is gone afterwards.
 - Seccomp refuses the system calls for another process, thread or program, for sockets, signals, mounts and
   other files' modes. So a program is one process without a network, and nothing is left of it when that ends.
 
