@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eagle_fsd.evaluation.analysis.bootstrap import Array, Bootstrap, Estimate, Sums, interval, resampled
-from eagle_fsd.evaluation.analysis.measures import MEASURES, TAU, paired, sums_of_pairs
+from eagle_fsd.evaluation.analysis.measures import MEASURES, TAU, paired, sums_of
 from eagle_fsd.evaluation.analysis.points import Panel, Point
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.report.tables import with_interval
@@ -50,8 +50,8 @@ class Exchange:
         The same samples are drawn for every rule.
         """
         pairs = paired(self.points[label].rows, self.lossless.rows)
-        tau, tau_lossless = sums_of_pairs(MEASURES[TAU], pairs)
-        tv = sums_of_pairs(MEASURES["law_tv"], pairs)[0]
+        tau, tau_lossless = sums_of(MEASURES[TAU], pairs)
+        tv = sums_of(MEASURES["law_tv"], pairs)[0]
         tv_per_step = Sums(tv.numerator, tau.denominator)
         values, drawn = resampled([tau, tau_lossless, tv_per_step], self.how)
         with np.errstate(divide="ignore", invalid="ignore"):

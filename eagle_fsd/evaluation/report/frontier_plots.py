@@ -24,7 +24,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#56b4e9", "#e
 MARKERS = "os^Dv<>Ph*Xd8"
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 COLUMNS = 3
-FILLED = "filled: no other is both faster and better; numbers: where a line begins and ends"
+FILLED = "filled: no other is both faster and better"
 Placed = tuple[Point, Estimate, Estimate]  # a point, its speed and its loss, in percent where it is relative
 
 
@@ -93,7 +93,7 @@ def loss_title(quality: Quality) -> str:
 def draw_panel(
     axes: Axes, panel: Panel, points: Sequence[Placed], best: Sequence[Point], families: Sequence[str]
 ) -> None:
-    """Draw a line for each family with its intervals, and fill the markers of the best points."""
+    """Draw a line for each family with its intervals, fill the best markers, name the last rule of each."""
     # A set of several files has a long name; breaks may only come between its parts.
     title = "\n".join(textwrap.wrap(panel.task.title.replace("+", " + "), 48, break_long_words=False))
     axes.set_title(title.replace(" + ", "+").replace(" +", "+"), fontsize=10, loc="left")
@@ -122,9 +122,9 @@ def draw_panel(
         for point, x, y in members:
             if point in best:
                 axes.plot(x.value, y.value, markersize=5, zorder=4, **{**look, "linestyle": ""})
-        for point, x, y in {id(one[0]): one for one in (members[0], members[-1])}.values():
-            place = {"xy": (x.value, y.value), "xytext": (4, 3), "textcoords": "offset points"}
-            axes.annotate(varying_knobs(point, rules), **place, fontsize=7, color=look["color"])
+        last, x, y = members[-1]
+        place = {"xy": (x.value, y.value), "xytext": (4, 3), "textcoords": "offset points"}
+        axes.annotate(varying_knobs(last, rules), **place, fontsize=7, color=look["color"])
     axes.plot([], [], color=FAINT, marker="o", markersize=5, linestyle="", label=FILLED)
     axes.invert_yaxis()
     axes.margins(x=0.06, y=0.06)
