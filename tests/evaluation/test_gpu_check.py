@@ -46,7 +46,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def part(name: str, run: Callable[[], Findings], seconds: float = 1.0) -> Part:
-    return Part(name, "It holds.", seconds, lambda context: run())
+    return Part(name, seconds, lambda context: run())
 
 
 def passes() -> Findings:
@@ -177,7 +177,7 @@ def test_the_goodness_of_fit_is_pearsons() -> None:
 
 def test_two_threads_and_their_errors(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     found = texts.threads(bench)
-    assert found["ok"] and found["left_out"] == ["a second device: there is no second GPU"]
+    assert found["ok"]
     made, errors = texts.at_once([lambda: 1, lambda: [][0]], 3)
     assert made == [[1, 1, 1], []] and errors == ["IndexError: list index out of range"]
 
@@ -255,16 +255,17 @@ def test_logits_that_overflow_must_end_in_an_error_that_says_so(
     assert failures.overflow(bench)["ok"] is ok
 
 
-def test_steps_are_watched_one_by_one() -> None:
+def test_steps_are_watched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as are counted, each with a token for every row."""
     engine = engine_of(tiny_model("llama", CPU), EAGER)
 
-    def watch(work: Callable[[], Any]) -> dict[str, int]:
+    def watch(work: Callable[[], Any]) -> int:
         chunks = work()
         assert all(row for rows in chunks for row in rows)
-        return {"steps": len(chunks)}
+        return len(chunks)
 
-    assert waits.counted_steps(engine, [5, 9], Lossless(), {}, watch) == {"steps": waits.STEPS}
+    monkeypatch.setattr(waits, "waits_in", watch)
+    assert waits.waits_of_steps(engine, [5, 9], Lossless(), {}) == waits.STEPS
     with pytest.raises(LeftOut, match="no queue"):
         waits.host_waits(Bench(CPU))
 
@@ -279,25 +280,10 @@ def test_waits_are_counted_by_what_torch_warns_of(monkeypatch: pytest.MonkeyPatc
             warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
 
-    assert waits.warned(waits_thrice) == {"warnings": 3} and modes == ["warn", "default"]
+    assert waits.waits_in(waits_thrice) == 3 and modes == ["warn", "default"]
     with pytest.raises(KeyError):
-        waits.warned(fails)
+        waits.waits_in(fails)
     assert modes[2:] == ["warn", "default"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # there is no CUDA to profile
-        assert waits.profiled(lambda: torch.ones(3).sum()) == {"events": 0, "waits": 0, "to_host": 0}
-
-
-def test_a_profile_is_counted_by_the_names_of_its_events() -> None:
-    events = [
-        ("aten::copy_", 40),
-        ("cudaStreamSynchronize", 8),
-        ("cudaDeviceSynchronize", 2),
-        ("cudaGraphLaunch", 30),
-        ("Memcpy DtoH (Device -> Pageable)", 8),
-        ("Memcpy HtoD (Pageable -> Device)", 16),
-    ]
-    assert waits.count_events(events) == {"events": 64, "waits": 8, "to_host": 8}
 
 
 # --- times and what follows from them ---
@@ -355,7 +341,7 @@ def test_every_branch_for_a_gpu_runs(paper_gpu: Bench, monkeypatch: pytest.Monke
     monkeypatch.setattr(waits, "STEPS", 2)
     found = waits.host_waits(paper_gpu)
     assert not found["ok"] and set(found["cells"]) >= {"graphs on, 3 rows, fuzzy, sampled"}
-    assert all(counts == {"warnings": 0} for counts in found["cells"].values())
+    assert not any(found["cells"].values())
     found = failures.out_of_memory(paper_gpu)
     assert set(found["cells"]) == {"raised", "asked for 64 TiB"}
     assert all(cell["failures"] == 1 and cell["text"] is None for cell in found["cells"].values())
@@ -381,7 +367,7 @@ def test_the_large_target_is_built_where_there_is_room(
 
 
 def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    for name in ("HF_HUB_OFFLINE", "TQDM_DISABLE", "TEARDOWN_CUPTI", "DISABLE_CUPTI_LAZY_REINIT"):
+    for name in ("HF_HUB_OFFLINE", "TQDM_DISABLE"):
         monkeypatch.setenv(name, "1")  # the script sets them: they are put back afterwards
     monkeypatch.setattr("sys.argv", ["gpu_check.py", *arguments])
     with pytest.raises(SystemExit) as ended:

@@ -134,8 +134,9 @@ def panel_of(models: Models, task: Task, rows: Sequence[Row], how: Bootstrap) ->
         for row in others:
             if row.key != first.key:
                 raise ValueError(
-                    f"{rule_label(row.rule)} on {task.title} has rows of two cells, {first.key} and {row.key}: "
-                    f"the weights of {row.base_model} or of its head changed in between; report them apart"
+                    f"{rule_label(row.rule)} on {task.title} has rows of two cells, "
+                    f"{first.key} and {row.key}: the weights of {row.base_model} or of its head changed "
+                    "in between; report them apart"
                 )
     lossless = next((some for some in rules.values() if some[0].rule["name"] == LOSSLESS), [])
     bare = Panel(models, task, (), ())

@@ -44,8 +44,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     # Read when the libraries are imported, which is why they are imported below.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-    # The profiler keeps its library loaded: otherwise it has crashed with CUDA graphs (pytorch #112507).
-    os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
     import torch
 
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():

@@ -24,13 +24,13 @@ def table(result: Mapping[str, Any]) -> str:
     """Write Markdown of a whole check; result: see runner.run_parts, with the machine's record in it."""
     machine = result["machine"]
     facts = [str(machine["device"]), f"torch {machine['torch']}", f"transformers {machine['transformers']}"]
-    facts += [f"{name} {machine[name]}" for name in ("cuda", "driver", "commit") if machine.get(name)]
+    facts += [f"{name} {machine[name]}" for name in ("cuda", "commit") if machine.get(name)]
     lines = [", ".join(facts), ""]
     rows = [
         [part["name"], word(part), f"{part['seconds']:.1f}", part["summary"], part["shows"]]
         for part in result["parts"]
     ]
-    lines.append(markdown_table(["part", "verdict", "seconds", "what was found", "what must hold"], rows))
+    lines.append(markdown_table(["part", "verdict", "seconds", "what was found", "what it does"], rows))
     if result["left_out"]:
         lines += ["", "Left out:"]
         lines += [f"- {one['part']}: {one['reason']}" for one in result["left_out"]]

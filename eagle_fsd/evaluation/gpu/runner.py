@@ -37,16 +37,19 @@ Findings = dict[str, Any]  # ready for JSON
 class Part:
     """One part of a check.
 
-    shows: what holds where it passes, in one sentence. seconds: an estimate of what it takes at most; it is
-    left out where less is left. run: called with the check's context. It returns its findings: `ok` (bool)
-    and `summary` (one line) must be among them, `left_out` may list the reasons for what it did not do, and
+    seconds: an estimate of what it takes at most; it is left out where less is left. run: called with the
+    check's context; its docstring's first line says what it does. It returns its findings: `ok` (bool) and
+    `summary` (one line) must be among them, `left_out` may list the reasons for what it did not do, and
     `table` hold {"titles", "rows"} for a reader.
     """
 
     name: str
-    shows: str
     seconds: float
     run: Callable[[Any], Findings]
+
+    @property
+    def shows(self) -> str:
+        return (self.run.__doc__ or "").partition("\n")[0]
 
 
 def run_parts(
