@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         engine = load_engine(arguments)
         stock = functools.partial(stock_target, engine, arguments.base_model)
-        methods = [method(name, engine, stock, setting) for name in dict.fromkeys(arguments.methods)]
+        methods = {name: method(name, engine, stock, setting) for name in arguments.methods}
         longest = max(arguments.context or [0]) + arguments.max_new_tokens
         if longest > engine.target.max_positions:
             raise ValueError(
