@@ -304,18 +304,13 @@ def test_winners_are_the_fastest_within_the_loss() -> None:
         given("worse 1", 0.9, -0.1),
     )
     found = winners(panel, QUALITIES["log_p"], TAU, [0.0, 0.002, 0.01, 0.0105, 0.05], HOW)
-    names = [(one.level, one.assured, one.point.label, one.runner_up.label) for one in found]
+    names = [(one.level, one.point.label, one.runner_up.label, one.assured.label) for one in found]
     assert names == [
-        (0.0, False, "lossless", "worse 1"),
-        (0.0, True, "lossless", "worse 1"),
-        (0.002, False, "slow 1", "bad 1"),
-        (0.002, True, "slow 1", "bad 1"),
-        (0.01, False, "fast 1", "slow 1"),
-        (0.01, True, "slow 1", "bad 1"),  # 0.0095 may be 0.0105
-        (0.0105, False, "fast 1", "slow 1"),
-        (0.0105, True, "fast 1", "slow 1"),
-        (0.05, False, "fast 2", "slow 1"),
-        (0.05, True, "fast 2", "slow 1"),
+        (0.0, "lossless", "worse 1", "lossless"),
+        (0.002, "slow 1", "bad 1", "slow 1"),
+        (0.01, "fast 1", "slow 1", "slow 1"),  # 0.0095 may be 0.0105
+        (0.0105, "fast 1", "slow 1", "fast 1"),
+        (0.05, "fast 2", "slow 1", "fast 2"),
     ]
 
 

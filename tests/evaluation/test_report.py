@@ -102,22 +102,16 @@ def test_winners_in_plain_sentences(tmp_path: Path, no_plots: None) -> None:
     ]
 
 
-def winner(label: str, assured: bool, ratio: Estimate | None) -> Winner:
-    rows = [Row.of(row) for row in few()]
-    (panel,) = panels(rows, QUICK)
-    points = {point.label: point for point in panel.points}
-    return Winner(0.01, assured, points[label], points["typical 0.3/0.09"], ratio)
-
-
 def test_sentences_say_what_cannot_be_told_apart() -> None:
-    tied = winner("js 0.2 hybrid", False, Estimate(1.01, 0.99, 1.03, 12))
-    clear = winner("js 0.2 hybrid", False, Estimate(1.05, 1.02, 1.08, 12))
-    lossless, other = winner("lossless", True, None), winner("js 0.5 hybrid", True, None)
+    (panel,) = panels([Row.of(row) for row in few()], QUICK)
+    points = {point.label: point for point in panel.points}
+    first, second = points["js 0.2 hybrid"], points["typical 0.3/0.09"]
+    tied, clear = Estimate(1.01, 0.99, 1.03, 12), Estimate(1.05, 1.02, 1.08, 12)
     quality = QUALITIES["log_p"]
-    said = sentence(tied, lossless, quality, TAU)
+    said = sentence(Winner(0.01, first, second, tied, points["lossless"]), quality, TAU)
     assert "which cannot be told from it" in said
     assert said.endswith("Of no faster rule does the whole interval of the loss stay within.")
-    said = sentence(clear, other, quality, TAU)
+    said = sentence(Winner(0.01, first, second, clear, points["js 0.5 hybrid"]), quality, TAU)
     assert "cannot be told" not in said
     assert "With the whole interval of the loss within, it is js 0.5 hybrid, 1." in said
 
