@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,8 @@ from tqdm import tqdm
 
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.calibration import Kind
-from eagle_fsd.acceptance.divergence import DIVERGENCES
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.output_distribution import distances, path_distributions
-from eagle_fsd.core.checks import require_choice
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.analysis.bootstrap import Sums
 from eagle_fsd.evaluation.measure.sweep import Cell, RowKey, answer, run, unanswered
@@ -131,15 +128,3 @@ def fuzzy(kind: Kind, threshold: float) -> Fuzzy:
     """Return the rule of a kind with this threshold."""
     divergence, mode, child, min_gain = kind
     return Fuzzy(threshold, divergence, mode=mode, child=child, min_gain=min_gain)
-
-
-def kinds_of(
-    divergences: Sequence[str],
-    modes: Sequence[str],
-    children: Sequence[str],
-    min_gains: Sequence[float] = (0.0,),
-) -> list[Kind]:
-    """Return all combinations. Raises ValueError for an unknown divergence."""
-    for name in divergences:
-        require_choice("divergence", name, tuple(DIVERGENCES))
-    return list(product(divergences, modes, children, min_gains))

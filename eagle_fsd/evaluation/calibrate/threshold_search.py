@@ -133,11 +133,8 @@ def calibrate(
             found[kind, best.threshold] = best
         trials += search.splits(kind, budget, split_count)
     cell = work.cell
-    made = {
-        "prompts": cell.questions.task.name,
-        "max_new_tokens": cell.max_new_tokens,
-        "new_tokens": sum(tokens for tokens, _ in records.taus),
-    }
+    made = {"prompts": cell.questions.task.name, "max_new_tokens": cell.max_new_tokens}
+    made["new_tokens"] = sum(tokens for tokens, _ in records.taus)
     calibration = Calibration(
         models=work.engine.identity(),
         sampling=cell.sampling,
@@ -153,33 +150,25 @@ def calibrate(
 KIND = ("divergence", "mode", "child", "min gain")
 
 
-def cells_of(kind: Kind) -> tuple[str, ...]:
-    """Return a kind as the cells under KIND."""
-    return (*kind[:3], f"{kind[3]:g}")
-
-
 def calibration_table(calibration: Calibration) -> str:
     """Write a Markdown table of what was found."""
-    bounds = f"bound at {calibration.confidence:.0%}"
     rows = []
     for one in calibration.thresholds:
         numbers = (f"{one.threshold:g}", f"{one.tv:.4f}", f"{one.bound:.4f}")
-        rows.append([*cells_of(one.kind), *numbers, f"{one.tau:.2f}", f"{one.lossless_tau:.2f}"])
+        rows.append([*map(str, one.kind), *numbers, f"{one.tau:.2f}", f"{one.lossless_tau:.2f}"])
+    bounds = f"bound at {calibration.confidence:.0%}"
     return markdown_table((*KIND, "threshold", "TV per token", bounds, "tau", "lossless"), rows)
 
 
 def trial_table(trials: Sequence[Trial]) -> str:
     """Write a Markdown table of the splits: how often the other half stayed inside the budget."""
     rows = []
-    groups: dict[tuple[Kind, float], list[Trial]] = {}
-    for trial in trials:
-        groups.setdefault((trial.kind, trial.budget), []).append(trial)
-    for (kind, budget), mine in groups.items():
+    for kind, budget in dict.fromkeys((trial.kind, trial.budget) for trial in trials):
+        mine = [trial for trial in trials if (trial.kind, trial.budget) == (kind, budget)]
         run = [trial for trial in mine if trial.chosen is not None]
         inside = f"{sum(bool(trial.inside) for trial in run)} of {len(run)}"
-        if len(run) < len(mine):
-            inside += f" (of {len(mine)} splits)"
+        inside += f" (of {len(mine)} splits)" if len(run) < len(mine) else ""
         thresholds = ", ".join(f"{trial.chosen.threshold:g}" for trial in run if trial.chosen)
         tvs = ", ".join(f"{trial.tv:.4f}" for trial in run)
-        rows.append([*cells_of(kind), f"{budget:g}", inside, thresholds, tvs])
+        rows.append([*map(str, kind), f"{budget:g}", inside, thresholds, tvs])
     return markdown_table((*KIND, "budget", "inside", "thresholds", "TV per token, unseen"), rows)

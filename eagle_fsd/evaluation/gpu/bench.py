@@ -187,14 +187,13 @@ def randomize(module: nn.Module, seed: int) -> None:
 
 def head_like(config: transformers.PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> DraftHead:
     """Return a random head of the shape that EAGLE trains for a target with this config."""
-    heads = config.num_attention_heads
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    hidden, heads = config.hidden_size, config.num_attention_heads
     shape = HeadConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=inner,
+        hidden_size=hidden,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden,
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_dim=getattr(config, "head_dim", None) or hidden // heads,
         vocab_size=config.vocab_size,
         fc_bias=False,
     )

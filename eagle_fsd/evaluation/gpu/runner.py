@@ -118,18 +118,17 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     It works in the main thread of a system with SIGALRM, and does nothing elsewhere.
     """
-    alarm = getattr(signal, "SIGALRM", None)
-    if alarm is None or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
 
     def stop(number: int, frame: object) -> None:
         raise Overrun(f"stopped after {seconds:.0f} s")
 
-    before = signal.signal(alarm, stop)
+    before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(alarm, before)
+        signal.signal(signal.SIGALRM, before)
