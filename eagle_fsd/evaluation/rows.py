@@ -9,22 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.files.jsonl import read_jsonl
 
 NUMBER = int | float | None
-# What the report reads of a row, and the JSON types that each may have. Rows may say more.
-FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("key", "task", "dtype", "base_model", "finish_reason"), str),
-    **dict.fromkeys(("seed", "max_new_tokens", "batch_size", "steps", "new_tokens", "fuzzy_accepts"), int),
-    **dict.fromkeys(("rule", "sampling", "tree", "scores"), dict),
-    **{"version": int | str, "sample": str | int, "seconds": int | float, "law": dict | None},
-    **{"ea_model": str | None, "draft_vocab_size": int | None, "log_p": NUMBER},
-}
 PROVENANCE = ("commit", "eagle_fsd", "python", "torch", "transformers")
 PROVENANCE += ("device", "threads", "command", "date")
 
@@ -43,7 +35,7 @@ class Row:
     version: int | str
     sample: str
     seed: int
-    rule: Mapping[str, Any]
+    rule: dict
     sampling: SamplingConfig
     tree: TreeConfig
     max_new_tokens: int
@@ -55,18 +47,18 @@ class Row:
     steps: int
     new_tokens: int
     fuzzy_accepts: int
-    seconds: float
+    seconds: int | float
     batch_size: int
     kl: float | None
     tv: float | None
-    log_p: float | None
-    scores: Mapping[str, float | None]
-    provenance: Mapping[str, Any] = field(default_factory=dict)
+    log_p: int | float | None
+    scores: dict
+    provenance: dict
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Row:
         """Read the row of a JSON object. Raises ValueError for a field that is missing or wrong."""
-        for name, kind in FIELDS.items():
+        for name, kind in KINDS.items():
             if name not in data:
                 raise ValueError(f"has no {name!r}: a raw row needs it; make the row again")
             require(name, data[name], kind)
@@ -87,7 +79,12 @@ class Row:
             "tv": law.get("tv"),
             "provenance": {name: data[name] for name in PROVENANCE if name in data},
         }
-        return cls(**{name: data[name] for name in FIELDS if name != "law"} | made)
+        return cls(**{name: data[name] for name in KINDS if name != "law"} | made)
+
+
+# What the report reads of a row, and the JSON types that each may have. Rows may say more.
+KINDS = {name: kind for name, kind in get_type_hints(Row).items() if name not in ("kl", "tv", "provenance")}
+KINDS |= {"sample": str | int, "sampling": dict, "tree": dict, "law": dict | None}
 
 
 def require(name: str, value: Any, kind: Any) -> None:

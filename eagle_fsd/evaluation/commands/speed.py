@@ -80,9 +80,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
         arguments.output.mkdir(parents=True, exist_ok=True)
     prompts = [ids for ids_of_set in sets.values() for ids in ids_of_set]
-    made = {"base_model": engine.base_model, "ea_model": engine.ea_model}
-    made |= {"draft_vocab_size": engine.draft_vocab_size, "packed": backend_names(engine.target.model)}
-    made |= provenance(engine.device)
+    made = {
+        "base_model": engine.base_model,
+        "ea_model": engine.ea_model,
+        "draft_vocab_size": engine.draft_vocab_size,
+        "packed": backend_names(engine.target.model),
+        **provenance(engine.device),
+    }
     note = functools.partial(mean_likelihood, engine) if arguments.likelihood else lambda part, answers: {}
     rows = []
     file = arguments.output / "rows.jsonl"

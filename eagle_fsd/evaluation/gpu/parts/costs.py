@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from eagle_fsd.autotune.step_costs import star
-from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.drafting.drafter import Seen
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.gpu.bench import Bench, head_like, prompts_of, tiny_model
@@ -20,7 +21,6 @@ from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut
 from eagle_fsd.runtime.flash_attention import flash_available
 from eagle_fsd.runtime.step_recorder import Stepper
 from eagle_fsd.runtime.timing import median_seconds
-from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -114,7 +114,6 @@ def costs(bench: Bench, make_engine: Callable[[Stepper], EagleFSD]) -> Findings:
             modes[mode]["recorded"] = record.counts()
         if bench.on_gpu:
             modes[mode]["bytes_more"] = torch.cuda.memory_allocated(bench.device) - before
-    alone = hugging_face(engine, 2 if bench.quick else 24)
     recorded = all(mode["recorded"]["replays"] for mode in modes.values() if "recorded" in mode)
     said = "; ".join(
         f"{mode}: {', '.join(f'{tree} {value:.2f}' for tree, value in one[str(contexts[0])]['step'].items())}"
@@ -127,7 +126,6 @@ def costs(bench: Bench, make_engine: Callable[[Stepper], EagleFSD]) -> Findings:
         "dtype": str(engine.dtype).removeprefix("torch."),
         "head": engine.ea_model,
         "drafted": engine.draft_vocab_size or engine.target.vocab_size,
-        "hugging_face_token": alone,
         "modes": modes,
         "table": {"titles": titles, "rows": rows},
         "label": "milliseconds, medians: verify forwards by width, drafts by levels, whole steps by tree",
@@ -151,17 +149,11 @@ def parts_of_a_step(bench: Bench, engine: EagleFSD, context: int) -> dict[str, d
     drafter = engine.drafter.make(1, context, TreeConfig.within(60, max(levels), beam))
     text = roots[:, None].expand(-1, context)
     drafter.begin(Seen(text, [context], features.new_zeros(*text.shape, features.shape[-1])))
-    verify = {
-        str(width): milliseconds(
-            lambda width=width: session.verify(star(roots, width, target.vocab_size)), bench.device
-        )
-        for width in widths
-    }
+    trees = {width: star(roots, width, target.vocab_size) for width in widths}
+    sizes = {level: TreeConfig.within(60, level, beam) for level in levels}
+    verify = {str(w): milliseconds(partial(session.verify, one), bench.device) for w, one in trees.items()}
     draft = {
-        str(level): milliseconds(
-            lambda level=level: drafter.draft(roots, TreeConfig.within(60, level, beam)), bench.device
-        )
-        for level in levels
+        str(n): milliseconds(partial(drafter.draft, roots, one), bench.device) for n, one in sizes.items()
     }
     return {"verify": verify, "draft": draft}
 
@@ -194,20 +186,6 @@ def step_milliseconds(engine: EagleFSD, context: int, tree: TreeConfig) -> float
         seconds.append(time.perf_counter() - start)
     steps.close()
     return round(1000 * statistics.median(seconds), 4)
-
-
-def hugging_face(engine: EagleFSD, tokens: int) -> float:
-    """Return the milliseconds that Hugging Face's own `generate` takes for a token, beyond the first two."""
-    prompt = prompts_of(
-        [256 if engine.target.max_positions > 512 else 16], min(engine.target.vocab_size, 1000)
-    )
-
-    def seconds(count: int) -> float:
-        _, stats = generate_alone(engine.target, prompt, count, SamplingConfig(), 0, 0, endless=True)
-        return stats[0].seconds
-
-    seconds(2)
-    return round(1000 * (seconds(2 + tokens) - seconds(2)) / tokens, 4)
 
 
 def flash_attention(bench: Bench) -> Findings:

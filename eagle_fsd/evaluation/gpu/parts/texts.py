@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -152,21 +153,13 @@ def threads(bench: Bench) -> Findings:
 
 def at_once(works: Sequence[Callable[[], Any]], runs: int) -> tuple[list[list[Any]], list[str]]:
     """Run every work `runs` times in a thread of its own; returns what they return, and their errors."""
-    made: list[list[Any]] = [[] for _ in works]
-    errors: list[str] = []
     together = threading.Barrier(len(works))
 
-    def run(work: Callable[[], Any], results: list[Any]) -> None:
-        try:
-            together.wait(timeout=60)
-            for _ in range(runs):
-                results.append(work())
-        except Exception as error:  # noqa: BLE001
-            errors.append(f"{type(error).__name__}: {one_line(error, 200)}")
+    def run(work: Callable[[], Any]) -> list[Any]:
+        together.wait(timeout=60)
+        return [work() for _ in range(runs)]
 
-    workers = [threading.Thread(target=run, args=pair, daemon=True) for pair in zip(works, made, strict=True)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return made, errors
+    with ThreadPoolExecutor(len(works)) as pool:
+        made = [pool.submit(run, work) for work in works]
+    errors = [f"{type(error).__name__}: {one_line(error, 200)}" for one in made if (error := one.exception())]
+    return [[] if one.exception() else one.result() for one in made], errors
