@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,14 +39,3 @@ def table(result: Mapping[str, Any]) -> str:
             lines += ["", f"{part['name']}:", "", markdown_table(shown["titles"], shown["rows"])]
             lines += ["", part["findings"]["label"]] if "label" in part["findings"] else []
     return "\n".join(lines)
-
-
-def ready(value: Any) -> Any:
-    """Return a value as JSON takes it: numbers that are not finite become null, and keys become text."""
-    if isinstance(value, Mapping):
-        return {str(key): ready(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [ready(one) for one in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -5,16 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-from eagle_fsd.autotune.step_costs import star
+from eagle_fsd.autotune.step_costs import measure_forwards, star
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.drafting.drafter import Seen
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.gpu.bench import Bench, head_like, prompts_of, tiny_model
 from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut
@@ -24,13 +22,10 @@ from eagle_fsd.runtime.timing import median_seconds
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-LEVELS = (1, 2, 3, 4, 5, 6)
 CONTEXTS = (256, 4096)
 BEAM = 10  # the paper's
 TREES = (TreeConfig(1), TreeConfig(16, 5, 8), TreeConfig(32, 6, 8), TreeConfig(60, 6, 10))
 FLASH_TOLERANCE = 0.05  # relative, between kernels in bfloat16
-WARM_UP = 3  # calls: run, recorded, and replayed once
 STEPS_BEFORE, STEPS = 4, 16
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -105,7 +100,7 @@ def costs(bench: Bench, make_engine: Callable[[Stepper], EagleFSD]) -> Findings:
             )
         modes[mode] = {}
         for context in contexts:
-            cell = {**parts_of_a_step(bench, engine, context), "step": whole_steps(bench, engine, context)}
+            cell = {**parts_of_a_step(engine, context), "step": whole_steps(bench, engine, context)}
             modes[mode][str(context)] = cell
             times = {f"{kind} {size}": value for kind in cell for size, value in cell[kind].items()}
             titles = ["", "context", *times]
@@ -132,37 +127,15 @@ def costs(bench: Bench, make_engine: Callable[[Stepper], EagleFSD]) -> Findings:
     }
 
 
-@torch.inference_mode()
-def parts_of_a_step(bench: Bench, engine: EagleFSD, context: int) -> dict[str, dict[str, float]]:
-    """Time a verify forward by width and a draft by its levels, in milliseconds, on caches of this length.
-
-    What the slots hold does not matter.
-    """
-    widths, levels = (WIDTHS[:3], LEVELS[:2]) if bench.quick else (WIDTHS, LEVELS)
-    target = engine.target
-    beam = min(BEAM, engine.draft_vocab_size or target.vocab_size)
-    roots = torch.zeros(1, dtype=torch.int64, device=target.device)
-    session = TargetSession(target, 1, context + max(widths) + 1)
-    features = session.prefill(roots[:, None], [1])  # which makes the cache's buffers
-    session.cache.reserve(context - 1)
-    session.cache.advance([context - 1])
-    drafter = engine.drafter.make(1, context, TreeConfig.within(60, max(levels), beam))
-    text = roots[:, None].expand(-1, context)
-    drafter.begin(Seen(text, [context], features.new_zeros(*text.shape, features.shape[-1])))
-    trees = {width: star(roots, width, target.vocab_size) for width in widths}
-    sizes = {level: TreeConfig.within(60, level, beam) for level in levels}
-    verify = {str(w): milliseconds(partial(session.verify, one), bench.device) for w, one in trees.items()}
-    draft = {
-        str(n): milliseconds(partial(drafter.draft, roots, one), bench.device) for n, one in sizes.items()
+def parts_of_a_step(engine: EagleFSD, context: int) -> dict[str, dict[str, float]]:
+    """Time a verify forward by width and a draft by its levels, in milliseconds, behind `context` tokens."""
+    beam = min(BEAM, engine.draft_vocab_size or engine.target.vocab_size)
+    found, _ = measure_forwards(engine.target, engine.drafter, [beam], 1, context)
+    first, further = found.draft[beam]
+    return {
+        "verify": {str(width): round(1000 * seconds, 4) for width, seconds in found.verify.items()},
+        "draft": {"first level": round(1000 * first, 4), "further levels": round(1000 * further, 4)},
     }
-    return {"verify": verify, "draft": draft}
-
-
-def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median of some calls, after calls in which graphs are recorded."""
-    for _ in range(WARM_UP):
-        work()
-    return round(1000 * median_seconds(work, device), 4)
 
 
 def whole_steps(bench: Bench, engine: EagleFSD, context: int) -> dict[str, float]:
@@ -213,4 +186,4 @@ def behind(target: TargetModel, context: int) -> tuple[Tensor, float]:
     session = TargetSession(target, 1, context + 64)
     session.prefill(prompt, [context])
     tree = star(prompt[:, -1], 32, target.vocab_size)
-    return session.verify(tree)[0].clone(), milliseconds(lambda: session.verify(tree), target.device)
+    return session.verify(tree)[0].clone(), 1000 * median_seconds(lambda: session.verify(tree), target.device)
