@@ -188,7 +188,7 @@ def test_a_plot_needs_something_to_draw(tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         (["--quality", "beauty"], "quality is 'beauty': it must be one of log_p, law_tv"),
-        (["--resamples", "5"], "resamples is 5: it must be at least 100"),
+        (["--resamples", "5"], "resamples is 5: it must be an integer of at least 100"),
         (["--rows", "none.jsonl"], "none.jsonl"),
         (["--rows", "EMPTY"], "no rows in empty.jsonl: a report needs raw rows"),
         (["--rows", "BROKEN"], "broken.jsonl:1: has no 'key'"),

@@ -21,6 +21,8 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle_fsd.core.checks import require_integer, require_number
+
 Array = NDArray[np.float64]
 CHUNK = 1000  # resamples whose counts are held as float64 at a time
 
@@ -34,12 +36,8 @@ class Bootstrap:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.resamples < 100:
-            raise ValueError(
-                f"resamples is {self.resamples}: it must be at least 100; 10000 makes intervals steady"
-            )
-        if not 0 < self.confidence < 1:
-            raise ValueError(f"confidence is {self.confidence}: it must be between 0 and 1; 0.95 is usual")
+        require_integer("resamples", self.resamples, 100, "10000 makes intervals steady")
+        require_number("confidence", self.confidence, 1e-6, 1 - 1e-6, "0.95 is usual")
 
 
 @dataclass(frozen=True)

@@ -91,10 +91,6 @@ class EagleLM(LM):
         return self.engine.base_model.replace("/", "__")
 
     @property
-    def eot_token_id(self) -> int | None:
-        return next(iter(self.engine.target.eos_token_ids), None)
-
-    @property
     def max_length(self) -> int:
         return self.engine.target.max_positions
 
