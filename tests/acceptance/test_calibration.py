@@ -220,9 +220,9 @@ def test_bounds_hold_as_often_as_they_say() -> None:
 def test_splits_try_what_they_have_not_seen() -> None:
     records, asked = made_records(), []
     trials = Search(records, runs_like(records, 1.3, asked), 0.9).splits(JS, 0.03, 6)
-    assert [trial.split for trial in trials] == list(range(6))
-    assert sum(bool(trial.inside) for trial in trials) >= 5
-    assert len({trial.tv for trial in trials}) > 1  # halves differ
+    assert [trial["split"] for trial in trials] == list(range(6))
+    assert sum(bool(trial["inside"]) for trial in trials) >= 5
+    assert len({trial["tv"] for trial in trials}) > 1  # halves differ
     assert "6 of 6" in trial_table(trials) or "5 of 6" in trial_table(trials)
 
 

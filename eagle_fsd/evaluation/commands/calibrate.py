@@ -72,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         calibration, trials = calibrate(work, kinds, sorted(arguments.quality_budget), arguments.splits)
         calibration.write(arguments.output / FILE)
         if trials:
-            text = json.dumps([trial.to_dict() for trial in trials], indent=1)
-            write_atomically(arguments.output / "splits.json", text + "\n")
+            write_atomically(arguments.output / "splits.json", json.dumps(trials, indent=1) + "\n")
         if arguments.install:
             install(engine.head_folder, calibration)
     say(calibration_table(calibration))
