@@ -61,7 +61,8 @@ def load_engine(arguments: argparse.Namespace) -> EagleFSD:
 def check_sizes(arguments: argparse.Namespace, *batch_sizes: int) -> None:
     """Raise ValueError for numbers that leave nothing to do, and for a file given twice."""
     require_range(arguments.skip, arguments.limit)
-    require_integer("max_new_tokens", arguments.max_new_tokens, 1, "ask for at least one token")
+    if arguments.max_new_tokens is not None:
+        require_integer("max_new_tokens", arguments.max_new_tokens, 1, "ask for at least one token")
     for size in batch_sizes:
         require_integer("batch_size", size, 1, "1 runs every prompt alone")
     require_own_names(arguments.prompts)

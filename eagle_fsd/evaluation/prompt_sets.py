@@ -7,11 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.padding import pad_left
+from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.outputs import GenerationOutput
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.text.chat import encode
@@ -81,3 +83,15 @@ def answer(
     """Answer prompts (token ids) as one batch; options: further ones of `EagleFSD.generate`."""
     ids, mask = pad_left(prompts, engine.pad_token_id)
     return engine.generate(ids, mask, **asdict(sampling), **options)
+
+
+def answer_all(
+    engine: EagleFSD, prompts: Sequence[Sequence[int]], batch_size: int, said: str, **options: Any
+) -> tuple[list[list[int]], GenerationStats]:
+    """Answer prompts greedily, in batches in the order given; returns texts and the sum of statistics."""
+    texts, stats = [], []
+    for part in tqdm(list(batches(prompts, batch_size)), desc=said, unit="batch"):
+        output = answer(engine, part, **options)
+        stats.append(GenerationStats.total(output.stats, concurrent=True))
+        texts += output.new_tokens
+    return texts, GenerationStats.total(stats)

@@ -11,22 +11,12 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from eagle_fsd.core.checks import require_choice, require_integer, require_number
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.files.jsonl import read_jsonl
 
-TEXT, WHOLE, NUMBER, OBJECT, NONE = (str,), (int,), (int, float), (dict,), (type(None),)
-# What the report reads of a row, and the JSON types that each may have. Rows may say more.
-FIELDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("key", "task", "dtype", "base_model", "finish_reason"), TEXT),
-    **dict.fromkeys(("seed", "max_new_tokens", "batch_size", "steps", "new_tokens", "fuzzy_accepts"), WHOLE),
-    **dict.fromkeys(("rule", "sampling", "tree", "scores"), OBJECT),
-    **{"version": WHOLE + TEXT, "sample": TEXT + WHOLE, "seconds": NUMBER, "law": OBJECT + NONE},
-    **{"ea_model": TEXT + NONE, "draft_vocab_size": WHOLE + NONE, "log_p": NUMBER + NONE},
-}
-JSON_NAMES = {dict: "an object", str: "a string", int: "an integer", float: "a number", type(None): "null"}
+NUMBER = int | float | None
 PROVENANCE = ("commit", "eagle_fsd", "python", "torch", "transformers")
 PROVENANCE += ("device", "threads", "command", "date")
 
@@ -45,7 +35,7 @@ class Row:
     version: int | str
     sample: str
     seed: int
-    rule: Mapping[str, Any]
+    rule: dict
     sampling: SamplingConfig
     tree: TreeConfig
     max_new_tokens: int
@@ -57,60 +47,52 @@ class Row:
     steps: int
     new_tokens: int
     fuzzy_accepts: int
-    seconds: float
+    seconds: int | float
     batch_size: int
     kl: float | None
     tv: float | None
-    log_p: float | None
-    scores: Mapping[str, float | None]
-    provenance: Mapping[str, Any]
+    log_p: int | float | None
+    scores: dict
+    provenance: dict
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Row:
         """Read the row of a JSON object. Raises ValueError for a field that is missing or wrong."""
-        law = check(data)
+        for name, kind in KINDS.items():
+            if name not in data:
+                raise ValueError(f"has no {name!r}: a raw row needs it; make the row again")
+            require(name, data[name], kind)
+        law = data["law"] or {}
+        for name, value in {"law kl": law.get("kl"), "law tv": law.get("tv"), **data["scores"]}.items():
+            require(name, value, NUMBER | bool)
+        if "name" not in data["rule"]:
+            raise ValueError(f"rule is {data['rule']!r}: it needs a name; {{'name': 'lossless'}} is one")
         rule = dict(data["rule"])
         if rule["name"] == "fuzzy":
             rule.setdefault("min_gain", 0.0)  # rows from before there was this guard
-        scores = {name: None if score is None else float(score) for name, score in data["scores"].items()}
         made = {
             "sample": str(data["sample"]),
             "rule": rule,
             "sampling": settings(SamplingConfig, "sampling", data["sampling"]),
             "tree": settings(TreeConfig, "tree", data["tree"]),
-            "scores": scores,
             "kl": law.get("kl"),
             "tv": law.get("tv"),
             "provenance": {name: data[name] for name in PROVENANCE if name in data},
         }
-        return cls(**{name: data[name] for name in FIELDS if name != "law"} | made)
+        return cls(**{name: data[name] for name in KINDS if name != "law"} | made)
 
 
-def check(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raise ValueError unless these are a raw row's fields; returns its distances, empty where unknown."""
-    for name, kinds in FIELDS.items():
-        if name not in data:
-            raise ValueError(f"has no {name!r}: a raw row needs it; make the row again")
-        value = data[name]
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise ValueError(
-                f"{name} is {value!r}: {' or '.join(JSON_NAMES[kind] for kind in kinds)} is wanted"
-            )
-    if not isinstance(data["rule"].get("name"), str):
-        raise ValueError(f"rule is {data['rule']!r}: it needs a name; {{'name': 'lossless'}} is one")
-    require_choice("finish_reason", data["finish_reason"], ("stop", "length"))
-    for name in ("steps", "new_tokens", "fuzzy_accepts"):
-        require_integer(name, data[name], 0, "make the row again")
-    require_integer("batch_size", data["batch_size"], 1, "make the row again")
-    require_number("seconds", data["seconds"], 0.0, float("inf"), "make the row again")
-    law = data["law"] or {}
-    numbers = {"law kl": law.get("kl"), "law tv": law.get("tv"), **data["scores"]}
-    for name, value in {**numbers, "log_p": data["log_p"]}.items():
-        if value is not None and not isinstance(value, (*NUMBER, bool)):
-            raise ValueError(f"{name} is {value!r}: a number or null is wanted; score the row again")
-        if value is not None and value != value:
-            raise ValueError(f"{name} is NaN: null stands for what is not known; make the row again")
-    return law
+# What the report reads of a row, and the JSON types that each may have. Rows may say more.
+KINDS = {name: kind for name, kind in get_type_hints(Row).items() if name not in ("kl", "tv", "provenance")}
+KINDS |= {"sample": str | int, "sampling": dict, "tree": dict, "law": dict | None}
+
+
+def require(name: str, value: Any, kind: Any) -> None:
+    """Raise ValueError for a value of another type, for NaN, and for a count or time below 0."""
+    wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind != NUMBER | bool)
+    if wrong or value != value or (kind in (int, int | float) and value < 0):
+        words = f"{getattr(kind, '__name__', kind)}".replace("None", "null")
+        raise ValueError(f"{name} is {value!r}: a raw row has {words}, not below 0 or NaN; make it again")
 
 
 def settings(kind: type, name: str, data: Mapping[str, Any]) -> Any:

@@ -208,7 +208,7 @@ def test_a_scaled_estimate_keeps_its_interval_in_order() -> None:
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        ({"resamples": 10}, "resamples is 10: it must be at least 100"),
+        ({"resamples": 10}, "resamples is 10: it must be an integer of at least 100"),
         ({"confidence": 1.0}, "confidence is 1.0"),
     ],
 )

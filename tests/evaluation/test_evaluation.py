@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,46 +32,48 @@ def engine() -> EagleFSD:
     return EagleFSD(TargetModel(tiny_model("llama")), tiny_head(), base_model="tiny", ea_model="tiny-head")
 
 
-def cell(**fields: Any) -> acceptance_length.Cell:
-    return acceptance_length.Cell(
-        **{
-            "prompts": "a",
-            "prompt_count": 4,
-            "max_new_tokens": NEW_TOKENS,
-            "sampling": SAMPLED,
-            "tree": TREE,
-            **fields,
-        }
-    )
+def cell(**fields: Any) -> dict[str, Any]:
+    rule = {"threshold": 0.0, "divergence": None, "mode": None, "child": None}
+    if "divergence" in fields:
+        rule |= {"mode": "hybrid", "child": "draft"}
+    made = {"prompts": "a", "prompt_count": 4, "max_new_tokens": NEW_TOKENS, "sampling": asdict(SAMPLED)}
+    return {**made, "tree": asdict(TREE), "seed": 0, "dtype": "float32", **rule, **fields}
 
 
 # --- tau ---
 
 
 def test_a_cells_rule() -> None:
-    assert cell().rule() == Lossless()
+    assert acceptance_length.rule_of(cell()) == Lossless()
     fuzzy = cell(threshold=0.2, divergence="tv", mode="paper", child="target")
-    assert fuzzy.rule() == Fuzzy(0.2, "tv", mode="paper", child="target")
+    assert acceptance_length.rule_of(fuzzy) == Fuzzy(0.2, "tv", mode="paper", child="target")
 
 
-def test_a_rows_key_is_its_settings_models_and_prompts(engine: EagleFSD) -> None:
+def test_a_rows_key_is_its_settings_models_and_prompts(
+    engine: EagleFSD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A head that was trained anew in the same folder is another one, and so are other prompts."""
+    monkeypatch.setattr(acceptance_length, "measure", lambda *_: {})
     prompts = prompts_of((3, 4))
-    key = cell().key(engine, prompts)
-    other = EagleFSD(engine.target, tiny_head(seed=1), base_model="tiny", ea_model="tiny-head")
+
+    def key(made: dict[str, Any], model: EagleFSD, asked: list[list[int]] = prompts) -> str:
+        (row,) = acceptance_length.run(model, [made], {"a": asked}, tmp_path / "rows.jsonl", 2, {})
+        return row["key"]
+
+    first = key(cell(), engine)
     keys = {
-        key,
-        cell(seed=1).key(engine, prompts),
-        cell(threshold=0.2, divergence="tv").key(engine, prompts),
-        cell(threshold=0.2, divergence="tv", mode="paper").key(engine, prompts),
-        cell().key(engine, prompts_of((3, 4), seed=1)),
-        cell().key(other, prompts),
-        cell().key(EagleFSD(engine.target, None, base_model="tiny", ea_model="tiny-head"), prompts),
-        cell().key(EagleFSD(engine.target, tiny_head().restrict(torch.arange(9))), prompts),
-        cell().key(EagleFSD(engine.target, tiny_head().restrict(torch.arange(1, 10))), prompts),
+        first,
+        key(cell(seed=1), engine),
+        key(cell(threshold=0.2, divergence="tv"), engine),
+        key(cell(threshold=0.2, divergence="tv", mode="paper"), engine),
+        key(cell(), engine, prompts_of((3, 4), seed=1)),
+        key(cell(), EagleFSD(engine.target, tiny_head(seed=1), base_model="tiny", ea_model="tiny-head")),
+        key(cell(), EagleFSD(engine.target, None, base_model="tiny", ea_model="tiny-head")),
+        key(cell(), EagleFSD(engine.target, tiny_head().restrict(torch.arange(9)))),
+        key(cell(), EagleFSD(engine.target, tiny_head().restrict(torch.arange(1, 10)))),
     }
     assert len(keys) == 9
-    assert cell().key(EagleFSD(engine.target, engine.head, base_model="tiny"), prompts) == key
+    assert key(cell(), EagleFSD(engine.target, engine.head, base_model="tiny")) == first
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
@@ -108,7 +111,7 @@ def test_a_grid_is_resumed_and_not_measured_twice(
     assert all(
         (row["base_model"], row["ea_model"], row["commit"]) == ("tiny", "tiny-head", "abc") for row in first
     )
-    asked: list[acceptance_length.Cell] = []
+    asked: list[dict[str, Any]] = []
     measure = acceptance_length.measure
     monkeypatch.setattr(
         acceptance_length, "measure", lambda e, c, *rest: asked.append(c) or measure(e, c, *rest)

@@ -27,7 +27,7 @@ from eagle_fsd.drafting import tree_growth
 from eagle_fsd.evaluation.gpu import checks
 from eagle_fsd.evaluation.gpu.bench import Bench, Counted, engine_of, tiny_model
 from eagle_fsd.evaluation.gpu.parts import costs, failures, recordings, sampled, texts, waits
-from eagle_fsd.evaluation.gpu.report import progress, ready, table
+from eagle_fsd.evaluation.gpu.report import progress, table
 from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut, Part, run_parts
 from eagle_fsd.runtime import kv_cache
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
@@ -46,7 +46,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def part(name: str, run: Callable[[], Findings], seconds: float = 1.0) -> Part:
-    return Part(name, "It holds.", seconds, lambda context: run())
+    return Part(name, seconds, lambda context: run())
 
 
 def passes() -> Findings:
@@ -81,7 +81,7 @@ def test_a_part_that_fails_does_not_stop_the_others() -> None:
     assert result["left_out"] == [{"part": "absent", "reason": "a package is missing"}]
     assert [count for count, _ in seen] == [1, 1, 2]
     assert "bad: FAILED: KeyError" in seen[0][1] and "absent: left out: a package" in seen[1][1]
-    assert json.loads(json.dumps(ready(result), allow_nan=False))["parts"][1]["name"] == "good"
+    assert json.loads(json.dumps(result))["parts"][1]["name"] == "good"
 
 
 def test_what_does_not_fit_into_the_budget_is_left_out_with_the_reason() -> None:
@@ -120,10 +120,6 @@ def test_a_part_names_what_it_did_not_do() -> None:
     half = part("half", lambda: {"ok": True, "summary": "", "left_out": ["half of it"]})
     result = run_parts([half], None, 60)
     assert result["ok"] and result["left_out"] == [{"part": "half", "reason": "half of it"}]
-
-
-def test_numbers_that_json_has_not_become_null() -> None:
-    assert ready({1: [float("nan"), (2.0, float("inf"))], "a": None}) == {"1": [None, [2.0, None]], "a": None}
 
 
 # --- the parts ---
@@ -177,7 +173,7 @@ def test_the_goodness_of_fit_is_pearsons() -> None:
 
 def test_two_threads_and_their_errors(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     found = texts.threads(bench)
-    assert found["ok"] and found["left_out"] == ["a second device: there is no second GPU"]
+    assert found["ok"]
     made, errors = texts.at_once([lambda: 1, lambda: [][0]], 3)
     assert made == [[1, 1, 1], []] and errors == ["IndexError: list index out of range"]
 
@@ -224,14 +220,14 @@ def test_memory_that_runs_out_while_recording_is_survived(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = failures.out_of_memory(bench)
-    assert found["ok"] and found["cells"]["raised"]["failures"] == 1
+    assert found["ok"] and set(found["after"].values()) == {None}
 
-    def deadly() -> None:
+    def deadly(device: torch.device) -> None:
         raise KeyError("not what a recorder expects")
 
-    monkeypatch.setattr(failures, "raise_out_of_memory", deadly)
+    monkeypatch.setattr(failures, "spend_all", deadly)
     found = failures.out_of_memory(bench)
-    assert not found["ok"] and found["cells"]["raised"]["text"].startswith("KeyError")
+    assert not found["ok"] and found["after"]["the text"].startswith("KeyError")
 
 
 @pytest.mark.parametrize(
@@ -255,16 +251,17 @@ def test_logits_that_overflow_must_end_in_an_error_that_says_so(
     assert failures.overflow(bench)["ok"] is ok
 
 
-def test_steps_are_watched_one_by_one() -> None:
+def test_steps_are_watched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as are counted, each with a token for every row."""
     engine = engine_of(tiny_model("llama", CPU), EAGER)
 
-    def watch(work: Callable[[], Any]) -> dict[str, int]:
+    def watch(work: Callable[[], Any]) -> int:
         chunks = work()
         assert all(row for rows in chunks for row in rows)
-        return {"steps": len(chunks)}
+        return len(chunks)
 
-    assert waits.counted_steps(engine, [5, 9], Lossless(), {}, watch) == {"steps": waits.STEPS}
+    monkeypatch.setattr(waits, "waits_in", watch)
+    assert waits.waits_of_steps(engine, [5, 9], Lossless(), {}) == waits.STEPS
     with pytest.raises(LeftOut, match="no queue"):
         waits.host_waits(Bench(CPU))
 
@@ -279,25 +276,10 @@ def test_waits_are_counted_by_what_torch_warns_of(monkeypatch: pytest.MonkeyPatc
             warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
 
-    assert waits.warned(waits_thrice) == {"warnings": 3} and modes == ["warn", "default"]
+    assert waits.waits_in(waits_thrice) == 3 and modes == ["warn", "default"]
     with pytest.raises(KeyError):
-        waits.warned(fails)
+        waits.waits_in(fails)
     assert modes[2:] == ["warn", "default"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # there is no CUDA to profile
-        assert waits.profiled(lambda: torch.ones(3).sum()) == {"events": 0, "waits": 0, "to_host": 0}
-
-
-def test_a_profile_is_counted_by_the_names_of_its_events() -> None:
-    events = [
-        ("aten::copy_", 40),
-        ("cudaStreamSynchronize", 8),
-        ("cudaDeviceSynchronize", 2),
-        ("cudaGraphLaunch", 30),
-        ("Memcpy DtoH (Device -> Pageable)", 8),
-        ("Memcpy HtoD (Pageable -> Device)", 16),
-    ]
-    assert waits.count_events(events) == {"events": 64, "waits": 8, "to_host": 8}
 
 
 # --- times and what follows from them ---
@@ -355,11 +337,9 @@ def test_every_branch_for_a_gpu_runs(paper_gpu: Bench, monkeypatch: pytest.Monke
     monkeypatch.setattr(waits, "STEPS", 2)
     found = waits.host_waits(paper_gpu)
     assert not found["ok"] and set(found["cells"]) >= {"graphs on, 3 rows, fuzzy, sampled"}
-    assert all(counts == {"warnings": 0} for counts in found["cells"].values())
+    assert not any(found["cells"].values())
     found = failures.out_of_memory(paper_gpu)
-    assert set(found["cells"]) == {"raised", "asked for 64 TiB"}
-    assert all(cell["failures"] == 1 and cell["text"] is None for cell in found["cells"].values())
-    assert {"empty_cache", "allocation"} <= set(found["cells"]["raised"])
+    assert found["ok"] and {"empty_cache", "allocation"} <= set(found["after"])
     standing = recordings.standing(paper_gpu, paper_gpu.graphs().record)
     assert (standing["allocated"], standing["reserved"]) == (2**20, 2**21)
 
@@ -381,7 +361,7 @@ def test_the_large_target_is_built_where_there_is_room(
 
 
 def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    for name in ("HF_HUB_OFFLINE", "TQDM_DISABLE", "TEARDOWN_CUPTI", "DISABLE_CUPTI_LAZY_REINIT"):
+    for name in ("HF_HUB_OFFLINE", "TQDM_DISABLE"):
         monkeypatch.setenv(name, "1")  # the script sets them: they are put back afterwards
     monkeypatch.setattr("sys.argv", ["gpu_check.py", *arguments])
     with pytest.raises(SystemExit) as ended:

@@ -102,22 +102,16 @@ def test_winners_in_plain_sentences(tmp_path: Path, no_plots: None) -> None:
     ]
 
 
-def winner(label: str, assured: bool, ratio: Estimate | None) -> Winner:
-    rows = [Row.of(row) for row in few()]
-    (panel,) = panels(rows, QUICK)
-    points = {point.label: point for point in panel.points}
-    return Winner(0.01, assured, points[label], points["typical 0.3/0.09"], ratio)
-
-
 def test_sentences_say_what_cannot_be_told_apart() -> None:
-    tied = winner("js 0.2 hybrid", False, Estimate(1.01, 0.99, 1.03, 12))
-    clear = winner("js 0.2 hybrid", False, Estimate(1.05, 1.02, 1.08, 12))
-    lossless, other = winner("lossless", True, None), winner("js 0.5 hybrid", True, None)
+    (panel,) = panels([Row.of(row) for row in few()], QUICK)
+    points = {point.label: point for point in panel.points}
+    first, second = points["js 0.2 hybrid"], points["typical 0.3/0.09"]
+    tied, clear = Estimate(1.01, 0.99, 1.03, 12), Estimate(1.05, 1.02, 1.08, 12)
     quality = QUALITIES["log_p"]
-    said = sentence(tied, lossless, quality, TAU)
+    said = sentence(Winner(0.01, first, second, tied, points["lossless"]), quality, TAU)
     assert "which cannot be told from it" in said
     assert said.endswith("Of no faster rule does the whole interval of the loss stay within.")
-    said = sentence(clear, other, quality, TAU)
+    said = sentence(Winner(0.01, first, second, clear, points["js 0.5 hybrid"]), quality, TAU)
     assert "cannot be told" not in said
     assert "With the whole interval of the loss within, it is js 0.5 hybrid, 1." in said
 
@@ -173,8 +167,9 @@ def test_labels_name_the_knob_that_changes() -> None:
     rows = [Row.of(row) for e in (0.3, 0.5) for row in cell_rows(typical(e, 0.09), Truth(), 2)]
     rows += [Row.of(row) for row in cell_rows(fuzzy(0.2), Truth(), 2)]
     points = panels(rows, QUICK)[0].points
-    assert [varying_knobs(point, points) for point in points] == ["0.2", "0.3", "0.5"]
-    assert varying_knobs(points[1], points[:2]) == "0.3/0.09"
+    assert [varying_knobs(point, points[1:]) for point in points[1:]] == ["0.3", "0.5"]
+    assert varying_knobs(points[0], points[:1]) == "0.2"
+    assert varying_knobs(points[1], points[1:2]) == "0.3/0.09"
 
 
 def test_a_plot_needs_something_to_draw(tmp_path: Path) -> None:
@@ -193,7 +188,7 @@ def test_a_plot_needs_something_to_draw(tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         (["--quality", "beauty"], "quality is 'beauty': it must be one of log_p, law_tv"),
-        (["--resamples", "5"], "resamples is 5: it must be at least 100"),
+        (["--resamples", "5"], "resamples is 5: it must be an integer of at least 100"),
         (["--rows", "none.jsonl"], "none.jsonl"),
         (["--rows", "EMPTY"], "no rows in empty.jsonl: a report needs raw rows"),
         (["--rows", "BROKEN"], "broken.jsonl:1: has no 'key'"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from eagle_fsd.evaluation.analysis import scoring
-from eagle_fsd.evaluation.analysis.scoring import means, score_file, score_rows, table
+from eagle_fsd.evaluation.analysis.scoring import score_file, score_rows, table
 from eagle_fsd.evaluation.tasks import TASKS
 
 ROOT = Path(__file__).parents[2]
@@ -154,17 +154,11 @@ def test_a_torn_last_row_is_passed_over(data: Path, tmp_path: Path) -> None:
 
 def test_an_instructions_mean_is_over_instructions() -> None:
     """Two prompts: one of one instruction, followed; one of three, one of them followed."""
-    task = TASKS["ifeval"]
-    names = (*task.metrics, "instructions")
-    scores = [
-        dict(zip(names, values, strict=True))
-        for values in ((1.0, 1.0, 1.0, 1.0, 1.0), (0.0, 0.0, 1 / 3, 2 / 3, 3.0))
-    ]
-    found = means(task, [{"scores": one} for one in scores])
-    assert found == pytest.approx(
-        {"strict": 0.5, "loose": 0.5, "instruction_strict": 2 / 4, "instruction_loose": 3 / 4}
-    )
-    assert list(found) == list(task.metrics)
+    names = (*TASKS["ifeval"].metrics, "instructions")
+    values = ((1.0, 1.0, 1.0, 1.0, 1.0), (0.0, 0.0, 1 / 3, 2 / 3, 3.0))
+    rows = [{"task": "ifeval", "scores": dict(zip(names, one, strict=True))} for one in values]
+    wanted = "strict 0.500, loose 0.500, instruction_strict 0.500, instruction_loose 0.750"
+    assert wanted in table(rows)
 
 
 def test_a_table_has_a_line_for_every_cell(data: Path) -> None:

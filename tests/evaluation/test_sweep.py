@@ -211,7 +211,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str, li
 
 def test_another_head_is_another_cell(tmp_path: Path) -> None:
     (cell,) = cells(questions(1), Lossless())
-    other = EagleFSD(engine().target, tiny_head(seed=5), engine().tokenizer, engine().base_model)
+    other = EagleFSD(engine().target, tiny_head(seed=5), Letters())  # type: ignore[arg-type]
     assert cell.key(engine()) == cell.key(engine()) != cell.key(other)
     assert replace(cell, seed=1).key(engine()) == cell.key(engine())  # rows carry their seed
 

@@ -25,7 +25,7 @@ from eagle_fsd.evaluation.tasks.choice import (
 )
 from eagle_fsd.evaluation.tasks.gsm8k import EXAMPLES, flexible_answer, strict_answer
 from eagle_fsd.evaluation.tasks.humaneval import program
-from eagle_fsd.evaluation.tasks.ifeval import INSTRUCTIONS, library
+from eagle_fsd.evaluation.tasks.ifeval import library
 from eagle_fsd.files.jsonl import read_jsonl
 
 SUM = {"question": "What is 1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}
@@ -188,8 +188,6 @@ def test_a_folder_gives_the_file_of_the_tasks_name(tmp_path: Path, monkeypatch: 
         ("humaneval", {**ADD, "entry_point": "sub"}, "rows.jsonl:2: prompt does not define sub"),
         ("humaneval", {**ADD, "test": ""}, "rows.jsonl:2: test is ''"),
         ("ifeval", {**SAY, "kwargs": []}, "rows.jsonl:2: instruction_id_list and kwargs"),
-        ("ifeval", {**SAY, "instruction_id_list": ["a:b"]}, "jsonl:2: instruction 'a:b' is none"),
-        ("ifeval", {**SAY, "kwargs": [{"n": 1}]}, "no_comma has the arguments n and not none"),
         ("ifeval", {**SAY, "kwargs": [None]}, "rows.jsonl:2: "),
         ("mt_bench", {**TURNS, "turns": []}, "rows.jsonl:2: turns is []"),
     ],
@@ -499,17 +497,12 @@ def ifeval_reference(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": "Name a river.", "instruction_id_list": [name], "kwargs": [arguments]}
 
 
-def test_every_instruction_has_its_pair_of_texts() -> None:
-    assert len(INSTRUCTIONS) == 25 and FOLLOWED.keys() == INSTRUCTIONS.keys()
-    assert all(arguments.keys() == INSTRUCTIONS[name] for name, (arguments, _, _) in FOLLOWED.items())
-
-
 @pytest.mark.usefixtures("ifeval_library")
-def test_the_library_knows_the_same_instructions() -> None:
+def test_every_instruction_has_its_pair_of_texts() -> None:
     _, checkers = library()
-    assert checkers.keys() == INSTRUCTIONS.keys()
-    for name, checker in checkers.items():
-        assert set(checker(name).get_instruction_args_keys()) == INSTRUCTIONS[name], name
+    assert len(FOLLOWED) == 25 and FOLLOWED.keys() == checkers.keys()
+    with pytest.raises(ValueError, match="no_comma is no instruction with n; fix the row"):
+        task_named("ifeval").score(ifeval_reference("punctuation:no_comma", {"n": 1}), "x")
 
 
 @pytest.mark.usefixtures("ifeval_library")
@@ -572,9 +565,7 @@ def test_all_prompts_can_be_scored_and_the_score_repeats(data_folder: Path) -> N
     task = task_named("ifeval")
     samples = task.load(data_folder)
     assert len(samples) == 400
-    assert {
-        name for sample in samples for name in sample.reference["instruction_id_list"]
-    } == INSTRUCTIONS.keys()
+    assert {name for sample in samples for name in sample.reference["instruction_id_list"]} == FOLLOWED.keys()
     text = "Guten Tag. This is a test, and ein Test. BYE"
     scores = [task.score(sample.reference, text) for sample in samples]
     random.seed(1)

@@ -187,14 +187,12 @@ def test_sampling_as_lm_eval_means_it(gen_kwargs: dict[str, Any], sampling: Samp
     assert ending_of(gen_kwargs, 7).sampling == sampling
 
 
-def test_lengths_and_stop_strings(caplog: pytest.LogCaptureFixture) -> None:
+def test_lengths_and_stop_strings() -> None:
     ending = ending_of({"until": "a"}, 7)
     assert (ending.until, ending.max_new_tokens) == (("a",), 7)
     ending = ending_of({"until": ["a", "b"], "max_new_tokens": 9}, 7)
     assert (ending.until, ending.max_new_tokens) == (("a", "b"), 9)
-    assert not caplog.records
     assert ending_of({"max_new_tokens": 9, "max_gen_toks": 8}, 7).max_new_tokens == 8
-    assert "{'max_gen_toks': 8, 'max_new_tokens': 9} in gen_kwargs the first counts" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -259,10 +257,8 @@ def test_a_chat_is_tokenized_as_the_template_does() -> None:
     assert model.chat_template(False) is None
     begun = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "It is"}]
     assert model.apply_chat_template(begun, add_generation_prompt=False).endswith("assistant: It is")
-    with pytest.raises(ValueError, match="chat template 'tools' is not there: the tokenizer has no named"):
+    with pytest.raises(ValueError, match="chat template 'tools' is not there"):
         model.chat_template("tools")
-    with pytest.raises(ValueError, match=r"chat template refuses this chat .*content"):
-        model.apply_chat_template([{"role": "user"}], add_generation_prompt=False)
 
 
 @needs_lm_eval
@@ -348,9 +344,7 @@ def test_scores_of_given_text_are_refused() -> None:
 
 
 @needs_lm_eval
-def test_an_engine_or_the_names_of_models() -> None:
-    with pytest.raises(ValueError, match="base_model is 'm' beside an engine"):
-        lm(base_model="m")
+def test_a_target_needs_a_tokenizer() -> None:
     from eagle_fsd.integrations.lm_eval.model import EagleLM
 
     with pytest.raises(ValueError, match="the target has no tokenizer"):
@@ -513,7 +507,7 @@ def test_the_documented_commands_are_understood(monkeypatch: pytest.MonkeyPatch)
     from lm_eval._cli import HarnessCLI
 
     commands = []
-    for path in ("eval/harness.py", "docs/quality.md"):
+    for path in ("eagle_fsd/integrations/lm_eval/command.py", "docs/quality.md"):
         text = (ROOT / path).read_text(encoding="utf-8").replace("\\\\\n", " ").replace("\\\n", " ")
         lines = [line.strip() for line in text.splitlines()]
         commands += [line for line in lines if line.startswith("python eval/harness.py ")]

@@ -21,6 +21,8 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle_fsd.core.checks import require_integer, require_number
+
 Array = NDArray[np.float64]
 CHUNK = 1000  # resamples whose counts are held as float64 at a time
 
@@ -34,12 +36,8 @@ class Bootstrap:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.resamples < 100:
-            raise ValueError(
-                f"resamples is {self.resamples}: it must be at least 100; 10000 makes intervals steady"
-            )
-        if not 0 < self.confidence < 1:
-            raise ValueError(f"confidence is {self.confidence}: it must be between 0 and 1; 0.95 is usual")
+        require_integer("resamples", self.resamples, 100, "10000 makes intervals steady")
+        require_number("confidence", self.confidence, 1e-6, 1 - 1e-6, "0.95 is usual")
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,10 @@ class Sums:
     numerator: Array
     denominator: Array
 
-    def __post_init__(self) -> None:
-        assert self.numerator.shape == self.denominator.shape and self.numerator.ndim == 1
+    @property
+    def known(self) -> bool:
+        """Whether any sample has a part in its denominator."""
+        return bool(self.denominator.sum() != 0)
 
     @property
     def samples(self) -> int:
@@ -76,9 +76,8 @@ class Estimate:
     def scaled(self, factor: float, shift: float = 0.0) -> Estimate:
         """Return factor * (estimate + shift); a negative factor swaps the interval's ends."""
         low, high = (None if end is None else factor * (end + shift) for end in (self.low, self.high))
-        if factor < 0:
-            low, high = high, low
-        return Estimate(factor * (self.value + shift), low, high, self.samples)
+        ends = (high, low) if factor < 0 else (low, high)
+        return Estimate(factor * (self.value + shift), *ends, self.samples)
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Change:
 
 def estimates(quantities: Mapping[str, Sums], how: Bootstrap) -> dict[str, Estimate]:
     """Estimate every quantity over the same n samples; one that no sample knows is left out."""
-    known = {name: sums for name, sums in quantities.items() if sums.denominator.sum() != 0}
+    known = {name: sums for name, sums in quantities.items() if sums.known}
     values, drawn = resampled(list(known.values()), how)
     return {
         name: interval(values[place], drawn[:, place], sums.samples, how)
@@ -105,21 +104,15 @@ def changes(mine: Mapping[str, Sums], baseline: Mapping[str, Sums], how: Bootstr
     Place i of every array is the same sample, with the same seed, on both sides: a resample draws pairs, so
     that what makes a sample hard or long cancels out.
     """
-    both = [
-        name
-        for name in mine
-        if name in baseline and mine[name].denominator.sum() != 0 and baseline[name].denominator.sum() != 0
-    ]
+    both = [name for name in mine if name in baseline and mine[name].known and baseline[name].known]
     values, drawn = resampled([side[name] for side in (mine, baseline) for name in both], how)
     found = {}
     for place, name in enumerate(both):
-        own, base = (values[place], drawn[:, place]), (values[len(both) + place], drawn[:, len(both) + place])
-        samples = mine[name].samples
-        difference = interval(own[0] - base[0], own[1] - base[1], samples, how)
-        ratio = None
-        if base[0] != 0:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                ratio = interval(own[0] / base[0], own[1] / base[1], samples, how)
+        samples, other = mine[name].samples, len(both) + place
+        own, base, own_drawn, base_drawn = values[place], values[other], drawn[:, place], drawn[:, other]
+        difference = interval(own - base, own_drawn - base_drawn, samples, how)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = interval(own / base, own_drawn / base_drawn, samples, how) if base != 0 else None
         found[name] = Change(difference, ratio)
     return found
 
@@ -130,9 +123,8 @@ def resampled(quantities: Sequence[Sums], how: Bootstrap) -> tuple[Array, Array]
         return np.zeros(0), np.zeros((how.resamples, 0))
     columns = np.stack([part for sums in quantities for part in (sums.numerator, sums.denominator)], axis=1)
     counts = draw_counts(len(columns), how.resamples, how.seed)  # [R, n]
-    totals = np.concatenate(
-        [counts[start : start + CHUNK].astype(np.float64) @ columns for start in range(0, len(counts), CHUNK)]
-    )  # [R, 2k]
+    chunks = [counts[start : start + CHUNK] for start in range(0, len(counts), CHUNK)]
+    totals = np.concatenate([chunk.astype(np.float64) @ columns for chunk in chunks])  # [R, 2k]
     whole = columns.sum(0)
     with np.errstate(divide="ignore", invalid="ignore"):
         return whole[0::2] / whole[1::2], totals[:, 0::2] / totals[:, 1::2]

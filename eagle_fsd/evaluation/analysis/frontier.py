@@ -6,7 +6,6 @@ per second or tau, as a ratio to lossless.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,15 +85,11 @@ def undominated(points: Sequence[Point], quality: Quality, speed: str) -> list[P
 
     Points whose loss or speed is not known are left out.
     """
-    places = []
-    for point in points:
-        loss, fast = quality.loss(point), speedup(point, speed)
-        if loss is not None and fast is not None:
-            places.append((fast.value, loss.value, point))
+    found = [(speedup(point, speed), quality.loss(point), point) for point in points]
+    places = [(fast.value, loss.value, point) for fast, loss, point in found if fast and loss]
     kept = []
     for fast, loss, point in places:
-        beaten = any(f >= fast and lost <= loss and (f > fast or lost < loss) for f, lost, _ in places)
-        if not beaten:
+        if not any(f >= fast and lost <= loss and (f > fast or lost < loss) for f, lost, _ in places):
             kept.append((fast, loss, point))
     return [point for _, _, point in sorted(kept, key=lambda place: place[:2])]
 
@@ -103,62 +98,51 @@ def undominated(points: Sequence[Point], quality: Quality, speed: str) -> list[P
 class Winner:
     """The fastest point that loses at most `level`, and the fastest one of any other family.
 
-    assured: whether the whole interval of the loss had to stay within the level, or its middle alone.
     ratio: how much faster the first is than the second, on the samples of both; None without a second.
+    assured: the fastest point whose loss's whole interval is within the level.
     """
 
     level: float
-    assured: bool
     point: Point
     runner_up: Point | None
     ratio: Estimate | None
+    assured: Point
 
 
 def winners(
     panel: Panel, quality: Quality, speed: str, levels: Sequence[float], how: Bootstrap
 ) -> list[Winner]:
-    """Find for every level of loss the winner, by the measured loss and by its interval's worse end.
+    """Find the winner for every level of loss.
 
     Lossless takes part, and wins where no rule within the level is faster. Empty where the panel has no
-    lossless to compare with, or does not know the quality.
+    lossless to compare with, or does not know the quality or the speed.
     """
-    known = [one for one in panel.points if not one.is_lossless and quality.measure in one.changes]
-    if panel.lossless is None or not known:
+    losses = [(quality.loss(point), point) for point in panel.points if not point.is_lossless]
+    known = [(loss, point) for loss, point in losses if loss is not None]
+    if panel.lossless is None or speed not in panel.lossless.values or not known:
         return []
     found = []
     for level in dict.fromkeys(levels):
-        for assured in (False, True):
-            within = [point for point in known if stays_within(quality.loss(point), level, assured)]
-            best = fastest_by_family([panel.lossless, *within], speed)
-            if best:
-                first, second = best[0], best[1] if len(best) > 1 else None
-                ratio = speed_ratio(panel, first, second, speed, how) if second else None
-                found.append(Winner(level, assured, first, second, ratio))
+        within = [point for loss, point in known if loss.value <= level]
+        assured = [point for loss, point in known if loss.high is not None and loss.high <= level]
+        first, *others = fastest_by_family([panel.lossless, *within], speed)
+        second, ratio = others[0] if others else None, None
+        if second is not None:
+            measures, pairs = {speed: panel.measure(speed)}, paired(first.rows, second.rows)
+            change = compared(measures, pairs, how).get(speed)
+            ratio = change.ratio if change else None
+        surest = fastest_by_family([panel.lossless, *assured], speed)[0]
+        found.append(Winner(level, first, second, ratio, surest))
     return found
-
-
-def stays_within(loss: Estimate | None, level: float, assured: bool) -> bool:
-    """Return whether a loss is at most the level: its value, or the worse end of its interval."""
-    if loss is None:
-        return False
-    worst = loss.high if assured else loss.value
-    return worst is not None and worst <= level
 
 
 def fastest_by_family(points: Sequence[Point], speed: str) -> list[Point]:
     """Return the fastest point of every family, the fastest family first."""
-    best: dict[str, tuple[float, Point]] = {}
-    for point in points:
-        fast = speedup(point, speed)
-        if fast is not None and fast.value > best.get(point.family, (-math.inf,))[0]:
-            best[point.family] = (fast.value, point)
-    return [point for _, point in sorted(best.values(), key=lambda place: -place[0])]
-
-
-def speed_ratio(panel: Panel, first: Point, second: Point, speed: str, how: Bootstrap) -> Estimate | None:
-    """Return the first's speed as a ratio of the second's, on the samples and seeds that both have."""
-    change = compared({speed: panel.measure(speed)}, paired(first.rows, second.rows), how).get(speed)
-    return change.ratio if change else None
+    fast = [(found.value, point) for point in points if (found := speedup(point, speed)) is not None]
+    best: dict[str, Point] = {}
+    for _, point in sorted(fast, key=lambda place: -place[0]):
+        best.setdefault(point.family, point)
+    return list(best.values())
 
 
 def speed_title(speed: str) -> str:

@@ -32,14 +32,9 @@ class Measure:
     machine: bool = False
 
 
-def mean(value: float | None, row: Row) -> Parts:
-    """Return the parts of a mean over tokens, of which the row gives its own mean."""
-    return None if value is None else (value * row.new_tokens, row.new_tokens)
-
-
-def total(value: float | None, row: Row) -> Parts:
-    """Return the parts of a mean over tokens, of which the row gives its sum."""
-    return None if value is None else (value, row.new_tokens)
+def over(value: float | None, weight: float) -> Parts:
+    """Return the parts of a row that knows this sum, None for one that does not."""
+    return None if value is None else (value, weight)
 
 
 MEASURES: dict[str, Measure] = {
@@ -49,9 +44,11 @@ MEASURES: dict[str, Measure] = {
     "fuzzy_share": Measure("fuzzy share", lambda row: (row.fuzzy_accepts, row.new_tokens)),
     "length": Measure("length", lambda row: (row.new_tokens, 1)),
     "limit_rate": Measure("at the limit", lambda row: (row.finish_reason == "length", 1)),
-    "law_tv": Measure("TV", lambda row: total(row.tv, row), whole=True),
-    "law_kl": Measure("KL", lambda row: total(row.kl, row), whole=True),
-    "log_p": Measure("log p", lambda row: mean(row.log_p, row)),
+    "law_tv": Measure("TV", lambda row: over(row.tv, row.new_tokens), whole=True),
+    "law_kl": Measure("KL", lambda row: over(row.kl, row.new_tokens), whole=True),
+    "log_p": Measure(
+        "log p", lambda row: None if row.log_p is None else (row.log_p * row.new_tokens, row.new_tokens)
+    ),
 }
 
 
@@ -66,15 +63,15 @@ def score(name: str, weight: str | None = None) -> Measure:
 
 
 def compared(
-    measures: Mapping[str, Measure], pairs: Sequence[tuple[Row, Row]], how: Bootstrap
+    measures: Mapping[str, Measure], pairs: Sequence[tuple[Row, ...]], how: Bootstrap
 ) -> dict[str, Change]:
     """Compare every measure of the first of each pair with the second's, where both know it."""
-    both = {name: sums_of_pairs(measure, pairs) for name, measure in measures.items()}
-    mine, base = ({name: sides[place] for name, sides in both.items()} for place in (0, 1))
+    both = {name: sums_of(measure, pairs) for name, measure in measures.items()}
+    mine, base = ({name: sides[place] for name, sides in both.items() if pairs} for place in (0, 1))
     return changes(mine, base, how)
 
 
-def paired(mine: Sequence[Row], base: Sequence[Row]) -> list[tuple[Row, Row]]:
+def paired(mine: Sequence[Row], base: Sequence[Row]) -> list[tuple[Row, ...]]:
     """Pair the rows of the same samples and seeds, in the order of samples and seeds."""
     partners = {(row.sample, row.seed): row for row in base}
     known = [row for row in mine if (row.sample, row.seed) in partners]
@@ -82,41 +79,26 @@ def paired(mine: Sequence[Row], base: Sequence[Row]) -> list[tuple[Row, Row]]:
     return [(row, partners[row.sample, row.seed]) for row in known]
 
 
-def sums_of(measure: Measure, rows: Sequence[Row]) -> Sums:
-    """Sum a measure by sample: a sample's seeds belong together, and are drawn together."""
-    parts = [measure.parts(row) for row in rows]
-    if refused(measure, rows, parts):
-        parts = [None] * len(rows)
-    return by_sample(rows, parts)
+def sums_of(measure: Measure, groups: Sequence[tuple[Row, ...]]) -> list[Sums]:
+    """Sum a measure by sample, for every place in the groups: single rows, or pairs that both know it.
 
-
-def sums_of_pairs(measure: Measure, pairs: Sequence[tuple[Row, Row]]) -> tuple[Sums, Sums]:
-    """Sum both sides of the pairs in which both know the measure."""
-    rows = [row for row, _ in pairs]
-    parts = [(measure.parts(row), measure.parts(partner)) for row, partner in pairs]
-    if refused(measure, [row for pair in pairs for row in pair], [part for both in parts for part in both]):
-        parts = [(None, None)] * len(pairs)
-    known = [(None, None) if None in both else both for both in parts]
-    return by_sample(rows, [mine for mine, _ in known]), by_sample(rows, [base for _, base in known])
-
-
-def refused(measure: Measure, rows: Sequence[Row], parts: Sequence[Parts]) -> bool:
-    """Return whether the rows give no value together: a term is missing, or there are several machines."""
-    if measure.whole and None in parts:
-        return True
-    return measure.machine and len({machine(row) for row in rows}) > 1
+    A sample's seeds belong together, and are drawn together. The rows give no value together where a term is
+    missing that the sum needs, or where they come from several machines.
+    """
+    rows = [row for group in groups for row in group]
+    parts = [[measure.parts(row) for row in group] for group in groups]
+    refused = measure.whole and any(None in group for group in parts)
+    if refused or (measure.machine and len(set(map(machine, rows))) > 1):
+        parts = [[None] for _ in groups]
+    samples = sorted({row.sample for row in rows})
+    places = {name: place for place, name in enumerate(samples)}
+    sums = np.zeros((len(groups[0]) if groups else 1, len(samples), 2))
+    for group, known in zip(groups, parts, strict=True):
+        if None not in known:
+            sums[:, places[group[0].sample]] += known
+    return [Sums(side[:, 0], side[:, 1]) for side in sums]
 
 
 def machine(row: Row) -> tuple[object, ...]:
     """Return what seconds depend on beside the cell."""
     return row.provenance.get("device"), row.provenance.get("threads"), row.batch_size
-
-
-def by_sample(rows: Sequence[Row], parts: Sequence[Parts]) -> Sums:
-    """Add up numerators and denominators by sample, in the order of samples' names."""
-    places = {name: place for place, name in enumerate(sorted({row.sample for row in rows}))}
-    sums = np.zeros((len(places), 2))
-    where = np.array([places[row.sample] for row in rows], dtype=np.int64)
-    added = np.array([(0.0, 0.0) if part is None else part for part in parts], dtype=np.float64)
-    np.add.at(sums, where, added.reshape(-1, 2))
-    return Sums(sums[:, 0], sums[:, 1])

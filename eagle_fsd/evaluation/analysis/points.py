@@ -98,6 +98,11 @@ class Panel:
     scores: tuple[str, ...]
 
     @property
+    def weights(self) -> Mapping[str, str]:
+        """Which scores of the task are weighted by which others; none of a task that is not ours."""
+        return TASKS[self.task.name].weights if self.task.name in TASKS else {}
+
+    @property
     def lossless(self) -> Point | None:
         return next((point for point in self.points if point.is_lossless), None)
 
@@ -105,7 +110,7 @@ class Panel:
         if not name.startswith(SCORE):
             return MEASURES[name]
         own = name.removeprefix(SCORE)
-        return score(own, weights_of(self.task.name).get(own))
+        return score(own, self.weights.get(own))
 
 
 def panels(rows: Iterable[Row], how: Bootstrap) -> list[Panel]:
@@ -120,37 +125,27 @@ def panels(rows: Iterable[Row], how: Bootstrap) -> list[Panel]:
     return sorted(found, key=lambda panel: (str(panel.models), panel.task.order))
 
 
-def weights_of(task: str) -> Mapping[str, str]:
-    """Return which scores of a task are weighted by which others; none of a task that is not ours."""
-    return TASKS[task].weights if task in TASKS else {}
-
-
 def panel_of(models: Models, task: Task, rows: Sequence[Row], how: Bootstrap) -> Panel:
     """Return the panel of rows that agree in all but the rule."""
     rules: dict[str, list[Row]] = {}
     for row in rows:
         rules.setdefault(json.dumps(row.rule, sort_keys=True), []).append(row)
-    for members in rules.values():
-        refuse_two_cells(task, members)
+    for first, *others in rules.values():
+        for row in others:
+            if row.key != first.key:
+                raise ValueError(
+                    f"{rule_label(row.rule)} on {task.title} has rows of two cells, "
+                    f"{first.key} and {row.key}: the weights of {row.base_model} or of its head changed "
+                    "in between; report them apart"
+                )
     lossless = next((some for some in rules.values() if some[0].rule["name"] == LOSSLESS), [])
-    weights = weights_of(task.name).values()
+    bare = Panel(models, task, (), ())
+    weights = bare.weights.values()
     scores = tuple(dict.fromkeys(name for row in rows for name in row.scores if name not in weights))
-    bare = Panel(models, task, (), scores)
     measures = {name: bare.measure(name) for name in (*MEASURES, *(SCORE + name for name in scores))}
     points = [point_of(measures, members, lossless, how) for members in rules.values()]
     points.sort(key=lambda point: (not point.is_lossless, point.family, point.knobs, point.label))
-    return replace(bare, points=tuple(points))
-
-
-def refuse_two_cells(task: Task, rows: Sequence[Row]) -> None:
-    """Raise ValueError where rows that look the same come from other weights."""
-    first = rows[0]
-    for row in rows:
-        if row.key != first.key:
-            raise ValueError(
-                f"{rule_label(row.rule)} on {task.title} has rows of two cells, {first.key} and {row.key}: "
-                f"the weights of {row.base_model} or of its head changed in between; report them apart"
-            )
+    return replace(bare, points=tuple(points), scores=scores)
 
 
 def point_of(
@@ -159,13 +154,14 @@ def point_of(
     """Return the point of one cell's rows, held against the `lossless` ones, of which there may be none."""
     rule = rows[0].rule
     pairs = [] if rule["name"] == LOSSLESS else paired(rows, lossless)
+    alone = [(row,) for row in rows]
     return Point(
         label=rule_label(rule),
         family=rule_family(rule),
         knobs=rule_knobs(rule),
         samples=len(rows),
         pairs=len(pairs),
-        values=estimates({name: sums_of(measure, rows) for name, measure in measures.items()}, how),
+        values=estimates({name: sums_of(one, alone)[0] for name, one in measures.items()}, how),
         changes=compared(measures, pairs, how),
         rows=tuple(rows),
     )

@@ -6,56 +6,25 @@ A family is what one line of a plot joins: rules that differ in how far they rel
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 LOSSLESS = "lossless"
-
-
-@dataclass(frozen=True)
-class Naming:
-    """How rules of one name are written.
-
-    knobs: the fields that say how far, the main one first; label: of knobs and other fields; family: without
-    the knobs; always: fields said whatever their value.
-    """
-
-    knobs: tuple[str, ...]
-    label: str
-    family: str
-    always: tuple[str, ...] = ()
-
-
+# By the rule's name: its label, its family, and the fields that say how far it goes, the main one first.
 NAMINGS = {
-    "fuzzy": Naming(("threshold",), "{divergence} {threshold}", "{divergence}", ("mode",)),
-    "typical": Naming(("epsilon", "delta"), "typical {epsilon}/{delta}", "typical"),
-    "relaxed_topk": Naming(
-        ("margin", "candidates"), "relaxed top-{candidates} margin {margin}", "relaxed top-k"
-    ),
-    "sglang": Naming(("single", "acc"), "sglang {single}/{acc}", "sglang"),
-    "cactus": Naming(("delta",), "cactus {delta}", "cactus"),
-    "ensemble": Naming(("weight",), "ensemble {weight}", "ensemble"),
+    "fuzzy": ("{divergence} {threshold}", "{divergence}", ("threshold",)),
+    "typical": ("typical {epsilon}/{delta}", "typical", ("epsilon", "delta")),
+    "relaxed_topk": ("relaxed top-{candidates} margin {margin}", "relaxed top-k", ("margin", "candidates")),
+    "sglang": ("sglang {single}/{acc}", "sglang", ("single", "acc")),
+    "cactus": ("cactus {delta}", "cactus", ("delta",)),
+    "ensemble": ("ensemble {weight}", "ensemble", ("weight",)),
 }
 # What most rules do, and guards that are off: not worth a word.
-DEFAULTS: dict[str, Any] = {
-    "mode": "hybrid",
-    "child": "draft",
-    "min_p": 0,
-    "max_overshoot": "inf",
-    "min_gain": 0,
-    "max_consecutive": None,
-    "exact_eos": True,
-    "exact_prefix": 0,
-}
-OWN_WORDS = ("mode", "child")  # their values need no name before them
-KINDS = (*OWN_WORDS, "min_gain")  # what sets families apart
-WORDS = {
-    "min_p": "min-p",
-    "max_overshoot": "overshoot",
-    "min_gain": "gain",
-    "max_consecutive": "run",
-    "exact_prefix": "prefix",
-}
+DEFAULTS: dict[str, Any] = {"mode": "hybrid", "child": "draft", "min_p": 0, "max_overshoot": "inf"}
+DEFAULTS |= {"min_gain": 0, "max_consecutive": None, "exact_eos": True, "exact_prefix": 0}
+# Further fields in a word. The values of mode and child need no name before them.
+WORDS = {"mode": "", "child": "", "min_p": "min-p ", "max_overshoot": "overshoot ", "min_gain": "gain "}
+WORDS |= {"max_consecutive": "run ", "exact_prefix": "prefix "}
+KINDS = ("mode", "child", "min_gain")  # the further fields that set families apart
 
 
 def rule_label(rule: Mapping[str, Any]) -> str:
@@ -63,43 +32,40 @@ def rule_label(rule: Mapping[str, Any]) -> str:
 
     Guards are named where they are on, and all fields of a rule that is not known here.
     """
-    naming = naming_of(rule)
-    said = {name for name in rule if f"{{{name}}}" in naming.label}
-    first = naming.label.format(**{name: short(rule[name]) for name in said})
-    return " ".join([first, *further_words(rule, naming, said)])
+    label, _, knobs = naming_of(rule)
+    said = {"name", *knobs, *(("divergence",) if "{divergence}" in label else ())}
+    first = label.format(**{name: short(value) for name, value in rule.items()})
+    return " ".join([first, *further_words(rule, [name for name in rule if name not in said])])
 
 
 def rule_family(rule: Mapping[str, Any]) -> str:
     """Return the rule without its knobs and most guards: name, divergence, mode, child and least gain."""
-    naming = naming_of(rule)
-    first = naming.family.format(**rule)
-    return " ".join([first, *further_words({k: rule[k] for k in KINDS if k in rule}, naming, set())])
+    family = naming_of(rule)[1].format(**rule)
+    return " ".join([family, *further_words(rule, [name for name in KINDS if name in rule])])
 
 
 def rule_knobs(rule: Mapping[str, Any]) -> tuple[float, ...]:
     """Return how far the rule goes, the main knob first: its place along its family's line."""
-    return tuple(float(rule[name]) for name in naming_of(rule).knobs if rule[name] is not None)
+    return tuple(float(rule[name]) for name in naming_of(rule)[2] if rule[name] is not None)
 
 
-def naming_of(rule: Mapping[str, Any]) -> Naming:
+def naming_of(rule: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
     """Return the naming of a rule; of one whose name or fields are not known here, its bare name."""
     naming = NAMINGS.get(rule["name"])
-    if naming is not None:
-        wanted = {*naming.knobs, *(("divergence",) if "{divergence}" in naming.label else ())}
-        if wanted <= rule.keys():
-            return naming
-    bare = rule["name"].replace("_", " ").replace("{", "").replace("}", "")
-    return Naming((), bare, bare)
+    if naming is not None and {*naming[2]} <= rule.keys():
+        return naming
+    bare = rule["name"].replace("_", " ")
+    return bare, bare, ()
 
 
-def further_words(rule: Mapping[str, Any], naming: Naming, said: set[str]) -> list[str]:
-    """Return the fields that a label has not said and that are worth a word."""
-    words = []
-    for name, value in rule.items():
-        spoken = name == "name" or name in said
-        if not spoken and (name in naming.always or name not in DEFAULTS or value != DEFAULTS[name]):
-            words.append(str(value) if name in OWN_WORDS else f"{WORDS.get(name, name)} {short(value)}")
-    return words
+def further_words(rule: Mapping[str, Any], names: list[str]) -> list[str]:
+    """Return those of a rule's fields that are worth a word; the mode of a fuzzy rule always is."""
+    worth = [
+        name
+        for name in names
+        if (rule["name"] == "fuzzy" and name == "mode") or rule[name] != DEFAULTS.get(name, ...)
+    ]
+    return [f"{WORDS.get(name, f'{name} ')}{short(rule[name])}" for name in worth]
 
 
 def short(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from eagle_fsd.evaluation.markdown_table import markdown_table
-from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task, task_named
+from eagle_fsd.evaluation.tasks import PROMPTS, Sample, task_named
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.jsonl import read_jsonl
 
@@ -29,27 +29,23 @@ def score_rows(rows: Iterable[Row], path: Path | None = None, origin: str = "row
             yield {**row, "scores": {}}
             continue
         try:
-            task = task_of(row)
+            task = task_named(row.get("task"))
+            task.require_version(row.get("version"))
+            if not isinstance(row.get("text"), str):
+                raise ValueError(
+                    f"text is {row.get('text')!r}: a row needs its generated text; generate it again"
+                )
+            if task.name not in loaded:
+                loaded[task.name] = {sample.id: sample for sample in task.load(path)}
+            sample = loaded[task.name].get(str(row.get("sample")))
+            if sample is None:
+                raise ValueError(
+                    f"sample is {row.get('sample')!r}: {task.name} has no such sample where it was looked "
+                    "for; give the file that the rows were made from"
+                )
         except ValueError as error:
             raise ValueError(f"{origin}:{number}: {error}") from error
-        if task.name not in loaded:
-            loaded[task.name] = {sample.id: sample for sample in task.load(path)}
-        sample = loaded[task.name].get(str(row.get("sample")))
-        if sample is None:
-            raise ValueError(
-                f"{origin}:{number}: sample is {row.get('sample')!r}: {task.name} has no such sample where "
-                "it was looked for; give the file that the rows were made from"
-            )
         yield {**row, "scores": task.score(sample.reference, row["text"])}
-
-
-def task_of(row: Row) -> Task:
-    """Return the task of a row. Raises ValueError saying what keeps the row from being scored."""
-    task = task_named(row.get("task"))
-    task.require_version(row.get("version"))
-    if not isinstance(row.get("text"), str):
-        raise ValueError(f"text is {row.get('text')!r}: a row needs its generated text; generate it again")
-    return task
 
 
 def score_file(source: Path, output: Path, path: Path | None = None) -> list[Row]:
@@ -69,18 +65,8 @@ def score_file(source: Path, output: Path, path: Path | None = None) -> list[Row
     return scored
 
 
-def means(task: Task, rows: Sequence[Row]) -> dict[str, float]:
-    """Return the mean of every metric over the rows of one cell; see Task.weights."""
-    found = {}
-    for metric in task.metrics:
-        weights = [row["scores"][task.weights[metric]] if metric in task.weights else 1.0 for row in rows]
-        values = [row["scores"][metric] for row in rows]
-        found[metric] = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-    return found
-
-
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write a line per cell: its task's means, tokens per answer, the share cut off at the limit."""
+    """Write a line per cell: the means of its scores, tokens per answer, the share cut off at the limit."""
     cells: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         rule = " ".join(str(value) for value in row.get("rule", {}).values() if value is not None) or "?"
@@ -88,10 +74,15 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells.setdefault((row["task"], rule, str(temperature), str(row.get("key"))), []).append(row)
     lines = []
     for (name, rule, temperature, _), members in cells.items():
-        found = {} if name.startswith(PROMPTS) else means(task_named(name), members)
-        scores = ", ".join(f"{metric} {value:.3f}" for metric, value in found.items())
+        scores = []
+        task = None if name.startswith(PROMPTS) else task_named(name)
+        for metric in task.metrics if task else ():
+            weight = task.weights.get(metric)
+            weights = [row["scores"][weight] if weight else 1.0 for row in members]
+            total = sum(w * row["scores"][metric] for w, row in zip(weights, members, strict=True))
+            scores.append(f"{metric} {total / sum(weights):.3f}")
         lengths = [row["new_tokens"] for row in members if "new_tokens" in row]
         tokens = f"{sum(lengths) / len(lengths):.0f}" if lengths else ""
         capped = sum(row.get("finish_reason") == "length" for row in members) / len(members)
-        lines.append((name, rule, temperature, str(len(members)), scores, tokens, f"{capped:.0%}"))
+        lines.append((name, rule, temperature, str(len(members)), ", ".join(scores), tokens, f"{capped:.0%}"))
     return markdown_table(("task", "rule", "temperature", "answers", "scores", "tokens", "cut off"), lines)

@@ -13,27 +13,20 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.calibration import Kind
-from eagle_fsd.acceptance.divergence import DIVERGENCES
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.output_distribution import distances, path_distributions
-from eagle_fsd.core.checks import require_choice
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.analysis.bootstrap import Sums
-from eagle_fsd.evaluation.measure.sweep import Cell, RowKey, answer, run, unanswered
-from eagle_fsd.evaluation.prompt_sets import batches
-from eagle_fsd.evaluation.rows import digest, rows_of_answers
-from eagle_fsd.files.jsonl import append_row, drop_torn_line
+from eagle_fsd.evaluation.measure.sweep import Cell, run
 
 E12 = (1.0, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 3.9, 4.7, 5.6, 6.8, 8.2)
 LADDER = tuple(round(step * 10.0**power, 6) for power in range(-4, 2) for step in E12)
@@ -101,45 +94,25 @@ class Work:
 
     def record(self, divergences: Sequence[str], moves: Sequence[Move]) -> Records:
         """Run the lossless pass, resumed at the first prompt that is missing."""
-        path = self.folder / "records.jsonl"
-        drop_torn_line(path)
-        key = digest([list(divergences), list(map(list, moves)), self.cell.key(self.engine)])
-        done = rows_of_answers(path)
-        missing = unanswered(self.cell, range(len(self.cell.questions.samples)), key, done, path)
-        for places in tqdm(list(batches(missing, self.batch_size)), unit="batch", desc="lossless"):
-            recorder = Recorder(divergences, moves, len(places))
-            for row in answer(self.engine, self.cell, places, recorder):
-                append_row(path, {"key": key, **row})
-                done[key, row["sample"], row["seed"]] = row
-        rows = self.of_all(done, key)
+        measured = [list(divergences), list(map(list, moves))]
+        rows = self.rows_of(
+            self.cell, "records.jsonl", lambda mode, rows: Recorder(divergences, moves, rows), measured
+        )
         tables = [np.array(row["seen"], dtype=float).reshape(row["new_tokens"], -1) for row in rows]
         return Records(divergences, moves, tables, [(row["new_tokens"], row["steps"]) for row in rows])
 
     def run(self, kind: Kind, threshold: float) -> list[dict[str, Any]]:
         """Return the rows of all prompts under a threshold, run where they have not been."""
-        cell = replace(self.cell, rule=fuzzy(kind, threshold))
-        rows = run(self.engine, [cell], self.folder / "rows.jsonl", self.batch_size, self.provenance)
-        return self.of_all(rows, cell.key(self.engine))
+        return self.rows_of(replace(self.cell, rule=fuzzy(kind, threshold)), "rows.jsonl")
 
-    def of_all(self, rows: Mapping[RowKey, dict[str, Any]], key: str) -> list[dict[str, Any]]:
-        """Return the rows of all prompts under a key, in the prompts' order."""
-        samples = self.cell.questions.samples
-        return [rows[key, sample.id, self.cell.seed_of(place)] for place, sample in enumerate(samples)]
+    def rows_of(self, cell: Cell, file: str, *meter: Any) -> list[dict[str, Any]]:
+        """Run a cell where it has not been run; returns the rows of all prompts, in their order."""
+        rows = run(self.engine, [cell], self.folder / file, self.batch_size, self.provenance, *meter)
+        key, samples = cell.key(self.engine, None, *meter[1:]), cell.questions.samples
+        return [rows[key, sample.id, cell.seed_of(place)] for place, sample in enumerate(samples)]
 
 
 def fuzzy(kind: Kind, threshold: float) -> Fuzzy:
     """Return the rule of a kind with this threshold."""
     divergence, mode, child, min_gain = kind
     return Fuzzy(threshold, divergence, mode=mode, child=child, min_gain=min_gain)
-
-
-def kinds_of(
-    divergences: Sequence[str],
-    modes: Sequence[str],
-    children: Sequence[str],
-    min_gains: Sequence[float] = (0.0,),
-) -> list[Kind]:
-    """Return all combinations. Raises ValueError for an unknown divergence."""
-    for name in divergences:
-        require_choice("divergence", name, tuple(DIVERGENCES))
-    return list(product(divergences, modes, children, min_gains))

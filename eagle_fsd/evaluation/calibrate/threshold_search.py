@@ -21,24 +21,6 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A split: what half of the prompts chose, and what it did on the other half. chosen: None for none."""
-
-    kind: Kind
-    budget: float
-    split: int
-    chosen: CalibratedThreshold | None
-    tv: float | None
-
-    @property
-    def inside(self) -> bool | None:
-        return None if self.tv is None else self.tv <= self.budget
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "inside": self.inside}
-
-
-@dataclass(frozen=True)
 class Search:
     """What thresholds are chosen by: records predict them, `run` gives the rows of all prompts under one."""
 
@@ -85,19 +67,30 @@ class Search:
             divergence, mode, child, threshold, tv, upper, tau, tokens / steps, min_gain
         )
 
-    def splits(self, kind: Kind, budget: float, count: int) -> list[Trial]:
-        """Calibrate on a random half of the prompts and look at the other half, `count` times."""
+    def splits(self, kind: Kind, budget: float, count: int) -> list[dict[str, Any]]:
+        """Calibrate on a random half of the prompts and look at the other half, `count` times.
+
+        Each trial has what one half chose, None for no threshold, and its TV on the other half.
+        """
         trials = []
         random = np.random.default_rng(0)
         for split in range(count):
             order = random.permutation(len(self.records.tables)).tolist()
             mine, others = order[: len(order) // 2], order[len(order) // 2 :]
+            trial = {
+                "kind": kind,
+                "budget": budget,
+                "split": split,
+                "chosen": None,
+                "tv": None,
+                "inside": None,
+            }
             chosen = self.largest(kind, budget, mine)
-            tv = None
             if chosen is not None:
                 rows = self.run(kind, chosen.threshold)
                 tv = bound(tv_of([rows[place] for place in others]), self.confidence)[0]
-            trials.append(Trial(kind, budget, split, chosen, tv))
+                trial |= {"chosen": asdict(chosen), "tv": tv, "inside": tv <= budget}
+            trials.append(trial)
         return trials
 
 
@@ -119,25 +112,22 @@ def tv_of(rows: Sequence[Row]) -> Sums:
 
 def calibrate(
     work: Work, kinds: Sequence[Kind], budgets: Sequence[float], split_count: int
-) -> tuple[Calibration, list[Trial]]:
+) -> tuple[Calibration, list[dict[str, Any]]]:
     """Find the largest threshold of every kind for every budget, and what splits of the prompts say of it."""
     divergences = list(dict.fromkeys(kind[0] for kind in kinds))
     records = work.record(divergences, list(dict.fromkeys(kind[1:] for kind in kinds)))
     search = Search(records, functools.cache(work.run), work.confidence)  # budgets and splits share runs
     places = range(len(records.tables))
     found: dict[tuple[Kind, float], CalibratedThreshold] = {}
-    trials: list[Trial] = []
+    trials: list[dict[str, Any]] = []
     for kind, budget in product(kinds, budgets):
         best = search.largest(kind, budget, places)
         if best is not None:
             found[kind, best.threshold] = best
         trials += search.splits(kind, budget, split_count)
     cell = work.cell
-    made = {
-        "prompts": cell.questions.task.name,
-        "max_new_tokens": cell.max_new_tokens,
-        "new_tokens": sum(tokens for tokens, _ in records.taus),
-    }
+    made = {"prompts": cell.questions.task.name, "max_new_tokens": cell.max_new_tokens}
+    made["new_tokens"] = sum(tokens for tokens, _ in records.taus)
     calibration = Calibration(
         models=work.engine.identity(),
         sampling=cell.sampling,
@@ -153,33 +143,25 @@ def calibrate(
 KIND = ("divergence", "mode", "child", "min gain")
 
 
-def cells_of(kind: Kind) -> tuple[str, ...]:
-    """Return a kind as the cells under KIND."""
-    return (*kind[:3], f"{kind[3]:g}")
-
-
 def calibration_table(calibration: Calibration) -> str:
     """Write a Markdown table of what was found."""
-    bounds = f"bound at {calibration.confidence:.0%}"
     rows = []
     for one in calibration.thresholds:
         numbers = (f"{one.threshold:g}", f"{one.tv:.4f}", f"{one.bound:.4f}")
-        rows.append([*cells_of(one.kind), *numbers, f"{one.tau:.2f}", f"{one.lossless_tau:.2f}"])
+        rows.append([*map(str, one.kind), *numbers, f"{one.tau:.2f}", f"{one.lossless_tau:.2f}"])
+    bounds = f"bound at {calibration.confidence:.0%}"
     return markdown_table((*KIND, "threshold", "TV per token", bounds, "tau", "lossless"), rows)
 
 
-def trial_table(trials: Sequence[Trial]) -> str:
+def trial_table(trials: Sequence[Row]) -> str:
     """Write a Markdown table of the splits: how often the other half stayed inside the budget."""
     rows = []
-    groups: dict[tuple[Kind, float], list[Trial]] = {}
-    for trial in trials:
-        groups.setdefault((trial.kind, trial.budget), []).append(trial)
-    for (kind, budget), mine in groups.items():
-        run = [trial for trial in mine if trial.chosen is not None]
-        inside = f"{sum(bool(trial.inside) for trial in run)} of {len(run)}"
-        if len(run) < len(mine):
-            inside += f" (of {len(mine)} splits)"
-        thresholds = ", ".join(f"{trial.chosen.threshold:g}" for trial in run if trial.chosen)
-        tvs = ", ".join(f"{trial.tv:.4f}" for trial in run)
-        rows.append([*cells_of(kind), f"{budget:g}", inside, thresholds, tvs])
+    for kind, budget in dict.fromkeys((trial["kind"], trial["budget"]) for trial in trials):
+        mine = [trial for trial in trials if (trial["kind"], trial["budget"]) == (kind, budget)]
+        run = [trial for trial in mine if trial["chosen"]]
+        inside = f"{sum(trial['inside'] for trial in run)} of {len(run)}"
+        inside += f" (of {len(mine)} splits)" if len(run) < len(mine) else ""
+        thresholds = ", ".join(f"{trial['chosen']['threshold']:g}" for trial in run)
+        tvs = ", ".join(f"{trial['tv']:.4f}" for trial in run)
+        rows.append([*map(str, kind), f"{budget:g}", inside, thresholds, tvs])
     return markdown_table((*KIND, "budget", "inside", "thresholds", "TV per token, unseen"), rows)

@@ -14,26 +14,25 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.acceptance.calibration import FILE, Calibration
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.core.config import CHILDREN, SamplingConfig, TreeConfig
-from eagle_fsd.evaluation.calibrate.recorded_pass import Work, fuzzy, kinds_of
+from eagle_fsd.evaluation.calibrate.recorded_pass import Work, fuzzy
 from eagle_fsd.evaluation.calibrate.threshold_search import calibrate, calibration_table, trial_table
-from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, model_parser, say
+from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, parser_of, say
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.provenance import provenance
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = model_parser(__doc__)
+    parser = parser_of(__doc__)
+    parser.set_defaults(max_new_tokens=128)
     add = parser.add_argument
-    add("--prompts", nargs="+", type=Path, required=True, metavar="FILE", help="files of prompts")
-    add("--limit", type=int, help="at most LIMIT prompts of every file")
-    add("--skip", type=int, default=0, help="leave out the first SKIP prompts of every file")
     budgets = [0.01, 0.02, 0.05]
     add("--quality-budget", nargs="+", type=float, default=budgets, metavar="B", help="default: %(default)s")
     add("--confidence", type=float, default=0.9, help="one-sided, of every bound; default: %(default)s")
@@ -43,7 +42,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--min-gain", nargs="+", type=float, default=[0.0], metavar="G", help="guards; default: 0, none")
     add("--sampling", default="0.6/50/0.9", metavar="T[/TOP_K[/TOP_P]]", help="default: %(default)s")
     add("--tree", default="16/5/8", help=f"{TreeConfig.FORM}; default: %(default)s")
-    add("--max-new-tokens", type=int, default=128, help="default: %(default)s")
     add("--batch-size", type=int, default=4, help="default: %(default)s")
     halves = "also calibrate on N random halves and try the others"
     add("--splits", type=int, default=0, metavar="N", help=halves)
@@ -58,11 +56,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     with mistakes_on_one_line(parser):
         check(arguments)
-        kinds = kinds_of(arguments.divergence, arguments.mode, arguments.child, arguments.min_gain)
+        kinds = list(product(arguments.divergence, arguments.mode, arguments.child, arguments.min_gain))
+        rules = [fuzzy(kind, 1.0) for kind in kinds]
         sampling, tree = SamplingConfig.parse(arguments.sampling), TreeConfig.parse(arguments.tree)
         engine = load_engine(arguments)
-        for kind in kinds:
-            engine.require_rule(fuzzy(kind, 1.0))
+        for rule in rules:
+            engine.require_rule(rule)
         most = arguments.max_new_tokens
         questions = Questions.of_prompts(arguments.prompts, engine, arguments.limit, arguments.skip, most)
         if arguments.splits and len(questions.samples) < 2:
@@ -73,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         calibration, trials = calibrate(work, kinds, sorted(arguments.quality_budget), arguments.splits)
         calibration.write(arguments.output / FILE)
         if trials:
-            text = json.dumps([trial.to_dict() for trial in trials], indent=1)
-            write_atomically(arguments.output / "splits.json", text + "\n")
+            write_atomically(arguments.output / "splits.json", json.dumps(trials, indent=1) + "\n")
         if arguments.install:
             install(engine.head_folder, calibration)
     say(calibration_table(calibration))

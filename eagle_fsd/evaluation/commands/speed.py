@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         engine = load_engine(arguments)
         stock = functools.partial(stock_target, engine, arguments.base_model)
-        methods = [method(name, engine, stock, setting) for name in dict.fromkeys(arguments.methods)]
+        methods = {name: method(name, engine, stock, setting) for name in arguments.methods}
         longest = max(arguments.context or [0]) + arguments.max_new_tokens
         if longest > engine.target.max_positions:
             raise ValueError(
@@ -80,9 +80,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
         arguments.output.mkdir(parents=True, exist_ok=True)
     prompts = [ids for ids_of_set in sets.values() for ids in ids_of_set]
-    made = {"base_model": engine.base_model, "ea_model": engine.ea_model}
-    made |= {"draft_vocab_size": engine.draft_vocab_size, "packed": backend_names(engine.target.model)}
-    made |= provenance(engine.device)
+    made = {
+        "base_model": engine.base_model,
+        "ea_model": engine.ea_model,
+        "draft_vocab_size": engine.draft_vocab_size,
+        "packed": backend_names(engine.target.model),
+        **provenance(engine.device),
+    }
     note = functools.partial(mean_likelihood, engine) if arguments.likelihood else lambda part, answers: {}
     rows = []
     file = arguments.output / "rows.jsonl"

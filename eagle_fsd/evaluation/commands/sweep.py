@@ -17,10 +17,9 @@ from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.cli import load_engine, mistakes_on_one_line, model_parser
+from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, model_parser
 from eagle_fsd.evaluation.grids import GRIDS
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run
-from eagle_fsd.evaluation.prompt_sets import require_own_names
 from eagle_fsd.evaluation.tasks import TASKS, Task, task_named
 from eagle_fsd.files.provenance import provenance
 
@@ -80,13 +79,8 @@ def check(arguments: argparse.Namespace) -> None:
     """Raise ValueError for what leaves nothing to sweep, before a model is loaded."""
     if not (arguments.tasks or arguments.prompts):
         raise ValueError("nothing to sweep: name --tasks, or files of --prompts")
-    for name in ("limit", "max_new_tokens"):
-        if getattr(arguments, name) is not None:
-            require_integer(name, getattr(arguments, name), 1, "leave it out for all")
-    require_integer("batch_size", arguments.batch_size, 1, "1 answers every sample alone")
+    check_sizes(arguments, arguments.batch_size)
     require_integer("seed", arguments.seed, 0, "any will do")
-    require_integer("skip", arguments.skip, 0, "0 begins with the first sample")
-    require_own_names(arguments.prompts)
 
 
 def questions(arguments: argparse.Namespace, tasks: Sequence[Task], engine: EagleFSD) -> list[Questions]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.config import CHILDREN, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, parser_of, say
-from eagle_fsd.evaluation.measure.acceptance_length import Cell, run, table
+from eagle_fsd.evaluation.measure.acceptance_length import run, table
 from eagle_fsd.evaluation.prompt_sets import prompt_sets
 from eagle_fsd.files.provenance import provenance
 
@@ -43,23 +43,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     with mistakes_on_one_line(parser):
         check_sizes(arguments, arguments.batch_size)
         tree = TreeConfig.parse(arguments.tree)
-        rules = [{}, *fuzzy_rules(arguments)]
+        rules = [(0.0, None, None, None), *fuzzy_rules(arguments)]
         samplings = [
             SamplingConfig(temperature, arguments.top_k, arguments.top_p) if temperature else SamplingConfig()
             for temperature in arguments.temperature
         ]
         engine = load_engine(arguments)
         prompts = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
+        shared = {"max_new_tokens": arguments.max_new_tokens, "tree": asdict(tree)}
+        shared |= {"seed": 0, "dtype": arguments.dtype}
         cells = [
-            Cell(name, len(ids), arguments.max_new_tokens, sampling, tree, dtype=arguments.dtype, **rule)
+            {"prompts": name, "prompt_count": len(ids), "sampling": asdict(sampling), **shared}
+            | dict(zip(("threshold", "divergence", "mode", "child"), rule, strict=True))
             for sampling, rule, (name, ids) in product(samplings, rules, prompts.items())
         ]
         rows = run(engine, cells, prompts, arguments.output, arguments.batch_size, provenance(engine.device))
     say(table(rows))
 
 
-def fuzzy_rules(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the fields of a cell for every fuzzy rule asked for. Raises ValueError for a wrong one."""
+def fuzzy_rules(arguments: argparse.Namespace) -> list[tuple[float, str, str, str]]:
+    """Return the threshold, divergence, mode and child of every rule. Raises ValueError for a wrong one."""
     rules = []
     asked = product(arguments.threshold or [], arguments.mode, arguments.child)
     for (divergence, *thresholds), mode, child in asked:
@@ -67,14 +70,13 @@ def fuzzy_rules(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             raise ValueError(
                 f"--threshold {divergence} has no number: give a divergence and thresholds, js 0.1 0.3"
             )
-        for threshold in map(number, thresholds):
-            rules.append({"divergence": divergence, "threshold": threshold, "mode": mode, "child": child})
-            Fuzzy(**rules[-1])
+        for text in thresholds:
+            try:
+                threshold = float(text)
+            except ValueError as error:
+                raise ValueError(
+                    f"threshold is {text!r}: it must be a number; --threshold js 0.1 0.3"
+                ) from error
+            Fuzzy(threshold, divergence, mode=mode, child=child)
+            rules.append((threshold, divergence, mode, child))
     return rules
-
-
-def number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ValueError(f"threshold is {text!r}: it must be a number; --threshold js 0.1 0.3") from error

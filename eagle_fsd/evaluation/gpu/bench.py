@@ -44,29 +44,21 @@ class Counted:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.made = self.replays = 0
-        self._held: weakref.WeakSet[Replay] = weakref.WeakSet()
+        self._held: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
 
     def __call__(self, *arguments: Any) -> tuple[Callable[[], None], Any]:
         replay, result = self.recorder(*arguments)
+
+        def counted() -> None:  # which is held as long as the recording is
+            self.replays += 1
+            replay()
+
         self.made += 1
-        counted = Replay(self, replay)
         self._held.add(counted)
         return counted, result
 
-    @property
-    def held(self) -> int:
-        return len(self._held)
-
-
-class Replay:
-    """A recording's replay, which is held as long as the recording is."""
-
-    def __init__(self, counted: Counted, replay: Callable[[], None]) -> None:
-        self.counted, self.replay = counted, replay
-
-    def __call__(self) -> None:
-        self.counted.replays += 1
-        self.replay()
+    def counts(self) -> dict[str, int]:
+        return {"made": self.made, "held": len(self._held), "replays": self.replays}
 
 
 @dataclass
@@ -93,11 +85,11 @@ class Bench:
         """Return a new stepper without graphs and, where they can be had, one with them."""
         return {OFF: EAGER} if self.record is None else {OFF: EAGER, ON: self.graphs()}
 
-    def graphs(self, device: torch.device | None = None) -> Graphs:
+    def graphs(self) -> Graphs:
         """Return a new stepper whose recorder is Counted. Raises LeftOut where there are no graphs."""
         if self.record is None:
             raise LeftOut("it needs CUDA graphs, and this device has none")
-        return Graphs(Counted(self.record(device or self.device)))
+        return Graphs(Counted(self.record(self.device)))
 
     def wait(self) -> None:
         if self.on_gpu:
@@ -195,14 +187,13 @@ def randomize(module: nn.Module, seed: int) -> None:
 
 def head_like(config: transformers.PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> DraftHead:
     """Return a random head of the shape that EAGLE trains for a target with this config."""
-    heads = config.num_attention_heads
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    hidden, heads = config.hidden_size, config.num_attention_heads
     shape = HeadConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=inner,
+        hidden_size=hidden,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden,
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_dim=getattr(config, "head_dim", None) or hidden // heads,
         vocab_size=config.vocab_size,
         fc_bias=False,
     )

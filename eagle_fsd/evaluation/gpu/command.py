@@ -44,8 +44,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     # Read when the libraries are imported, which is why they are imported below.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-    # The profiler keeps its library loaded: otherwise it has crashed with CUDA graphs (pytorch #112507).
-    os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
     import torch
 
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
@@ -58,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from eagle_fsd.core.checks import require_number
     from eagle_fsd.evaluation.cli import mistakes_on_one_line, say
     from eagle_fsd.evaluation.gpu.checks import broken, chosen, machine, make_bench
-    from eagle_fsd.evaluation.gpu.report import progress, ready, table
+    from eagle_fsd.evaluation.gpu.report import progress, table
     from eagle_fsd.evaluation.gpu.runner import run_parts
     from eagle_fsd.files.atomic import write_atomically
 
@@ -74,12 +72,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         def note(result: dict[str, Any], newest: dict[str, Any]) -> None:
             sys.stderr.write(progress(result["seconds"], newest) + "\n")
             if arguments.output:
-                write_atomically(arguments.output, json.dumps(ready(made | result), indent=1) + "\n")
+                write_atomically(arguments.output, json.dumps(made | result, indent=1) + "\n")
 
         result = made | run_parts(parts, bench, arguments.seconds, note, lambda: broken(bench))
     if arguments.output:
         say(table(result))
     else:
         sys.stderr.write(table(result) + "\n")
-        say(json.dumps(ready(result), indent=1))
+        say(json.dumps(result, indent=1))
     sys.exit(0 if result["ok"] else 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,13 +23,13 @@ def table(result: Mapping[str, Any]) -> str:
     """Write Markdown of a whole check; result: see runner.run_parts, with the machine's record in it."""
     machine = result["machine"]
     facts = [str(machine["device"]), f"torch {machine['torch']}", f"transformers {machine['transformers']}"]
-    facts += [f"{name} {machine[name]}" for name in ("cuda", "driver", "commit") if machine.get(name)]
+    facts += [f"{name} {machine[name]}" for name in ("cuda", "commit") if machine.get(name)]
     lines = [", ".join(facts), ""]
     rows = [
         [part["name"], word(part), f"{part['seconds']:.1f}", part["summary"], part["shows"]]
         for part in result["parts"]
     ]
-    lines.append(markdown_table(["part", "verdict", "seconds", "what was found", "what must hold"], rows))
+    lines.append(markdown_table(["part", "verdict", "seconds", "what was found", "what it does"], rows))
     if result["left_out"]:
         lines += ["", "Left out:"]
         lines += [f"- {one['part']}: {one['reason']}" for one in result["left_out"]]
@@ -40,14 +39,3 @@ def table(result: Mapping[str, Any]) -> str:
             lines += ["", f"{part['name']}:", "", markdown_table(shown["titles"], shown["rows"])]
             lines += ["", part["findings"]["label"]] if "label" in part["findings"] else []
     return "\n".join(lines)
-
-
-def ready(value: Any) -> Any:
-    """Return a value as JSON takes it: numbers that are not finite become null, and keys become text."""
-    if isinstance(value, Mapping):
-        return {str(key): ready(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [ready(one) for one in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

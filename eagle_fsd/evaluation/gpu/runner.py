@@ -37,16 +37,19 @@ Findings = dict[str, Any]  # ready for JSON
 class Part:
     """One part of a check.
 
-    shows: what holds where it passes, in one sentence. seconds: an estimate of what it takes at most; it is
-    left out where less is left. run: called with the check's context. It returns its findings: `ok` (bool)
-    and `summary` (one line) must be among them, `left_out` may list the reasons for what it did not do, and
+    seconds: an estimate of what it takes at most; it is left out where less is left. run: called with the
+    check's context; its docstring's first line says what it does. It returns its findings: `ok` (bool) and
+    `summary` (one line) must be among them, `left_out` may list the reasons for what it did not do, and
     `table` hold {"titles", "rows"} for a reader.
     """
 
     name: str
-    shows: str
     seconds: float
     run: Callable[[Any], Findings]
+
+    @property
+    def shows(self) -> str:
+        return (self.run.__doc__ or "").partition("\n")[0]
 
 
 def run_parts(
@@ -115,18 +118,17 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     It works in the main thread of a system with SIGALRM, and does nothing elsewhere.
     """
-    alarm = getattr(signal, "SIGALRM", None)
-    if alarm is None or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
 
     def stop(number: int, frame: object) -> None:
         raise Overrun(f"stopped after {seconds:.0f} s")
 
-    before = signal.signal(alarm, stop)
+    before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(alarm, before)
+        signal.signal(signal.SIGALRM, before)

@@ -7,13 +7,12 @@ that an interrupted run resumes; tables come from the rows alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from eagle_fsd.acceptance.accept import Lossless
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.stats import GenerationStats
@@ -26,65 +25,50 @@ from eagle_fsd.files.jsonl import append_row, drop_torn_line
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One measurement. divergence, mode and child are None for lossless, whose threshold is 0."""
-
-    prompts: str
-    prompt_count: int
-    max_new_tokens: int
-    sampling: SamplingConfig
-    tree: TreeConfig
-    threshold: float = 0.0
-    divergence: str | None = None
-    mode: str | None = None
-    child: str | None = None
-    seed: int = 0
-    dtype: str = "float32"
-
-    def rule(self) -> Fuzzy | Lossless:
-        if self.divergence is None:
-            return Lossless()
-        return Fuzzy(self.threshold, self.divergence, mode=self.mode or "hybrid", child=self.child or "draft")
-
-    def key(self, engine: EagleFSD, prompts: Sequence[Sequence[int]]) -> str:
-        """Return what a row must share to stand for this cell: settings, the models' weights, the prompts."""
-        return digest([asdict(self), [engine.identity(), list(map(list, prompts))]])
+def rule_of(cell: Row) -> AcceptanceRule:
+    """Return a cell's rule: lossless where it names no divergence."""
+    if cell["divergence"] is None:
+        return Lossless()
+    return Fuzzy(**{name: cell[name] for name in ("threshold", "divergence", "mode", "child")})
 
 
-def measure(engine: EagleFSD, cell: Cell, prompts: Sequence[Sequence[int]], batch_size: int) -> Row:
+def measure(engine: EagleFSD, cell: Row, prompts: Sequence[Sequence[int]], batch_size: int) -> Row:
     """Run one cell over its prompts (token ids); its row is the cell and the sums of its statistics.
 
     Prompts are batched by length; prompt i draws from the stream (seed, i) whatever its batch.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    settings = {"max_new_tokens": cell.max_new_tokens, "rule": cell.rule(), "tree": cell.tree}
+    options = {"max_new_tokens": cell["max_new_tokens"], "rule": rule_of(cell)}
+    options["tree"], sampling = TreeConfig(**cell["tree"]), SamplingConfig(**cell["sampling"])
     stats: list[GenerationStats] = []
     for rows in batches(order, batch_size):
-        seeds = [(cell.seed, row) for row in rows]
-        output = answer(engine, [prompts[row] for row in rows], cell.sampling, seed=seeds, **settings)
+        seeds = [(cell["seed"], row) for row in rows]
+        output = answer(engine, [prompts[row] for row in rows], sampling, seed=seeds, **options)
         stats.append(GenerationStats.total(output.stats, concurrent=True))
-    return {**asdict(cell), **GenerationStats.total(stats).to_dict(), "batch_size": batch_size}
+    return {**cell, **GenerationStats.total(stats).to_dict(), "batch_size": batch_size}
 
 
 def run(
     engine: EagleFSD,
-    cells: Iterable[Cell],
+    cells: Iterable[Row],
     prompts: Mapping[str, Sequence[Sequence[int]]],
     output: Path,
     batch_size: int,
     provenance: Row,
 ) -> list[Row]:
-    """Measure the cells that `output` lacks, append their rows to it; returns all cells' rows in order."""
+    """Measure the cells that `output` lacks, append their rows to it; returns all cells' rows in order.
+
+    cells: the settings of single measurements, JSON-ready. divergence, mode and child are None for lossless.
+    """
     drop_torn_line(output)
     done: dict[tuple[str], Row] = rows_by(output, "key")
+    models = {"base_model": engine.base_model, "ea_model": engine.ea_model}
+    models |= {"draft_vocab_size": engine.draft_vocab_size}
     rows = []
     for cell in tqdm(list(cells), desc="cells", unit="cell"):
-        ids = prompts[cell.prompts][: cell.prompt_count]
-        key = cell.key(engine, ids)
+        ids = prompts[cell["prompts"]]
+        key = digest([cell, [engine.identity(), list(map(list, ids))]])
         if (key,) not in done:
-            models = {"base_model": engine.base_model, "ea_model": engine.ea_model}
-            models |= {"draft_vocab_size": engine.draft_vocab_size}
             row = {**measure(engine, cell, ids, batch_size), "key": key, **models, **provenance}
             append_row(output, row)
             done[key,] = row

@@ -12,7 +12,7 @@ from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.prompt_sets import answer, batches
+from eagle_fsd.evaluation.prompt_sets import answer_all
 
 NEAR_TIE = 1e-4  # two logits closer than this may change places between kernels in float32
 
@@ -58,16 +58,12 @@ def compare(
     max_new_tokens: int,
 ) -> tuple[list[Difference], GenerationStats]:
     """Generate losslessly, in batches in the order given, and list where texts leave `expected`."""
-    differences, stats = [], []
-    parts = list(batches(range(len(prompts)), batch_size))
-    for rows in tqdm(parts, desc=f"tree {tree}, batch {batch_size}", unit="batch"):
-        part = [prompts[row] for row in rows]
-        output = answer(engine, part, max_new_tokens=max_new_tokens, rule=Lossless(), tree=tree)
-        stats.append(GenerationStats.total(output.stats, concurrent=True))
-        for row, found in zip(rows, output.new_tokens, strict=True):
-            if found != expected[row]:
-                differences.append(first_difference(engine, row, prompts[row], expected[row], found))
-    return differences, GenerationStats.total(stats)
+    said = f"tree {tree}, batch {batch_size}"
+    options = {"max_new_tokens": max_new_tokens, "rule": Lossless(), "tree": tree}
+    texts, stats = answer_all(engine, prompts, batch_size, said, **options)
+    pairs = enumerate(zip(prompts, expected, texts, strict=True))
+    differing = [(row, *texts) for row, texts in pairs if texts[1] != texts[2]]
+    return [first_difference(engine, *one) for one in differing], stats
 
 
 @torch.inference_mode()

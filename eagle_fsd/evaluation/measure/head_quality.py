@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.prompt_sets import answer, batches
+from eagle_fsd.evaluation.prompt_sets import answer_all
 
 BINS = 10
 TOP = (1, 3)  # how many of the draft's best tokens count as right
@@ -92,12 +90,7 @@ def observe(
     """Answer the prompts (token ids) greedily and losslessly; returns a report on the drafts, and answers."""
     seen = DraftObserver(tree.reach)
     options = {"max_new_tokens": max_new_tokens, "tree": tree, "observer": seen}
-    stats, answers = [], []
-    for part in tqdm(list(batches(prompts, batch_size)), desc="prompts", unit="batch"):
-        output = answer(engine, part, **options)
-        stats.append(GenerationStats.total(output.stats, concurrent=True))
-        answers += output.new_tokens
-    total = GenerationStats.total(stats)
+    answers, total = answer_all(engine, prompts, batch_size, "prompts", **options)
     bins, error = calibration(torch.cat(seen.confidence), torch.cat(seen.taken))
     shares = seen.right / seen.reached.clamp(min=1)
     report = HeadReport(

@@ -11,13 +11,13 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 from transformers import CompileConfig
 
-from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
+from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.core.stats import GenerationStats
@@ -30,13 +30,16 @@ WARM_UP = 3  # batches: kernels' first calls, and compilation, which takes a sec
 LOOKUP_TOKENS = 10  # that prompt lookup proposes, as in Hugging Face's documentation
 
 
-@dataclass(frozen=True)
-class Answers:
+class Answers(NamedTuple):
     """New tokens of a batch of prompts, its rows' statistics, and the draft trees' size, if any."""
 
     tokens: list[list[int]]
     stats: Sequence[GenerationStats]
     tree: TreeConfig | None = None
+
+
+Prompts = Sequence[Sequence[int]]
+Method = Callable[[Prompts], Answers]  # how prompts (token ids) are answered in one batch
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,6 @@ class Setting:
     endless: bool = False
 
 
-Prompts = Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True)
-class Method:
-    """A name, and how it answers prompts (token ids) in one batch."""
-
-    name: str
-    answer: Callable[[Prompts], Answers]
-
-
 def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], setting: Setting) -> Method:
     """Return the method of that name.
 
@@ -69,48 +61,32 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
     of the setting's size, or of the size behind an "@" (`tree_of`). stock: the target untouched by us, loaded
     where a method needs it. Raises ValueError for any other name.
     """
+    most, seed, sampling, endless = setting.max_new_tokens, setting.seed, setting.sampling, setting.endless
     if name in HUGGING_FACE:
-        return Method(name, hugging_face(stock(), engine.pad_token_id, setting, HUGGING_FACE[name]()))
-    if name == "plain":
-        return Method(name, ours(engine, Lossless(), TreeConfig(1), setting))
+        target, options, pad = stock(), HUGGING_FACE[name](), engine.pad_token_id
+        return lambda prompts: Answers(
+            *generate_alone(target, prompts, most, sampling, seed, pad, options, endless)
+        )
     word, own, size = name.partition("@")
     try:
-        rule = parse_rule(word)
+        rule = Lossless() if name == "plain" else parse_rule(word)
     except ValueError as error:
         others = ", ".join((*HUGGING_FACE, "plain"))
         raise ValueError(f"method is {name!r}: it is none of {others}, and {error}") from error
-    return Method(name, ours(engine, rule, tree_of(size) if own else setting.tree, setting))
-
-
-def tree_of(text: str) -> TreeConfig | AutoTree:
-    """Read a tree's size; "auto" is one chosen by cost. Raises ValueError for anything else."""
-    return AutoTree() if text == "auto" else TreeConfig.parse(text)
-
-
-def ours(
-    engine: EagleFSD, rule: AcceptanceRule, tree: TreeConfig | AutoTree, setting: Setting
-) -> Callable[[Prompts], Answers]:
-    ends = () if setting.endless else None
-    options = {"rule": rule, "tree": tree, "seed": setting.seed, "eos_token_id": ends}
+    tree = TreeConfig(1) if name == "plain" else tree_of(size) if own else setting.tree
+    ours: dict[str, Any] = {"max_new_tokens": most, "rule": rule, "tree": tree, "seed": seed}
+    ours["eos_token_id"] = () if endless else None
 
     def run(prompts: Prompts) -> Answers:
-        most = setting.max_new_tokens
-        output = answer(engine, prompts, setting.sampling, max_new_tokens=most, **options)
+        output = answer(engine, prompts, sampling, **ours)
         return Answers(output.new_tokens, output.stats, output.tree)
 
     return run
 
 
-def hugging_face(
-    target: TargetModel, pad: int, setting: Setting, options: Mapping[str, Any]
-) -> Callable[[Prompts], Answers]:
-    def run(prompts: Prompts) -> Answers:
-        most, seed = setting.max_new_tokens, setting.seed
-        return Answers(
-            *generate_alone(target, prompts, most, setting.sampling, seed, pad, options, setting.endless)
-        )
-
-    return run
+def tree_of(text: str) -> TreeConfig | AutoTree:
+    """Read a tree's size; "auto" is one chosen by cost. Raises ValueError for anything else."""
+    return AutoTree() if text == "auto" else TreeConfig.parse(text)
 
 
 def compiled() -> dict[str, Any]:
@@ -128,7 +104,7 @@ HUGGING_FACE: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def race(
-    methods: Sequence[Method],
+    methods: Mapping[str, Method],
     prompts: Prompts,
     batch_size: int,
     device: torch.device,
@@ -142,21 +118,22 @@ def race(
     """
     prompts = prompts if context is None else stretched(prompts, context)
     parts = list(batches(range(len(prompts)), batch_size))
-    for one in methods:
+    for one in methods.values():
         for places in parts[:WARM_UP]:
-            one.answer([prompts[place] for place in places])
+            one([prompts[place] for place in places])
+    names = list(methods)
     with tqdm(total=len(parts) * len(methods), unit="answer", desc=f"batch {batch_size}") as bar:
         for number, places in enumerate(parts):
             part = [prompts[place] for place in places]
             turn = number % len(methods)
-            for one in (*methods[turn:], *methods[:turn]):
+            for name in (*names[turn:], *names[:turn]):
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)
-                answers = one.answer(part)
-                bar.set_postfix_str(one.name, refresh=False)
+                answers = methods[name](part)
+                bar.set_postfix_str(name, refresh=False)
                 bar.update()
                 yield {
-                    "method": one.name,
+                    "method": name,
                     "batch_size": batch_size,
                     "context": context,
                     "prompts": list(places),

@@ -7,7 +7,7 @@ seen every rule on the same samples. Rows go to a JSONL file as they are made an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -102,12 +102,13 @@ class Cell:
             "draft_vocab_size": engine.draft_vocab_size,
         }
 
-    def key(self, engine: EagleFSD, models: Mapping[str, Any] | None = None) -> str:
+    def key(self, engine: EagleFSD, models: Mapping[str, Any] | None = None, measured: object = None) -> str:
         """Return what the rows of one cell share, and no others: its settings and the models' weights.
 
-        models: the engine's identity, where it is known already.
+        models: the engine's identity, where it is known already. measured: see `run`.
         """
-        return digest([self.settings(engine), engine.identity() if models is None else models])
+        made = [self.settings(engine), engine.identity() if models is None else models]
+        return digest(made if measured is None else [*made, measured])
 
     def seed_of(self, place: int) -> int:
         """Return what names a sample's draws in rows: the same under every rule and beside any other."""
@@ -124,19 +125,25 @@ def run(
     output: Path,
     batch_size: int,
     provenance: Mapping[str, object],
+    meter: Callable[[str, int], Meter] = DistanceMeter,
+    measured: object = None,
 ) -> dict[RowKey, dict[str, Any]]:
-    """Make the rows that `output` lacks and append them; returns all its rows, by key, sample and seed."""
+    """Make the rows that `output` lacks and append them; returns all its rows, by key, sample and seed.
+
+    meter: makes what watches a batch, from the rule's mode and the number of its rows; measured: what tells
+    rows of one meter from those of another, part of their keys.
+    """
     drop_torn_line(output)
     done = rows_of_answers(output)
     models = engine.identity()
-    keys = {id(cell): cell.key(engine, models) for cell in cells}
+    keys = {id(cell): cell.key(engine, models, measured) for cell in cells}
     with tqdm(total=sum(len(cell.questions.samples) for cell in cells), unit="answer") as bar:
         for cell, places in turns(cells, batch_size):
             missing = unanswered(cell, places, keys[id(cell)], done, output)
             if missing:
                 bar.set_postfix_str(rule_label(describe(cell.rule)), refresh=False)
                 shared = {"key": keys[id(cell)], **cell.settings(engine), "batch_size": batch_size}
-                for row in answer(engine, cell, missing, DistanceMeter(cell.rule.mode, len(missing))):
+                for row in answer(engine, cell, missing, meter(cell.rule.mode, len(missing))):
                     row = {**shared, **row, **provenance}
                     append_row(output, row)
                     done[row["key"], row["sample"], row["seed"]] = row

@@ -30,8 +30,7 @@ def caveats(rows: Sequence[Row], panels: Sequence[Panel], how: Bootstrap) -> lis
             "the pairs, compares like with like."
         )
     alone = sorted({point.label for point in gaps if point.pairs == 0})
-    if alone:
-        lines.append(f"Without any pair: {', '.join(alone)}.")
+    lines += [f"Without any pair: {', '.join(alone)}."] if alone else []
     few = min((point.pairs for _, point in rules if point.pairs), default=FEW)
     if few < FEW:
         lines.append(f"Intervals over fewer than {FEW} pairs are rough; the least number here is {few}.")
@@ -43,8 +42,7 @@ def caveats(rows: Sequence[Row], panels: Sequence[Panel], how: Bootstrap) -> lis
     for name in ("commit", "torch", "transformers"):
         if len({row.provenance.get(name) for row in rows}) > 1:
             lines.append(f"Rows were made with more than one {name}.")
-    whole = [panel for panel in panels if panel.lossless]
-    limited = [panel for panel in whole if panel.lossless.values["limit_rate"].value > MANY_AT_LIMIT]
+    limited = [p for p in panels if p.lossless and p.lossless.values["limit_rate"].value > MANY_AT_LIMIT]
     if limited:
         lines.append(
             f"More than {MANY_AT_LIMIT:.0%} of lossless's answers reach the length limit and are cut in "

@@ -21,7 +21,6 @@ from eagle_fsd.evaluation.analysis.frontier import (
 )
 from eagle_fsd.evaluation.analysis.measures import SPEED
 from eagle_fsd.evaluation.analysis.points import Models, Panel, Task, panels
-from eagle_fsd.evaluation.analysis.rule_labels import LOSSLESS
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.report.caveats import caveats
 from eagle_fsd.evaluation.report.frontier_plots import plot_frontier
@@ -94,38 +93,28 @@ def section(
 ) -> list[str]:
     """Write what is said of one pair of models and one tree: plots, winners at a glance, then every panel."""
     text = []
-    won = {
-        (panel.task, quality.name): winners(panel, quality, asked.speed, asked.losses, asked.how)
-        for panel in members
-        for quality in qualities
-    }
+    details: dict[Task, list[str]] = {}
     for quality in qualities:
         plot = folder / f"frontier_{quality.name}{suffix}.png"
         if plot_frontier(members, quality, asked.speed, plot):
             text += ["", f"![{quality.title} against {speed_title(asked.speed)}]({plot.name})"]
-        text += at_a_glance(members, quality, asked, won)
+        lines = []
+        for panel in members:
+            found = winners(panel, quality, asked.speed, asked.losses, asked.how)
+            said = [f"- {sentence(one, quality, asked.speed)}" for one in found]
+            if found:
+                details.setdefault(panel.task, []).extend(["", f"**By {quality.title}.**", "", *said])
+                fastest = [f"{one.point.label}: {speedup(one.point, asked.speed).value:.2f}" for one in found]
+                lines.append([panel.task.title, *fastest])
+        titles = [f"fastest: {speed_title(asked.speed)}"]
+        titles += [f"at most {amount(level, quality)}" for level in asked.losses]
+        text += ["", markdown_table(titles, lines)] if lines else []
     for panel in members:
-        details = panel.task.details
-        text += ["", f"### {panel.task.title}", "", f"{details[0].upper()}{details[1:]}."]
-        for quality in qualities:
-            text += winner_lines(quality, asked.speed, won[panel.task, quality.name])
+        about = panel.task.details
+        text += ["", f"### {panel.task.title}", "", f"{about[0].upper()}{about[1:]}."]
+        text += details.get(panel.task, [])
         text += ["", speed_table(panel), "", quality_table(panel, qualities, asked.speed)]
     return text
-
-
-def at_a_glance(
-    members: Sequence[Panel], quality: Quality, asked: Report, won: Mapping[tuple[Task, str], list[Winner]]
-) -> list[str]:
-    """Write a table of the winners by the measured loss: a line for each panel, a column for each level."""
-    lines = []
-    for panel in members:
-        found = [one.point for one in won[panel.task, quality.name] if not one.assured]
-        if found:
-            cells = [f"{point.label}: {speedup(point, asked.speed).value:.2f}" for point in found]
-            lines.append([panel.task.title, *cells])
-    titles = [f"fastest: {speed_title(asked.speed)}"]
-    titles += [f"at most {amount(level, quality)}" for level in asked.losses]
-    return ["", markdown_table(titles, lines)] if lines else []
 
 
 def what_was_run(models: Models, rows: Sequence[Row]) -> list[str]:
@@ -144,7 +133,7 @@ def what_was_run(models: Models, rows: Sequence[Row]) -> list[str]:
     lines.append(f"- batch size: {', '.join(map(str, sizes))}")
     dates = sorted(str(row.provenance["date"]) for row in rows if "date" in row.provenance)
     if dates:
-        lines.append(f"- date: {dates[0]}" + (f" to {dates[-1]}" if dates[-1] != dates[0] else ""))
+        lines.append(f"- date: {' to '.join(dict.fromkeys((dates[0], dates[-1])))}")
     known = (row.provenance.get("command") for row in rows)
     commands = [str(command) for command in dict.fromkeys(known) if command]
     if commands:
@@ -153,40 +142,28 @@ def what_was_run(models: Models, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def winner_lines(quality: Quality, speed: str, found: Sequence[Winner]) -> list[str]:
-    """Say in sentences which family is the fastest at each level of loss."""
-    if not found:
-        return []
-    lines = ["", f"**By {quality.title}.**", ""]
-    for level in dict.fromkeys(winner.level for winner in found):
-        measured, assured = sorted((one for one in found if one.level == level), key=lambda one: one.assured)
-        lines.append(f"- {sentence(measured, assured, quality, speed)}")
-    return lines
-
-
-def sentence(measured: Winner, assured: Winner, quality: Quality, speed: str) -> str:
+def sentence(winner: Winner, quality: Quality, speed: str) -> str:
     """Say a level's winner: by the measured loss, and with its whole interval within the level."""
-    level = f"At most {amount(measured.level, quality)}"
-    if measured.point.family == LOSSLESS:
+    level, point, second = f"At most {amount(winner.level, quality)}", winner.point, winner.runner_up
+    if point.is_lossless:
         return f"{level}: no rule is faster than lossless."
-    faster = with_interval(speedup(measured.point, speed), ".2f")
-    loss = with_interval(quality.loss(measured.point), ".1%" if quality.relative else ".4f")
-    text = f"{level}: {measured.point.label} is the fastest, {faster} times lossless, and loses {loss}"
-    second, ratio = measured.runner_up, measured.ratio
-    if second is not None and second.family == LOSSLESS:
+    faster = with_interval(speedup(point, speed), ".2f")
+    loss = with_interval(quality.loss(point), ".1%" if quality.relative else ".4f")
+    text = f"{level}: {point.label} is the fastest, {faster} times lossless, and loses {loss}"
+    ratio = winner.ratio
+    if second is not None and second.is_lossless:
         text += "; no other family is faster than lossless there"
     elif second is not None and ratio is not None:
         text += f"; that is {with_interval(ratio, '.2f')} times the next family's, {second.label}"
         tied = ratio.low is not None and ratio.high is not None and ratio.low <= 1 <= ratio.high
         text += ", which cannot be told from it" if tied else ""
-    if assured.point.label == measured.point.label:
+    if winner.assured == point:
         return f"{text}. The whole interval of its loss stays within."
-    if assured.point.family == LOSSLESS:
+    if winner.assured.is_lossless:
         return f"{text}. Of no faster rule does the whole interval of the loss stay within."
-    assured_faster = with_interval(speedup(assured.point, speed), ".2f")
     return (
-        f"{text}. With the whole interval of the loss within, it is {assured.point.label}, "
-        f"{assured_faster} times lossless."
+        f"{text}. With the whole interval of the loss within, it is {winner.assured.label}, "
+        f"{with_interval(speedup(winner.assured, speed), '.2f')} times lossless."
     )
 
 

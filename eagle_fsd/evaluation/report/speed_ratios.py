@@ -22,19 +22,15 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Result:
-    """One method at one batch size. ratios: by baseline, of the sums, and the quartiles over batches."""
+    """One method at one batch size. ratios: by baseline, of the sums, and the quartiles over batches. cells:
+    its line of the table, by column."""
 
     method: str
-    tree: str | None
     batch_size: int
     context: int | None
     tokens_per_second: float
-    tau: float
-    milliseconds: dict[str, float]  # a step's, by phase, prefill left out
-    prefill_seconds: float
     ratios: dict[str, tuple[float, float, float]]
-    peak_memory: int
-    log_likelihood: float | None
+    cells: dict[str, str]
 
 
 def results(rows: Sequence[Row]) -> list[Result]:
@@ -56,22 +52,30 @@ def result(name: str, methods: Mapping[str, Sequence[Row]]) -> Result:
             single = [rate([a]) / rate([b]) for a, b in zip(runs, ordered[base], strict=True)]
             low, _, high = quartiles(single)
             ratios[base] = (rate(runs) / rate(ordered[base]), low, high)
-    batch_steps = max(sum(row["batch_steps"] for row in runs), 1)
-    times = {phase: sum(row[f"{phase}_seconds"] for row in runs) for phase in PHASES[1:]}
+
+    def total(field: str) -> float:
+        return sum(row[field] for row in runs)
+
+    tau, prefill = total("new_tokens") / max(total("steps"), 1), total("prefill_seconds") / len(runs)
     likelihoods = [row["log_likelihood"] for row in runs if row.get("log_likelihood") is not None]
-    return Result(
-        method=name,
-        tree="; ".join(dict.fromkeys(row["tree"] for row in runs if row["tree"])) or None,
-        batch_size=runs[0]["batch_size"],
-        context=runs[0]["context"],
-        tokens_per_second=rate(runs),
-        tau=sum(row["new_tokens"] for row in runs) / max(sum(row["steps"] for row in runs), 1),
-        milliseconds={phase: 1000 * seconds / batch_steps for phase, seconds in times.items()},
-        prefill_seconds=sum(row["prefill_seconds"] for row in runs) / len(runs),
-        ratios=ratios,
-        peak_memory=max(row["peak_memory"] for row in runs),
-        log_likelihood=statistics.fmean(likelihoods) if likelihoods else None,
-    )
+    context, size = runs[0]["context"], runs[0]["batch_size"]
+    cells = {
+        "context": str(context or ""),
+        "batch": str(size),
+        "method": name,
+        "tree": "; ".join(dict.fromkeys(row["tree"] for row in runs if row["tree"])),
+        "tokens/s": f"{rate(runs):.1f}",
+        "tau": "" if name in HUGGING_FACE else f"{tau:.2f}",  # lookup's steps are not told
+        "prefill s": f"{prefill:.2f}" if prefill else "",
+        "peak GB": f"{max(row['peak_memory'] for row in runs) / 1e9:.2f}",
+        "log p": f"{statistics.fmean(likelihoods):.3f}" if likelihoods else "",
+    }
+    for phase in PHASES[1:]:
+        milliseconds = 1000 * total(f"{phase}_seconds") / max(total("batch_steps"), 1)
+        cells[f"{phase} ms"] = f"{milliseconds:.1f}" if milliseconds else ""
+    for base, (middle, low, high) in ratios.items():
+        cells[f"vs {base}"] = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    return Result(name, size, context, rate(runs), ratios, cells)
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
@@ -88,23 +92,4 @@ def table(found: Sequence[Result]) -> str:
 
     Columns that would be empty are left out.
     """
-    return filled_columns(ORDER, [cells(one) for one in found])
-
-
-def cells(one: Result) -> dict[str, str]:
-    """Return a line of the table by column."""
-    row = {
-        "context": str(one.context or ""),
-        "batch": str(one.batch_size),
-        "method": one.method,
-        "tree": one.tree or "",
-        "tokens/s": f"{one.tokens_per_second:.1f}",
-        "tau": "" if one.method in HUGGING_FACE else f"{one.tau:.2f}",  # lookup's steps are not told
-        "prefill s": f"{one.prefill_seconds:.2f}" if one.prefill_seconds else "",
-        "peak GB": f"{one.peak_memory / 1e9:.2f}",
-        "log p": "" if one.log_likelihood is None else f"{one.log_likelihood:.3f}",
-    }
-    row |= {f"{phase} ms": f"{value:.1f}" if value else "" for phase, value in one.milliseconds.items()}
-    for base, (middle, low, high) in one.ratios.items():
-        row[f"vs {base}"] = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-    return row
+    return filled_columns(ORDER, [one.cells for one in found])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from eagle_fsd.evaluation.analysis.bootstrap import Estimate
 from eagle_fsd.evaluation.analysis.frontier import Quality, undominated
@@ -10,73 +10,57 @@ from eagle_fsd.evaluation.analysis.measures import SCORE, SPEED, TAU
 from eagle_fsd.evaluation.analysis.points import Panel, Point
 from eagle_fsd.evaluation.markdown_table import filled_columns
 
-Cell = Callable[[Point], str]
-
 
 def speed_table(panel: Panel) -> str:
     """Write how fast each rule is, and what becomes of the lengths."""
-    return point_table(
-        panel.points,
+    rows = [
         {
-            "rule": lambda point: point.label,
-            "rows": lambda point: str(point.samples),
-            "pairs": lambda point: str(point.pairs) if point.pairs else "",
-            "tau": value(TAU, ".2f"),
-            "tau / lossless": ratio(TAU),
-            "tokens/s": value(SPEED, ".1f"),
-            "tokens/s / lossless": ratio(SPEED),
-            "fuzzy share": value("fuzzy_share", ".1%"),
-            "length": value("length", ".0f"),
-            "length / lossless": ratio("length"),
-            "at the limit": value("limit_rate", ".0%"),
-            "more at the limit": difference("limit_rate", "+.0%"),
-        },
-    )
+            "rule": point.label,
+            "rows": str(point.samples),
+            "pairs": str(point.pairs or ""),
+            "tau": with_interval(point.values.get(TAU), ".2f"),
+            "tau / lossless": ratio(point, TAU),
+            "tokens/s": with_interval(point.values.get(SPEED), ".1f"),
+            "tokens/s / lossless": ratio(point, SPEED),
+            "fuzzy share": with_interval(point.values.get("fuzzy_share"), ".1%"),
+            "length": with_interval(point.values.get("length"), ".0f"),
+            "length / lossless": ratio(point, "length"),
+            "at the limit": with_interval(point.values.get("limit_rate"), ".0%"),
+            "more at the limit": difference(point, "limit_rate", "+.0%"),
+        }
+        for point in panel.points
+    ]
+    return filled_columns(rows[0], rows)
 
 
 def quality_table(panel: Panel, qualities: Sequence[Quality], speed: str) -> str:
     """Write what each rule does to the text; the last column says on which qualities' frontier it is."""
-    on: dict[str, list[str]] = {}
-    for quality in qualities:
-        for point in undominated(panel.points, quality, speed):
-            on.setdefault(point.label, []).append(quality.title)
-    cells: dict[str, Cell] = {
-        "rule": lambda point: point.label,
-        "log p": value("log_p", ".3f"),
-        "log p - lossless": difference("log_p", "+.3f"),
-        "TV": value("law_tv", ".4f"),
-        "KL": value("law_kl", ".4f"),
-    }
-    for name in panel.scores:
-        cells[name] = value(SCORE + name, ".3f")
-        cells[f"{name} - lossless"] = difference(SCORE + name, "+.3f")
-    cells["on the frontier of"] = lambda point: ", ".join(on.get(point.label, ()))
-    return point_table(panel.points, cells)
+    best = {quality.title: undominated(panel.points, quality, speed) for quality in qualities}
+    rows = []
+    for point in panel.points:
+        row = {
+            "rule": point.label,
+            "log p": with_interval(point.values.get("log_p"), ".3f"),
+            "log p - lossless": difference(point, "log_p", "+.3f"),
+            "TV": with_interval(point.values.get("law_tv"), ".4f"),
+            "KL": with_interval(point.values.get("law_kl"), ".4f"),
+        }
+        for name in panel.scores:
+            row[name] = with_interval(point.values.get(SCORE + name), ".3f")
+            row[f"{name} - lossless"] = difference(point, SCORE + name, "+.3f")
+        row["on the frontier of"] = ", ".join(title for title, points in best.items() if point in points)
+        rows.append(row)
+    return filled_columns(rows[0], rows)
 
 
-def point_table(points: Sequence[Point], cells: Mapping[str, Cell]) -> str:
-    """Write a table of the points; columns that would be empty are left out."""
-    return filled_columns(cells, [{title: cell(point) for title, cell in cells.items()} for point in points])
+def difference(point: Point, measure: str, form: str) -> str:
+    change = point.changes.get(measure)
+    return with_interval(change and change.difference, form)
 
 
-def value(measure: str, form: str) -> Cell:
-    return lambda point: with_interval(point.values.get(measure), form)
-
-
-def difference(measure: str, form: str) -> Cell:
-    def cell(point: Point) -> str:
-        change = point.changes.get(measure)
-        return with_interval(change and change.difference, form)
-
-    return cell
-
-
-def ratio(measure: str) -> Cell:
-    def cell(point: Point) -> str:
-        change = point.changes.get(measure)
-        return with_interval(change and change.ratio, ".2f")
-
-    return cell
+def ratio(point: Point, measure: str) -> str:
+    change = point.changes.get(measure)
+    return with_interval(change and change.ratio, ".2f")
 
 
 def with_interval(found: Estimate | None, form: str) -> str:

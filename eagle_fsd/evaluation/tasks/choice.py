@@ -15,7 +15,6 @@ from eagle_fsd.evaluation.tasks.base import Message, Task, assistant, text_of, u
 from eagle_fsd.evaluation.tasks.source import Source
 
 ASK = 'Reason in a sentence, and end with "The answer is" and the letter in brackets.\n\nQuestion: {}\n{}'
-STOPS = ("\nQuestion:",)
 
 # Written for this project: (question, options, answer).
 COMMONSENSE_EXAMPLES = (
@@ -114,10 +113,8 @@ def asked(
         raise ValueError(f"answer is {answer!r}: it must be one of {', '.join(letters)}")
     messages = []
     for one, choices, said in examples:
-        messages += [
-            user(ASK.format(one, options_of(ascii_uppercase[: len(choices)], choices))),
-            assistant(said),
-        ]
+        listed = options_of(ascii_uppercase[: len(choices)], choices)
+        messages += [user(ASK.format(one, listed)), assistant(said)]
     messages.append(user(ASK.format(question.strip(), options_of(letters, options))))
     return messages, {"answer": answer, "letters": list(letters)}
 
@@ -141,31 +138,25 @@ def ask_mmlu(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], di
     return str(row.get("id", place)), messages, reference
 
 
+SHARED: dict[str, Any] = {"version": 1, "judge": judge, "metrics": ("strict", "flexible")}
+SHARED |= {"max_new_tokens": 128, "stops": ("\nQuestion:",)}
 COMMONSENSE_QA = Task(
     name="commonsense_qa",
-    version=1,
     source=Source(
         ("commonsense_qa.jsonl",),
         "`question`, `choices` {label, text} and `answerKey`",
         ("tau/commonsense_qa", None, "validation"),  # the test split has no answers
     ),
     ask=ask_commonsense,
-    judge=judge,
-    metrics=("strict", "flexible"),
-    max_new_tokens=128,
-    stops=STOPS,
+    **SHARED,
 )
 MMLU = Task(
     name="mmlu",
-    version=1,
     source=Source(
         ("mmlu.jsonl",),
         "`question`, `choices` and `answer`, an option's number",
         ("cais/mmlu", "all", "test"),
     ),
     ask=ask_mmlu,
-    judge=judge,
-    metrics=("strict", "flexible"),
-    max_new_tokens=128,
-    stops=STOPS,
+    **SHARED,
 )

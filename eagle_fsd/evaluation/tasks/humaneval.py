@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_fsd.evaluation.tasks.base import Message, Task, text_of, user
-from eagle_fsd.evaluation.tasks.sandbox.run import run
+from eagle_fsd.evaluation.tasks.sandbox import run
 from eagle_fsd.evaluation.tasks.source import Source
 
 ASK = (

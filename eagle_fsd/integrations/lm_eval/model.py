@@ -10,17 +10,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-import jinja2
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.acceptance.rule_names import describe
-from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.integrations.lm_eval.answers import Answer, Ask, answers
-from eagle_fsd.integrations.lm_eval.arguments import MODELS, SWITCHES, ending_of, seeds, settings_of
+from eagle_fsd.integrations.lm_eval.arguments import ending_of, seeds, settings_of
 
 try:
     import lm_eval.models  # noqa: F401  # first, or ours would be the only model in the registry
@@ -43,19 +41,13 @@ LM_EVALS_DEVICE = "cuda:0"  # what its command line asks for where nobody named 
 class EagleLM(LM):
     """lm-eval's view of an EagleFSD, under one rule and one tree; it answers `generate_until` requests.
 
-    arguments: see settings_of. engine: one that is there already; then none of the models'
-    arguments may be given. stats: the sum over all answers so far. answers: how many; capped: of these, how
-    many ran into their length.
+    arguments: see settings_of. engine: one that is there already, whatever models the arguments name. stats:
+    the sum over all answers so far. answers: how many; capped: of these, how many ran into their length.
     """
 
     def __init__(self, engine: EagleFSD | None = None, **arguments: Any) -> None:
         super().__init__()
         settings = settings_of(arguments)
-        for name in (*MODELS, *SWITCHES):
-            if engine is not None and name in arguments:
-                raise ValueError(
-                    f"{name} is {arguments[name]!r} beside an engine: that has its models; leave one out"
-                )
         self.engine = EagleFSD.from_pretrained(**settings.models) if engine is None else engine
         if self.engine.tokenizer is None:
             raise ValueError("the target has no tokenizer: name a folder or Hub id that holds one")
@@ -64,7 +56,6 @@ class EagleLM(LM):
         self.stats = GenerationStats()
         self.answers = 0
         self.capped = 0
-        self._template: str | None = None
 
     @classmethod
     def create_from_arg_obj(
@@ -100,10 +91,6 @@ class EagleLM(LM):
         return self.engine.base_model.replace("/", "__")
 
     @property
-    def eot_token_id(self) -> int | None:
-        return next(iter(self.engine.target.eos_token_ids), None)
-
-    @property
     def max_length(self) -> int:
         return self.engine.target.max_positions
 
@@ -128,39 +115,21 @@ class EagleLM(LM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Write a chat as the text to answer; without a generation prompt its last turn goes on."""
-        try:
-            return self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                chat_template=self._template,
-            )
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
-            reason = one_line(error)
-            raise ValueError(
-                f"the tokenizer's chat template refuses this chat ({reason}): leave --apply_chat_template or "
-                "--system_instruction out"
-            ) from error
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Choose the template from here on: none for False, the tokenizer's own for True, else by name."""
+        """Return the tokenizer's own template, None where none is asked for. Others are refused."""
         if chat_template is False or chat_template is None:
             return None
-        named = self.tokenizer.chat_template
-        if isinstance(chat_template, str):
-            if not isinstance(named, dict) or chat_template not in named:
-                names = ", ".join(named) if isinstance(named, dict) else "no named ones"
-                raise ValueError(
-                    f"chat template {chat_template!r} is not there: the tokenizer has {names}; give "
-                    "--apply_chat_template alone for its own"
-                )
-            self._template = named[chat_template]
-            return self._template
-        if named is None:
+        if chat_template is not True or self.tokenizer.chat_template is None:
             raise ValueError(
-                "the target's tokenizer has no chat template: choose a target that has, or leave "
-                "--apply_chat_template out"
+                f"chat template {chat_template!r} is not there: give --apply_chat_template alone for the "
+                "tokenizer's own, or leave it out where the tokenizer has none"
             )
         return self.tokenizer.get_chat_template()
 
@@ -182,15 +151,15 @@ class EagleLM(LM):
                     self.cache_hook.add_partial("generate_until", asked[place], answer.text)
                 self._count(list(batch.values()))
                 bar.update(len(batch))
-        logger.info("%s", self.summary())
+        logger.info(
+            f"{settings.rule}, tree {settings.tree}: {self.answers} answers, {self.stats.new_tokens} tokens, "
+            f"tau {self.stats.tau:.2f}, {self.stats.tokens_per_second:.1f} tokens/s, "
+            f"{self.stats.fuzzy_accepts} fuzzy accepts, {self.capped} answers cut at their length"
+        )
         return texts
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> NoReturn:
-        """Refuse: a score of given text is the target's alone and the same under every rule.
-
-        It would say nothing of what is measured here, and could be taken for a sign that the rule is
-        free.
-        """
+        """Refuse: a score of given text is the target's alone, and would say nothing of a rule."""
         tasks = ", ".join(sorted({str(request.task_name) for request in requests}))
         raise NotImplementedError(
             f"{tasks or 'the task'} scores given text, which no acceptance rule changes: {NAME} answers "
@@ -201,15 +170,6 @@ class EagleLM(LM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> NoReturn:
         """Refuse like `loglikelihood`."""
         self.loglikelihood(requests)
-
-    def summary(self) -> str:
-        """Return one line on all answers so far."""
-        stats = self.stats
-        return (
-            f"{self.settings.rule}, tree {self.settings.tree}: {self.answers} answers, "
-            f"{stats.new_tokens} tokens, tau {stats.tau:.2f}, {stats.tokens_per_second:.1f} tokens/s, "
-            f"{stats.fuzzy_accepts} fuzzy accepts, {self.capped} answers cut at their length"
-        )
 
     def _asks(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Ask]:
         """Read all requests before the first is answered. Raises ValueError for what cannot be answered."""
@@ -232,12 +192,9 @@ class EagleLM(LM):
     def _encode(self, text: str) -> list[int]:
         """Encode a text; one that begins with the first token itself, as most chats do, gets no second."""
         first = self.tokenizer.bos_token
-        add_special_tokens = not (first and text.startswith(first))
-        ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-        if ids:
-            return ids
+        ids = self.tokenizer(text, add_special_tokens=not (first and text.startswith(first)))["input_ids"]
         known = self.tokenizer.bos_token_id  # an empty text needs something to follow
-        return [self.engine.pad_token_id if known is None else known]
+        return list(ids) or [self.engine.pad_token_id if known is None else known]
 
     def _count(self, batch: Sequence[Answer]) -> None:
         rows = [answer.stats for answer in batch]

@@ -11,26 +11,21 @@ import torch
 import transformers
 from torch import Tensor
 
-from eagle_fsd.autotune.step_costs import star_tree
-from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.drafting.drafter import Seen
+from eagle_fsd.autotune.step_costs import measure_forwards, star_tree
+from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.gpu.bench import Bench, head_like, prompts_of, tiny_model
 from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut
 from eagle_fsd.runtime.flash_attention import flash_available
 from eagle_fsd.runtime.step_recorder import Stepper
 from eagle_fsd.runtime.timing import median_seconds
-from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-LEVELS = (1, 2, 3, 4, 5, 6)
 CONTEXTS = (256, 4096)
 BEAM = 10  # the paper's
 TREES = (TreeConfig(1), TreeConfig(16, 5, 8), TreeConfig(32, 6, 8), TreeConfig(60, 6, 10))
 FLASH_TOLERANCE = 0.05  # relative, between kernels in bfloat16
-WARM_UP = 3  # calls: run, recorded, and replayed once
 STEPS_BEFORE, STEPS = 4, 16
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -47,13 +42,14 @@ ROOM = 256  # positions behind a context for what is drafted and emitted there
 NEEDED_8B = 24 * 10**9  # bytes: 16 of weights, the rest for its head, caches, prompts and recordings
 
 
-def costs_of_target(dtype: torch.dtype) -> Callable[[Bench], Findings]:
-    """Return the part that times the real target with its head in this dtype."""
+def costs_in_bfloat16(bench: Bench) -> Findings:
+    """Time the real target and its head in bfloat16."""
+    return costs(bench, lambda stepper: bench.real_engine(torch.bfloat16, stepper))
 
-    def run(bench: Bench) -> Findings:
-        return costs(bench, lambda stepper: bench.real_engine(dtype, stepper))
 
-    return run
+def costs_in_float32(bench: Bench) -> Findings:
+    """Time the real target and its head in float32."""
+    return costs(bench, lambda stepper: bench.real_engine(torch.float32, stepper))
 
 
 def costs_of_llama_8b(bench: Bench) -> Findings:
@@ -104,16 +100,15 @@ def costs(bench: Bench, make_engine: Callable[[Stepper], EagleFSD]) -> Findings:
             )
         modes[mode] = {}
         for context in contexts:
-            cell = {**parts_of_a_step(bench, engine, context), "step": whole_steps(bench, engine, context)}
+            cell = {**parts_of_a_step(engine, context), "step": whole_steps(bench, engine, context)}
             modes[mode][str(context)] = cell
             times = {f"{kind} {size}": value for kind in cell for size, value in cell[kind].items()}
             titles = ["", "context", *times]
             rows.append([mode, str(context), *(f"{value:.2f}" for value in times.values())])
         if record is not None:
-            modes[mode]["recorded"] = {"made": record.made, "held": record.held, "replays": record.replays}
+            modes[mode]["recorded"] = record.counts()
         if bench.on_gpu:
             modes[mode]["bytes_more"] = torch.cuda.memory_allocated(bench.device) - before
-    alone = hugging_face(engine, 2 if bench.quick else 24)
     recorded = all(mode["recorded"]["replays"] for mode in modes.values() if "recorded" in mode)
     said = "; ".join(
         f"{mode}: {', '.join(f'{tree} {value:.2f}' for tree, value in one[str(contexts[0])]['step'].items())}"
@@ -126,50 +121,21 @@ def costs(bench: Bench, make_engine: Callable[[Stepper], EagleFSD]) -> Findings:
         "dtype": str(engine.dtype).removeprefix("torch."),
         "head": engine.ea_model,
         "drafted": engine.draft_vocab_size or engine.target.vocab_size,
-        "hugging_face_token": alone,
         "modes": modes,
         "table": {"titles": titles, "rows": rows},
         "label": "milliseconds, medians: verify forwards by width, drafts by levels, whole steps by tree",
     }
 
 
-@torch.inference_mode()
-def parts_of_a_step(bench: Bench, engine: EagleFSD, context: int) -> dict[str, dict[str, float]]:
-    """Time a verify forward by width and a draft by its levels, in milliseconds, on caches of this length.
-
-    What the slots hold does not matter.
-    """
-    widths, levels = (WIDTHS[:3], LEVELS[:2]) if bench.quick else (WIDTHS, LEVELS)
-    target = engine.target
-    beam = min(BEAM, engine.draft_vocab_size or target.vocab_size)
-    roots = torch.zeros(1, dtype=torch.int64, device=target.device)
-    session = TargetSession(target, 1, context + max(widths) + 1)
-    features = session.prefill(roots[:, None], [1])  # which makes the cache's buffers
-    session.cache.reserve(context - 1)
-    session.cache.advance([context - 1])
-    drafter = engine.drafter.make(1, context, TreeConfig.within(60, max(levels), beam))
-    text = roots[:, None].expand(-1, context)
-    drafter.begin(Seen(text, [context], features.new_zeros(*text.shape, features.shape[-1])))
-    verify = {
-        str(width): milliseconds(
-            lambda width=width: session.verify(star_tree(roots, width, target.vocab_size)), bench.device
-        )
-        for width in widths
+def parts_of_a_step(engine: EagleFSD, context: int) -> dict[str, dict[str, float]]:
+    """Time a verify forward by width and a draft by its levels, in milliseconds, behind `context` tokens."""
+    beam = min(BEAM, engine.draft_vocab_size or engine.target.vocab_size)
+    found, _ = measure_forwards(engine.target, engine.drafter, [beam], 1, context)
+    first, further = found.draft[beam]
+    return {
+        "verify": {str(width): round(1000 * seconds, 4) for width, seconds in found.verify.items()},
+        "draft": {"first level": round(1000 * first, 4), "further levels": round(1000 * further, 4)},
     }
-    draft = {
-        str(level): milliseconds(
-            lambda level=level: drafter.draft(roots, TreeConfig.within(60, level, beam)), bench.device
-        )
-        for level in levels
-    }
-    return {"verify": verify, "draft": draft}
-
-
-def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median of some calls, after calls in which graphs are recorded."""
-    for _ in range(WARM_UP):
-        work()
-    return round(1000 * median_seconds(work, device), 4)
 
 
 def whole_steps(bench: Bench, engine: EagleFSD, context: int) -> dict[str, float]:
@@ -195,20 +161,6 @@ def step_milliseconds(engine: EagleFSD, context: int, tree: TreeConfig) -> float
     return round(1000 * statistics.median(seconds), 4)
 
 
-def hugging_face(engine: EagleFSD, tokens: int) -> float:
-    """Return the milliseconds that Hugging Face's own `generate` takes for a token, beyond the first two."""
-    prompt = prompts_of(
-        [256 if engine.target.max_positions > 512 else 16], min(engine.target.vocab_size, 1000)
-    )
-
-    def seconds(count: int) -> float:
-        _, stats = generate_alone(engine.target, prompt, count, SamplingConfig(), 0, 0, endless=True)
-        return stats[0].seconds
-
-    seconds(2)
-    return round(1000 * (seconds(2 + tokens) - seconds(2)) / tokens, 4)
-
-
 def flash_attention(bench: Bench) -> Findings:
     """Compare a tree behind a prefix with flash-attn and without: the same logits, and what each costs."""
     dtype = torch.bfloat16
@@ -218,20 +170,13 @@ def flash_attention(bench: Bench) -> Findings:
     target = TargetModel(tiny_model("llama", bench.device, dtype, **sizes))
     if not target.flash:
         return {"ok": False, "summary": "it is installed, and a tiny Llama was not admitted with it"}
-    cells: dict[str, Any] = {}
-    for context in (256, 4096, 16384):
-        logits, times = {}, {}
-        for flash in (False, True):
-            target.flash = flash
-            logits[flash], times["with" if flash else "without"] = behind(target, context)
-        difference = float((logits[True] - logits[False]).norm() / logits[False].norm())
-        cells[str(context)] = {"difference": difference, "milliseconds": times}
-    worst = max(cell["difference"] for cell in cells.values())
-    return {
-        "ok": worst < FLASH_TOLERANCE,
-        "summary": f"relative difference {worst:.2g} at most",
-        "cells": cells,
-    }
+    logits, times = {}, {}
+    for flash in (False, True):
+        target.flash = flash
+        logits[flash], times["with" if flash else "without"] = behind(target, 16384)
+    difference = float((logits[True] - logits[False]).norm() / logits[False].norm())
+    said = f"relative difference {difference:.2g}"
+    return {"ok": difference < FLASH_TOLERANCE, "summary": said, "milliseconds": times}
 
 
 @torch.inference_mode()
@@ -241,4 +186,4 @@ def behind(target: TargetModel, context: int) -> tuple[Tensor, float]:
     session = TargetSession(target, 1, context + 64)
     session.prefill(prompt, [context])
     tree = star_tree(prompt[:, -1], 32, target.vocab_size)
-    return session.verify(tree)[0].clone(), milliseconds(lambda: session.verify(tree), target.device)
+    return session.verify(tree)[0].clone(), 1000 * median_seconds(lambda: session.verify(tree), target.device)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,16 +32,12 @@ def failed_capture(bench: Bench) -> Findings:
     hook = model.lm_head.register_forward_pre_hook(lambda module, given: ask(given[0]))
     try:
         with warnings_of("eagle_fsd") as said:
-            made = texts_of(engine_of(model, bench.graphs()))
+            problem = problem_of(lambda: require_text(model, bench.graphs(), wanted))
     finally:
         hook.remove()
-    after = aftermath(bench, model)
-    healthy = bench.graphs()
-    counted = healthy.record
-    after["another engine records"] = problem_of(lambda: require_text(model, healthy, wanted))
-    if not counted.made:
-        after["another engine records"] = "it recorded nothing"
-    return verdict(made == wanted, said, after)
+    found = aftermath(bench, model, wanted, problem)
+    said_once = f"{found['summary']}, after {len(said)} warning(s)"
+    return {**found, "ok": found["ok"] and len(said) == 1, "summary": said_once, "warnings": said}
 
 
 def ask(hidden: torch.Tensor) -> None:
@@ -53,30 +50,17 @@ def out_of_memory(bench: Bench) -> Findings:
     """Check that memory that runs out while a step is recorded costs no text, and leaves torch working."""
     model = tiny_model("llama", bench.device)
     wanted = texts_of(engine_of(model, EAGER))
-    cells: dict[str, Any] = {}
-    for kind, spend in (("raised", raise_out_of_memory), ("asked for 64 TiB", too_large(bench.device))):
-        if kind != "raised" and not bench.on_gpu:
-            continue
-        with warnings_of("eagle_fsd") as said:
-            starved = Starved(bench.graphs().record, spend)
-            made = problem_of(lambda starved=starved: require_text(model, Graphs(starved), wanted))
-        cells[kind] = {"text": made, "warnings": said, "failures": starved.failures}
-        cells[kind] |= aftermath(bench, model)
-    bad = [kind for kind, cell in cells.items() if any(isinstance(value, str) for value in cell.values())]
-    tried = all(cell["failures"] for cell in cells.values())
-    said = f"survived {len(cells) - len(bad)} of {len(cells)} kinds"
-    return {
-        "ok": not bad and tried,
-        "summary": said + ("" if tried else "; not all was tried"),
-        "cells": cells,
-    }
+    starved = Starved(bench.graphs().record, bench.device)
+    problem = problem_of(lambda: require_text(model, Graphs(starved), wanted))
+    found = aftermath(bench, model, wanted, problem)
+    return found if starved.failures else {**found, "ok": False, "summary": "nothing was recorded"}
 
 
 class Starved:
     """A recorder whose first recording runs out of memory within the capture."""
 
-    def __init__(self, recorder: Any, spend: Callable[[], object]) -> None:
-        self.recorder, self.spend = recorder, spend
+    def __init__(self, recorder: Any, device: torch.device) -> None:
+        self.recorder, self.device = recorder, device
         self.failures = 0
 
     def __call__(self, work: Callable[[], Any], repeatable: bool) -> Any:
@@ -90,18 +74,17 @@ class Starved:
             result = work()
             if calls == (2 if repeatable else 1):  # the first of two is the warm-up
                 self.failures += 1
-                self.spend()
+                spend_all(self.device)
             return result
 
         return self.recorder(hungry, repeatable)
 
 
-def raise_out_of_memory() -> None:
+def spend_all(device: torch.device) -> None:
+    """Ask for 64 TiB on a GPU; a CPU, which may promise them, only says that it has none."""
+    if device.type == "cuda":
+        torch.empty(2**46, dtype=torch.uint8, device=device)
     raise torch.OutOfMemoryError("out of memory, as the check wants it")
-
-
-def too_large(device: torch.device) -> Callable[[], object]:
-    return lambda: torch.empty(2**46, dtype=torch.uint8, device=device)
 
 
 def texts_of(engine: EagleFSD) -> list[list[list[int]]]:
@@ -110,21 +93,27 @@ def texts_of(engine: EagleFSD) -> list[list[list[int]]]:
     return [engine.generate(ids, mask, max_new_tokens=16, tree=TREE).new_tokens for _ in range(3)]
 
 
-def aftermath(bench: Bench, model: Any) -> dict[str, str | None]:
-    """Probe what of torch no longer works after a failed capture: by name the error, None where it works."""
+def aftermath(bench: Bench, model: Any, wanted: object, problem: str | None) -> Findings:
+    """Probe what no longer works after a failed capture, whose own problem comes first: the error by name."""
     ids, _ = ids_of([9])
-    ids = ids.to(bench.device)
+    ids, stepper = ids.to(bench.device), bench.graphs()
+    counted = stepper.record
     probes: dict[str, Callable[[], object]] = {
         "random numbers": lambda: torch.rand(8, device=bench.device).cpu(),
         "dropout": lambda: F.dropout(torch.ones(64, device=bench.device), training=True).cpu(),
         "Hugging Face samples": lambda: model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=4
         ),
+        "another engine's text": lambda: require_text(model, stepper, wanted),
     }
     if bench.on_gpu:
         probes["empty_cache"] = torch.cuda.empty_cache
         probes["allocation"] = lambda: torch.zeros(2**24, device=bench.device).sum().item()
-    return {name: problem_of(probe) for name, probe in probes.items()}
+    after = {"the text": problem, **{name: problem_of(probe) for name, probe in probes.items()}}
+    after["another engine's recordings"] = None if counted.made else "there are none"
+    bad = [f"{name} ({error})" for name, error in after.items() if error is not None]
+    said = f"no longer works: {'; '.join(bad)}" if bad else "the same text, and all works afterwards"
+    return {"ok": not bad, "summary": said, "after": after}
 
 
 def problem_of(work: Callable[[], object]) -> str | None:
@@ -140,17 +129,6 @@ def require_text(model: Any, stepper: Stepper, wanted: object) -> None:
     """Raise ValueError unless a new engine writes the texts that are wanted."""
     if texts_of(engine_of(model, stepper)) != wanted:
         raise ValueError("its text is another one")
-
-
-def verdict(equal: bool, said: list[str], after: Mapping[str, str | None]) -> Findings:
-    bad = [f"{name} ({problem})" for name, problem in after.items() if problem is not None]
-    summary = f"{'the same text' if equal else 'ANOTHER TEXT'}, {len(said)} warning(s)"
-    return {
-        "ok": equal and len(said) == 1 and not bad,
-        "summary": summary + (f"; no longer works: {'; '.join(bad)}" if bad else "; all works afterwards"),
-        "warnings": said,
-        "after": dict(after),
-    }
 
 
 @contextlib.contextmanager
@@ -171,35 +149,21 @@ def overflow(bench: Bench) -> Findings:
     """Check that logits that overflow in half precision end in an error of one line, and not in a text."""
     dtypes = (torch.bfloat16,) if bench.quick else (torch.float16, torch.bfloat16)
     ids, mask = ids_of([5, 9])
-    cells: dict[str, Any] = {}
-    for dtype in dtypes:
-        for mode, stepper in bench.modes().items():
-            engine = engine_of(tiny_model("llama", bench.device, dtype), stepper)
-            with torch.no_grad():  # after the model was admitted: a NaN would not have been
-                engine.target.lm_head.weight.mul_(torch.finfo(dtype).max)
-            for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-                start = time.monotonic()
-                said = []
-                for _ in range(3):  # with graphs a step is run, recorded and replayed
-                    try:
-                        engine.generate(
-                            ids, mask, max_new_tokens=8, temperature=temperature, tree=TreeConfig(8, 3, 3)
-                        )
-                        said.append(None)
-                    except (ValueError, RuntimeError, ArithmeticError) as error:
-                        said.append(f"{type(error).__name__}: {one_line(error, 200)}")
-                name = f"{str(dtype).removeprefix('torch.')}, {mode}, {kind}"
-                cells[name] = {"errors": said, "seconds": round(time.monotonic() - start, 2)}
-    silent = [
-        name
-        for name, cell in cells.items()
-        if not all(error is not None and "finite" in error for error in cell["errors"])
-    ]
-    longest = max(cell["seconds"] for cell in cells.values())
+    cells: dict[str, list[str | None]] = {}
+    for dtype, (mode, stepper) in product(dtypes, bench.modes().items()):
+        engine = engine_of(tiny_model("llama", bench.device, dtype), stepper)
+        with torch.no_grad():  # after the model was admitted: a NaN would not have been
+            engine.target.lm_head.weight.mul_(torch.finfo(dtype).max)
+        for temperature in (0.0, 1.0):
+            options = {"max_new_tokens": 8, "temperature": temperature, "tree": TREE}
+            answer = functools.partial(engine.generate, ids, mask, **options)
+            # With graphs a step is run, recorded and replayed.
+            name = f"{str(dtype).removeprefix('torch.')}, {mode}, temperature {temperature:g}"
+            cells[name] = [problem_of(answer) for _ in range(3)]
+    silent = [name for name, said in cells.items() if not all(one and "finite" in one for one in said)]
+    said = f"an error in {len(cells) - len(silent)} of {len(cells)} settings"
     return {
         "ok": not silent,
-        "summary": f"an error in each of {len(cells)} settings, {longest:.1f} s at most"
-        if not silent
-        else f"a text or another error came out of {len(silent)} of {len(cells)} settings",
+        "summary": said + (f"; a text or another error: {', '.join(silent)}" if silent else ""),
         "cells": cells,
     }

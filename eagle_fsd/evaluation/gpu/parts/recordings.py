@@ -79,4 +79,4 @@ def standing(bench: Bench, counted: Counted) -> Findings:
         bench.wait()
         memory["allocated"] = torch.cuda.memory_allocated(bench.device)
         memory["reserved"] = torch.cuda.memory_reserved(bench.device)
-    return {"made": counted.made, "held": counted.held, "replays": counted.replays, **memory}
+    return {**counted.counts(), **memory}

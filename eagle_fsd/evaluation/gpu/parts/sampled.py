@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,22 +15,14 @@ from eagle_fsd.evaluation.gpu.runner import Findings
 LEAST_P = 1e-4  # a right program has a smaller p-value once in ten thousand tests
 
 
-@dataclass(frozen=True)
-class Distribution:
-    """A target's own distribution of the next token [V] and of the next two [V, V], float64 on the CPU."""
-
-    first: Tensor
-    pair: Tensor
-
-
 def distribution(bench: Bench) -> Findings:
     """Test sampled tokens and pairs of a tiny model against its softmax, warped by Hugging Face's warpers."""
     rows, rounds, vocab = (64, 8, 24) if bench.quick else (256, 24, 24)
     model = tiny_model("llama", bench.device, vocab_size=vocab)
     prompt = prompts_of([6], vocab)[0]
     warpers = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)])
-    target = distribution_of(model, prompt, warpers)
-    other = distribution_of(model, prompt, LogitsProcessorList())
+    p_first, p_pair = distribution_of(model, prompt, warpers)
+    other, _ = distribution_of(model, prompt, LogitsProcessorList())
     cells: dict[str, Any] = {}
     for mode, stepper in bench.modes().items():
         engine = engine_of(model, stepper)
@@ -52,9 +43,9 @@ def distribution(bench: Bench) -> Findings:
         cells[mode] = {
             "texts": rows * rounds,
             "accepted_drafts": accepts,
-            "p_first": goodness_of_fit(counts.sum(1), target.first),
-            "p_pair": goodness_of_fit(counts.flatten(), target.pair.flatten()),
-            "p_first_of_another_distribution": goodness_of_fit(counts.sum(1), other.first),
+            "p_first": goodness_of_fit(counts.sum(1), p_first),
+            "p_pair": goodness_of_fit(counts.flatten(), p_pair.flatten()),
+            "p_first_of_another_distribution": goodness_of_fit(counts.sum(1), other),
         }
     least = min(min(cell["p_first"], cell["p_pair"]) for cell in cells.values())
     told = max(cell["p_first_of_another_distribution"] for cell in cells.values())
@@ -68,15 +59,15 @@ def distribution(bench: Bench) -> Findings:
 
 
 @torch.inference_mode()
-def distribution_of(model: Any, prompt: list[int], warpers: LogitsProcessorList) -> Distribution:
-    """Return the distribution of the two tokens after a prompt, by plain forwards of the model."""
+def distribution_of(model: Any, prompt: list[int], warpers: LogitsProcessorList) -> tuple[Tensor, Tensor]:
+    """Return the distributions of the next token [V] and of the next two [V, V], by plain forwards."""
     device = model.device
     first = model(input_ids=torch.tensor([prompt], device=device)).logits[:, -1].float()
     vocab = first.shape[-1]
     longer = torch.tensor([[*prompt, token] for token in range(vocab)], device=device)
     second = model(input_ids=longer).logits[:, -1].float()  # [V, V]
     p_first, p_second = (warpers(None, logits).double().softmax(-1).cpu() for logits in (first, second))
-    return Distribution(p_first[0], p_first[0][:, None] * p_second)
+    return p_first[0], p_first[0][:, None] * p_second
 
 
 def goodness_of_fit(counts: Tensor, wanted: Tensor) -> float:

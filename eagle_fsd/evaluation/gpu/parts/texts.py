@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ HALF_TIE = 0.25  # between logits of 16 to 32, where two numbers of bfloat16 are
 
 
 def equality(bench: Bench) -> Findings:
-    """Compare float32 greedy texts with Hugging Face's `generate`, by family, tree and stepper."""
+    """Compare float32 greedy texts of random models of six families with Hugging Face's `generate`."""
     tokens = 8 if bench.quick else 24
     families = list(FAMILIES)[:2] if bench.quick else list(FAMILIES)
     cells: dict[str, Any] = {}
@@ -38,15 +39,30 @@ def equality(bench: Bench) -> Findings:
             engine = engine_of(model, stepper)
             prompts = prompts_of(RAGGED)
             expected = expected or reference(engine, prompts, tokens)
-            cells[f"{family}, {mode}"] = compared(engine, prompts, expected, trees, (1, 4), tokens)
+            cells[f"{family}, {mode}"] = compared(engine, prompts, expected, trees, tokens)
+    return counted(cells)
+
+
+def equality_of_target(bench: Bench) -> Findings:
+    """Compare the real target's float32 greedy texts with Hugging Face's `generate`."""
+    tokens = 8 if bench.quick else 48
+    trees = REAL_TREES[:1] if bench.quick else REAL_TREES
+    cells: dict[str, Any] = {}
+    expected = None
+    for mode, stepper in bench.modes().items():
+        engine = bench.real_engine(torch.float32, stepper)
+        prompts = encode_example_prompts(engine.tokenizer) or prompts_of(RAGGED, engine.target.vocab_size)
+        expected = expected or reference(engine, prompts, tokens)
+        cells[mode] = compared(engine, prompts, expected, trees, tokens)
+    return {**counted(cells), "head": engine.ea_model, "tau": cells[mode]["tau"]}
+
+
+def counted(cells: dict[str, Any]) -> Findings:
+    """Sum up cells of texts, of which some may be wrong."""
+    texts, equal = (sum(cell[name] for cell in cells.values()) for name in ("texts", "equal"))
     bad = sorted(name for name, cell in cells.items() if cell["wrong"])
-    texts = sum(cell["texts"] for cell in cells.values())
-    equal = sum(cell["equal"] for cell in cells.values())
-    return {
-        "ok": not bad,
-        "summary": f"{equal} of {texts} texts equal" + (f"; wrong: {', '.join(bad)}" if bad else ""),
-        "cells": cells,
-    }
+    said = f"{equal} of {texts} texts equal" + (f"; wrong: {', '.join(bad)}" if bad else "")
+    return {"ok": not bad, "summary": said, "cells": cells}
 
 
 def compared(
@@ -54,7 +70,6 @@ def compared(
     prompts: list[list[int]],
     expected: list[list[int]],
     trees: tuple[TreeConfig, ...],
-    batches: tuple[int, ...],
     tokens: int,
 ) -> Findings:
     """Count equal texts over trees and batch sizes, and tau by tree.
@@ -64,7 +79,7 @@ def compared(
     texts = equal = wrong = 0
     tau, parted = {}, []
     for tree in trees:
-        for batch in batches:
+        for batch in (1, 4):
             differences, stats = compare(engine, prompts, expected, tree, batch, tokens)
             texts += len(prompts)
             equal += len(prompts) - len(differences)
@@ -72,30 +87,6 @@ def compared(
             parted += [{"tree": str(tree), "batch": batch, **vars(one)} for one in differences]
             tau[str(tree)] = round(stats.tau, 3)
     return {"texts": texts, "equal": equal, "wrong": wrong, "tau": tau, "differences": parted[:4]}
-
-
-def equality_of_target(bench: Bench) -> Findings:
-    """Compare the real target's float32 greedy texts with Hugging Face's, by tree and stepper."""
-    tokens = 8 if bench.quick else 48
-    trees = REAL_TREES[:1] if bench.quick else REAL_TREES
-    cells: dict[str, Any] = {}
-    expected = None
-    for mode, stepper in bench.modes().items():
-        engine = bench.real_engine(torch.float32, stepper)
-        prompts = encode_example_prompts(engine.tokenizer) or prompts_of(RAGGED, engine.target.vocab_size)
-        expected = expected or reference(engine, prompts, tokens)
-        cells[mode] = compared(engine, prompts, expected, trees, (1, 4), tokens)
-    wrong = sum(cell["wrong"] for cell in cells.values())
-    equal, texts = (sum(cell[name] for cell in cells.values()) for name in ("equal", "texts"))
-    tau = next(reversed(cells.values()))["tau"]
-    return {
-        "ok": not wrong,
-        "summary": f"{equal} of {texts} texts equal, tau "
-        + ", ".join(f"{value:.2f} at {tree}" for tree, value in tau.items()),
-        "head": engine.ea_model,
-        "tau": tau,
-        "cells": cells,
-    }
 
 
 def half_precision(bench: Bench) -> Findings:
@@ -123,15 +114,8 @@ def half_precision(bench: Bench) -> Findings:
             if one != other
         ]
         cells[name] = {"texts": len(prompts), "equal": len(prompts) - len(gaps), "gaps": gaps}
-    worst = max((gap for cell in cells.values() for gap in cell["gaps"]), default=0.0)
-    equal, texts = (sum(cell[name] for cell in cells.values()) for name in ("equal", "texts"))
-    return {
-        "ok": worst <= HALF_TIE,
-        "summary": f"{equal} of {texts} texts equal"
-        + (f"; the others part where two logits are at most {worst:.3g} apart" if equal < texts else ""),
-        "cells": cells,
-        "left_out": missing,
-    }
+        cells[name]["wrong"] = max(gaps, default=0.0) > HALF_TIE
+    return {**counted(cells), "left_out": missing}
 
 
 def threads(bench: Bench) -> Findings:
@@ -158,51 +142,24 @@ def threads(bench: Bench) -> Findings:
             "errors": errors,
             "attention_after": named,
         }
-    if bench.on_gpu and torch.cuda.device_count() > 1:
-        cells["a second device"], missing = on_the_second_device(bench), []
-    else:
-        missing = ["a second device: there is no second GPU"]
     said = [f"{name}: {'right' if cell['ok'] else 'wrong'}" for name, cell in cells.items()]
     said += [error for cell in cells.values() for error in cell.get("errors", ())][:1]
     return {
         "ok": all(cell["ok"] for cell in cells.values()),
         "summary": "; ".join(said),
         "cells": cells,
-        "left_out": missing,
     }
 
 
 def at_once(works: Sequence[Callable[[], Any]], runs: int) -> tuple[list[list[Any]], list[str]]:
     """Run every work `runs` times in a thread of its own; returns what they return, and their errors."""
-    made: list[list[Any]] = [[] for _ in works]
-    errors: list[str] = []
     together = threading.Barrier(len(works))
 
-    def run(work: Callable[[], Any], results: list[Any]) -> None:
-        try:
-            together.wait(timeout=60)
-            for _ in range(runs):
-                results.append(work())
-        except Exception as error:  # noqa: BLE001
-            errors.append(f"{type(error).__name__}: {one_line(error, 200)}")
+    def run(work: Callable[[], Any]) -> list[Any]:
+        together.wait(timeout=60)
+        return [work() for _ in range(runs)]
 
-    workers = [threading.Thread(target=run, args=pair, daemon=True) for pair in zip(works, made, strict=True)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return made, errors
-
-
-def on_the_second_device(bench: Bench) -> Findings:
-    """Run an engine with graphs on another GPU of this process, after one on the first."""
-    index = ((bench.device.index or 0) + 1) % torch.cuda.device_count()
-    other = torch.device("cuda", index)
-    ids, mask = ids_of(RAGGED)
-    options = {"max_new_tokens": 16, "tree": TreeConfig(8, 3, 3)}
-    first = engine_of(tiny_model("llama", bench.device), bench.graphs())
-    second = engine_of(tiny_model("llama", other), bench.graphs(other))
-    made, again = (
-        [engine.generate(ids, mask, **options).new_tokens for _ in range(3)] for engine in (first, second)
-    )
-    return {"ok": made == again, "device": str(other)}
+    with ThreadPoolExecutor(len(works)) as pool:
+        made = [pool.submit(run, work) for work in works]
+    errors = [f"{type(error).__name__}: {one_line(error, 200)}" for one in made if (error := one.exception())]
+    return [[] if one.exception() else one.result() for one in made], errors

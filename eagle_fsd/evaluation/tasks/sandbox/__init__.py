@@ -1,1 +1,0 @@
-"""Runs code that a model wrote, confined."""
