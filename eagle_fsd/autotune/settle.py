@@ -64,9 +64,8 @@ class Settler:
             found = self.calibration(sampling)
             rule = Fuzzy.from_calibration(found, **asdict(rule))
             tree = found.tree if isinstance(tree, AutoTree) else tree
-        if rule is not None:
-            self.require_rule(rule)
         rule = Lossless() if rule is None else rule
+        self.require_rule(rule)
         if isinstance(tree, AutoTree):
             setting = (sampling, len(prompts), prompts.context, prompts.rows[:4])
             tree = self.choose_tree(tree, rule, *setting).tree

@@ -67,6 +67,11 @@ class HeadConfig:
                 f"hidden_act is {format_value(self.hidden_act)}: EAGLE heads use 'silu'; {CHECK}"
             )
 
+    @property
+    def drafted_tokens(self) -> int:
+        """How many of the target's tokens the head drafts."""
+        return self.draft_vocab_size or self.vocab_size
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, fc_bias: bool, qkv_bias: bool) -> HeadConfig:
         """Read EAGLE's config.json. Biases come from the checkpoint's keys, since the flags are unreliable.

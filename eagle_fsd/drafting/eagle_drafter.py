@@ -75,7 +75,7 @@ class EagleSpec:
 
     @property
     def tokens(self) -> int:
-        return self.head.config.draft_vocab_size or self.head.config.vocab_size
+        return self.head.config.drafted_tokens
 
     @property
     def trained_positions(self) -> int:
@@ -145,7 +145,7 @@ class EaglePredictor:
     def log_q(self, states: Tensor) -> Tensor:
         """Return log-probabilities [..., W] at temperature 1 of predicted features [..., d]."""
         logits = self.vocabulary.logits(states)
-        drafted = self.head.config.draft_vocab_size or self.head.config.vocab_size
+        drafted = self.head.config.drafted_tokens
         assert logits.shape[-1] == drafted, "the vocabulary is not the head's: see DraftVocabulary"
         return F.log_softmax(logits, dim=-1)
 

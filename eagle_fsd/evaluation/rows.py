@@ -6,8 +6,6 @@ program that goes on with the file drops it first.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -102,11 +100,6 @@ def settings(kind: type, name: str, data: Mapping[str, Any]) -> Any:
     except TypeError as error:
         known = ", ".join(one.name for one in fields(kind))
         raise ValueError(f"{name} is {data!r}: its fields are {known}; make the row again") from error
-
-
-def digest(value: object) -> str:
-    """Return what tells a value that JSON can hold from others."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         require_integer("context", arguments.context, 1, "256 is usual")
         engine = load_engine(arguments)
     here = machine(engine.device, engine.dtype)
-    drafted = engine.draft_vocab_size or engine.target.vocab_size
+    drafted = engine.drafter.tokens
     found, costs = forwards(engine, here, arguments.context, [beam for beam in BEAMS if beam <= drafted])
     made = provenance(engine.device)
     say(

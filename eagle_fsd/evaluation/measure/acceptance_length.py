@@ -19,7 +19,8 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.prompt_sets import answer, batches
-from eagle_fsd.evaluation.rows import digest, rows_by
+from eagle_fsd.evaluation.rows import rows_by
+from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import append_row, drop_torn_line
 
 Row = Mapping[str, Any]
@@ -67,7 +68,7 @@ def run(
     rows = []
     for cell in tqdm(list(cells), desc="cells", unit="cell"):
         ids = prompts[cell["prompts"]]
-        key = digest([cell, [engine.identity(), list(map(list, ids))]])
+        key = digest_json([cell, [engine.identity(), list(map(list, ids))]])
         if (key,) not in done:
             row = {**measure(engine, cell, ids, batch_size), "key": key, **models, **provenance}
             append_row(output, row)

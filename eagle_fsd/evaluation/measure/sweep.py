@@ -21,10 +21,11 @@ from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation import prompt_sets
 from eagle_fsd.evaluation.analysis.rule_labels import rule_label
 from eagle_fsd.evaluation.measure.observers import DistanceMeter, Meter, likelihood
-from eagle_fsd.evaluation.rows import digest, rows_of_answers
+from eagle_fsd.evaluation.rows import rows_of_answers
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task
 from eagle_fsd.evaluation.tasks.base import user
 from eagle_fsd.evaluation.tasks.source import Source
+from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import append_row, drop_torn_line
 from eagle_fsd.text.chat import encode_chat
 
@@ -108,7 +109,7 @@ class Cell:
         models: the engine's identity, where it is known already. measured: see `run`.
         """
         made = [self.settings(engine), engine.identity() if models is None else models]
-        return digest(made if measured is None else [*made, measured])
+        return digest_json(made if measured is None else [*made, measured])
 
     def seed_of(self, place: int) -> int:
         """Return what names a sample's draws in rows: the same under every rule and beside any other."""
@@ -164,7 +165,7 @@ def unanswered(
         row = done.get((key, sample, cell.seed_of(place)))
         if row is None:
             missing.append(place)
-        elif row.get("prompt", digest(prompt)) != digest(prompt):  # older rows say nothing, and are trusted
+        elif row.get("prompt", known := digest_json(prompt)) != known:  # older rows say nothing: trusted
             raise ValueError(
                 f"{output}: sample {sample!r} of {cell.questions.task.name} was another prompt when it was "
                 "answered: its file has changed; name another output"
@@ -206,7 +207,7 @@ def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) ->
         yield {
             "sample": sample.id,
             "seed": cell.seed_of(place),
-            "prompt": digest(prompts[row]),
+            "prompt": digest_json(prompts[row]),
             "prompt_tokens": len(prompts[row]),
             "token_ids": tokens,
             "text": text,

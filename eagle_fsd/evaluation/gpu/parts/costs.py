@@ -120,7 +120,7 @@ def costs(bench: Bench, make_engine: Callable[[Stepper], EagleFSD]) -> Findings:
         "summary": said + ("" if recorded else "; nothing was replayed"),
         "dtype": str(engine.dtype).removeprefix("torch."),
         "head": engine.ea_model,
-        "drafted": engine.draft_vocab_size or engine.target.vocab_size,
+        "drafted": engine.drafter.tokens,
         "modes": modes,
         "table": {"titles": titles, "rows": rows},
         "label": "milliseconds, medians: verify forwards by width, drafts by levels, whole steps by tree",
@@ -129,7 +129,7 @@ def costs(bench: Bench, make_engine: Callable[[Stepper], EagleFSD]) -> Findings:
 
 def parts_of_a_step(engine: EagleFSD, context: int) -> dict[str, dict[str, float]]:
     """Time a verify forward by width and a draft by its levels, in milliseconds, behind `context` tokens."""
-    beam = min(BEAM, engine.draft_vocab_size or engine.target.vocab_size)
+    beam = min(BEAM, engine.drafter.tokens)
     found, _ = measure_forwards(engine.target, engine.drafter, [beam], 1, context)
     first, further = found.draft[beam]
     return {
