@@ -81,6 +81,21 @@ class TargetModel:
         """The padding token of the model's generation_config, if it names one."""
         return getattr(getattr(self.model, "generation_config", None), "pad_token_id", None)
 
+    @property
+    def parameter_count(self) -> int:
+        """The number of weights that a forward reads; of a mixture of experts, all of them."""
+        return sum(weight.numel() for weight in self._weights_read())
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the weights that a forward reads."""
+        return sum(weight.nbytes for weight in self._weights_read())
+
+    def _weights_read(self) -> list[Tensor]:
+        """Return all weights but input embeddings that are not the lm_head's: few of their rows are read."""
+        embeddings, head = self.model.get_input_embeddings().weight, self.lm_head.weight
+        return [weight for weight in self.model.parameters() if weight is not embeddings or weight is head]
+
     def without_generation_defaults(self) -> PreTrainedModel:
         """Return the model for its own `generate`, without the defaults that its repository sets.
 

@@ -48,6 +48,11 @@ class TargetSession:
         self._forward = target.stepper.wrap(self._verify, self.cache)
         self._compact = target.stepper.wrap(self.cache.compact, self.cache, repeatable=False, by_view=False)
 
+    @property
+    def cache_bytes(self) -> int:
+        """The bytes that keys and values have been given, used or not."""
+        return sum(buffer.nbytes for layer in self.cache.layers.values() for buffer in layer)
+
     def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         """Run and commit the first lengths[row] of right-padded tokens [B, L]; return features [B, L, d].
 

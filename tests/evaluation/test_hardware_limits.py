@@ -2,35 +2,94 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.tiny_models import tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.autotune.step_costs import WIDTHS
 from eagle_fsd.evaluation.commands import limits as script
-from eagle_fsd.evaluation.measure.hardware_limits import Machine, forwards, machine, table
-from eagle_fsd.runtime.matmul_backends import backend_for
-from eagle_fsd.runtime.packed_linear import PackedLinear, backend_names, pack_linears
+from eagle_fsd.evaluation.measure.hardware_limits import (
+    Behind,
+    Forward,
+    Machine,
+    attention_operations,
+    behind,
+    context_table,
+    forward_table,
+    machine,
+)
+from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 
 def test_a_forward_is_bound_by_reading_or_by_multiplying() -> None:
-    here = Machine(bandwidth=10.0, rate=100.0)
-    assert here.limit(weight_bytes=40, parameters=10, nodes=1) == 4.0
-    assert here.limit(weight_bytes=40, parameters=10, nodes=40) == 8.0
+    forward = Forward(nodes=1, reading=4.0, multiplying=1.0, verify=5.0)
+    assert forward.limit == 4.0 and replace(forward, multiplying=8.0).limit == 8.0
 
 
-def test_every_width_is_timed() -> None:
-    engine = EagleFSD(TargetModel(pack_linears(tiny_model())), tiny_head())
-    backend = backend_for(torch.zeros(1, 1))
-    assert backend_names(engine.target.model) == ([backend.name] if backend else [])
-    found, costs = forwards(engine, Machine(1e9, 1e9), 32, [2])
-    assert [one.nodes for one in found] == [1, *WIDTHS]
-    assert all(min(one.limit, one.plain_linears, one.linears) > 0 for one in found)
-    assert all(one.verify == costs.verify[one.nodes] for one in found)
-    assert not any(layer.plain for layer in engine.target.model.modules() if isinstance(layer, PackedLinear))
-    assert table(found).count("\n") == 1 + len(found)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_forward_reads_the_weights_that_it_multiplies_with(tied: bool) -> None:
+    model = tiny_model(tie_word_embeddings=tied)
+    embeddings = model.get_input_embeddings().weight
+    every = sum(weight.numel() for weight in model.parameters())
+    assert (embeddings is model.get_output_embeddings().weight) == tied
+    for target in (TargetModel(model), TargetModel(pack_linears(model))):
+        assert target.parameter_count == every - (0 if tied else embeddings.numel())
+        assert target.weight_bytes == 4 * target.parameter_count
+
+
+def test_every_number_of_nodes_is_timed_behind_a_prompt() -> None:
+    target = TargetModel(tiny_model())
+    found = behind(target, Machine(bandwidth=1e6, rate=1e9), 20, [1, 3, 8])
+    assert found.context == 20 and found.prefill > 0 and found.resident > 10**7
+    config = target.config
+    slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert found.cache_bytes == 28 * slot
+    assert [forward.nodes for forward in found.forwards] == [1, 3, 8]
+    width = config.num_attention_heads * config.head_dim
+    operations = 2 * target.parameter_count + 4 * 20 * width * config.num_hidden_layers
+    for forward in found.forwards:
+        assert forward.verify > 0
+        assert forward.reading == (target.weight_bytes + found.cache_bytes) / 1e6
+        assert forward.multiplying == pytest.approx(forward.nodes * operations / 1e9)
+
+
+def test_attention_counts_both_products_of_every_head() -> None:
+    target = TargetModel(tiny_model())
+    queries = sum(
+        layer.out_features for name, layer in target.model.named_modules() if name.endswith("q_proj")
+    )
+    assert attention_operations(target, 10) == 2 * 2 * 10 * queries
+
+
+def test_forwards_are_timed_through_a_session_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that another runtime with these methods is measured by the same code."""
+    used: list[str] = []
+
+    class Session:
+        def __init__(self, *arguments: object) -> None:
+            self.real = TargetSession(*arguments)
+
+        def __getattr__(self, name: str) -> object:
+            used.append(name)
+            return getattr(self.real, name)
+
+    monkeypatch.setattr("eagle_fsd.evaluation.measure.hardware_limits.TargetSession", Session)
+    behind(TargetModel(tiny_model()), Machine(1.0, 1.0), 5, [1, 2])
+    assert set(used) == {"prefill", "verify", "cache_bytes"}
+
+
+def test_tables_have_a_line_for_each_forward_and_context() -> None:
+    one, eight = Forward(1, 0.016, 0.001, 0.02), Forward(8, 0.016, 0.008, 0.03)
+    found = [Behind(256, 0.5, 10**7, 10**9, [one, eight])]
+    assert forward_table(found).splitlines()[2:] == [
+        "| 256 | 1 | 16.0 | 1.0 | 20.0 | 1.25 | 1.00 |",
+        "| 256 | 8 | 16.0 | 8.0 | 30.0 | 1.88 | 1.50 |",
+    ]
+    assert context_table(found).splitlines()[2:] == ["| 256 | 0.50 | 512 | 10.0 | 1000 |"]
 
 
 @pytest.mark.slow
@@ -43,10 +102,19 @@ def test_the_script_end_to_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     engine = EagleFSD(TargetModel(tiny_model()), tiny_head())
     monkeypatch.setattr(script, "load_engine", lambda _: engine)
     monkeypatch.setattr(script, "machine", lambda *_: Machine(2e9, 3e9))
-    script.main(["--context", "20"])
+    script.main(["--context", "20", "30", "--nodes", "4"])
     printed = capsys.readouterr().out
     assert "float32: 2.0 GB/s, 3 GFLOP/s; linear layers as loaded" in printed
+    assert all(f"| {context} | {nodes} | " in printed for context in (20, 30) for nodes in (1, 4))
     assert "beam 8: " in printed and "accept and keep: " in printed
-    with pytest.raises(SystemExit):
-        script.main(["--context", "0"])
-    assert "context is 0" in capsys.readouterr().err
+    script.main([])
+    printed = capsys.readouterr().out  # the tiny target has 256 positions
+    assert "| 128 | 16 | " in printed and "| 256 | " not in printed
+    for wrong, complaint in (
+        ("--context 0", "context is 0"),
+        ("--nodes 0", "nodes is 0"),
+        ("--context 20 256", "context is 256: the target has 256 positions; 255 is the longest"),
+    ):
+        with pytest.raises(SystemExit):
+            script.main(wrong.split())
+        assert complaint in capsys.readouterr().err

@@ -1,25 +1,30 @@
-"""How close a step comes to what the machine allows: bandwidth, matrix rate, and the target's forwards.
+"""How close a verify forward comes to what the machine allows: memory bandwidth and matrix rate.
 
-A forward over n nodes reads every weight once and multiplies with it n times. It can be no faster than the
-slower of the two, taken at the rates measured here on large tensors.
+A forward over n nodes reads every weight and the cache once, and multiplies with them n times. It can be no
+faster than the slower of the two, taken at the rates measured here on large tensors. Forwards are timed
+through a session, whatever runs behind it.
 """
 
 from __future__ import annotations
 
+import resource
+import statistics
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from eagle_fsd.acceptance.accept import Lossless
-from eagle_fsd.autotune.step_costs import Costs, measure_costs
-from eagle_fsd.core.config import SamplingConfig
-from eagle_fsd.engine import EagleFSD
+from eagle_fsd.autotune.step_costs import star_tree
+from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.evaluation.markdown_table import markdown_table
+from eagle_fsd.evaluation.measure.speed import peak_memory
 from eagle_fsd.runtime.matmul_backends import measure_fastest_backend
-from eagle_fsd.runtime.packed_linear import pack_linears, plain_linears
-from eagle_fsd.runtime.timing import median_seconds
+from eagle_fsd.runtime.packed_linear import pack_linears
+from eagle_fsd.runtime.timing import RECORDED, Call, median_seconds, time_in_turn
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 LARGE = 512 * 2**20  # bytes, more than any cache
 SQUARE = 2048
@@ -32,16 +37,12 @@ class Machine:
     bandwidth: float
     rate: float
 
-    def limit(self, weight_bytes: int, parameters: int, nodes: int) -> float:
-        """Return the seconds that a forward over this many nodes takes at least."""
-        return max(weight_bytes / self.bandwidth, 2 * parameters * nodes / self.rate)
-
 
 @torch.inference_mode()
 def machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Time sums over a large tensor, and products of large square matrices, on this device in this dtype."""
-    block = torch.ones(LARGE // dtype.itemsize, dtype=dtype, device=device)
-    bandwidth = LARGE / median_seconds(lambda: block.sum(dtype=dtype), device)
+    """Time sums over a large tensor, and products of large square matrices in this dtype, on this device."""
+    block = torch.ones(LARGE // 4, device=device)
+    bandwidth = LARGE / median_seconds(block.sum, device)
     left = torch.randn(SQUARE, SQUARE, device=device).to(dtype)
     layer = nn.Sequential(nn.Linear(SQUARE, SQUARE, bias=False, device=device, dtype=dtype))
     pack_linears(layer, measure_fastest_backend(layer, [SQUARE]))
@@ -50,45 +51,108 @@ def machine(device: torch.device, dtype: torch.dtype) -> Machine:
 
 @dataclass(frozen=True)
 class Forward:
-    """One width: the limit, the linear layers alone, plain and as they are, and the whole verify forward."""
+    """Seconds of a forward over some nodes: what reading and multiplying take at least, and what it took."""
 
     nodes: int
-    limit: float
-    plain_linears: float
-    linears: float
+    reading: float
+    multiplying: float
     verify: float
+
+    @property
+    def limit(self) -> float:
+        return max(self.reading, self.multiplying)
+
+
+@dataclass(frozen=True)
+class Behind:
+    """What is measured behind a prompt of `context` tokens.
+
+    prefill: seconds that reading the prompt takes. cache_bytes: of the session. resident: bytes of the whole
+    process afterwards. forwards: by number of nodes, one node first.
+    """
+
+    context: int
+    prefill: float
+    cache_bytes: int
+    resident: int
+    forwards: list[Forward]
 
 
 @torch.inference_mode()
-def forwards(
-    engine: EagleFSD, here: Machine, context: int, beams: Sequence[int]
-) -> tuple[list[Forward], Costs]:
-    """Time every width of tree behind `context` tokens of one text."""
-    layers = [layer for layer in engine.target.model.modules() if isinstance(layer, nn.Linear)]
-    parameters = sum(layer.weight.numel() for layer in layers)
-    weight_bytes = sum(layer.weight.numel() * layer.weight.dtype.itemsize for layer in layers)
-    costs = measure_costs(engine.target, engine.drafter, beams, 1, context, Lossless(), SamplingConfig())
-    found = []
-    for nodes, verify in costs.verify.items():
-        inputs = [torch.randn(nodes, layer.in_features).to(layer.weight) for layer in layers]
+def behind(target: TargetModel, here: Machine, context: int, nodes: Sequence[int]) -> Behind:
+    """Read a prompt of this length, and time a verify forward of every number of nodes, in turn."""
+    prompt = torch.arange(context, device=target.device)[None] % target.vocab_size
+    room = context + max(nodes)
+    made: list[TargetSession] = []
 
-        def multiply(inputs: Sequence[torch.Tensor] = inputs) -> None:
-            for layer, x in zip(layers, inputs, strict=True):
-                layer(x)
+    def read() -> None:
+        made[:] = [TargetSession(target, 1, room)]
+        made[0].prefill(prompt, [context])
 
-        mine = median_seconds(multiply, engine.device)
-        with plain_linears(engine.target.model):
-            plain = median_seconds(multiply, engine.device)
-        found.append(Forward(nodes, here.limit(weight_bytes, parameters, nodes), plain, mine, verify))
-    return found, costs
+    prefill = median_seconds(read, target.device)
+    (session,) = made
+    # The numbers of nodes take turns, as in decoding: some runtimes are slower after another number.
+    calls = {
+        count: verify_call(session, star_tree(prompt[:, -1], count, target.vocab_size)) for count in nodes
+    }
+    repeats = time_in_turn(calls, target.device, RECORDED)
+    read_bytes = target.weight_bytes + session.cache_bytes
+    operations = 2 * target.parameter_count + attention_operations(target, context)
+    forwards = [
+        Forward(
+            nodes=count,
+            reading=read_bytes / here.bandwidth,
+            multiplying=count * operations / here.rate,
+            verify=statistics.median(repeats[count]),
+        )
+        for count in nodes
+    ]
+    return Behind(context, prefill, session.cache_bytes, resident_memory(target.device), forwards)
 
 
-def table(found: Sequence[Forward]) -> str:
-    """Write Markdown, in milliseconds."""
-    titles = ["nodes", "limit", "linear layers, stock", "linear layers, ours", "verify forward"]
+def verify_call(session: TargetSession, tree: DraftTree) -> Call:
+    return Call(lambda: session.verify(tree))
+
+
+def attention_operations(target: TargetModel, context: int) -> int:
+    """Return the operations of one node's attention over the context: two products with every slot."""
+    config = target.config
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or target.hidden_size // heads)
+    return 4 * config.num_hidden_layers * width * context
+
+
+def resident_memory(device: torch.device) -> int:
+    """Return bytes: the process's own now on Linux, else its peak; on CUDA the device's peak."""
+    statm = Path("/proc/self/statm")
+    if device.type == "cuda" or not statm.exists():
+        return peak_memory(device)
+    return int(statm.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
+def forward_table(found: Sequence[Behind]) -> str:
+    """Write the forwards as Markdown, in milliseconds."""
+    titles = ["context", "nodes", "reading", "multiplying", "verify", "of the limit", "of one node's"]
     rows = []
-    for one in found:
-        nodes, *seconds = astuple(one)
-        times = [f"{1000 * value:.1f}" for value in seconds]
-        rows.append([str(nodes), *times, f"{one.verify / one.limit:.2f}"])
-    return markdown_table([*titles, "of the limit"], rows)
+    for place in found:
+        for one in place.forwards:
+            times = [f"{1000 * value:.1f}" for value in (one.reading, one.multiplying, one.verify)]
+            ratios = [f"{one.verify / base:.2f}" for base in (one.limit, place.forwards[0].verify)]
+            rows.append([str(place.context), str(one.nodes), *times, *ratios])
+    return markdown_table(titles, rows)
+
+
+def context_table(found: Sequence[Behind]) -> str:
+    """Write what depends on the context alone as Markdown."""
+    titles = ["context", "reading the prompt, s", "tokens/s", "cache, MB", "resident, MB"]
+    rows = [
+        [
+            str(place.context),
+            f"{place.prefill:.2f}",
+            f"{place.context / place.prefill:.0f}",
+            f"{place.cache_bytes / 1e6:.1f}",
+            f"{place.resident / 1e6:.0f}",
+        ]
+        for place in found
+    ]
+    return markdown_table(titles, rows)
