@@ -44,6 +44,8 @@ setup(
         "train": [DATASETS, *PLOTS],
         "eval": [DATASETS, *PLOTS, IFEVAL],
         "harness": ["lm-eval>=0.4.12", "tqdm>=4.66.3"],
+        # eval/speed.py's method llama.cpp. It compiles from source, so no other extra includes it.
+        "peers": ["llama-cpp-python>=0.3.36"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.6.1", "ruff>=0.9", "mypy>=2", "scipy>=1.11"),

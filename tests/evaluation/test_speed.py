@@ -107,7 +107,7 @@ def test_prompts_are_stretched_by_the_others() -> None:
     [
         (
             "fast",
-            "method is 'fast': it is none of hf, hf-compiled, lookup, plain, and rule is 'fast'",
+            "method is 'fast': it is none of hf, hf-compiled, lookup, llama.cpp, plain, and rule is 'fast'",
         ),
         ("js:0.3:both", "mode is 'both'"),
         ("js:0.3@6", "tree is .6.: it must be"),

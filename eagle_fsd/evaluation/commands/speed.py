@@ -5,8 +5,9 @@
         --methods hf plain lossless js:0.6:paper:likeliest --likelihood --output runs/speed_sampling
 
 Methods: hf, hf-compiled and lookup are Hugging Face's generate, plain, compiled with a static cache, and with
-prompt lookup; plain is our own loop without a draft; lossless; and any acceptance rule in a word, such as
-js:0.3, js:0.6:paper:target:min_p=0.2 or cactus:0.1, with a tree of its own behind an @ (lossless@16/5/8,
+prompt lookup; llama.cpp is that program on the target's own .gguf file (pip install llama-cpp-python); plain
+is our own loop without a draft; lossless; and any acceptance rule in a word, such as js:0.3,
+js:0.6:paper:target:min_p=0.2 or cactus:0.1, with a tree of its own behind an @ (lossless@16/5/8,
 js:0.3@auto). Each answers every prompt, in rotating order; nothing else should run on the machine.
 """
 
@@ -24,6 +25,7 @@ from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, parser_of, say
+from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP, build
 from eagle_fsd.evaluation.measure.observers import likelihood
 from eagle_fsd.evaluation.measure.speed import Setting, method, race, tree_of
 from eagle_fsd.evaluation.prompt_sets import prompt_sets
@@ -35,6 +37,7 @@ from eagle_fsd.runtime.packed_linear import backend_names
 from eagle_fsd.target.model import TargetModel
 
 METHODS = ("hf", "hf-compiled", "lookup", "plain", "lossless")
+ONE_AT_A_TIME = {"lookup": "Hugging Face's prompt lookup", LLAMA_CPP: "a context of llama.cpp"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -61,16 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     with mistakes_on_one_line(parser):
         check(arguments)
-        setting = Setting(
-            max_new_tokens=arguments.max_new_tokens,
-            sampling=SamplingConfig(arguments.temperature, arguments.top_k, arguments.top_p),
-            tree=tree_of(arguments.tree),
-            seed=arguments.seed,
-            endless=arguments.context is not None,
-        )
+        sampling = SamplingConfig(arguments.temperature, arguments.top_k, arguments.top_p)
+        tree = tree_of(arguments.tree)
         engine = load_engine(arguments)
-        stock = functools.partial(stock_target, engine, arguments.base_model)
-        methods = {name: method(name, engine, stock, setting) for name in arguments.methods}
         longest = max(arguments.context or [0]) + arguments.max_new_tokens
         if longest > engine.target.max_positions:
             raise ValueError(
@@ -78,13 +74,24 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{engine.target.max_positions} positions; lower --context or --max-new-tokens"
             )
         sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
+        prompts = [ids for ids_of_set in sets.values() for ids in ids_of_set]
+        setting = Setting(
+            max_new_tokens=arguments.max_new_tokens,
+            sampling=sampling,
+            tree=tree,
+            seed=arguments.seed,
+            endless=arguments.context is not None,
+            longest=max(arguments.context or map(len, prompts)) + arguments.max_new_tokens,
+        )
+        stock = functools.partial(stock_target, engine, arguments.base_model)
+        methods = {name: method(name, engine, stock, setting) for name in arguments.methods}
         arguments.output.mkdir(parents=True, exist_ok=True)
-    prompts = [ids for ids_of_set in sets.values() for ids in ids_of_set]
     made = {
         "base_model": engine.base_model,
         "ea_model": engine.ea_model,
         "draft_vocab_size": engine.draft_vocab_size,
         "packed": backend_names(engine.target.model),
+        **({"llama_cpp": build()} if LLAMA_CPP in methods else {}),
         **provenance(engine.device),
     }
     note = functools.partial(mean_likelihood, engine) if arguments.likelihood else lambda part, answers: {}
@@ -106,11 +113,12 @@ def check(arguments: argparse.Namespace) -> None:
     check_sizes(arguments, *arguments.batch_size)
     for context in arguments.context or ():
         require_integer("context", context, 1, "leave --context out for the prompts as they are")
-    if "lookup" in arguments.methods and max(arguments.batch_size) > 1:
-        raise ValueError(
-            f"batch_size is {max(arguments.batch_size)} with lookup: Hugging Face's takes one prompt "
-            "at a time; leave it out of --methods"
-        )
+    for name in arguments.methods:
+        if name in ONE_AT_A_TIME and max(arguments.batch_size) > 1:
+            raise ValueError(
+                f"batch_size is {max(arguments.batch_size)} with {name}: {ONE_AT_A_TIME[name]} takes one "
+                "prompt at a time; leave it out of --methods"
+            )
     require_matplotlib()
 
 

@@ -22,6 +22,7 @@ from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP, LlamaCpp, gguf_file
 from eagle_fsd.evaluation.prompt_sets import answer, batches
 from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
@@ -44,22 +45,28 @@ Method = Callable[[Prompts], Answers]  # how prompts (token ids) are answered in
 
 @dataclass(frozen=True)
 class Setting:
-    """What all methods share. endless: no token ends an answer, so that all have as many."""
+    """What all methods share.
+
+    endless: no token ends an answer, so that all have as many. longest: tokens of the longest prompt and its
+    answer; None: as many as the target has positions.
+    """
 
     max_new_tokens: int
     sampling: SamplingConfig
     tree: TreeConfig | AutoTree
     seed: int = 0
     endless: bool = False
+    longest: int | None = None
 
 
 def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], setting: Setting) -> Method:
     """Return the method of that name.
 
     hf, hf-compiled, lookup: Hugging Face's generate, plain, compiled with a static cache, and with prompt
-    lookup. plain: our own loop with the tree of one node. Else a rule as `parse_rule` reads it: draft trees
-    of the setting's size, or of the size behind an "@" (`tree_of`). stock: the target untouched by us, loaded
-    where a method needs it. Raises ValueError for any other name.
+    lookup. llama.cpp: that program on the target's .gguf file. plain: our own loop with the tree of one node.
+    Else a rule as `parse_rule` reads it: draft trees of the setting's size, or of the size behind an "@"
+    (`tree_of`). stock: the target untouched by us, loaded where a method needs it. Raises ValueError for any
+    other name, and where llama.cpp cannot run.
     """
     most, seed, sampling, endless = setting.max_new_tokens, setting.seed, setting.sampling, setting.endless
     if name in HUGGING_FACE:
@@ -67,11 +74,21 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
         return lambda prompts: Answers(
             *generate_alone(target, prompts, most, sampling, seed, pad, options, endless)
         )
+    if name == LLAMA_CPP:
+        if engine.device.type != "cpu":
+            raise ValueError(
+                f"method {LLAMA_CPP} runs on the CPU, and the target on {engine.device}: name --device cpu, "
+                f"or leave {LLAMA_CPP} out of --methods"
+            )
+        capacity = setting.longest or engine.target.max_positions
+        peer = LlamaCpp(gguf_file(engine.base_model), capacity, torch.get_num_threads())
+        ends = () if endless else engine.target.eos_token_ids
+        return lambda prompts: Answers(*peer.answer(prompts, most, sampling, seed, ends))
     word, own, size = name.partition("@")
     try:
         rule = Lossless() if name == "plain" else parse_rule(word)
     except ValueError as error:
-        others = ", ".join((*HUGGING_FACE, "plain"))
+        others = ", ".join((*PEERS, "plain"))
         raise ValueError(f"method is {name!r}: it is none of {others}, and {error}") from error
     tree = TreeConfig(1) if name == "plain" else tree_of(size) if own else setting.tree
     ours: dict[str, Any] = {"max_new_tokens": most, "rule": rule, "tree": tree, "seed": seed}
@@ -101,6 +118,7 @@ HUGGING_FACE: dict[str, Callable[[], dict[str, Any]]] = {
     "hf-compiled": compiled,
     "lookup": lambda: {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
 }
+PEERS = (*HUGGING_FACE, LLAMA_CPP)  # the methods that are other programs
 
 
 def race(

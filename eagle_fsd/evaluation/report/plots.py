@@ -75,7 +75,7 @@ def plot_speed(found: Sequence[Result], path: Path) -> None:
     """Draw tokens per second by method, a panel for each context and batch size, to a PNG."""
     from matplotlib.figure import Figure
 
-    from eagle_fsd.evaluation.measure.speed import HUGGING_FACE
+    from eagle_fsd.evaluation.measure.speed import PEERS
 
     groups: dict[str, list[Result]] = {}
     for one in found:
@@ -89,7 +89,7 @@ def plot_speed(found: Sequence[Result], path: Path) -> None:
         bars = panel.barh(
             [one.method for one in mine],
             [one.tokens_per_second for one in mine],
-            color=[FAINT if one.method in HUGGING_FACE else INK for one in mine],
+            color=[FAINT if one.method in PEERS else INK for one in mine],
             height=0.6,
         )
         panel.bar_label(bars, labels=[label(one) for one in mine], padding=3, fontsize=9)

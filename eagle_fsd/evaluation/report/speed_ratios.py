@@ -9,9 +9,15 @@ from typing import Any
 
 from eagle_fsd.core.stats import PHASES
 from eagle_fsd.evaluation.markdown_table import filled_columns
-from eagle_fsd.evaluation.measure.speed import HUGGING_FACE
+from eagle_fsd.evaluation.measure.speed import PEERS
 
-BASELINES = ("hf", "hf-compiled", "plain", "lossless")  # what the others are compared with, where they ran
+BASELINES = (
+    "hf",
+    "hf-compiled",
+    "llama.cpp",
+    "plain",
+    "lossless",
+)  # what the others are compared with, where they ran
 ORDER = (
     *("context", "batch", "method", "tree", "tokens/s", "tau"),
     *("prefill s", *(f"{phase} ms" for phase in PHASES[1:]), "peak GB"),
@@ -65,7 +71,7 @@ def result(name: str, methods: Mapping[str, Sequence[Row]]) -> Result:
         "method": name,
         "tree": "; ".join(dict.fromkeys(row["tree"] for row in runs if row["tree"])),
         "tokens/s": f"{rate(runs):.1f}",
-        "tau": "" if name in HUGGING_FACE else f"{tau:.2f}",  # lookup's steps are not told
+        "tau": "" if name in PEERS else f"{tau:.2f}",  # lookup's steps are not told
         "prefill s": f"{prefill:.2f}" if prefill else "",
         "peak GB": f"{max(row['peak_memory'] for row in runs) / 1e9:.2f}",
         "log p": f"{statistics.fmean(likelihoods):.3f}" if likelihoods else "",
