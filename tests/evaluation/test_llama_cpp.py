@@ -16,8 +16,10 @@ from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.commands import speed as script
 from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP, LlamaCpp, gguf_file
+from eagle_fsd.evaluation.measure.observers import likelihood
 from eagle_fsd.evaluation.measure.speed import Setting, method
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.chat import encode
 
 SAMPLED = SamplingConfig(0.6, 50, 0.9)
 
@@ -173,3 +175,22 @@ def test_the_script_races_it(
     with pytest.raises(SystemExit):
         script.main([*argv.split(), "--batch-size", "2"])
     assert "batch_size is 2 with llama.cpp: a context of llama.cpp takes one" in capsys.readouterr().err
+
+
+def test_the_real_one_answers_as_the_target_does(smollm2: EagleFSD) -> None:
+    """It computes in fewer bits, so later tokens may be others; the target finds its text as likely."""
+    pytest.importorskip("llama_cpp", reason="it is not installed: pip install llama-cpp-python")
+    ids = encode(smollm2.tokenizer, "Count from 1 to 10.")[0].tolist()
+    wanted = smollm2.generate([ids], max_new_tokens=32, tree=TreeConfig(1)).new_tokens[0]
+    peer = LlamaCpp(gguf_file(smollm2.base_model), len(ids) + 32, torch.get_num_threads())
+    ends = smollm2.target.eos_token_ids
+    (tokens,), (stats,) = peer.answer([ids], 32, SamplingConfig(), 0, ends)
+    assert tokens[:8] == wanted[:8] and len(tokens) == stats.new_tokens == stats.steps == 32
+    least = likelihood(smollm2.target, ids, wanted) - 0.2
+    assert likelihood(smollm2.target, ids, tokens) > least
+    assert peer.answer([ids], 32, SamplingConfig(), 0, ends)[0] == [tokens]
+    (first, again, other) = (peer.answer([ids], 32, SAMPLED, seed, ends)[0][0] for seed in (1, 1, 2))
+    assert first == again != other
+    assert likelihood(smollm2.target, ids, first) > -2.0
+    (short,), (stopped,) = peer.answer([ids], 32, SamplingConfig(), 0, tokens[3:4])
+    assert short == tokens[: tokens.index(tokens[3]) + 1] and stopped.finish_reason == "stop"
