@@ -273,6 +273,7 @@ SOURCES = {  # the log that has a table's rows
     "speed": "eval/SPEED.md",
     "sampling": "eval/SPEED.md",
     "largest": "eval/SPEED.md",
+    "peers": "eval/SPEED.md",
     "tau": "eval/results/tau.md",
     "second_halves": "eval/results/tau.md",
     "frontier": "eval/QUALITY.md",
