@@ -14,7 +14,8 @@ from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.tree import additive, within_window
 from eagle_fsd.runtime.flash_attention import FlashPlan
 from eagle_fsd.runtime.kv_cache import KVCache
-from eagle_fsd.runtime.step_recorder import EAGER, Stepper
+from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.runtime.step_recorder import EAGER, FixedShapes, Stepper
 from eagle_fsd.target.admission import check_tree_verification, flash_verifies
 from eagle_fsd.target.architecture import (
     FULL,
@@ -27,6 +28,7 @@ from eagle_fsd.target.architecture import (
     longest_text,
     suggested_sampling,
 )
+from eagle_fsd.target.graph_decoder import GraphDecoder
 from eagle_fsd.target.hf_attention import with_grouped_attention
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,9 @@ class TargetModel:
     temporarily.
     """
 
-    def __init__(self, model: PreTrainedModel, stepper: Stepper = EAGER) -> None:
+    def __init__(
+        self, model: PreTrainedModel, stepper: Stepper = EAGER, runtime: OpenVINO | None = None
+    ) -> None:
         check_model(model)
         self.model = model.eval()
         self.stepper = stepper
@@ -58,14 +62,23 @@ class TargetModel:
         self.logits_transform = logits_transform(self.config)
         self.device = self._feature_device()
         self.ignored_defaults = ignored_defaults(getattr(model, "generation_config", None))
+        self.graphs: GraphDecoder | None = None
         self.flash = False  # the model must pass the test without flash-attn first
         check_tree_verification(self)
         self.flash = flash_verifies(self)
+        if runtime is not None:
+            self._run_on(runtime)
         self._warn_of_ignored_defaults()
 
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    @property
+    def weight_format(self) -> str:
+        """The format of the weights that forwards multiply with: a dtype, "int8" or "packed"."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return dtype if self.graphs is None else self.graphs.runtime.weight_format
 
     @property
     def input_device(self) -> torch.device:
@@ -118,6 +131,8 @@ class TargetModel:
         The draft's features go through the same function; lm_head alone would give another distribution.
         """
         features = features.to(self.lm_head.weight.device, self.dtype)  # a head may draft in another dtype
+        if self.graphs is not None:
+            return self.transform_logits(self.graphs.logits(features))
         return self.transform_logits(self.lm_head(features).to(self.device).float())
 
     def transform_logits(self, logits: Tensor) -> Tensor:
@@ -142,6 +157,8 @@ class TargetModel:
         masks = {FULL: visible}
         if SLIDING in self.kinds:
             masks[SLIDING] = within_window(visible, positions, slot_positions, self.window)
+        if self.graphs is not None:
+            return self.graphs.features(tokens, positions, masks, cache)
         masks = {kind: additive(masks[kind], self.dtype) for kind in self.kinds}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         plan = {}
@@ -159,6 +176,23 @@ class TargetModel:
             **plan,
         )
         return output.last_hidden_state.to(self.device)
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """Return an empty cache for `batch` texts, with `capacity` slots each at first."""
+        if self.graphs is not None:
+            return self.graphs.new_cache(batch, capacity)
+        return KVCache(batch, capacity, self.device, self.stepper.view)
+
+    @torch.inference_mode()
+    def _run_on(self, runtime: OpenVINO) -> None:
+        """Let a runtime compute features and logits. Raises ValueError if it cannot run this model."""
+        cache = self.new_cache(1, 2)
+        cache.reserve(1)
+        token = torch.zeros(1, 1, dtype=torch.int64)
+        self.features(token, cache.place(1), torch.ones(1, 1, 1, dtype=torch.bool), token, cache)
+        self.graphs = GraphDecoder(self.model, sorted(self.kinds), cache.layers, runtime)
+        self.stepper = FixedShapes()
+        check_tree_verification(self)
 
     @torch.inference_mode()
     def _feature_device(self) -> torch.device:

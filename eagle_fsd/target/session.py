@@ -38,13 +38,15 @@ class MaskedForward(Protocol):
 
     def logits(self, features: Tensor) -> Tensor: ...
 
+    def new_cache(self, batch: int, capacity: int) -> KVCache: ...
+
 
 class TargetSession:
     """One batch of texts on a target: the committed tokens, and the tree that is being verified."""
 
     def __init__(self, target: MaskedForward, batch: int, capacity: int) -> None:
         self.target = target
-        self.cache = KVCache(batch, capacity, target.device, target.stepper.view)
+        self.cache = target.new_cache(batch, capacity)
         self._forward = target.stepper.wrap(self._verify, self.cache)
         self._compact = target.stepper.wrap(self.cache.compact, self.cache, repeatable=False, by_view=False)
 

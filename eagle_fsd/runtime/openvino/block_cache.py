@@ -1,0 +1,138 @@
+"""A KV cache in blocks of slots, so that what is committed is one piece of memory of any length.
+
+A graph reads whole tensors. Of a cache that keeps the slots of each head together, only a copy would be such
+a tensor. Here the blocks come first: however many are in use, they lie one behind the other, and a graph
+reads them in place. Shapes: M members (a layer's keys are one, its values another), B rows, H key-value
+heads, D head size, n new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle_fsd.core.padding import on_device
+from eagle_fsd.runtime.kv_cache import KVCache
+
+BLOCK = 256  # slots; also the step in which a view grows, since another shape costs a graph some milliseconds
+
+
+class BlockCache(KVCache):
+    """Keys and values of all layers, in one buffer [M, blocks, rows, H, BLOCK, D] for each size of heads.
+
+    members: (H, D) of every layer's keys, then of its values, layer by layer. Everything else is as in
+    KVCache, but rows that leave make the buffers smaller, since a graph has no use for a part of the rows.
+    """
+
+    def __init__(self, batch: int, capacity: int, members: Sequence[tuple[int, int]]) -> None:
+        super().__init__(batch, capacity, torch.device("cpu"), step=BLOCK)
+        self.members = list(members)
+        self.sizes = list(dict.fromkeys(self.members))  # of heads, in the order in which they occur
+        self.stores = {size: self._allocate(size, self.capacity, batch) for size in self.sizes}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in self.stores.values())
+
+    def blocks(self) -> list[Tensor]:
+        """Return the blocks in view of every member, [blocks, rows, H, BLOCK, D] each, as the buffers' memory."""
+        places = dict.fromkeys(self.sizes, 0)
+        found = []
+        for size in self.members:
+            found.append(self.stores[size][places[size], : self.view // BLOCK])
+            places[size] += 1
+        return found
+
+    def reserve(self, width: int, offset: int = 0, exact: bool = False) -> None:
+        super().reserve(width, offset)  # a view of whole blocks, whether it was to be exact or not
+
+    def write(self, news: Sequence[Tensor]) -> None:
+        """Write the keys and values of the tokens last placed: [M, B, H, n, D] for each size of heads."""
+        start, width = self.row_start(), self.slots.shape[1]
+        for size, new in zip(self.sizes, news, strict=True):
+            store = self.stores[size]
+            if start is None:
+                block, rows, place = self._index(self.slots)
+                store[:, block, rows, :, place] = new.permute(1, 3, 0, 2, 4)
+                continue
+            done = 0
+            while done < width:
+                block, place = divmod(start + done, BLOCK)
+                count = min(width - done, BLOCK - place)
+                store[:, block, :, :, place : place + count] = new[:, :, :, done : done + count]
+                done += count
+
+    def row_start(self) -> int | None:
+        """Return the slot of the first token last placed if it is the same in all rows, else None."""
+        first = self.slots[:, 0].tolist()
+        return first[0] if min(first) == max(first) else None
+
+    def compact(self, path: Tensor, slots: Tensor) -> None:
+        path = path[:, 1 : slots.shape[1]]  # the first token is in place
+        source = slots.gather(1, path.clamp(min=0))
+        target = self.lengths[:, None] + torch.arange(1, 1 + path.shape[1])
+        # Padding moves the first token into scratch slots, which is harmless and needs no mask.
+        moved = ((source != target) & (path >= 0)).any(0)
+        if not bool(moved.any()):
+            return
+        source, target = self._index(source[:, moved]), self._index(target[:, moved])
+        for store in self.stores.values():
+            # Advanced indexing copies before it writes, so source and target slots may overlap.
+            block, rows, place = source
+            kept = store[:, block, rows, :, place]
+            block, rows, place = target
+            store[:, block, rows, :, place] = kept
+
+    def reset(self, limit: int | None = None) -> None:
+        self.limit = limit
+        for store in self.stores.values():
+            store[:, : -(-max(self.row_lengths, default=0) // BLOCK) + 1].zero_()
+        self._set_lengths([0] * self.rows)
+
+    def select(self, rows: Sequence[int]) -> None:
+        if list(rows) == list(range(self.rows)):
+            return
+        self._reallocate(self.capacity, rows)
+        self.slots = self.slots[list(rows)]
+
+    def replace(self, rows: Sequence[int], other: KVCache) -> None:
+        assert isinstance(other, BlockCache)
+        used = -(-max(other.row_lengths) // BLOCK)
+        if used * BLOCK > self.capacity:
+            self.grow(used * BLOCK)
+        for size, store in self.stores.items():
+            store[:, :used, list(rows)] = other.stores[size][:, :used, : len(rows)]
+        lengths = self.row_lengths.copy()
+        for row, length in zip(rows, other.row_lengths, strict=True):
+            lengths[row] = length
+        self._set_lengths(lengths)
+
+    def grow(self, capacity: int) -> None:
+        self._reallocate(self._round_up(capacity), range(len(self.row_lengths)))
+
+    def _reallocate(self, capacity: int, rows: Sequence[int]) -> None:
+        """Move the used blocks of these rows into buffers of another size."""
+        index = list(rows)
+        lengths = [self.row_lengths[row] for row in index]
+        used = -(-max(self.row_lengths) // BLOCK)
+        for size, store in self.stores.items():
+            new = self._allocate(size, capacity, len(index))
+            new[:, :used] = store[:, :used, index]
+            self.stores[size] = new
+        self.rows, self.capacity, self.buffers = len(index), capacity, object()
+        self._all_lengths = torch.zeros(len(index), dtype=torch.int64)
+        self._set_lengths(lengths)
+
+    def _allocate(self, size: tuple[int, int], capacity: int, rows: int) -> Tensor:
+        heads, width = size
+        shape = (self.members.count(size), capacity // BLOCK, rows, heads, BLOCK, width)
+        # numpy's zeros, unlike torch's, take up no memory until something is written.
+        return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+
+    def _index(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the block, row and place in the block of slots [B, n]."""
+        rows = on_device(range(len(slots)), self.device)[:, None].expand_as(slots)
+        return slots // BLOCK, rows, slots % BLOCK

@@ -1,0 +1,63 @@
+"""OpenVINO itself: whether it is installed, how graphs are compiled, and how they share the processor."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+
+EXTRA = "openvino"
+# Activations are rounded to 8 bits in groups of this many, as llama.cpp does, where weights have few bits.
+ACTIVATION_GROUP = 32
+
+
+def is_installed() -> bool:
+    """Return whether OpenVINO can be imported, without importing it."""
+    return importlib.util.find_spec("openvino") is not None
+
+
+def require() -> None:
+    """Raise ValueError unless OpenVINO is installed."""
+    if not is_installed():
+        raise ValueError(
+            "runtime is 'openvino': OpenVINO must be installed; run pip install \"eagle-fsd[openvino]\", or use "
+            "runtime torch"
+        )
+
+
+@functools.cache
+def core() -> Any:
+    """Return the process's one openvino.Core."""
+    import openvino
+
+    return openvino.Core()
+
+
+def version() -> str:
+    import openvino
+
+    return str(openvino.__version__)
+
+
+def compile_graph(model: Any, precision: str, rounded_activations: bool) -> Any:
+    """Compile an openvino.Model for this processor.
+
+    precision: "f32" or "bf16", of products and activations. rounded_activations: let products with weights of
+    few bits round their other factor to 8 bits.
+    """
+    return core().compile_model(model, "CPU", settings(precision, rounded_activations))
+
+
+def settings(precision: str, rounded_activations: bool) -> dict[str, Any]:
+    return {
+        "INFERENCE_PRECISION_HINT": precision,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(ACTIVATION_GROUP if rounded_activations else 0),
+        "KV_CACHE_PRECISION": "f32",
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": 1,
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        # The system may move threads away from a core that another program uses.
+        "ENABLE_CPU_PINNING": False,
+    }

@@ -1,0 +1,171 @@
+"""A torch network as a compiled graph that reads a BlockCache in place: traced, compiled and run.
+
+Shapes: B rows, n new tokens, S slots in view.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache
+
+HIDDEN = torch.finfo(torch.float32).min  # the additive mask where nothing is seen
+
+# Gets the inputs, the masks by kind, and each layer's (keys, values) blocks; returns the output and each
+# layer's new (keys, values) [B, H, n, D].
+Traceable = Callable[
+    [Sequence[Tensor], Sequence[Tensor], Sequence[tuple[Tensor, Tensor]]],
+    tuple[Tensor, Sequence[tuple[Tensor, Tensor]]],
+]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a network takes. inputs: an example of each, [B, n, ...]. masks: how many kinds. members: of the cache."""
+
+    inputs: Sequence[Tensor]
+    masks: int
+    members: Sequence[tuple[int, int]]
+
+
+class Traced(nn.Module):
+    """The module that is traced: plain tensors in, plain tensors out."""
+
+    def __init__(self, network: nn.Module, work: Traceable, layout: Layout) -> None:
+        super().__init__()
+        self.network = network  # so that its weights are found
+        self.work = work
+        self.layout = layout
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        count, masks = len(self.layout.inputs), self.layout.masks
+        blocks = tensors[count + masks :]
+        pairs = list(zip(blocks[::2], blocks[1::2], strict=True))
+        output, new = self.work(tensors[:count], tensors[count : count + masks], pairs)
+        members = [tensor for pair in new for tensor in pair]
+        sizes = list(dict.fromkeys(self.layout.members))
+        stacks = [
+            torch.stack([one for one, its in zip(members, self.layout.members, strict=True) if its == size])
+            for size in sizes
+        ]
+        return (output, *stacks)
+
+
+@torch.inference_mode()
+def trace(network: nn.Module, work: Traceable, layout: Layout) -> Any:
+    """Return an openvino.Model of a network. Sizes of batches, of new tokens and of the cache stay open."""
+    import openvino
+
+    batch, new = layout.inputs[0].shape[:2]
+    examples = [
+        *layout.inputs,
+        *(torch.zeros(batch, 1, new, 2 * BLOCK + new) for _ in range(layout.masks)),
+        *(torch.zeros(2, batch, heads, BLOCK, width) for heads, width in layout.members),
+    ]
+    # Tracing needs plain tensors: those of inference mode cannot be traced.
+    with torch.inference_mode(False), torch.no_grad():
+        examples = [example.clone() for example in examples]
+        model = openvino.convert_model(Traced(network, work, layout), example_input=tuple(examples))
+    for place, (port, example) in enumerate(zip(model.inputs, examples, strict=True)):
+        shape = list(example.shape)
+        if place < len(layout.inputs):
+            shape[:2] = -1, -1
+        elif place < len(layout.inputs) + layout.masks:
+            shape = [-1, 1, -1, -1]
+        else:
+            shape[:2] = -1, -1
+        port.get_node().set_partial_shape(openvino.PartialShape(shape))
+    model.validate_nodes_and_infer_types()
+    return model
+
+
+@dataclass
+class Request:
+    """One caller's use of a compiled network. blocks: the shape of the cache that it reads now."""
+
+    infer: Any
+    bound: tuple[object, int] | None = None
+    keep: list[Any] = field(default_factory=list)
+
+
+class Network:
+    """A compiled network on blocks. Several threads may call it, each with caches of its own."""
+
+    def __init__(self, compiled: Any, masks: int) -> None:
+        self.compiled, self.masks = compiled, masks
+        self._requests: weakref.WeakKeyDictionary[BlockCache, Request] = weakref.WeakKeyDictionary()
+
+    def __call__(self, inputs: Sequence[Tensor], visible: Sequence[Tensor], cache: BlockCache) -> Tensor:
+        """Run the network on new tokens, whose keys and values go to the slots that were placed.
+
+        visible: for each kind of mask, [B, n, S] bool, the slots in view that each new token sees, its own
+        slot and those of other new tokens among them. Returns the output [B, n, ...].
+        """
+        request = self._request(cache)
+        masks = [split_mask(mask, cache.slots) for mask in visible]
+        request.keep = [np.ascontiguousarray(tensor.detach().numpy()) for tensor in (*inputs, *masks)]
+        for place, array in enumerate(request.keep):
+            request.infer.set_input_tensor(place, shared(array))
+        request.infer.infer()
+        news = [
+            torch.from_numpy(request.infer.get_output_tensor(1 + place).data)
+            for place in range(len(cache.sizes))
+        ]
+        cache.write(news)
+        return torch.from_numpy(request.infer.get_output_tensor(0).data).clone()
+
+    def _request(self, cache: BlockCache) -> Request:
+        request = self._requests.get(cache)
+        if request is None:
+            request = self._requests[cache] = Request(self.compiled.create_infer_request())
+        if request.bound != (cache.buffers, cache.view):
+            first = len(self.compiled.inputs) - len(cache.members)
+            for place, blocks in enumerate(cache.blocks()):
+                request.infer.set_input_tensor(first + place, shared(blocks.numpy()))
+            request.bound = (cache.buffers, cache.view)
+        return request
+
+
+class Product:
+    """A compiled product with one weight: rows [..., in] -> [..., out] float32, for many threads.
+
+    The result is in memory that the same thread's next call fills anew.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+        self._mine = threading.local()
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if not hasattr(self._mine, "infer"):
+            self._mine.infer = self.compiled.create_infer_request()
+        infer, flat = self._mine.infer, np.ascontiguousarray(rows.detach().flatten(0, -2).numpy())
+        infer.set_input_tensor(0, shared(flat))
+        infer.infer()
+        return torch.from_numpy(infer.get_output_tensor(0).data).unflatten(0, rows.shape[:-1])
+
+
+def split_mask(visible: Tensor, slots: Tensor) -> Tensor:
+    """Return the additive mask [B, 1, n, S + n] of visible slots [B, n, S]: committed ones, then the new tokens.
+
+    slots: [B, n], of the new tokens. Slots from the first of them on are not committed.
+    """
+    committed = torch.arange(visible.shape[-1]) < slots[:, :1]  # [B, S]
+    own = visible.gather(2, slots[:, None, :].expand(-1, visible.shape[1], -1))
+    seen = torch.cat((visible & committed[:, None], own), dim=2)
+    return torch.zeros(seen.shape).masked_fill_(~seen, HIDDEN)[:, None]
+
+
+def shared(array: np.ndarray) -> Any:
+    """Return an openvino.Tensor on an array's own memory."""
+    import openvino
+
+    return openvino.Tensor(array, shared_memory=True)

@@ -1,0 +1,155 @@
+"""Weights in few bits: the formats, and how the products of a graph are given weights in one of them.
+
+A block of GROUP weights of one row shares a scale, and in some formats an offset: w = scale * integer +
+offset. The offsets make a second, small product: of the sums of the activations over each block. So the
+integers' product stays symmetric, which is the form that processors multiply fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+FLOAT32, BFLOAT16, INT8, PACKED = "float32", "bfloat16", "int8", "packed"
+FORMATS = (FLOAT32, BFLOAT16, INT8, PACKED)
+GROUP = 32
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A weight [out, in] as integers of few bits. G: in / group blocks a row.
+
+    integers: [out, G, group] int8. scales: [out, G] float32. offsets: the same, or None. bits: 4 if all
+    integers are in -8..7, else 8.
+    """
+
+    integers: np.ndarray
+    scales: np.ndarray
+    offsets: np.ndarray | None
+    bits: int
+
+    @property
+    def group(self) -> int:
+        return int(self.integers.shape[2])
+
+    @property
+    def kind(self) -> tuple[int, int, bool]:
+        """What weights must have in common to be one product."""
+        return self.bits, self.group, self.offsets is not None
+
+    @property
+    def nbytes(self) -> int:
+        sums = 0 if self.offsets is None else self.offsets.nbytes
+        return self.integers.size * self.bits // 8 + self.scales.nbytes + sums
+
+    def plain(self) -> np.ndarray:
+        """Return the weight [out, in] float32 that the blocks stand for."""
+        whole = self.integers * self.scales[:, :, None]
+        if self.offsets is not None:
+            whole = whole + self.offsets[:, :, None]
+        return whole.reshape(len(self.integers), -1).astype(np.float32)
+
+    @classmethod
+    def join(cls, parts: Sequence[Blocks]) -> Blocks:
+        """Return the blocks of weights of one kind, one below the other."""
+        offsets = [part.offsets for part in parts if part.offsets is not None]
+        return cls(
+            np.concatenate([part.integers for part in parts]),
+            np.concatenate([part.scales for part in parts]),
+            np.concatenate(offsets) if offsets else None,
+            parts[0].bits,
+        )
+
+
+# Returns a weight's [out, in] blocks, or None for one that stays as it is.
+Encoder = Callable[[np.ndarray], Blocks | None]
+
+
+def round_to_int8(weight: np.ndarray) -> Blocks | None:
+    """Round a weight to 8 bits, with one scale for each GROUP weights of a row; None if rows do not divide."""
+    rows, columns = weight.shape
+    if columns % GROUP:
+        return None
+    blocks = weight.reshape(rows, -1, GROUP)
+    scales = np.abs(blocks).max(-1) / np.float32(127)
+    safe = np.where(scales > 0, scales, np.float32(1))
+    return Blocks(np.rint(blocks / safe[:, :, None]).astype(np.int8), scales, None, 8)
+
+
+def compress(model: Any, encode: Encoder) -> list[Blocks]:
+    """Give the products of an openvino.Model weights in few bits, in place, and return these.
+
+    Products of one input become one product if their weights are of one kind: fewer, larger ones are faster.
+    """
+    groups: dict[tuple[str, int, tuple[int, int, bool]], list[tuple[Any, Blocks]]] = {}
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "MatMul" or (weight := constant_weight(node)) is None:
+            continue
+        if (blocks := encode(weight)) is not None:
+            rows = node.input_value(0)
+            key = (rows.get_node().get_friendly_name(), rows.get_index(), blocks.kind)
+            groups.setdefault(key, []).append((node, blocks))
+    for products in groups.values():
+        replace_products(products)
+    model.validate_nodes_and_infer_types()
+    return [blocks for products in groups.values() for _, blocks in products]
+
+
+def constant_weight(node: Any) -> np.ndarray | None:
+    """Return the weight [out, in] of a product with a constant matrix; None for any other product."""
+    source, transposed = node.input_value(1).get_node(), node.get_attributes()["transpose_b"]
+    if source.get_type_name() == "Convert":  # from another dtype of floats
+        source = source.input_value(0).get_node()
+    if source.get_type_name() != "Constant" or len(source.get_output_shape(0)) != 2:
+        return None
+    if node.get_attributes()["transpose_a"]:
+        return None
+    weight = np.asarray(source.data, dtype=np.float32)
+    return weight if transposed else np.ascontiguousarray(weight.T)
+
+
+def replace_products(products: Sequence[tuple[Any, Blocks]]) -> None:
+    """Put one product with blocks in the place of products of one input, whose outputs it is split into."""
+    from openvino import opset13 as ops
+
+    rows = products[0][0].input_value(0)
+    made = multiply_blocks(rows, Blocks.join([blocks for _, blocks in products]))
+    if len(products) == 1:
+        products[0][0].output(0).replace(made.output(0))
+        return
+    widths = np.array([len(blocks.integers) for _, blocks in products], dtype=np.int64)
+    parts = ops.variadic_split(made, ops.constant(np.int64(-1)), ops.constant(widths))
+    for place, (node, _) in enumerate(products):
+        node.output(0).replace(parts.output(place))
+
+
+def multiply_blocks(rows: Any, blocks: Blocks) -> Any:
+    """Return the node of rows [..., in] times a weight in blocks: [..., out]."""
+    from openvino import opset13 as ops
+
+    count, groups, group = blocks.integers.shape
+    weight = ops.convert(integer_constant(blocks), np.float32)
+    weight = ops.multiply(weight, ops.constant(np.ascontiguousarray(blocks.scales[:, :, None])))
+    weight = ops.reshape(weight, ops.constant(np.array([count, groups * group])), special_zero=False)
+    made = ops.matmul(rows, weight, transpose_a=False, transpose_b=True)
+    if blocks.offsets is None:
+        return made
+    rank = len(rows.get_partial_shape())
+    shape = ops.constant(np.array([*[0] * (rank - 1), groups, group]))
+    sums = ops.reduce_sum(ops.reshape(rows, shape, special_zero=True), ops.constant(np.int64(rank)))
+    return ops.add(made, ops.matmul(sums, ops.constant(blocks.offsets), False, True))
+
+
+def integer_constant(blocks: Blocks) -> Any:
+    """Return a constant [out, G, group] of 4 or 8 bits."""
+    import openvino
+
+    if blocks.bits == 8:
+        return openvino.op.Constant(np.ascontiguousarray(blocks.integers))
+    nibbles = blocks.integers.reshape(-1).view(np.uint8) & 0xF
+    tensor = openvino.Tensor(openvino.Type.i4, openvino.Shape(list(blocks.integers.shape)))
+    tensor.data.reshape(-1).view(np.uint8)[:] = nibbles[::2] | (nibbles[1::2] << 4)
+    return openvino.op.Constant(tensor, shared_memory=True)

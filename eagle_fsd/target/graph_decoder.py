@@ -1,0 +1,149 @@
+"""A target's decoder and lm_head as OpenVINO graphs, traced from Hugging Face's own modelling code.
+
+The traced decoder is a private copy whose layers call our attention over blocks. What cannot be traced so is
+refused with a reason; the torch path runs it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.runtime.openvino.block_cache import BlockCache
+from eagle_fsd.runtime.openvino.network import Layout
+from eagle_fsd.runtime.openvino.traced_attention import attend_blocks
+from eagle_fsd.target.hf_attention import private_copy
+
+BLOCKWISE = "eagle_fsd_blocks"  # our traced attention's name among Hugging Face's
+UNKNOWN = ("position_bias", "cache")  # arguments that ours does not support
+REMEDY = "use runtime torch"
+
+
+class TracedCache:
+    """Stands in for a cache while a decoder is traced: it gives a layer its blocks and takes its new keys."""
+
+    is_compileable = False
+
+    def __init__(self, blocks: Sequence[tuple[Tensor, Tensor]], layers: Sequence[int]) -> None:
+        self.blocks = dict(zip(layers, blocks, strict=True))
+        self.new: dict[int, tuple[Tensor, Tensor]] = {}
+        self.attended: set[int] = set()
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        self.new[layer_idx] = keys, values
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **how: object) -> Tensor:
+        """Return the attention of the layer that these keys are of."""
+        layer = next((layer for layer, (keys, _) in reversed(self.new.items()) if keys is k), None)
+        if layer is None:
+            raise NotImplementedError("a layer attends to other keys than it stores")
+        self.attended.add(layer)
+        return attend_blocks(q, k, v, *self.blocks[layer], mask, **how)
+
+
+_tracing: contextvars.ContextVar[TracedCache] = contextvars.ContextVar("tracing")
+
+
+def blockwise_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Compute transformers' attention over the blocks of the cache that is traced."""
+    if unknown := [name for name in UNKNOWN if kwargs.get(name) is not None]:
+        raise NotImplementedError(f"its attention takes {unknown[0]}")
+    if attention_mask is None:
+        raise NotImplementedError("its attention takes no mask")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    how = {"scale": scale, "softcap": softcap, "sinks": s_aux}
+    mixed = _tracing.get().attend(query, key, value, attention_mask, **how)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(BLOCKWISE, blockwise_attention_forward)
+
+
+class GraphDecoder:
+    """A target's decoder and lm_head in the runtime's weight format.
+
+    kinds: of its layers' masks, in order. Raises ValueError if the model cannot be traced.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, kinds: Sequence[str], layers: Mapping[int, tuple[Tensor, Tensor]], runtime: OpenVINO
+    ) -> None:
+        self.runtime = runtime
+        self.kinds = list(kinds)
+        self.embeddings = model.get_input_embeddings()
+        self.members = [
+            (tensor.shape[1], tensor.shape[3]) for _, pair in sorted(layers.items()) for tensor in pair
+        ]
+        decoder = private_copy(model.get_decoder())
+        decoder.config._attn_implementation = BLOCKWISE
+        numbers = sorted(layers)
+
+        def work(
+            inputs: Sequence[Tensor], masks: Sequence[Tensor], blocks: Sequence[tuple[Tensor, Tensor]]
+        ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+            cache = TracedCache(blocks, numbers)
+            token = _tracing.set(cache)
+            try:
+                output = decoder(
+                    inputs_embeds=inputs[0],
+                    position_ids=inputs[1],
+                    attention_mask=dict(zip(self.kinds, masks, strict=True)) if len(masks) > 1 else masks[0],
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+            finally:
+                _tracing.reset(token)
+            if missed := set(numbers) - cache.attended:
+                raise NotImplementedError(f"layer {min(missed)} has an attention of its own")
+            return output.last_hidden_state, [cache.new[number] for number in numbers]
+
+        token = torch.zeros(1, 3, dtype=torch.int64)
+        with torch.inference_mode():
+            layout = Layout((self.embeddings(token), torch.arange(3)[None]), len(self.kinds), self.members)
+        head = model.get_output_embeddings()
+        try:
+            self._decoder = runtime.network(decoder, work, layout)
+            self._lm_head = runtime.product(head.weight, head.bias)
+        except Exception as error:  # the tracer's errors have no common base
+            raise ValueError(
+                f"target is a {model.config.model_type!r} model, which cannot be converted for OpenVINO "
+                f"({one_line(error, 200)}): its layers must call Hugging Face's attention; {REMEDY}"
+            ) from error
+
+    def new_cache(self, batch: int, capacity: int) -> BlockCache:
+        return BlockCache(batch, capacity, self.members)
+
+    def features(self, tokens: Tensor, positions: Tensor, visible: Mapping[str, Tensor], cache: KVCache) -> Tensor:
+        """Return post-norm hidden states [B, q, d]. visible: by kind of layer, [B, q, S] bool."""
+        assert isinstance(cache, BlockCache)
+        inputs = (self.embeddings(tokens), positions)
+        return self._decoder(inputs, [visible[kind] for kind in self.kinds], cache)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Return the lm_head's output [..., V] float32; the next call overwrites it."""
+        return self._lm_head(features.float())
