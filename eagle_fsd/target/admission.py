@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from eagle_fsd.core.checks import one_line
@@ -41,6 +42,9 @@ class Candidate(MaskedForward, Protocol):
     kinds: set[str]
     window: int
     flash: bool
+
+    @property
+    def weight_format(self) -> str: ...
 
     @property
     def input_device(self) -> torch.device: ...
@@ -98,7 +102,12 @@ def tolerance(target: Candidate) -> float:
 
     Kernels differ in the last bits. A sibling that leaks or a wrong position makes a large difference.
     """
-    return 1e-3 if target.dtype == torch.float32 and target.weight_format == "float32" else 0.1
+    return 1e-3 if target.dtype == torch.float32 and is_exact(target) else 0.1
+
+
+def is_exact(target: Candidate) -> bool:
+    """Return whether forwards use the model's weights as they are, in its dtype."""
+    return target.weight_format == str(target.dtype).removeprefix("torch.")
 
 
 @contextlib.contextmanager
@@ -126,16 +135,38 @@ def tree_difference(target: Candidate) -> float:
         owners=torch.empty(1, 0, dtype=torch.int64, device=target.device),
         depth=2,
     )
-    plain_model = private_copy(target.model)
-    if target.window:
-        plain_model.config.get_text_config(decoder=True).sliding_window = target.window
     session = TargetSession(target, batch=1, capacity=16)
     session.prefill(torch.tensor([prefix], device=target.device), [2])
     logits, _ = session.verify(tree)
+    plain = plain_forward(target) if is_exact(target) else own_forward(target)
     differences = []
     for path in ([0, 1, 3], [0, 2, 4]):
-        ids = torch.tensor([prefix + [tokens[node] for node in path]], device=target.input_device)
-        plain = plain_model(input_ids=ids, use_cache=False).logits[0, len(prefix) :].float()
-        plain = plain.to(target.device)
-        differences.append(float((logits[0, path] - plain).norm() / plain.norm()))
+        wanted = plain(prefix + [tokens[node] for node in path])[len(prefix) :].to(target.device)
+        differences.append(float((logits[0, path] - wanted).norm() / wanted.norm()))
     return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def plain_forward(target: Candidate) -> Callable[[list[int]], Tensor]:
+    """Return the model's own forward of a text, without a cache: tokens to logits [n, V]."""
+    model = private_copy(target.model)
+    if target.window:
+        model.config.get_text_config(decoder=True).sliding_window = target.window
+
+    def run(tokens: list[int]) -> Tensor:
+        ids = torch.tensor([tokens], device=target.input_device)
+        return model(input_ids=ids, use_cache=False).logits[0].float()
+
+    return run
+
+
+def own_forward(target: Candidate) -> Callable[[list[int]], Tensor]:
+    """Return the target's forward of a text as a prompt: tokens to logits [n, V].
+
+    It stands for the model's own forward where weights are rounded, which some texts magnify to any degree.
+    """
+
+    def run(tokens: list[int]) -> Tensor:
+        ids = torch.tensor([tokens], device=target.device)
+        return target.logits(TargetSession(target, batch=1, capacity=16).prefill(ids, [len(tokens)]))[0]
+
+    return run

@@ -145,5 +145,5 @@ class GraphDecoder:
         return self._decoder(inputs, [visible[kind] for kind in self.kinds], cache)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Return the lm_head's output [..., V] float32; the next call overwrites it."""
+        """Return the lm_head's output [..., V] float32."""
         return self._lm_head(features.float())

@@ -135,10 +135,7 @@ class Network:
 
 
 class Product:
-    """A compiled product with one weight: rows [..., in] -> [..., out] float32, for many threads.
-
-    The result is in memory that the same thread's next call fills anew.
-    """
+    """A compiled product with one weight: rows [..., in] -> [..., out] float32, for many threads."""
 
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled
@@ -150,7 +147,8 @@ class Product:
         infer, flat = self._mine.infer, np.ascontiguousarray(rows.detach().flatten(0, -2).numpy())
         infer.set_input_tensor(0, shared(flat))
         infer.infer()
-        return torch.from_numpy(infer.get_output_tensor(0).data).unflatten(0, rows.shape[:-1])
+        made = torch.from_numpy(infer.get_output_tensor(0).data).clone()  # the next call overwrites it
+        return made.unflatten(0, rows.shape[:-1])
 
 
 def split_mask(visible: Tensor, slots: Tensor) -> Tensor:
