@@ -98,7 +98,7 @@ class Fuzzy:
         eligible = verified.allowed(self.exact_eos) & verified.at_parent(self.is_close(verified))  # [B, N]
         log_q = verified.tree.node_log_q()
         if self.min_p > 0:  # the norm cancels out in the ratio to the largest p
-            gap = verified.at_token(verified.logits) - verified.at_parent(verified.logits.amax(-1))
+            gap = verified.at_token(verified.logits) - verified.at_parent(verified.largest)
             eligible &= gap >= math.log(self.min_p)
         if self.max_overshoot < math.inf:
             eligible &= log_q.exp() <= self.max_overshoot * verified.log_p().exp()
@@ -118,7 +118,7 @@ class Fuzzy:
         if self.threshold < largest_value(self.divergence):
             return self.node_divergences(verified) <= self.threshold
         drafted = scatter_to_owners(verified.tree, verified.tree.log_q.amax(-1).isfinite(), False)
-        return drafted & verified.logits.amax(-1).isfinite()
+        return drafted & verified.largest.isfinite()
 
     def node_divergences(self, verified: Verified) -> Tensor:
         """Return divergence(p, q) at every node [B, N]; infinite where nothing was drafted."""
