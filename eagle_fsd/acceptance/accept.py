@@ -80,28 +80,36 @@ class Verified:
     @cached_property
     def largest(self) -> Tensor:
         """The largest raw logit at every node: [B, N]."""
-        return self.best[0] if self.sampling.greedy else self.logits.amax(-1)
+        return self.best[0] if self.sampling.greedy else self.warped.largest
 
     def warped_p(self) -> Tensor:
         """Return p after the user's warpers of every node's token at its parent: [B, N], not when greedy."""
         probs, ids = self.warped.probs, self.warped.ids
         if ids is None:
             return self.at_token(probs)
-        rows, parents = torch.arange(len(ids), device=ids.device)[:, None], self.tree.parents.clamp(min=0)
-        mine = ids[rows, parents] == self.tree.tokens[..., None]  # [B, N, K]
-        return torch.where(mine, probs[rows, parents], 0.0).sum(-1)
+        mine = ids[self.rows, self.parents] == self.tree.tokens[..., None]  # [B, N, K]
+        return torch.where(mine, probs[self.rows, self.parents], 0.0).sum(-1)
+
+    @cached_property
+    def parents(self) -> Tensor:
+        """[B, N], the node whose distributions a node's token is read in; the root's is itself."""
+        return self.tree.parents.clamp(min=0)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[B, 1], the number of each row."""
+        return torch.arange(len(self.logits), device=self.logits.device)[:, None]
 
     def at_token(self, table: Tensor) -> Tensor:
         """Return a table's [B, N, V] entry for each node's token at its parent: [B, N].
 
         The root has no parent, so its entry means nothing.
         """
-        rows = torch.arange(len(table), device=table.device)[:, None]
-        return table[rows, self.tree.parents.clamp(min=0), self.tree.tokens]
+        return table[self.rows, self.parents, self.tree.tokens]
 
     def at_parent(self, table: Tensor) -> Tensor:
         """Return a table's [B, N] entry for each node's parent: [B, N]; the root's entry means nothing."""
-        return table.gather(1, self.tree.parents.clamp(min=0))
+        return table.gather(1, self.parents)
 
     def log_p(self) -> Tensor:
         """Return raw log p [B, N] of every node's token at its parent."""

@@ -7,9 +7,7 @@ but for the order of equal entries in `topk`.
 
 from __future__ import annotations
 
-import math
-
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 _BLOCK = 64  # numbers in a part
@@ -18,21 +16,25 @@ _SHORT = 1024  # rows up to this length are not worth a second pass
 
 def first_largest(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest entry of rows [..., V] and its first place, both [...]; NaN counts as largest."""
-    if rows.shape[-1] <= _SHORT:
+    length = rows.shape[-1]
+    if length <= _SHORT:
         place = rows.argmax(-1, keepdim=True)
         return rows.gather(-1, place)[..., 0], place[..., 0]
-    parts = pad_to(rows, _BLOCK).unflatten(-1, (-1, _BLOCK))  # [..., V / 64, 64]
-    largest = parts.amax(-1)
+    whole = length - length % _BLOCK
+    largest = rows[..., :whole].unflatten(-1, (-1, _BLOCK)).amax(-1)  # [..., V / 64]
+    if whole < length:
+        largest = torch.cat((largest, rows[..., whole:].amax(-1, keepdim=True)), dim=-1)
     part = largest.argmax(-1, keepdim=True)  # the first part that has the largest entry
-    inside = parts.gather(-2, part[..., None].expand(*part.shape, _BLOCK))[..., 0, :].argmax(-1, keepdim=True)
-    return largest.gather(-1, part)[..., 0], (part * _BLOCK + inside)[..., 0]
+    # The last part may be short. It is read with entries before it, which are smaller if it is the first.
+    start = (part * _BLOCK).clamp(max=length - _BLOCK)
+    inside = rows.gather(-1, start + torch.arange(_BLOCK, device=rows.device)).argmax(-1)
+    return largest.gather(-1, part)[..., 0], start[..., 0] + inside
 
 
 def topk(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest entries of rows [..., V], descending, and their places: [..., k] each.
 
-    NaN counts as largest. Of entries that tie with the k-th, any may be taken. Where fewer than k entries are
-    above -inf, a place may be past the row.
+    NaN counts as largest. Of entries that tie with the k-th, any may be taken.
     """
     length = rows.shape[-1]
     height = min(_BLOCK, length // (8 * k))
@@ -40,16 +42,18 @@ def topk(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
         values, places = rows.topk(k, dim=-1)
         return values, places
     # A part is a column of the row folded into `height` lines: amax over lines is the fastest of all.
-    parts = pad_to(rows, height).unflatten(-1, (height, -1))  # [..., height, V / height]
+    width = length // height
+    whole = width * height
+    parts = rows[..., :whole].unflatten(-1, (height, width))
     # The k largest entries are in the k parts whose largest entries are largest, ties aside.
     _, columns = parts.amax(-2).topk(k, dim=-1)  # [..., k]
-    few = parts.gather(-1, columns[..., None, :].expand(*parts.shape[:-1], k))  # [..., height, k]
-    values, places = topk(few.flatten(-2), k)
-    line = places // k
-    return values, line * parts.shape[-1] + columns.gather(-1, places - line * k)
-
-
-def pad_to(rows: Tensor, multiple: int, filler: float = -math.inf) -> Tensor:
-    """Return rows [..., V] whose length is a multiple of this, filled up where it is not."""
-    missing = -rows.shape[-1] % multiple
-    return F.pad(rows, (0, missing), value=filler) if missing else rows
+    few = parts.gather(-1, columns[..., None, :].expand(*parts.shape[:-1], k)).flatten(-2)
+    if whole == length:
+        values, found = topk(few, k)
+    else:  # what does not fill a line comes last in any case
+        values, found = topk(torch.cat((few, rows[..., whole:]), dim=-1), k)
+    line = found // k
+    places = line * width + columns.gather(-1, found - line * k)
+    return values, places if whole == length else torch.where(
+        line < height, places, found - height * k + whole
+    )

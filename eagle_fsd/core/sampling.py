@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.devices import host_can_read
-from eagle_fsd.core.long_rows import first_largest, pad_to, topk
+from eagle_fsd.core.long_rows import first_largest, topk
 
 _BLOCK = 256  # draw() looks for the block first, then inside it
 _HEAD = 1024  # how many of the likeliest tokens top-p without top-k looks at first
@@ -43,19 +44,20 @@ def warp(logits: Tensor, config: SamplingConfig) -> Tensor:
 class Warped:
     """Distributions of the next token after the warpers, over all tokens or over those that can be drawn.
 
-    probs: [..., K] float32. ids: [..., K] int64, the tokens that they belong to, ascending; all others have
-    probability zero. None: K is V, and all tokens come in order.
+    probs: [..., K] float32. largest: [...], the largest logit before the warpers. ids: [..., K] int64, the
+    tokens that probs belong to, ascending; all others have probability zero. None: K is V, all in order.
     """
 
     probs: Tensor
+    largest: Tensor
     ids: Tensor | None = None
 
     @classmethod
     def from_logits(cls, logits: Tensor, config: SamplingConfig) -> Warped:
         """Warp logits [..., V]; see `warp`."""
         if config.temperature == 0.0:
-            _, best = first_largest(logits)
-            return cls(torch.ones_like(best, dtype=torch.float32)[..., None], best[..., None])
+            largest, best = first_largest(logits)
+            return cls(torch.ones_like(largest, dtype=torch.float32)[..., None], largest, best[..., None])
         logits = logits.float()
         # On a CPU the ties are read at no cost. Without a tie only top_k tokens need the work below.
         if 0 < config.top_k < logits.shape[-1] and host_can_read(logits):
@@ -70,7 +72,7 @@ class Warped:
             keep = _top_p(scores, config.top_p)
         if keep is not None:
             scores = scores.masked_fill(~keep, -math.inf)
-        return cls(scores.softmax(-1))
+        return cls(scores.softmax(-1), logits.amax(-1))
 
     def whole(self, vocab_size: int) -> Tensor:
         """Return the probabilities of all tokens: [..., V]."""
@@ -180,7 +182,10 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     vocab = probs.shape[-1]
     size = min(_BLOCK, vocab)
     # The block is found first: a float64 running sum over the whole vocabulary would be slow.
-    blocks = pad_to(probs, size, 0.0).unflatten(-1, (-1, size))  # [..., V / 256, 256]
+    missing = -vocab % size
+    blocks = (F.pad(probs, (0, missing)) if missing else probs).unflatten(
+        -1, (-1, size)
+    )  # [..., V / 256, 256]
     masses = blocks.sum(-1, dtype=torch.float64)
     block, rest = _first_beyond(masses, u.double() * masses.sum(-1))
     inside = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, size)).squeeze(-2)
@@ -212,7 +217,7 @@ def _temper(scores: Tensor, temperature: float) -> Tensor:
 
 def _warp_top(logits: Tensor, top: Tensor, ids: Tensor, config: SamplingConfig) -> Warped:
     """Warp logits of which top-k keeps exactly the values `top` [..., k], descending, of tokens `ids`."""
-    scores = _temper(top, config.temperature)
+    scores, largest = _temper(top, config.temperature), top[..., 0]
     if config.top_p < 1.0:
         ascending = scores.softmax(-1).flip(-1).cumsum(-1)
         kept = ascending > 1.0 - config.top_p
@@ -222,10 +227,11 @@ def _warp_top(logits: Tensor, top: Tensor, ids: Tensor, config: SamplingConfig) 
         lowest = scores.gather(-1, kept.sum(-1, keepdim=True) - 1)
         if not torch.equal(kept, scores >= lowest):
             keep = _survivors(_temper(logits, config.temperature), scores, kept.flip(-1))
-            return Warped(_temper(logits, config.temperature).masked_fill(~keep, -math.inf).softmax(-1))
+            scores = _temper(logits, config.temperature).masked_fill(~keep, -math.inf)
+            return Warped(scores.softmax(-1), largest)
         scores = scores.masked_fill(~kept, -math.inf)
     ids, order = ids.sort(dim=-1)
-    return Warped(scores.softmax(-1).gather(-1, order), ids)
+    return Warped(scores.softmax(-1).gather(-1, order), largest, ids)
 
 
 def _top_p(scores: Tensor, top_p: float) -> Tensor:

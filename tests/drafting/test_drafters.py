@@ -73,7 +73,7 @@ def copied_tree(roots: Tensor, chains: Sequence[Sequence[int]], depth: int) -> D
     log_q = torch.full((len(chains), depth, len(drafted)), -math.inf).scatter(2, columns[:, :, None], 0.0)
     levels = torch.arange(depth)
     pool = Candidates(columns, (levels - 1).expand_as(columns), torch.zeros(columns.shape), levels + 1)
-    return build_tree(roots, pool, depth + 1, depth, log_q, pool.parents, drafted)
+    return build_tree(roots, pool, depth + 1, depth, log_q.unbind(1), pool.parents, drafted)
 
 
 def engine(prompts: Sequence[Sequence[int]] = ()) -> EagleFSD:
