@@ -9,19 +9,18 @@ draft distributions, V vocabulary, W drafted tokens. Knows no model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_fsd.core.checks import require_choice, require_integer
 from eagle_fsd.core.config import HYBRID, PAPER, SamplingConfig
 from eagle_fsd.core.long_rows import first_largest
 from eagle_fsd.core.sampling import Uniforms, Warped
-from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.core.tree import DraftTree, with_last, with_root
 
 
 @dataclass(frozen=True)
@@ -228,40 +227,47 @@ def accept(rule: AcceptanceRule, verified: Verified, random: Uniforms, emitted: 
     tree = verified.tree
     nodes, most = tree.tokens.shape[1], tree.largest  # a tree may have fewer nodes than the largest one
     if verified.sampling.greedy:
-        uniforms = torch.zeros(len(emitted), 2 * most, device=emitted.device)
+        uniforms = None
         draws = verified.best[1]  # [B, N]
     else:
         uniforms = random.uniform(2 * most)
         draws = verified.warped.draw(uniforms[:, :nodes])
-    chances = rule.chances(verified)
-    relaxed = None
+    chances, relaxed = rule.chances(verified), None
     if chances is not None:
-        relaxed = choose(tree, chances, uniforms[:, most : most + nodes])
-    return replace(walk(rule, verified, draws, relaxed, emitted), chances=chances)
+        second = torch.zeros_like(chances) if uniforms is None else uniforms[:, most : most + nodes]
+        relaxed = choose(tree, chances, second)
+    return walk(rule, verified, draws, chances, relaxed, emitted)
 
 
 def drawn_children(tree: DraftTree, draws: Tensor) -> Tensor:
-    """Return the first child of every node whose token is the node's draw: [B, N]; N where none is."""
+    """Return the first child of every node whose token is the node's draw; N where none is: [B, N + 1].
+
+    The last entry is that of N itself, which stands for no node.
+    """
     nodes = draws.shape[1]
     parents = tree.parents.clamp(min=0)
     drawn = (tree.parents >= 0) & (tree.tokens == draws.gather(1, parents))
     number = torch.arange(nodes, device=draws.device)
-    none = torch.full_like(draws, nodes)
+    none = draws.new_full((len(draws), nodes + 1), nodes)
     return none.scatter_reduce(1, parents, torch.where(drawn, number, nodes), "amin")
 
 
 def walk(
-    rule: AcceptanceRule, verified: Verified, draws: Tensor, relaxed: Tensor | None, emitted: Tensor
+    rule: AcceptanceRule,
+    verified: Verified,
+    draws: Tensor,
+    chances: Tensor | None,
+    relaxed: Tensor | None,
+    emitted: Tensor,
 ) -> Verdict:
     """Walk every row's tree from the root to the end.
 
-    draws: [B, N] the target's tokens. relaxed: [B, N] the child that the rule would follow at each node, -1
-    for none; None: none anywhere.
+    draws: [B, N] the target's tokens. chances: the rule's, for the verdict. relaxed: [B, N] the child that
+    the rule would follow at each node, -1 for none; None: none anywhere.
     """
     tree = verified.tree
-    exact = drawn_children(tree, draws)
-    stop = exact.shape[1]  # no node: its own child, so that rows that have stopped need no mask
-    exact = F.pad(exact, (0, 1), value=stop)  # [B, N + 1]
+    exact = drawn_children(tree, draws)  # [B, N + 1]
+    stop = draws.shape[1]  # no node: its own child, so that rows that have stopped need no mask
     table, limit = next_states(rule, exact, relaxed, tree.depth)  # [B, 1 or 2, S]
     may_ask = emitted[:, None] + torch.arange(1, tree.depth + 1, device=emitted.device) > rule.exact_prefix
     offsets = may_ask * table.shape[-1] if table.shape[1] == 2 else None
@@ -277,18 +283,18 @@ def walk(
     alive = path < stop
     length = alive.sum(1)
     by_draw = exact.gather(1, path[:, :-1])
-    fuzzy = F.pad(path[:, 1:] != by_draw, (1, 0))
+    fuzzy = with_root(0, path[:, 1:] != by_draw)
     # The deepest nodes have no children to ask about.
-    asked = F.pad(alive[:, :-1] & may_ask & (in_a_row[:, :-1] < limit), (0, 1))
+    asked = with_last(alive[:, :-1] & may_ask & (in_a_row[:, :-1] < limit), 0)
     last = path.gather(1, length[:, None] - 1)
     next_token = draws.gather(1, last)
     # The root was emitted by the step before, so all tokens move up one place and the draw comes last.
-    tokens = F.pad(tree.tokens, (0, 1), value=-1).gather(1, F.pad(path[:, 1:], (0, 1), value=stop))
+    tokens = with_last(tree.tokens, -1).gather(1, with_last(path[:, 1:], stop))
     tokens = tokens.scatter(1, length[:, None] - 1, next_token)
     # The largest logit is enough: NaN, +inf, or nothing but -inf among the logits makes it non-finite.
-    finite = F.pad(verified.largest.isfinite(), (0, 1), value=True).gather(1, path).all(1)
+    finite = with_last(verified.largest.isfinite(), 1).gather(1, path).all(1)
     path = torch.where(alive, path, -1)
-    return Verdict(path, length, tokens, next_token[:, 0], fuzzy, asked, finite)
+    return Verdict(path, length, tokens, next_token[:, 0], fuzzy, asked, finite, chances)
 
 
 def next_states(
@@ -304,7 +310,7 @@ def next_states(
     limit = depth if rule.max_consecutive is None else rule.max_consecutive
     if relaxed is None or limit == 0:
         return exact[:, None], limit
-    relaxed = F.pad(relaxed, (0, 1), value=-1)
+    relaxed = with_last(relaxed, -1)
     if rule.mode == PAPER:
         followed = torch.where(relaxed < 0, exact, relaxed)
     else:

@@ -18,6 +18,7 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import Verified, likeliest_chances, require_guards
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.core.config import HYBRID, PAPER
+from eagle_fsd.core.long_rows import topk
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class RelaxedTopK:
 
     def chances(self, verified: Verified) -> Tensor:
         log_p = log_p_at_temperature(verified)  # [B, N, V]
-        best = log_p.topk(min(self.candidates, log_p.shape[-1]), dim=-1).values  # [B, N, K]
+        best, _ = topk(log_p, min(self.candidates, log_p.shape[-1]))  # [B, N, K]
         # Both conditions are lower bounds on p(x), so the larger one decides.
         bound = torch.maximum(best[..., -1].exp(), best[..., 0].exp() - self.margin)
         log_p = verified.at_token(log_p)

@@ -19,16 +19,17 @@ def first_largest(rows: Tensor) -> tuple[Tensor, Tensor]:
     length = rows.shape[-1]
     if length <= _SHORT:
         place = rows.argmax(-1, keepdim=True)
-        return rows.gather(-1, place)[..., 0], place[..., 0]
+        return rows.gather(-1, place).squeeze(-1), place.squeeze(-1)
     whole = length - length % _BLOCK
-    largest = rows[..., :whole].unflatten(-1, (-1, _BLOCK)).amax(-1)  # [..., V / 64]
+    parts = rows if whole == length else rows[..., :whole]
+    largest = parts.reshape(*rows.shape[:-1], whole // _BLOCK, _BLOCK).amax(-1)  # [..., V / 64]
     if whole < length:
         largest = torch.cat((largest, rows[..., whole:].amax(-1, keepdim=True)), dim=-1)
     part = largest.argmax(-1, keepdim=True)  # the first part that has the largest entry
     # The last part may be short. It is read with entries before it, which are smaller if it is the first.
     start = (part * _BLOCK).clamp(max=length - _BLOCK)
-    inside = rows.gather(-1, start + torch.arange(_BLOCK, device=rows.device)).argmax(-1)
-    return largest.gather(-1, part)[..., 0], start[..., 0] + inside
+    inside = rows.gather(-1, start + torch.arange(_BLOCK, device=rows.device)).argmax(-1, keepdim=True)
+    return largest.gather(-1, part).squeeze(-1), (start + inside).squeeze(-1)
 
 
 def topk(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -44,7 +45,8 @@ def topk(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     # A part is a column of the row folded into `height` lines: amax over lines is the fastest of all.
     width = length // height
     whole = width * height
-    parts = rows[..., :whole].unflatten(-1, (height, width))
+    parts = rows if whole == length else rows[..., :whole]
+    parts = parts.reshape(*rows.shape[:-1], height, width)
     # The k largest entries are in the k parts whose largest entries are largest, ties aside.
     _, columns = parts.amax(-2).topk(k, dim=-1)  # [..., k]
     few = parts.gather(-1, columns[..., None, :].expand(*parts.shape[:-1], k)).flatten(-2)
@@ -52,8 +54,7 @@ def topk(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
         values, found = topk(few, k)
     else:  # what does not fill a line comes last in any case
         values, found = topk(torch.cat((few, rows[..., whole:]), dim=-1), k)
-    line = found // k
-    places = line * width + columns.gather(-1, found - line * k)
-    return values, places if whole == length else torch.where(
-        line < height, places, found - height * k + whole
-    )
+    places = found.div(k, rounding_mode="floor") * width + columns.gather(-1, found % k)
+    if whole < length:
+        places = torch.where(found < height * k, places, found + (whole - height * k))
+    return values, places

@@ -85,8 +85,8 @@ class Warped:
         if self.ids is None:
             return draw(self.probs, u)
         weights = self.probs.double()
-        place, _ = _first_beyond(weights, u.double() * weights.sum(-1))
-        return self.ids.gather(-1, place[..., None])[..., 0]
+        place, _ = _first_beyond(weights, weights.cumsum(-1), u.double() * weights.sum(-1))
+        return self.ids.gather(-1, place).squeeze(-1)
 
 
 class Uniforms(Protocol):
@@ -187,23 +187,27 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
         -1, (-1, size)
     )  # [..., V / 256, 256]
     masses = blocks.sum(-1, dtype=torch.float64)
-    block, rest = _first_beyond(masses, u.double() * masses.sum(-1))
-    inside = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, size)).squeeze(-2)
-    token, _ = _first_beyond(inside.double(), rest)
-    return block * size + token
+    running = masses.cumsum(-1)
+    block, point = _first_beyond(masses, running, u.double() * masses.sum(-1))
+    before = running.gather(-1, block) - masses.gather(-1, block)
+    inside = blocks.gather(-2, block[..., None].expand(*block.shape, size)).squeeze(-2).double()
+    token, _ = _first_beyond(
+        inside, inside.cumsum(-1), (point[..., None] - before).squeeze(-1).clamp_min(0.0)
+    )
+    return (block * size + token).squeeze(-1)
 
 
-def _first_beyond(weights: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the first positive weight whose running sum exceeds `point`: its index, and `point` within it."""
-    running = weights.cumsum(-1)
+def _first_beyond(weights: Tensor, running: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the first positive weight [..., n] whose running sum exceeds `point` [...].
+
+    Returns its index [..., 1], and the point, moved where rounding had put it past the last weight.
+    """
     # A parallel scan may round so that the sum rises over a zero weight, so zero weights are excluded
     # explicitly. Rounding may also put a point at or beyond the end: it then belongs to the last weight.
     reach = running.masked_fill(weights <= 0.0, -1.0)
     end = reach.amax(-1)
     point = torch.minimum(point, torch.nextafter(end, torch.zeros_like(end)))
-    index = (reach > point[..., None]).to(torch.uint8).argmax(-1, keepdim=True)
-    before = (running.gather(-1, index) - weights.gather(-1, index)).squeeze(-1)
-    return index.squeeze(-1), (point - before).clamp_min(0.0)
+    return (reach > point[..., None]).to(torch.uint8).argmax(-1, keepdim=True), point
 
 
 def _temper(scores: Tensor, temperature: float) -> Tensor:

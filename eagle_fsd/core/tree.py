@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_fsd.core.devices import host_can_read
@@ -194,7 +193,12 @@ def take_rows(log_q: Sequence[Tensor], rows: Tensor) -> Tensor:
 
 def with_root(value: int, rest: Tensor) -> Tensor:
     """Put a value for the root before those of other nodes [B, X]: [B, 1 + X]."""
-    return F.pad(rest, (1, 0), value=value)
+    return torch.constant_pad_nd(rest, (1, 0), value)
+
+
+def with_last(table: Tensor, value: int) -> Tensor:
+    """Put a value behind those of a table [B, X]: [B, X + 1]."""
+    return torch.constant_pad_nd(table, (0, 1), value)
 
 
 def children(parents: Tensor) -> Tensor:
@@ -205,14 +209,14 @@ def children(parents: Tensor) -> Tensor:
 
 def ancestors(parents: Tensor, depth: int) -> Tensor:
     """Return [B, N, N] bool from parents [B, N]: whether m (last) is n or an ancestor of n."""
-    nodes = parents.shape[1]
-    # Each node reaches itself and its parent. So does the root, as if it were its own parent.
-    reached = torch.eye(nodes, dtype=torch.float32, device=parents.device).repeat(len(parents), 1, 1)
-    reached.scatter_(2, parents.clamp(min=0)[:, :, None], 1.0)
-    # Every product doubles the steps, and `depth` steps reach every root.
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    above = parents.clamp(min=0)  # as if the root were its own parent
+    reached = (above[:, :, None] == nodes) | (nodes[:, None] == nodes)  # itself and its parent
+    # Every pass doubles the steps, and `depth` steps reach every root.
     for _ in range(max(depth - 1, 0).bit_length()):
-        reached = (reached @ reached).clamp_(max=1.0)
-    return reached > 0
+        reached = reached | reached.gather(1, above[:, :, None].expand_as(reached))
+        above = above.gather(1, above)
+    return reached
 
 
 def visible_slots(lengths: Tensor, slots: Tensor, relation: Tensor, view: int) -> Tensor:

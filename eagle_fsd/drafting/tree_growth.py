@@ -128,14 +128,15 @@ class BeamDrafter:
             log_qs.append(log_q)
             beams.append(beam)
 
+            if level + 1 == depth:
+                break
             # A stable sort, and not topk, so that equal scores are taken in one order on every machine.
             scores, picked = (x[:, :top_k] for x in flat_scores.sort(dim=1, descending=True, stable=True))
             columns = flat_columns.gather(1, picked)
             # Level 1 has top_k candidates, and each level below it top_k**2.
             beam = picked + (top_k + (level - 1) * top_k**2)
             parent = (picked // top_k + first_of_row).flatten()  # [B * K], of the beams of all rows
-            parents = states.flatten(0, 1).index_select(0, parent).unflatten(0, (batch, top_k))
-            seen = visible.flatten(0, 1).index_select(0, parent).unflatten(0, (batch, top_k))
+            parents, seen = (x.flatten(0, 1).index_select(0, parent).view_as(x) for x in (states, visible))
 
         expanded = torch.cat([torch.full_like(columns[:, :1], -1), *beams], dim=1)  # [B, E], -1 is the root
         parents = expanded.repeat_interleave(top_k, dim=1)  # [B, C], each has top_k children

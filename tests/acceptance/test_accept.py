@@ -245,6 +245,8 @@ RULES: dict[str, AcceptanceRule] = {
     "lossless": Lossless(),
     "T = 0": Fuzzy(threshold=0.0),
     "T = inf": Fuzzy(threshold=INF, divergence="reverse_kl"),
+    "two consecutive": replace(FUZZY, threshold=INF, mode="paper", max_consecutive=2),
+    "two consecutive, prefix": replace(FUZZY, threshold=INF, max_consecutive=2, exact_prefix=3),
     "never fuzzy": replace(FUZZY, max_consecutive=0),
     "only p = max p": replace(FUZZY, threshold=INF, min_p=1.0),
     **{f"{name} 0.4": Fuzzy(threshold=0.4, divergence=name) for name in DIVERGENCES},
