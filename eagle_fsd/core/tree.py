@@ -46,6 +46,19 @@ class DraftTree:
         """The number of nodes that this step might have had. It draws random numbers for that many nodes."""
         return max(self.most, self.tokens.shape[1])
 
+    def filled_up(self) -> DraftTree:
+        """Return the trees with fillers up to the most nodes: a runtime may pay for every other shape."""
+        more = self.largest - self.tokens.shape[1]
+        if not more:
+            return self
+        return replace(
+            self,
+            tokens=torch.cat((self.tokens, self.tokens[:, :1].expand(-1, more)), dim=1),
+            parents=torch.constant_pad_nd(self.parents, (0, more), -1),
+            depths=torch.constant_pad_nd(self.depths, (0, more), 0),
+            columns=None if self.columns is None else torch.constant_pad_nd(self.columns, (0, more), 0),
+        )
+
     def select(self, rows: Sequence[int]) -> DraftTree:
         """Return the trees of these rows of the batch."""
         index = list(rows)

@@ -7,11 +7,13 @@ This module knows tensors and token ids, and neither files nor the head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.packed_linear import PackedLinear, take_rows
 
 
@@ -32,18 +34,25 @@ class DraftVocabulary:
     """A target's embeddings and lm_head for a head that drafts only the tokens token_ids [K].
 
     dtype: the head's; None means the target's. The K rows of lm_head are copied once, to the device that
-    holds the features, so that each draft forward reads one block of memory.
+    holds the features, so that each draft forward reads one block of memory. runtime: multiplies with them.
     """
 
-    def __init__(self, target: TargetVocabulary, token_ids: Tensor, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        target: TargetVocabulary,
+        token_ids: Tensor,
+        dtype: torch.dtype | None = None,
+        runtime: OpenVINO | None = None,
+    ) -> None:
         self.target = target
         self.token_ids = token_ids
-        self.lm_head: nn.Linear | None = None
+        self.lm_head: Callable[[Tensor], Tensor] | None = None
         # Rows are copied only from a plain linear layer. Any other lm_head (quantised, adapted) may compute
         # more than a product with its rows, so it runs whole and its logits are indexed.
         whole = target.lm_head
         if isinstance(whole, nn.Linear) and type(whole) in (nn.Linear, PackedLinear):
-            self.lm_head = take_rows(whole, token_ids, target.device, dtype)
+            rows = take_rows(whole, token_ids, target.device, dtype)
+            self.lm_head = rows if runtime is None else runtime.product("draft_lm_head", rows.weight, rows.bias)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [..., d] of tokens [...] of the whole vocabulary: the head reads all of them."""

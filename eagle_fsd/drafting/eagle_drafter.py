@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
@@ -26,6 +26,10 @@ from eagle_fsd.drafting.tree_growth import BeamDrafter, slots_per_row
 from eagle_fsd.files.fingerprints import digest_tensors
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.runtime.openvino.block_cache import BlockCache
+from eagle_fsd.runtime.openvino.network import Layout, Network
+from eagle_fsd.runtime.openvino.traced_attention import attend_blocks
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 EXTEND_CHUNK = 512  # pairs per forward while a prompt is read: bounds the mask to chunk x context
@@ -49,16 +53,21 @@ class Verifier(TargetVocabulary, Protocol):
     device: torch.device
     hidden_size: int
     vocab_size: int
+    runtime: OpenVINO | None
 
 
 @dataclass(frozen=True)
 class EagleSpec:
-    """A way to draft with one head. vocabulary: turns the head's features into logits."""
+    """A way to draft with one head.
+
+    vocabulary: turns the head's features into logits. graph: computes the head instead of torch.
+    """
 
     head: DraftHead
     vocabulary: Vocabulary
     device: torch.device
     stepper: Stepper = EAGER
+    graph: Network | None = None
     name: str = "eagle"
 
     @classmethod
@@ -66,8 +75,9 @@ class EagleSpec:
         """Return the spec that drafts for this target with a head on the same device."""
         vocabulary: Vocabulary = target
         if head.draft_tokens is not None:
-            vocabulary = DraftVocabulary(target, head.draft_tokens, head.fc.weight.dtype)
-        return cls(head, vocabulary, target.device, target.stepper)
+            vocabulary = DraftVocabulary(target, head.draft_tokens, head.fc.weight.dtype, target.runtime)
+        graph = None if target.runtime is None else head_graph(head, target.runtime)
+        return cls(head, vocabulary, target.device, target.stepper, graph)
 
     @property
     def network(self) -> DraftHead:
@@ -87,8 +97,13 @@ class EagleSpec:
         return digest_tensors([*self.head.parameters(), *self.head.buffers()])
 
     def make(self, batch: int, tokens: int, tree: TreeConfig) -> BeamDrafter:
-        cache = KVCache(batch, slots_per_row(tokens, tree), self.device, self.stepper.view)
-        return BeamDrafter(EaglePredictor(self.head, self.vocabulary, cache, self.stepper), self.stepper)
+        slots = slots_per_row(tokens, tree)
+        if self.graph is None:
+            cache = KVCache(batch, slots, self.device, self.stepper.view)
+        else:
+            cache = BlockCache(batch, slots, cache_members(self.head))
+        predictor = EaglePredictor(self.head, self.vocabulary, cache, self.stepper, self.graph)
+        return BeamDrafter(predictor, self.stepper)
 
 
 class EaglePredictor:
@@ -97,9 +112,15 @@ class EaglePredictor:
     needs = Needs(features=True)
 
     def __init__(
-        self, head: DraftHead, vocabulary: Vocabulary, cache: KVCache, stepper: Stepper = EAGER
+        self,
+        head: DraftHead,
+        vocabulary: Vocabulary,
+        cache: KVCache,
+        stepper: Stepper = EAGER,
+        graph: Network | None = None,
     ) -> None:
         self.head = head
+        self.graph = graph
         self.vocabulary = vocabulary
         self.cache = cache
         self.drafted = head.draft_tokens
@@ -162,7 +183,35 @@ class EaglePredictor:
             return grouped_attention(q, *self.cache.update(k, v, layer_idx=0), visible[:, None])
 
         dtype = self.head.fc.weight.dtype
+        if self.graph is not None:
+            assert isinstance(self.cache, BlockCache)
+            inputs = (features.float(), self.vocabulary.embed(tokens).float(), positions)
+            return self.graph(inputs, [visible], self.cache)
         return self.head(features.to(dtype), self.vocabulary.embed(tokens).to(dtype), positions, attend)
+
+
+def cache_members(head: DraftHead) -> list[tuple[int, int]]:
+    """Return the sizes of the head's keys and values; see BlockCache."""
+    return [(head.config.num_key_value_heads, head.config.head_dim)] * 2
+
+
+def head_graph(head: DraftHead, runtime: OpenVINO) -> Network:
+    """Compile a head. The graph takes features and embeddings [B, n, d] and positions [B, n]."""
+
+    def work(
+        inputs: Sequence[Tensor], masks: Sequence[Tensor], blocks: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        new = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            new.append((k, v))
+            return attend_blocks(q, k, v, *blocks[0], masks[0], head.config.head_dim**-0.5)
+
+        return head(*inputs, attend), new
+
+    rows = torch.zeros(1, 3, head.config.hidden_size)
+    layout = Layout((rows, rows, torch.arange(3)[None]), 1, cache_members(head))
+    return runtime.network("head", head, work, layout, asdict(head.config))
 
 
 def pair_prompts(seen: Seen) -> tuple[Tensor, Tensor, list[int]]:

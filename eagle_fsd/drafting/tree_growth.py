@@ -58,6 +58,7 @@ class BeamDrafter:
         self.needs = predictor.needs
         self.root_states = torch.zeros(self.cache.rows, predictor.width, device=self.cache.device)
         self._grow = stepper.wrap(self.grow, self.cache)
+        self._whole_trees = stepper.records
 
     @property
     def rows(self) -> int:
@@ -72,7 +73,8 @@ class BeamDrafter:
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
         """Propose a tree below roots [B]."""
         self.cache.reserve(slots_for_beams(config))
-        return self._grow(roots, self.root_states, config)
+        tree = self._grow(roots, self.root_states, config)
+        return tree.filled_up() if self._whole_trees else tree
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -25,6 +26,7 @@ from eagle_fsd.target.hf_attention import private_copy
 BLOCKWISE = "eagle_fsd_blocks"  # our traced attention's name among Hugging Face's
 UNKNOWN = ("position_bias", "cache")  # arguments that ours does not support
 REMEDY = "use runtime torch"
+CONVERTER = f"transformers {transformers.__version__}"
 
 
 class TracedCache:
@@ -127,8 +129,9 @@ class GraphDecoder:
             layout = Layout((self.embeddings(token), torch.arange(3)[None]), len(self.kinds), self.members)
         head = model.get_output_embeddings()
         try:
-            self._decoder = runtime.network(decoder, work, layout)
-            self._lm_head = runtime.product(head.weight, head.bias)
+            made_of = [CONVERTER, decoder.config.to_json_string(use_diff=False), self.kinds]
+            self._decoder = runtime.network("decoder", decoder, work, layout, made_of)
+            self._lm_head = runtime.product("lm_head", head.weight, head.bias)
         except Exception as error:  # the tracer's errors have no common base
             raise ValueError(
                 f"target is a {model.config.model_type!r} model, which cannot be converted for OpenVINO "

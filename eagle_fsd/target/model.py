@@ -75,6 +75,11 @@ class TargetModel:
         return self.model.dtype
 
     @property
+    def runtime(self) -> OpenVINO | None:
+        """What computes instead of torch; None: torch does."""
+        return None if self.graphs is None else self.graphs.runtime
+
+    @property
     def weight_format(self) -> str:
         """The format of the weights that forwards multiply with: a dtype, "int8" or "packed"."""
         dtype = str(self.dtype).removeprefix("torch.")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.core.checks import require_choice
 from eagle_fsd.runtime.openvino import library
+from eagle_fsd.runtime.openvino.graph_store import find_or_make
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product, Traceable, trace
 from eagle_fsd.runtime.openvino.weight_formats import (
     BFLOAT16,
@@ -35,19 +36,24 @@ class OpenVINO:
     weight_format: str
     packed: Encoder | None = None
     weight_bytes: int = 0
-    rounded: dict[str, int] = field(default_factory=lambda: {"products": 0, "weights": 0})
 
     def __post_init__(self) -> None:
         require_choice("weight_format", self.weight_format, FORMATS)
         library.require()
 
-    def network(self, module: nn.Module, work: Traceable, layout: Layout) -> Network:
-        """Trace and compile a network on blocks; see network.trace."""
-        return Network(self._compile(trace(module, work, layout)), layout.masks)
+    def network(self, name: str, module: nn.Module, work: Traceable, layout: Layout, made_of: object) -> Network:
+        """Trace and compile a network on blocks; see network.trace.
 
-    def product(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+        name: for people. made_of: what the graph depends on beside the module's weights.
+        """
+        weights = [*module.parameters(), *module.buffers()]
+        parts = [made_of, layout.masks, layout.members, [list(one.shape[2:]) for one in layout.inputs]]
+        return Network(self._compile(name, weights, parts, lambda: trace(module, work, layout)), layout.masks)
+
+    def product(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Compile the product with a weight [out, in]."""
-        return Product(self._compile(product_model(weight, bias)))
+        weights = [weight] if bias is None else [weight, bias]
+        return Product(self._compile(name, weights, None, lambda: product_model(weight, bias)))
 
     def encode(self, weight: Any) -> Blocks | None:
         """Return a weight's blocks in this format; None if it stays as it is."""
@@ -57,13 +63,19 @@ class OpenVINO:
             return self.packed(weight)
         return None
 
-    def _compile(self, model: Any) -> Any:
+    def _compile(self, name: str, weights: Sequence[Tensor], parts: object, make: Callable[[], Any]) -> Any:
         few_bits = self.weight_format in (INT8, PACKED)
-        if few_bits:
-            compress(model, self.encode)
-        self.weight_bytes += sum(constant.get_byte_size() for constant in constants(model))
+
+        def make_graph() -> Any:
+            graph = make()
+            if few_bits:
+                compress(graph, self.encode)
+            return graph
+
+        graph, folder = find_or_make(name, weights, [self.weight_format, parts], make_graph)
+        self.weight_bytes += sum(constant.get_byte_size() for constant in constants(graph))
         precision = "bf16" if self.weight_format == BFLOAT16 else "f32"
-        return library.compile_graph(model, precision, few_bits)
+        return library.compile_graph(graph, precision, few_bits, folder)
 
 
 def constants(model: Any) -> Sequence[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,13 +42,16 @@ def version() -> str:
     return str(openvino.__version__)
 
 
-def compile_graph(model: Any, precision: str, rounded_activations: bool) -> Any:
-    """Compile an openvino.Model for this processor.
+def compile_graph(model: Any, precision: str, rounded_activations: bool, folder: Path | None = None) -> Any:
+    """Compile an openvino.Model for this processor, or read its compiled form from a folder that has it.
 
     precision: "f32" or "bf16", of products and activations. rounded_activations: let products with weights of
     few bits round their other factor to 8 bits.
     """
-    return core().compile_model(model, "CPU", settings(precision, rounded_activations))
+    config = settings(precision, rounded_activations)
+    if folder is not None:
+        config["CACHE_DIR"] = str(folder)
+    return core().compile_model(model, "CPU", config)
 
 
 def settings(precision: str, rounded_activations: bool) -> dict[str, Any]:

@@ -1,0 +1,139 @@
+"""Converted graphs on disk, in the user's cache in `graphs/`: one folder each, named by what it was made from.
+
+The name is a digest of the network's weights, its shape, the weight format and the releases that took part. A
+folder appears whole or not at all. Compiled forms for this processor are beside the graph; OpenVINO checks
+what they are of. Nothing here is an error for the user: without a usable folder the graph is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.files.atomic import cache_folder
+from eagle_fsd.runtime.openvino import library
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "graphs"
+VERSION = 1  # of the traced code
+MOST = 8 * 2**30  # bytes of all folders together; the least recently used go first
+OFF = "EAGLE_FSD_NO_WEIGHTS_CACHE"  # set to anything but 0, nothing is read or kept
+GRAPH = "graph.xml"
+
+
+def root_folder() -> Path:
+    return cache_folder() / FOLDER
+
+
+def folders() -> list[Path]:
+    """Return all kept folders, the least recently used first."""
+    try:
+        found = [path for path in root_folder().iterdir() if (path / GRAPH).is_file()]
+        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+    except (OSError, RuntimeError):  # nothing is kept yet, or there is no home folder
+        return []
+
+
+def folder_size(folder: Path) -> int:
+    """Return the total bytes of the files in a folder."""
+    with contextlib.suppress(OSError):
+        return sum(path.stat().st_size for path in folder.rglob("*"))
+    return 0
+
+
+def clear() -> None:
+    """Delete everything that is kept."""
+    with contextlib.suppress(RuntimeError):
+        shutil.rmtree(root_folder(), ignore_errors=True)
+
+
+def find_or_make(name: str, tensors: Iterable[Tensor], parts: object, make: Callable[[], Any]) -> tuple[Any, Path | None]:
+    """Return a graph, read from disk if it is kept there, and the folder for its compiled form.
+
+    name: for people. tensors: the network's weights. parts: what else the graph depends on. make: makes it.
+    """
+    if os.environ.get(OFF, "0") not in ("", "0"):
+        return read_back(make()), None
+    key = digest(tensors, [name, parts, VERSION, library.version(), torch.__version__])
+    folder = root_folder() / f"{name}-{key}"
+    with contextlib.suppress(OSError, RuntimeError):
+        if (folder / GRAPH).is_file():
+            os.utime(folder, ns=(time.time_ns(),) * 2)
+            return library.core().read_model(folder / GRAPH), folder
+    made = make()
+    try:
+        keep(made, folder)
+        return library.core().read_model(folder / GRAPH), folder
+    except (OSError, RuntimeError) as error:
+        logger.info("the graph %s is not kept: %s", folder.name, one_line(error, 200))
+        return read_back(made), None
+
+
+def keep(graph: Any, folder: Path) -> None:
+    """Save a graph in a folder that appears whole or not at all."""
+    import openvino
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+    try:
+        partial.mkdir()
+        openvino.save_model(graph, partial / GRAPH, compress_to_fp16=False)
+        if not folder.exists():
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    make_room(folder)
+
+
+def make_room(newest: Path) -> None:
+    """Delete the least recently used folders until the rest is within MOST; the newest always stays."""
+    kept = [folder for folder in folders() if folder != newest]
+    total = sum(map(folder_size, [*kept, newest]))
+    for folder in kept:
+        if total > MOST:
+            total -= folder_size(folder)
+            hidden = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+            with contextlib.suppress(OSError):
+                folder.rename(hidden)  # so that nobody finds half of it
+                shutil.rmtree(hidden, ignore_errors=True)
+
+
+def read_back(graph: Any) -> Any:
+    """Write a graph and read it again: only then are its constants folded, and more of it is fused."""
+    import openvino
+
+    with tempfile.TemporaryDirectory() as folder:
+        openvino.save_model(graph, Path(folder) / GRAPH, compress_to_fp16=False)
+        weights = (Path(folder) / GRAPH).with_suffix(".bin").read_bytes()
+        text = (Path(folder) / GRAPH).read_text(encoding="utf-8")
+        return library.core().read_model(text, openvino.Tensor(bytearray_tensor(weights)))
+
+
+def bytearray_tensor(data: bytes) -> Any:
+    import numpy as np
+
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def digest(tensors: Iterable[Tensor], parts: object) -> str:
+    """Return a digest of all values of the tensors and of the parts."""
+    found = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        found.update(memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()))
+    return found.hexdigest()[:24]
