@@ -46,6 +46,7 @@ setup(
         "harness": ["lm-eval>=0.4.12", "tqdm>=4.66.3"],
         # eval/speed.py's method llama.cpp. It compiles from source, so no other extra includes it.
         "peers": ["llama-cpp-python>=0.3.36"],
+        "openvino": ["openvino>=2026.4"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.6.1", "ruff>=0.9", "mypy>=2", "scipy>=1.11"),

@@ -90,6 +90,8 @@ class EagleFSD:
         graphs: bool = True,
         full_vocabulary: bool = False,
         weights_cache: bool = True,
+        runtime: str = "auto",
+        weight_format: str | None = None,
     ) -> EagleFSD:
         """Load a target and its head.
 
@@ -100,7 +102,10 @@ class EagleFSD:
         blocked copy of the weights if a short measurement finds it faster; not with a device_map. graphs: on
         CUDA, record the parts of a step as CUDA graphs when they come a second time; not with a device_map.
         full_vocabulary: draft over all of the target's tokens, even if the head has a list of frequent ones.
-        weights_cache: keep the converted weights of a .gguf file on disk for the next time.
+        weights_cache: keep the converted weights of a .gguf file, and graphs, on disk for the next time.
+        weight_format: "float32", "bfloat16", "int8" or "packed", which keeps a .gguf file's own blocks; None
+        means dtype. int8 and packed also round activations. runtime: "torch", "openvino" (on a CPU, with the
+        extra of that name), or "auto", the faster one that has the format, measured once on each machine.
         Raises ValueError for anything that is missing, does not fit or is not supported.
         """
         pair = load_pair(
@@ -116,6 +121,8 @@ class EagleFSD:
             graphs=graphs,
             full_vocabulary=full_vocabulary,
             weights_cache=weights_cache,
+            runtime=runtime,
+            weight_format=weight_format,
         )
         drafts_in = pair.head.fc.weight.dtype
         names = (pair.base_model, pair.ea_model)
@@ -128,6 +135,16 @@ class EagleFSD:
     @property
     def device(self) -> torch.device:
         return self.target.device
+
+    @property
+    def runtime(self) -> str:
+        """What computes target and head: "torch" or "openvino"."""
+        return "torch" if self.target.runtime is None else self.target.runtime.name
+
+    @property
+    def weight_format(self) -> str:
+        """The format of the target's weights: a dtype, "int8" or "packed"."""
+        return self.target.weight_format
 
     @property
     def draft_vocab_size(self) -> int | None:

@@ -205,6 +205,8 @@ def load_model(args: Namespace) -> EagleFSD:
         graphs=args.graphs,
         full_vocabulary=args.full_vocabulary,
         weights_cache=args.weights_cache,
+        runtime=args.runtime,
+        weight_format=args.weight_format,
     )
 
 

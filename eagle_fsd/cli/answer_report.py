@@ -18,7 +18,8 @@ STATS_KEYS = (
 )  # fmt: skip
 JSON_KEYS = (
     "text", "prompt_tokens", "token_ids", "new_tokens", *STATS_KEYS, "finish_reason",
-    "threshold", "divergence", "mode", "base_model", "ea_model", "dtype", "device", "tree", "seed",
+    "threshold", "divergence", "mode", "base_model", "ea_model", "dtype", "runtime",
+    "weight_format", "device", "tree", "seed",
 )  # fmt: skip
 
 
@@ -80,6 +81,8 @@ def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
         "base_model": model.base_model,
         "ea_model": model.ea_model,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "runtime": model.runtime,
+        "weight_format": model.weight_format,
         "device": str(model.device),
         "tree": answer.tree,
         "seed": answer.seed,

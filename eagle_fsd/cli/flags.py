@@ -90,6 +90,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--trust-remote-code", action="store_true", help="let a Hub model run its own code")
     group.add_argument(
+        "--runtime",
+        choices=("auto", "torch", "openvino"),
+        default="auto",
+        help="what computes on a CPU: torch, openvino (pip install \"eagle-fsd[openvino]\"), or the faster of "
+        "them for this format, measured once (default: auto)",
+    )
+    group.add_argument(
+        "--weight-format",
+        choices=("float32", "bfloat16", "int8", "packed"),
+        help="how the target's weights are kept. int8: rounded to 8 bits. packed: a .gguf file's own blocks. "
+        "Both round activations too, and need openvino (default: --dtype)",
+    )
+    group.add_argument(
         "--no-pack",
         dest="pack",
         action="store_false",

@@ -110,8 +110,8 @@ class Candidates:
     depths: Tensor
 
 
-def root_only(roots: Tensor, vocab_size: int) -> DraftTree:
-    """Return the tree of plain decoding, which has the roots [B] and no other node."""
+def root_only(roots: Tensor, vocab_size: int, most: int = 0) -> DraftTree:
+    """Return the tree of plain decoding, which has the roots [B] and no other node. most: see DraftTree."""
     tokens = roots[:, None]
     zeros = torch.zeros_like(tokens)
     return DraftTree(
@@ -121,6 +121,7 @@ def root_only(roots: Tensor, vocab_size: int) -> DraftTree:
         log_q=torch.empty(len(roots), 0, vocab_size, device=roots.device),
         owners=torch.empty(len(roots), 0, dtype=torch.int64, device=roots.device),
         depth=0,
+        most=most,
     )
 
 

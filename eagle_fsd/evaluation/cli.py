@@ -35,6 +35,8 @@ def model_parser(description: str | None, dtype: str | None = None) -> argparse.
     add("--device", help="default: CUDA where there is one, else the CPU")
     add("--no-pack", dest="pack", action="store_false", help="leave the linear layers as they are")
     add("--no-graphs", dest="graphs", action="store_false", help="on CUDA, record no CUDA graphs")
+    add("--runtime", default="auto", help="torch, openvino, or auto, the faster one (default: auto)")
+    add("--weight-format", help="float32, bfloat16, int8 or packed (default: the dtype)")
     add("--full-vocabulary", action="store_true", help="draft over all tokens, whatever the head's list")
     return parser
 
@@ -53,7 +55,7 @@ def parser_of(description: str | None, dtype: str | None = None) -> argparse.Arg
 
 def load_engine(arguments: argparse.Namespace) -> EagleFSD:
     """Load the target and head that a parser's arguments name."""
-    names = ("dtype", "head_dtype", "device", "pack", "graphs", "full_vocabulary")
+    names = ("dtype", "head_dtype", "device", "pack", "graphs", "full_vocabulary", "runtime", "weight_format")
     options = {name: getattr(arguments, name) for name in names}
     return EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, **options)
 

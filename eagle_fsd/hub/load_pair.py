@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.core.devices import resolve_device, resolve_dtype
 from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.hub.choose_runtime import AUTO, TORCH, plan_runtime, settle
 from eagle_fsd.hub.resolve import load_head, load_target, resolve_head, resolve_target
 from eagle_fsd.runtime.cuda_graphs import cuda_recorder
 from eagle_fsd.runtime.matmul_backends import find_fastest_backend
+from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.runtime.openvino.gguf_blocks import GGUFBlocks
+from eagle_fsd.runtime.openvino.weight_formats import PACKED
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.model import TargetModel
@@ -44,31 +49,51 @@ def load_pair(
     graphs: bool,
     full_vocabulary: bool,
     weights_cache: bool,
+    runtime: str,
+    weight_format: str | None,
 ) -> Pair:
     """Load a target and its head; see EagleFSD.from_pretrained."""
     # First the checks that are faster than a download.
+    place, movable = resolve_device(device), device_map is not None
     if head_dtype is not None:
-        head_dtype = resolve_dtype(head_dtype, resolve_device(device))
+        head_dtype = resolve_dtype(head_dtype, place)
     head_source = resolve_head(ea_model, base_model)
     source = resolve_target(base_model, trust_remote_code=trust_remote_code)
-    model, tokenizer = load_target(
+    plan = plan_runtime(runtime, weight_format, dtype, place, movable, source.gguf_file is not None)
+    load = functools.partial(
+        load_target,
         source,
-        dtype=dtype,
         device=device,
         device_map=device_map,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         weights_cache=weights_cache,
     )
-    movable = device_map is not None  # a packed layer that moves would be packed again each time
-    backend = find_fastest_backend(model) if pack and not movable else None
-    pack_linears(model, backend)
-    records = graphs and not movable and model.device.type == "cuda"
-    target = TargetModel(model, Graphs(cuda_recorder(model.device)) if records else EAGER)
+    model, tokenizer = load(dtype=plan.dtype)
+
+    def on_torch() -> TargetModel:
+        # A packed layer that moves would be packed again each time.
+        pack_linears(model, find_fastest_backend(model) if pack and not movable else None)
+        records = graphs and not movable and model.device.type == "cuda"
+        return TargetModel(model, Graphs(cuda_recorder(model.device)) if records else EAGER)
+
+    def on_openvino() -> TargetModel:
+        whole = model if plan.dtype == torch.float32 else load(dtype=torch.float32)[0]
+        own = None
+        if plan.weight_format == PACKED:
+            assert source.gguf_file is not None
+            own = GGUFBlocks(source.folder / source.gguf_file)
+        return TargetModel(whole, runtime=OpenVINO(plan.weight_format, own))
+
+    if plan.runtime == AUTO:
+        target = settle(plan, model, on_torch, on_openvino)
+    else:
+        target = on_torch() if plan.runtime == TORCH else on_openvino()
     head = load_head(
         head_source, target.hidden_size, target.vocab_size, head_dtype or target.dtype, target.device
     )
     if full_vocabulary:
         head.restrict(None)
-    pack_linears(head, backend)
+    if target.runtime is None:
+        pack_linears(head, find_fastest_backend(target.model) if pack and not movable else None)
     return Pair(target, head, tokenizer, source.name, head_source.name, head_source.folder)

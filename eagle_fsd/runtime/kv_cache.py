@@ -41,6 +41,11 @@ class KVCache:
         self.row_lengths = [0] * batch
         self.lengths = self._all_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that keys and values have been given, used or not."""
+        return sum(buffer.nbytes for layer in self.layers.values() for buffer in layer)
+
     @torch.inference_mode()
     def reset(self, limit: int | None = None) -> None:
         """Forget the texts and make all rows ready for new ones, which need at most `limit` slots each."""

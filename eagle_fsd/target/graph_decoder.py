@@ -127,7 +127,7 @@ class GraphDecoder:
         token = torch.zeros(1, 3, dtype=torch.int64)
         with torch.inference_mode():
             layout = Layout((self.embeddings(token), torch.arange(3)[None]), len(self.kinds), self.members)
-        head = model.get_output_embeddings()
+        head, before = model.get_output_embeddings(), runtime.weight_bytes
         try:
             made_of = [CONVERTER, decoder.config.to_json_string(use_diff=False), self.kinds]
             self._decoder = runtime.network("decoder", decoder, work, layout, made_of)
@@ -137,6 +137,7 @@ class GraphDecoder:
                 f"target is a {model.config.model_type!r} model, which cannot be converted for OpenVINO "
                 f"({one_line(error, 200)}): its layers must call Hugging Face's attention; {REMEDY}"
             ) from error
+        self.weight_bytes = runtime.weight_bytes - before
 
     def new_cache(self, batch: int, capacity: int) -> BlockCache:
         return BlockCache(batch, capacity, self.members)

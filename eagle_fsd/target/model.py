@@ -107,6 +107,8 @@ class TargetModel:
     @property
     def weight_bytes(self) -> int:
         """The bytes of the weights that a forward reads."""
+        if self.graphs is not None:
+            return self.graphs.weight_bytes
         return sum(weight.nbytes for weight in self._weights_read())
 
     def _weights_read(self) -> list[Tensor]:

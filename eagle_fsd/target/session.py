@@ -53,7 +53,7 @@ class TargetSession:
     @property
     def cache_bytes(self) -> int:
         """The bytes that keys and values have been given, used or not."""
-        return sum(buffer.nbytes for layer in self.cache.layers.values() for buffer in layer)
+        return self.cache.nbytes
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         """Run and commit the first lengths[row] of right-padded tokens [B, L]; return features [B, L, d].

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from eagle_fsd.runtime.openvino.weight_formats import (
     round_to_int8,
 )
 
+DRAFT = ("head", "draft_lm_head")  # the names of networks that only draft
+
 
 @dataclass
 class OpenVINO:
@@ -36,6 +39,7 @@ class OpenVINO:
     weight_format: str
     packed: Encoder | None = None
     weight_bytes: int = 0
+    name: ClassVar[str] = "openvino"
 
     def __post_init__(self) -> None:
         require_choice("weight_format", self.weight_format, FORMATS)
@@ -55,12 +59,16 @@ class OpenVINO:
         weights = [weight] if bias is None else [weight, bias]
         return Product(self._compile(name, weights, None, lambda: product_model(weight, bias)))
 
-    def encode(self, weight: Any) -> Blocks | None:
-        """Return a weight's blocks in this format; None if it stays as it is."""
+    def encode(self, weight: np.ndarray, draft: bool = False) -> Blocks | None:
+        """Return a weight's blocks in this format; None if it stays as it is.
+
+        draft: whether it is a draft head's, which no file has in blocks and which needs not be exact.
+        """
         if self.weight_format == INT8:
             return round_to_int8(weight)
-        if self.weight_format == PACKED and self.packed is not None:
-            return self.packed(weight)
+        if self.weight_format == PACKED:
+            own = None if self.packed is None else self.packed(weight)
+            return round_to_int8(weight) if own is None and draft else own
         return None
 
     def _compile(self, name: str, weights: Sequence[Tensor], parts: object, make: Callable[[], Any]) -> Any:
@@ -69,7 +77,7 @@ class OpenVINO:
         def make_graph() -> Any:
             graph = make()
             if few_bits:
-                compress(graph, self.encode)
+                compress(graph, functools.partial(self.encode, draft=name in DRAFT))
             return graph
 
         graph, folder = find_or_make(name, weights, [self.weight_format, parts], make_graph)

@@ -1,0 +1,146 @@
+"""Which runtime computes a target, and in which weight format: checked early, and measured where it is open."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from eagle_fsd.core.checks import require_choice
+from eagle_fsd.core.devices import resolve_dtype
+from eagle_fsd.core.tree import root_only
+from eagle_fsd.files.provenance import cores, processor
+from eagle_fsd.files.records import BACKENDS_FILE, recall, record_key, remember
+from eagle_fsd.runtime.openvino import library
+from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16, FLOAT32, FORMATS, INT8, PACKED
+from eagle_fsd.runtime.timing import BUSY, Call, disagreement, time_in_turn
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
+
+logger = logging.getLogger(__name__)
+
+AUTO, TORCH, OPENVINO = "auto", "torch", "openvino"
+RUNTIMES = (AUTO, TORCH, OPENVINO)
+USUAL = "EAGLE_FSD_RUNTIME"  # the environment variable that names the runtime where auto is asked for
+LEAST = 2**26  # weights of a model below which there is little to gain: torch computes it, without a measurement
+NODES, CONTEXT = (1, 8), 256  # what is timed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a target is computed. runtime: AUTO if it is still to be measured. dtype: of the torch model."""
+
+    runtime: str
+    weight_format: str
+    dtype: torch.dtype
+
+
+def plan_runtime(
+    runtime: str,
+    weight_format: str | None,
+    dtype: torch.dtype | str | None,
+    device: torch.device,
+    movable: bool,
+    gguf: bool,
+) -> Plan:
+    """Return how a target is computed, by what was asked for. Raises ValueError if that cannot be.
+
+    movable: whether a device_map places it. gguf: whether it comes from a .gguf file.
+    """
+    require_choice("runtime", runtime, RUNTIMES)
+    if weight_format is not None:
+        require_choice("weight_format", weight_format, FORMATS)
+    if runtime == AUTO and (usual := os.environ.get(USUAL)):
+        require_choice(USUAL, usual, RUNTIMES)
+        runtime = usual if weight_format not in (INT8, PACKED) else AUTO
+    plain = weight_format if weight_format in (FLOAT32, BFLOAT16) else None
+    if dtype is not None and weight_format is not None and resolve_dtype(dtype, device) != resolve_dtype(
+        plain or FLOAT32, device
+    ):
+        raise ValueError(
+            f"dtype is {dtype} with weight_format {weight_format!r}: they must agree; leave dtype out"
+        )
+    wanted = resolve_dtype(plain or dtype, device)
+    name = weight_format or str(wanted).removeprefix("torch.")
+    here = device.type == "cpu" and not movable
+    few_bits = name in (INT8, PACKED)
+    if few_bits and runtime == TORCH:
+        raise ValueError(
+            f"weight_format is {name!r} with runtime torch: torch multiplies with plain weights here; use "
+            "runtime openvino"
+        )
+    if name == PACKED and not gguf:
+        raise ValueError(
+            "weight_format is 'packed': the target must be a .gguf file, whose own blocks are kept; use int8"
+        )
+    if (few_bits or runtime == OPENVINO) and not here:
+        raise ValueError(
+            f"runtime openvino is for a whole target on the CPU, not for device {str(device)!r}"
+            f"{' with a device_map' * movable}; use device cpu, or runtime torch without int8 or packed"
+        )
+    if few_bits or runtime == OPENVINO:
+        library.require()
+        if name not in FORMATS:
+            raise ValueError(f"dtype is {name!r} with runtime openvino: it must be float32 or bfloat16; use one")
+        return Plan(OPENVINO, name, torch.float32)
+    if runtime == TORCH or not here or name not in FORMATS or not library.is_installed():
+        return Plan(TORCH, name, wanted)
+    return Plan(AUTO, name, wanted)
+
+
+def settle(plan: Plan, model: PreTrainedModel, torch_target: Callable[[], TargetModel], graph_target: Callable[[], TargetModel]) -> TargetModel:
+    """Return the target on the runtime that is faster, measured once for models of these shapes, then remembered.
+
+    It is not remembered if the repeats disagree, as they do on a busy machine.
+    """
+    if model.num_parameters() < LEAST:
+        return torch_target()
+    shapes = [list(weight.shape) for weight in model.parameters()]
+    here = [processor(), cores(), torch.get_num_threads(), torch.__version__, library.version()]
+    key = record_key("runtime", here, plan.weight_format, shapes)
+    known = recall(key, str, BACKENDS_FILE)
+    if known == TORCH:
+        return torch_target()
+    try:
+        graphs = graph_target()
+    except ValueError as error:  # this model cannot be converted
+        logger.info("%s", error)
+        remember(key, TORCH, BACKENDS_FILE)
+        return torch_target()
+    if known == OPENVINO:
+        return graphs
+    plain = torch_target()
+    seconds, spread = time_forwards({TORCH: plain, OPENVINO: graphs})
+    found = min(seconds, key=seconds.__getitem__)
+    logger.info(
+        "runtime %s: torch takes %.1f ms for a small tree, OpenVINO %.1f",
+        *(found, 1e3 * seconds[TORCH], 1e3 * seconds[OPENVINO]),
+    )
+    if spread <= BUSY:
+        remember(key, found, BACKENDS_FILE)
+    return plain if found == TORCH else graphs
+
+
+@torch.inference_mode()
+def time_forwards(targets: dict[str, TargetModel]) -> tuple[dict[str, float], float]:
+    """Return the seconds that each target takes for forwards over NODES, and the repeats' median disagreement."""
+    calls = {}
+    for name, target in targets.items():
+        session = TargetSession(target, 1, CONTEXT + max(NODES))
+        length = min(CONTEXT, target.max_positions - max(NODES))
+        session.prefill(torch.zeros(1, length, dtype=torch.int64), [length])
+        root = torch.zeros(1, dtype=torch.int64)
+        for nodes in NODES:
+            tree = root_only(root, target.vocab_size, nodes).filled_up()
+            # In a session all trees have one size, so the change of sizes between two calls is not timed.
+            calls[name, nodes] = Call(lambda s=session, t=tree: s.verify(t), lambda s=session, t=tree: s.verify(t))
+    repeats = time_in_turn(calls, torch.device("cpu"))
+    seconds = {
+        name: sum(statistics.median(repeats[name, nodes]) for nodes in NODES) / len(NODES) for name in targets
+    }
+    return seconds, statistics.median(map(disagreement, repeats.values()))
