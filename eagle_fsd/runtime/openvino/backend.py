@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from eagle_fsd.core.checks import require_choice
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.graph_store import find_or_make
-from eagle_fsd.runtime.openvino.network import Layout, Network, Product, Traceable, trace
+from eagle_fsd.runtime.openvino.network import Layout, Network, Product, Traceable, trace, with_sizes
 from eagle_fsd.runtime.openvino.weight_formats import (
     BFLOAT16,
     FORMATS,
@@ -52,12 +52,21 @@ class OpenVINO:
         """
         weights = [*module.parameters(), *module.buffers()]
         parts = [made_of, layout.masks, layout.members, [list(one.shape[2:]) for one in layout.inputs]]
-        return Network(self._compile(name, weights, parts, lambda: trace(module, work, layout)), layout.masks)
+        graph, compile_graph = self._graph(name, weights, parts, lambda: trace(module, work, layout))
+        return Network(lambda sizes: compile_graph(with_sizes(graph, layout, sizes)), layout)
 
     def product(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Compile the product with a weight [out, in]."""
         weights = [weight] if bias is None else [weight, bias]
-        return Product(self._compile(name, weights, None, lambda: product_model(weight, bias)))
+        graph, compile_graph = self._graph(name, weights, None, lambda: product_model(weight, bias))
+
+        def compile_for(sizes: tuple[int, ...] | None) -> Any:
+            made = graph if sizes is None else graph.clone()
+            if sizes is not None:
+                made.reshape([*sizes, weight.shape[1]])
+            return compile_graph(made)
+
+        return Product(compile_for)
 
     def encode(self, weight: np.ndarray, draft: bool = False) -> Blocks | None:
         """Return a weight's blocks in this format; None if it stays as it is.
@@ -71,7 +80,10 @@ class OpenVINO:
             return round_to_int8(weight) if own is None and draft else own
         return None
 
-    def _compile(self, name: str, weights: Sequence[Tensor], parts: object, make: Callable[[], Any]) -> Any:
+    def _graph(
+        self, name: str, weights: Sequence[Tensor], parts: object, make: Callable[[], Any]
+    ) -> tuple[Any, Callable[[Any], Any]]:
+        """Return a graph in this format, made or read from disk, and the function that compiles it."""
         few_bits = self.weight_format in (INT8, PACKED)
 
         def make_graph() -> Any:
@@ -83,7 +95,7 @@ class OpenVINO:
         graph, folder = find_or_make(name, weights, [self.weight_format, parts], make_graph)
         self.weight_bytes += sum(constant.get_byte_size() for constant in constants(graph))
         precision = "bf16" if self.weight_format == BFLOAT16 else "f32"
-        return library.compile_graph(graph, precision, few_bits, folder)
+        return graph, lambda graph: library.compile_graph(graph, precision, few_bits, folder)
 
 
 def constants(model: Any) -> Sequence[Any]:

@@ -48,6 +48,7 @@ class BlockCache(KVCache):
 
     def reserve(self, width: int, offset: int = 0, exact: bool = False) -> None:
         super().reserve(width, offset)  # a view of whole blocks, whether it was to be exact or not
+        self.exact = exact
 
     def write(self, news: Sequence[Tensor]) -> None:
         """Write the keys and values of the tokens last placed: [M, B, H, n, D] for each size of heads."""

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache
 
+AGAIN = 3  # sizes that come as often as this get one
+MOST = 4  # such graphs of one network
 HIDDEN = torch.finfo(torch.float32).min  # the additive mask where nothing is seen
 
 # Gets the inputs, the masks by kind, and each layer's (keys, values) blocks; returns the output and each
@@ -87,21 +89,68 @@ def trace(network: nn.Module, work: Traceable, layout: Layout) -> Any:
     return model
 
 
+def with_sizes(model: Any, layout: Layout, sizes: tuple[int, ...] | None) -> Any:
+    """Return a copy of a traced model for one number of rows and of new tokens; the cache's size stays open."""
+    if sizes is None:
+        return model
+    batch, new = sizes
+    shapes = {}
+    for place, port in enumerate(model.inputs):
+        shape = port.get_partial_shape()
+        if place < len(layout.inputs) + layout.masks:
+            shape[0] = batch
+            shape[1 if place < len(layout.inputs) else 2] = new
+        else:
+            shape[1] = batch
+        shapes[place] = shape
+    made = model.clone()
+    made.reshape(shapes)
+    return made
+
+
 @dataclass
 class Request:
-    """One caller's use of a compiled network. blocks: the shape of the cache that it reads now."""
+    """One caller's use of a compiled network. bound: the buffers and the view that it reads now."""
 
     infer: Any
     bound: tuple[object, int] | None = None
     keep: list[Any] = field(default_factory=list)
 
 
-class Network:
-    """A compiled network on blocks. Several threads may call it, each with caches of its own."""
+class Variants:
+    """A graph compiled for open sizes, and for the sizes that come often.
 
-    def __init__(self, compiled: Any, masks: int) -> None:
-        self.compiled, self.masks = compiled, masks
-        self._requests: weakref.WeakKeyDictionary[BlockCache, Request] = weakref.WeakKeyDictionary()
+    A graph whose sizes are open takes half as long again as one of known sizes. So sizes that come AGAIN get
+    a graph of their own, as many as MOST; all others share one. compile_for: compiles for some sizes, or for
+    all if it is given None.
+    """
+
+    def __init__(self, compile_for: Callable[[tuple[int, ...] | None], Any]) -> None:
+        self.compile_for = compile_for
+        self.compiled: dict[tuple[int, ...] | None, Any] = {None: compile_for(None)}
+        self._seen: dict[tuple[int, ...], int] = {}
+        self._lock = threading.Lock()
+
+    def choose(self, sizes: tuple[int, ...]) -> Any:
+        """Return the compiled graph for these sizes, after compiling it if they came often enough."""
+        if sizes not in self.compiled and len(self.compiled) <= MOST:
+            with self._lock:
+                self._seen[sizes] = self._seen.get(sizes, 0) + 1
+                if self._seen[sizes] == AGAIN:
+                    self.compiled[sizes] = self.compile_for(sizes)
+        return self.compiled.get(sizes, self.compiled[None])
+
+
+class Network:
+    """A compiled network on blocks. Several threads may call it, each with caches of its own.
+
+    compile_for: compiles for (rows, new tokens); see Variants.
+    """
+
+    def __init__(self, compile_for: Callable[[tuple[int, ...] | None], Any], layout: Layout) -> None:
+        self.layout = layout
+        self.variants = Variants(compile_for)
+        self._requests: weakref.WeakKeyDictionary[BlockCache, dict[Any, Request]] = weakref.WeakKeyDictionary()
 
     def __call__(self, inputs: Sequence[Tensor], visible: Sequence[Tensor], cache: BlockCache) -> Tensor:
         """Run the network on new tokens, whose keys and values go to the slots that were placed.
@@ -109,7 +158,9 @@ class Network:
         visible: for each kind of mask, [B, n, S] bool, the slots in view that each new token sees, its own
         slot and those of other new tokens among them. Returns the output [B, n, ...].
         """
-        request = self._request(cache)
+        # Prompts have any length, so they never come often enough.
+        graph = self.variants.compiled[None] if cache.exact else self.variants.choose(tuple(inputs[0].shape[:2]))
+        request = self._request(cache, graph)
         masks = [split_mask(mask, cache.slots) for mask in visible]
         request.keep = [np.ascontiguousarray(tensor.detach().numpy()) for tensor in (*inputs, *masks)]
         for place, array in enumerate(request.keep):
@@ -122,12 +173,13 @@ class Network:
         cache.write(news)
         return torch.from_numpy(request.infer.get_output_tensor(0).data).clone()
 
-    def _request(self, cache: BlockCache) -> Request:
-        request = self._requests.get(cache)
+    def _request(self, cache: BlockCache, compiled: Any) -> Request:
+        requests = self._requests.setdefault(cache, {})
+        request = requests.get(compiled)
         if request is None:
-            request = self._requests[cache] = Request(self.compiled.create_infer_request())
+            request = requests[compiled] = Request(compiled.create_infer_request())
         if request.bound != (cache.buffers, cache.view):
-            first = len(self.compiled.inputs) - len(cache.members)
+            first = len(self.layout.inputs) + self.layout.masks
             for place, blocks in enumerate(cache.blocks()):
                 request.infer.set_input_tensor(first + place, shared(blocks.numpy()))
             request.bound = (cache.buffers, cache.view)
@@ -137,14 +189,17 @@ class Network:
 class Product:
     """A compiled product with one weight: rows [..., in] -> [..., out] float32, for many threads."""
 
-    def __init__(self, compiled: Any) -> None:
-        self.compiled = compiled
+    def __init__(self, compile_for: Callable[[tuple[int, ...] | None], Any]) -> None:
+        self.variants = Variants(compile_for)
         self._mine = threading.local()
 
     def __call__(self, rows: Tensor) -> Tensor:
-        if not hasattr(self._mine, "infer"):
-            self._mine.infer = self.compiled.create_infer_request()
-        infer, flat = self._mine.infer, np.ascontiguousarray(rows.detach().flatten(0, -2).numpy())
+        flat = np.ascontiguousarray(rows.detach().flatten(0, -2).numpy())
+        compiled = self.variants.choose((len(flat),))
+        requests = self._mine.__dict__.setdefault("requests", {})
+        if compiled not in requests:
+            requests[compiled] = compiled.create_infer_request()
+        infer = requests[compiled]
         infer.set_input_tensor(0, shared(flat))
         infer.infer()
         made = torch.from_numpy(infer.get_output_tensor(0).data).clone()  # the next call overwrites it
