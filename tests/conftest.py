@@ -23,6 +23,7 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
     threads = max(1, (os.cpu_count() or 1) // workers)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
+os.environ["EAGLE_FSD_RUNTIME"] = "torch"  # where a test asks for none: no measurement, no conversion
 PROMPT_SETS = ("mt_bench", "gsm8k", "humaneval", "alpaca")
 
 

@@ -93,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--runtime",
         choices=("auto", "torch", "openvino"),
         default="auto",
-        help="what computes on a CPU: torch, openvino (pip install \"eagle-fsd[openvino]\"), or the faster of "
+        help='what computes on a CPU: torch, openvino (pip install "eagle-fsd[openvino]"), or the faster of '
         "them for this format, measured once (default: auto)",
     )
     group.add_argument(

@@ -197,8 +197,8 @@ def build_tree(
 def take_rows(log_q: Sequence[Tensor], rows: Tensor) -> Tensor:
     """Return rows [B, M] of log_q, which is [B, W] for each of E expanded nodes: [B, M, W]."""
     if host_can_read(rows) and rows.numel():  # E is several times M, so that few rows need a copy
-        chosen = [log_q[place][row] for row, places in enumerate(rows.tolist()) for place in places]
-        return torch.stack(chosen).unflatten(0, rows.shape)
+        few = [log_q[place][row] for row, places in enumerate(rows.tolist()) for place in places]
+        return torch.stack(few).unflatten(0, rows.shape)
     first_of_row = torch.arange(len(rows), device=rows.device)[:, None] * len(log_q)
     # A gather would read an index for every entry.
     chosen = torch.stack(list(log_q), dim=1).flatten(0, 1).index_select(0, (rows + first_of_row).flatten())

@@ -52,7 +52,9 @@ class DraftVocabulary:
         whole = target.lm_head
         if isinstance(whole, nn.Linear) and type(whole) in (nn.Linear, PackedLinear):
             rows = take_rows(whole, token_ids, target.device, dtype)
-            self.lm_head = rows if runtime is None else runtime.product("draft_lm_head", rows.weight, rows.bias)
+            self.lm_head = (
+                rows if runtime is None else runtime.product("draft_lm_head", rows.weight, rows.bias)
+            )
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [..., d] of tokens [...] of the whole vocabulary: the head reads all of them."""

@@ -1,4 +1,4 @@
-"""Which runtime computes a target, and in which weight format: checked early, and measured where it is open."""
+"""Which runtime computes a target, and in which weight format: checked early, measured where it is open."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 AUTO, TORCH, OPENVINO = "auto", "torch", "openvino"
 RUNTIMES = (AUTO, TORCH, OPENVINO)
 USUAL = "EAGLE_FSD_RUNTIME"  # the environment variable that names the runtime where auto is asked for
-LEAST = 2**26  # weights of a model below which there is little to gain: torch computes it, without a measurement
+LEAST = (
+    2**26
+)  # weights of a model below which there is little to gain: torch computes it, without a measurement
 NODES, CONTEXT = (1, 8), 256  # what is timed
 
 
@@ -59,8 +61,10 @@ def plan_runtime(
         require_choice(USUAL, usual, RUNTIMES)
         runtime = usual if weight_format not in (INT8, PACKED) else AUTO
     plain = weight_format if weight_format in (FLOAT32, BFLOAT16) else None
-    if dtype is not None and weight_format is not None and resolve_dtype(dtype, device) != resolve_dtype(
-        plain or FLOAT32, device
+    if (
+        dtype is not None
+        and weight_format is not None
+        and resolve_dtype(dtype, device) != resolve_dtype(plain or FLOAT32, device)
     ):
         raise ValueError(
             f"dtype is {dtype} with weight_format {weight_format!r}: they must agree; leave dtype out"
@@ -86,15 +90,22 @@ def plan_runtime(
     if few_bits or runtime == OPENVINO:
         library.require()
         if name not in FORMATS:
-            raise ValueError(f"dtype is {name!r} with runtime openvino: it must be float32 or bfloat16; use one")
+            raise ValueError(
+                f"dtype is {name!r} with runtime openvino: it must be float32 or bfloat16; use one"
+            )
         return Plan(OPENVINO, name, torch.float32)
     if runtime == TORCH or not here or name not in FORMATS or not library.is_installed():
         return Plan(TORCH, name, wanted)
     return Plan(AUTO, name, wanted)
 
 
-def settle(plan: Plan, model: PreTrainedModel, torch_target: Callable[[], TargetModel], graph_target: Callable[[], TargetModel]) -> TargetModel:
-    """Return the target on the runtime that is faster, measured once for models of these shapes, then remembered.
+def settle(
+    plan: Plan,
+    model: PreTrainedModel,
+    torch_target: Callable[[], TargetModel],
+    graph_target: Callable[[], TargetModel],
+) -> TargetModel:
+    """Return the target on the faster runtime, measured once for models of these shapes, then remembered.
 
     It is not remembered if the repeats disagree, as they do on a busy machine.
     """
@@ -128,7 +139,7 @@ def settle(plan: Plan, model: PreTrainedModel, torch_target: Callable[[], Target
 
 @torch.inference_mode()
 def time_forwards(targets: dict[str, TargetModel]) -> tuple[dict[str, float], float]:
-    """Return the seconds that each target takes for forwards over NODES, and the repeats' median disagreement."""
+    """Return the seconds of each target's forwards over NODES, and the repeats' median disagreement."""
     calls = {}
     for name, target in targets.items():
         session = TargetSession(target, 1, CONTEXT + max(NODES))
@@ -138,7 +149,9 @@ def time_forwards(targets: dict[str, TargetModel]) -> tuple[dict[str, float], fl
         for nodes in NODES:
             tree = root_only(root, target.vocab_size, nodes).filled_up()
             # In a session all trees have one size, so the change of sizes between two calls is not timed.
-            calls[name, nodes] = Call(lambda s=session, t=tree: s.verify(t), lambda s=session, t=tree: s.verify(t))
+            calls[name, nodes] = Call(
+                lambda s=session, t=tree: s.verify(t), lambda s=session, t=tree: s.verify(t)
+            )
     repeats = time_in_turn(calls, torch.device("cpu"))
     seconds = {
         name: sum(statistics.median(repeats[name, nodes]) for nodes in NODES) / len(NODES) for name in targets

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 import transformers
@@ -93,7 +92,11 @@ class GraphDecoder:
     """
 
     def __init__(
-        self, model: PreTrainedModel, kinds: Sequence[str], layers: Mapping[int, tuple[Tensor, Tensor]], runtime: OpenVINO
+        self,
+        model: PreTrainedModel,
+        kinds: Sequence[str],
+        layers: Mapping[int, tuple[Tensor, Tensor]],
+        runtime: OpenVINO,
     ) -> None:
         self.runtime = runtime
         self.kinds = list(kinds)
@@ -142,7 +145,9 @@ class GraphDecoder:
     def new_cache(self, batch: int, capacity: int) -> BlockCache:
         return BlockCache(batch, capacity, self.members)
 
-    def features(self, tokens: Tensor, positions: Tensor, visible: Mapping[str, Tensor], cache: KVCache) -> Tensor:
+    def features(
+        self, tokens: Tensor, positions: Tensor, visible: Mapping[str, Tensor], cache: KVCache
+    ) -> Tensor:
         """Return post-norm hidden states [B, q, d]. visible: by kind of layer, [B, q, S] bool."""
         assert isinstance(cache, BlockCache)
         inputs = (self.embeddings(tokens), positions)

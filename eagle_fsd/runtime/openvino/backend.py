@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from eagle_fsd.core.checks import require_choice
@@ -45,7 +44,9 @@ class OpenVINO:
         require_choice("weight_format", self.weight_format, FORMATS)
         library.require()
 
-    def network(self, name: str, module: nn.Module, work: Traceable, layout: Layout, made_of: object) -> Network:
+    def network(
+        self, name: str, module: nn.Module, work: Traceable, layout: Layout, made_of: object
+    ) -> Network:
         """Trace and compile a network on blocks; see network.trace.
 
         name: for people. made_of: what the graph depends on beside the module's weights.

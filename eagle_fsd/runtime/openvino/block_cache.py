@@ -38,7 +38,7 @@ class BlockCache(KVCache):
         return sum(store.nbytes for store in self.stores.values())
 
     def blocks(self) -> list[Tensor]:
-        """Return the blocks in view of every member, [blocks, rows, H, BLOCK, D] each, as the buffers' memory."""
+        """Return every member's blocks in view, [blocks, rows, H, BLOCK, D], in the buffers' own memory."""
         places = dict.fromkeys(self.sizes, 0)
         found = []
         for size in self.members:

@@ -1,4 +1,4 @@
-"""Converted graphs on disk, in the user's cache in `graphs/`: one folder each, named by what it was made from.
+"""Converted graphs on disk, in the user's cache in `graphs/`: one folder each, named by its origin.
 
 The name is a digest of the network's weights, its shape, the weight format and the releases that took part. A
 folder appears whole or not at all. Compiled forms for this processor are beside the graph; OpenVINO checks
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +63,9 @@ def clear() -> None:
         shutil.rmtree(root_folder(), ignore_errors=True)
 
 
-def find_or_make(name: str, tensors: Iterable[Tensor], parts: object, make: Callable[[], Any]) -> tuple[Any, Path | None]:
+def find_or_make(
+    name: str, tensors: Iterable[Tensor], parts: object, make: Callable[[], Any]
+) -> tuple[Any, Path | None]:
     """Return a graph, read from disk if it is kept there, and the folder for its compiled form.
 
     name: for people. tensors: the network's weights. parts: what else the graph depends on. make: makes it.
@@ -121,13 +124,7 @@ def read_back(graph: Any) -> Any:
         openvino.save_model(graph, Path(folder) / GRAPH, compress_to_fp16=False)
         weights = (Path(folder) / GRAPH).with_suffix(".bin").read_bytes()
         text = (Path(folder) / GRAPH).read_text(encoding="utf-8")
-        return library.core().read_model(text, openvino.Tensor(bytearray_tensor(weights)))
-
-
-def bytearray_tensor(data: bytes) -> Any:
-    import numpy as np
-
-    return np.frombuffer(data, dtype=np.uint8)
+        return library.core().read_model(text, openvino.Tensor(np.frombuffer(weights, dtype=np.uint8).copy()))
 
 
 def digest(tensors: Iterable[Tensor], parts: object) -> str:

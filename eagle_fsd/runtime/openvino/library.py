@@ -23,8 +23,8 @@ def require() -> None:
     """Raise ValueError unless OpenVINO is installed."""
     if not is_installed():
         raise ValueError(
-            "runtime is 'openvino': OpenVINO must be installed; run pip install \"eagle-fsd[openvino]\", or use "
-            "runtime torch"
+            "runtime is 'openvino': OpenVINO must be installed; run pip install \"eagle-fsd[openvino]\", or "
+            "use runtime torch"
         )
 
 

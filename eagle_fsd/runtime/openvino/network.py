@@ -31,7 +31,10 @@ Traceable = Callable[
 
 @dataclass(frozen=True)
 class Layout:
-    """What a network takes. inputs: an example of each, [B, n, ...]. masks: how many kinds. members: of the cache."""
+    """What a network takes.
+
+    inputs: an example of each, [B, n, ...]. masks: how many kinds. members: of the cache; see BlockCache.
+    """
 
     inputs: Sequence[Tensor]
     masks: int
@@ -90,7 +93,7 @@ def trace(network: nn.Module, work: Traceable, layout: Layout) -> Any:
 
 
 def with_sizes(model: Any, layout: Layout, sizes: tuple[int, ...] | None) -> Any:
-    """Return a copy of a traced model for one number of rows and of new tokens; the cache's size stays open."""
+    """Return a traced model for one number of rows and of new tokens; the cache's size stays open."""
     if sizes is None:
         return model
     batch, new = sizes
@@ -150,7 +153,9 @@ class Network:
     def __init__(self, compile_for: Callable[[tuple[int, ...] | None], Any], layout: Layout) -> None:
         self.layout = layout
         self.variants = Variants(compile_for)
-        self._requests: weakref.WeakKeyDictionary[BlockCache, dict[Any, Request]] = weakref.WeakKeyDictionary()
+        self._requests: weakref.WeakKeyDictionary[BlockCache, dict[Any, Request]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def __call__(self, inputs: Sequence[Tensor], visible: Sequence[Tensor], cache: BlockCache) -> Tensor:
         """Run the network on new tokens, whose keys and values go to the slots that were placed.
@@ -159,7 +164,9 @@ class Network:
         slot and those of other new tokens among them. Returns the output [B, n, ...].
         """
         # Prompts have any length, so they never come often enough.
-        graph = self.variants.compiled[None] if cache.exact else self.variants.choose(tuple(inputs[0].shape[:2]))
+        graph = (
+            self.variants.compiled[None] if cache.exact else self.variants.choose(tuple(inputs[0].shape[:2]))
+        )
         request = self._request(cache, graph)
         masks = [split_mask(mask, cache.slots) for mask in visible]
         request.keep = [np.ascontiguousarray(tensor.detach().numpy()) for tensor in (*inputs, *masks)]
@@ -207,7 +214,7 @@ class Product:
 
 
 def split_mask(visible: Tensor, slots: Tensor) -> Tensor:
-    """Return the additive mask [B, 1, n, S + n] of visible slots [B, n, S]: committed ones, then the new tokens.
+    """Return the additive mask [B, 1, n, S + n] of visible slots [B, n, S]: committed ones, then new tokens.
 
     slots: [B, n], of the new tokens. Slots from the first of them on are not committed.
     """

@@ -26,8 +26,8 @@ def attend_blocks(
 ) -> Tensor:
     """Return attention of new tokens over committed ones and each other: [B, H, n, D].
 
-    q: [B, H, n, D]. k, v: [B, K, n, D], of the new tokens. keys, values: [N, B, K, BLOCK, D], committed. mask:
-    [B, 1, n, S + n], additive, for committed slots and then for the new tokens. softcap: scores become
+    q: [B, H, n, D]. k, v: [B, K, n, D], of the new tokens. keys, values: [N, B, K, BLOCK, D], committed.
+    mask: [B, 1, n, S + n], additive, for committed slots and then for the new tokens. softcap: scores become
     softcap * tanh(scores / softcap). sinks: [H], a score for nothing at all, which takes part in the softmax.
     """
     batch, kv_heads, count, width = k.shape

@@ -69,7 +69,7 @@ Encoder = Callable[[np.ndarray], Blocks | None]
 
 
 def round_to_int8(weight: np.ndarray) -> Blocks | None:
-    """Round a weight to 8 bits, with one scale for each GROUP weights of a row; None if rows do not divide."""
+    """Round a weight to 8 bits, one scale for each GROUP weights of a row; None if rows do not divide."""
     rows, columns = weight.shape
     if columns % GROUP:
         return None
