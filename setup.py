@@ -49,6 +49,7 @@ setup(
         "openvino": ["openvino>=2026.4"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
         "dev": [
+            "openvino>=2026.4",
             *("pytest>=8", "pytest-xdist>=3.6.1", "ruff>=0.9", "mypy>=2", "scipy>=1.11"),
             *(*PLOTS, IFEVAL),
         ],

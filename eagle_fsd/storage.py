@@ -1,7 +1,7 @@
 """`python -m eagle_fsd.storage` shows what the package keeps on disk and its size; --clear deletes it.
 
-It keeps the measurements that choose trees and matmul backends (two small files) and the converted weights of
-GGUF files. Everything is made again when it is needed.
+It keeps the measurements that choose trees, matmul backends and runtimes (two small files), the converted
+weights of GGUF files, and the graphs of the OpenVINO runtime. Everything is made again when it is needed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from datetime import datetime
 from eagle_fsd.files.atomic import cache_folder, read_records
 from eagle_fsd.files.records import BACKENDS_FILE, TREES_FILE, cache_file
 from eagle_fsd.hub import weights_cache
+from eagle_fsd.runtime.openvino import graph_store
 
-ALL, WEIGHTS, MEASUREMENTS = "all", "weights", "measurements"
+ALL, WEIGHTS, GRAPHS, MEASUREMENTS = "all", "weights", "graphs", "measurements"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -27,9 +28,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--clear",
         nargs="?",
-        choices=(ALL, WEIGHTS, MEASUREMENTS),
+        choices=(ALL, WEIGHTS, GRAPHS, MEASUREMENTS),
         const=ALL,
-        help="delete everything, or only the converted weights or the measurements",
+        help="delete everything, or only the converted weights, the graphs, or the measurements",
     )
     return parser
 
@@ -48,6 +49,10 @@ def describe_storage() -> list[str]:
         dtype = str(record.get("dtype")).removeprefix("torch.")
         name = f"{weights_cache.FOLDER}/{folder.name}"
         found.append(f"  {name}: {record.get('gguf')} in {dtype}, {size:.0f} MB, used {used}")
+    for folder in reversed(graph_store.folders()):
+        used = datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "minutes")
+        size = graph_store.folder_size(folder) / 1e6
+        found.append(f"  {graph_store.FOLDER}/{folder.name}: {size:.0f} MB, used {used}")
     return found if len(found) > 1 else [f"{found[0]}: nothing is kept"]
 
 
@@ -55,6 +60,8 @@ def clear(what: str) -> None:
     """Delete what is kept, or a part of it."""
     if what in (ALL, WEIGHTS):
         weights_cache.clear()
+    if what in (ALL, GRAPHS):
+        graph_store.clear()
     if what in (ALL, MEASUREMENTS):
         for name in (TREES_FILE, BACKENDS_FILE):
             file = cache_file(name)
