@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from eagle_fsd.evaluation.analysis import scoring
-from eagle_fsd.evaluation.analysis.scoring import score_file, score_rows, table
+from eagle_fsd.evaluation.commands import score as scoring
+from eagle_fsd.evaluation.commands.score import score_file, score_rows, table
 from eagle_fsd.evaluation.tasks import TASKS
 
 ROOT = Path(__file__).parents[2]
