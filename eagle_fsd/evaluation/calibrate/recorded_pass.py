@@ -107,9 +107,8 @@ class Work:
 
     def rows_of(self, cell: Cell, file: str, *meter: Any) -> list[dict[str, Any]]:
         """Run a cell where it has not been run; returns the rows of all prompts, in their order."""
-        rows = run(self.engine, [cell], self.folder / file, self.batch_size, self.provenance, *meter)
-        key, samples = cell.key(self.engine, None, *meter[1:]), cell.questions.samples
-        return [rows[key, sample.id, cell.seed_of(place)] for place, sample in enumerate(samples)]
+        made = run(self.engine, [cell], self.folder / file, self.batch_size, self.provenance, *meter)
+        return cell.rows(self.engine, made, *meter[1:])
 
 
 def fuzzy(kind: Kind, threshold: float) -> Fuzzy:

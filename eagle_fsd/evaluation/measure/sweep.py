@@ -111,6 +111,14 @@ class Cell:
         made = [self.settings(engine), engine.identity() if models is None else models]
         return digest_json(made if measured is None else [*made, measured])
 
+    def rows(
+        self, engine: EagleFSD, made: Mapping[RowKey, dict[str, Any]], measured: object = None
+    ) -> list[dict[str, Any]]:
+        """Return the cell's own rows among those that `run` returned, in the order of its samples."""
+        key = self.key(engine, None, measured)
+        samples = enumerate(self.questions.samples)
+        return [made[key, sample.id, self.seed_of(place)] for place, sample in samples]
+
     def seed_of(self, place: int) -> int:
         """Return what names a sample's draws in rows: the same under every rule and beside any other."""
         return self.seed + self.questions.numbers[place]

@@ -14,6 +14,7 @@ import torch
 from eagle_fsd.autotune.settle import encode_example_prompts
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.commands.greedy import compare, first_difference, reference
 from eagle_fsd.evaluation.gpu.bench import (
     FAMILIES,
     Bench,
@@ -24,7 +25,6 @@ from eagle_fsd.evaluation.gpu.bench import (
     tiny_model,
 )
 from eagle_fsd.evaluation.gpu.parts.recordings import TREE, problem_of
-from eagle_fsd.evaluation.measure.greedy_equality import compare, first_difference, reference
 from eagle_fsd.evaluation.prompt_sets import answer
 from eagle_fsd.runtime.step_recorder import EAGER
 
@@ -71,7 +71,7 @@ def compared(engines: dict[str, EagleFSD], trees: Sequence[TreeConfig], tokens: 
             differences, stats = compare(engine, prompts, expected, tree, batch, tokens)
             cell["texts"] += len(prompts)
             cell["equal"] += len(prompts) - len(differences)
-            cell["wrong"] += sum(not difference.excused_by(FLOAT_TIE) for difference in differences)
+            cell["wrong"] += sum(not difference.excused(FLOAT_TIE) for difference in differences)
             cell["tau"][str(tree)] = round(stats.tau, 3)
     return cells
 
