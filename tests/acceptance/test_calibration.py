@@ -21,18 +21,22 @@ from eagle_fsd.acceptance.calibration import FILE, CalibratedThreshold, Calibrat
 from eagle_fsd.acceptance.divergence import get_divergence
 from eagle_fsd.core.config import AutoThreshold, AutoTree
 from eagle_fsd.evaluation.analysis.bootstrap import Sums
-from eagle_fsd.evaluation.calibrate.recorded_pass import LADDER, Kind, Recorder, Records, Work
-from eagle_fsd.evaluation.calibrate.threshold_search import (
+from eagle_fsd.evaluation.commands import calibrate as script
+from eagle_fsd.evaluation.measure import sweep
+from eagle_fsd.evaluation.measure.sweep import Cell, Questions
+from eagle_fsd.evaluation.measure.threshold_search import (
+    LADDER,
+    Kind,
+    Recorder,
+    Records,
     Search,
+    Work,
     bound,
     calibrate,
     calibration_table,
     trial_table,
     tv_of,
 )
-from eagle_fsd.evaluation.commands import calibrate as script
-from eagle_fsd.evaluation.measure import sweep
-from eagle_fsd.evaluation.measure.sweep import Cell, Questions
 from eagle_fsd.evaluation.rows import read_rows
 from eagle_fsd.evaluation.tasks import Sample, Task
 from eagle_fsd.evaluation.tasks.source import Source
@@ -71,7 +75,7 @@ def test_records_are_the_rules_own_numbers() -> None:
     """Every token's divergences and moves, against the divergence taken plainly and a closed form by hand."""
     model = engine()
     moves = [("hybrid", "likeliest", 0.0), ("paper", "draft", 0.0), ("hybrid", "likeliest", LEAST)]
-    recorder = Recorder(["js", "reverse_kl"], moves, 1)
+    recorder = Recorder(["js", "reverse_kl"], moves, "hybrid", 1)
     wanted: list[list[float]] = []
     narrowed: list[bool] = []
 

@@ -123,10 +123,6 @@ class Cell:
         """Return what names a sample's draws in rows: the same under every rule and beside any other."""
         return self.seed + self.questions.numbers[place]
 
-    def stream_of(self, place: int) -> tuple[int, int]:
-        """Return the stream that a sample draws from; those of other seeds have nothing in common with it."""
-        return self.seed, self.questions.numbers[place]
-
 
 def run(
     engine: EagleFSD,
@@ -205,7 +201,8 @@ def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) ->
         max_new_tokens=cell.max_new_tokens,
         rule=cell.rule,
         tree=cell.tree,
-        seed=[cell.stream_of(place) for place in places],
+        # Streams of other seeds have nothing in common with these.
+        seed=[(cell.seed, questions.numbers[place]) for place in places],
         observer=meter,
     )
     seconds = (output.stats[0].seconds - meter.seconds) / len(places)  # a batch's rows share its time
