@@ -34,7 +34,6 @@ from eagle_fsd.evaluation.measure.threshold_search import (
 )
 from eagle_fsd.evaluation.rows import read_rows
 from eagle_fsd.evaluation.tasks import Sample, Task
-from eagle_fsd.evaluation.tasks.source import Source
 from eagle_fsd.target.model import TargetModel
 
 WARM = SamplingConfig(0.9, 20, 0.95)
@@ -48,7 +47,7 @@ def engine(head_seed: int = 0) -> EagleFSD:
 
 
 def toy_cell(count: int = 6) -> Cell:
-    task = Task("prompts/toy", 1, Source(("toy.jsonl",), ""), lambda row, place: (str(place), [], {}), 12)
+    task = Task("prompts/toy", 1, lambda row, place: (str(place), [], {}), 12, ("toy.jsonl",))
     samples = [Sample(str(place), (), {}) for place in range(count)]
     asked = Questions(task, samples, prompts_of([4 + place % 3 for place in range(count)]), range(count))
     return Cell(asked, Lossless(), WARM, TREE, 12)

@@ -24,7 +24,6 @@ from eagle_fsd.evaluation.measure.observers import DistanceMeter, likelihood
 from eagle_fsd.evaluation.rows import rows_of_answers
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task
 from eagle_fsd.evaluation.tasks.base import user
-from eagle_fsd.evaluation.tasks.source import Source
 from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import append_row, drop_torn_line
 from eagle_fsd.text.chat import encode_chat
@@ -65,9 +64,9 @@ class Questions:
         task = Task(
             name=PROMPTS + "+".join(names),
             version=1,
-            source=Source(tuple(path.name for path in paths), "a prompt"),
             ask=lambda row, place: (str(place), [user(row["prompt"])], {}),
             max_new_tokens=max_new_tokens,
+            files=tuple(path.name for path in paths),
         )
         return cls(task, samples, encoded(samples, engine), numbers)
 

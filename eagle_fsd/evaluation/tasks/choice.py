@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any
 
-from eagle_fsd.evaluation.tasks.base import Message, Task, assistant, text_of, user
-from eagle_fsd.evaluation.tasks.source import Source
+from eagle_fsd.evaluation.tasks.base import Asked, Message, Task, assistant, text_of, user
 
 ASK = 'Reason in a sentence, and end with "The answer is" and the letter in brackets.\n\nQuestion: {}\n{}'
 
@@ -119,7 +118,7 @@ def asked(
     return messages, {"answer": answer, "letters": list(letters)}
 
 
-def ask_commonsense(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], dict[str, Any]]:
+def ask_commonsense(row: Mapping[str, Any], place: int) -> Asked:
     choices = row["choices"]
     messages, reference = asked(
         COMMONSENSE_EXAMPLES, text_of(row, "question"), choices["text"], row["answerKey"], choices["label"]
@@ -127,7 +126,7 @@ def ask_commonsense(row: Mapping[str, Any], place: int) -> tuple[str, list[Messa
     return str(row.get("id", place)), messages, reference
 
 
-def ask_mmlu(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], dict[str, Any]]:
+def ask_mmlu(row: Mapping[str, Any], place: int) -> Asked:
     options, answer = row["choices"], row["answer"]
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(options):
         raise ValueError(f"answer is {answer!r}: it must be an option's number from 0")
@@ -142,21 +141,17 @@ SHARED: dict[str, Any] = {"version": 1, "judge": judge, "metrics": ("strict", "f
 SHARED |= {"max_new_tokens": 128, "stops": ("\nQuestion:",)}
 COMMONSENSE_QA = Task(
     name="commonsense_qa",
-    source=Source(
-        ("commonsense_qa.jsonl",),
-        "`question`, `choices` {label, text} and `answerKey`",
-        ("tau/commonsense_qa", None, "validation"),  # the test split has no answers
-    ),
+    files=("commonsense_qa.jsonl",),
+    fields="`question`, `choices` {label, text} and `answerKey`",
+    hub=("tau/commonsense_qa", None, "validation"),  # the test split has no answers
     ask=ask_commonsense,
     **SHARED,
 )
 MMLU = Task(
     name="mmlu",
-    source=Source(
-        ("mmlu.jsonl",),
-        "`question`, `choices` and `answer`, an option's number",
-        ("cais/mmlu", "all", "test"),
-    ),
+    files=("mmlu.jsonl",),
+    fields="`question`, `choices` and `answer`, an option's number",
+    hub=("cais/mmlu", "all", "test"),
     ask=ask_mmlu,
     **SHARED,
 )

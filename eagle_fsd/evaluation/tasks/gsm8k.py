@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from eagle_fsd.evaluation.tasks.base import Message, Task, assistant, text_of, user
-from eagle_fsd.evaluation.tasks.source import Source
+from eagle_fsd.evaluation.tasks.base import Asked, Task, assistant, text_of, user
 
 # Written for this project: none is in either split.
 EXAMPLES = (
@@ -84,7 +83,7 @@ def value_of(number: str) -> Decimal:
     return Decimal(re.sub(r"[\s,$]", "", number).replace("\u2212", "-"))
 
 
-def ask(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], dict[str, Any]]:
+def ask(row: Mapping[str, Any], place: int) -> Asked:
     _, mark, answer = text_of(row, "answer").rpartition("####")
     if not mark or not re.fullmatch(NUMBER, answer.strip()):
         raise ValueError("answer does not end in `#### N`")
@@ -108,11 +107,9 @@ def judge(reference: Mapping[str, Any], text: str) -> dict[str, float]:
 GSM8K = Task(
     name="gsm8k",
     version=1,
-    source=Source(
-        ("gsm8k_test.jsonl", "gsm8k.jsonl"),
-        "`question`, and an `answer` that ends in `#### N`",
-        ("openai/gsm8k", "main", "test"),
-    ),
+    files=("gsm8k_test.jsonl", "gsm8k.jsonl"),
+    fields="`question`, and an `answer` that ends in `#### N`",
+    hub=("openai/gsm8k", "main", "test"),
     ask=ask,
     judge=judge,
     metrics=("strict", "flexible"),
