@@ -24,10 +24,7 @@ from eagle_fsd.evaluation.tasks import TASKS, Task, task_named
 from eagle_fsd.files.provenance import provenance
 
 SAMPLING = "temperature, top-k (0: off) and top-p (1: off); default: %(default)s"
-GRID = (
-    "a list of rules: quick (19), frontier (63), variants (with a head that has a list of frequent "
-    "tokens only beside --full-vocabulary); default: quick, where --rules names none"
-)
+GRID = "a list of rules: quick (19) or frontier (63); default: quick, where --rules names none"
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.files.jsonl import read_jsonl
 
 FOLDER = "EAGLE_FSD_DATA"
+# By task: chats that are shown before a question. Written for this project; none is in any split.
+EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
 EXTRA = "pip install 'eagle-fsd[eval]'"
 PROMPTS = "prompts/"  # what begins the name of a set of prompts, a task without a score
 Message = dict[str, str]  # {"role": "user", "content": "..."}

@@ -11,48 +11,9 @@ from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any
 
-from eagle_fsd.evaluation.tasks.base import Asked, Message, Task, assistant, text_of, user
+from eagle_fsd.evaluation.tasks.base import EXAMPLES, Asked, Message, Task, assistant, text_of, user
 
 ASK = 'Reason in a sentence, and end with "The answer is" and the letter in brackets.\n\nQuestion: {}\n{}'
-
-# Written for this project: (question, options, answer).
-COMMONSENSE_EXAMPLES = (
-    (
-        "Where would you hang a wet coat when you come home?",
-        ("hook", "oven", "bookshelf", "letter box", "sink"),
-        "A wet coat has to hang freely to dry, and a hook by the door lets it. The answer is (A).",
-    ),
-    (
-        "The candle went out when she opened the window. What put it out?",
-        ("light", "noise", "smell", "wind", "dust"),
-        "An open window lets moving air in, and wind blows a flame out. The answer is (D).",
-    ),
-    (
-        "What do people look for when they turn to the last pages of a textbook?",
-        ("pictures", "index", "cover", "price", "author's photo"),
-        "The last pages of a textbook list its terms and where they occur, which is an index. The answer is "
-        "(B).",
-    ),
-)
-MMLU_EXAMPLES = (
-    (
-        "A ball is thrown straight up. What is its acceleration at the highest point, without air?",
-        ("zero", "9.8 m/s^2 upwards", "9.8 m/s^2 downwards", "it depends on its mass"),
-        "Gravity is the only force on the ball all the time, so it accelerates downwards at 9.8 m/s^2. The "
-        "answer is (C).",
-    ),
-    (
-        "Which branch of government interprets laws where powers are separated?",
-        ("the legislature", "the judiciary", "the executive", "the press"),
-        "Parliaments make laws, governments carry them out, and courts, the judiciary, interpret them. The "
-        "answer is (B).",
-    ),
-    (
-        "What is the derivative of x^3 + 2x at x = 1?",
-        ("5", "3", "2", "6"),
-        "The derivative is 3x^2 + 2, which is 3 + 2 = 5 at x = 1. The answer is (A).",
-    ),
-)
 
 
 def options_of(letters: Sequence[str], options: Sequence[str]) -> str:
@@ -120,9 +81,8 @@ def asked(
 
 def ask_commonsense(row: Mapping[str, Any], place: int) -> Asked:
     choices = row["choices"]
-    messages, reference = asked(
-        COMMONSENSE_EXAMPLES, text_of(row, "question"), choices["text"], row["answerKey"], choices["label"]
-    )
+    question, examples = text_of(row, "question"), EXAMPLES["commonsense_qa"]
+    messages, reference = asked(examples, question, choices["text"], row["answerKey"], choices["label"])
     return str(row.get("id", place)), messages, reference
 
 
@@ -133,7 +93,7 @@ def ask_mmlu(row: Mapping[str, Any], place: int) -> Asked:
     letters = ascii_uppercase[: len(options)]
     about = f"({str(row.get('subject', '')).replace('_', ' ')}) " if row.get("subject") else ""
     question = about + text_of(row, "question")
-    messages, reference = asked(MMLU_EXAMPLES, question, options, letters[answer], letters)
+    messages, reference = asked(EXAMPLES["mmlu"], question, options, letters[answer], letters)
     return str(row.get("id", place)), messages, reference
 
 
