@@ -185,7 +185,7 @@ def test_rows_of_before_a_guard_are_of_the_rule_without_it() -> None:
 def test_without_lossless_there_is_nothing_to_compare_with() -> None:
     panel = only_panel(cell_rows(JS, Truth(), 5))
     assert panel.lossless is None and panel.points[0].changes == {} and panel.points[0].pairs == 0
-    assert winners(panel, QUALITIES["log_p"], TAU) == []
+    assert winners(panel.points, QUALITIES["log_p"], TAU) == []
     assert undominated(panel.points, QUALITIES["log_p"], TAU) == []
 
 
@@ -310,11 +310,11 @@ def test_winners_are_the_fastest_within_the_loss() -> None:
         given("bad 1", 1.05, 0.001),
         given("worse 1", 0.9, -0.1),
     )
-    found = winners(panel, QUALITIES["log_p"], TAU)
+    found = winners(panel.points, QUALITIES["log_p"], TAU)
     assert LOSSES == (0.005, 0.01, 0.02, 0.05)
     assert [point.label for point in found] == ["slow 1", "fast 1", "fast 1", "fast 2"]
     only_slower = panel_with(given("worse 1", 0.9, -0.1))
-    assert {point.label for point in winners(only_slower, QUALITIES["log_p"], TAU)} == {"lossless"}
+    assert {point.label for point in winners(only_slower.points, QUALITIES["log_p"], TAU)} == {"lossless"}
 
 
 def test_a_quality_must_be_known() -> None:

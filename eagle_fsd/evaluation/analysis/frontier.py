@@ -85,13 +85,18 @@ def speedup(point: Point, speed: str) -> Estimate | None:
     return change.ratio if change else None
 
 
-def undominated(points: Sequence[Point], quality: Quality, speed: str) -> list[Point]:
-    """Return the points that no other equals in speed and quality and beats in one, slowest first.
+Placed = tuple[Point, Estimate, Estimate]  # a point, its speed and its loss
 
-    Points whose loss or speed is not known are left out.
-    """
-    found = [(speedup(point, speed), quality.loss(point), point) for point in points]
-    places = [(fast.value, loss.value, point) for fast, loss, point in found if fast and loss]
+
+def placed(points: Sequence[Point], quality: Quality, speed: str) -> list[Placed]:
+    """Return the points whose speed and loss are known, with these."""
+    found = [(point, speedup(point, speed), quality.loss(point)) for point in points]
+    return [(point, fast, loss) for point, fast, loss in found if fast and loss]
+
+
+def undominated(points: Sequence[Point], quality: Quality, speed: str) -> list[Point]:
+    """Return the points that no other equals in speed and quality and beats in one, slowest first."""
+    places = [(fast.value, loss.value, point) for point, fast, loss in placed(points, quality, speed)]
     kept = []
     for fast, loss, point in places:
         if not any(f >= fast and lost <= loss and (f > fast or lost < loss) for f, lost, _ in places):
@@ -99,17 +104,16 @@ def undominated(points: Sequence[Point], quality: Quality, speed: str) -> list[P
     return [point for _, _, point in sorted(kept, key=lambda place: place[:2])]
 
 
-def winners(panel: Panel, quality: Quality, speed: str) -> list[Point]:
+def winners(points: Sequence[Point], quality: Quality, speed: str) -> list[Point]:
     """Return the fastest point for every level of LOSSES; lossless where no rule within it is faster.
 
-    Empty where the panel has no lossless to compare with, or does not know the quality or the speed.
+    Empty where there is no lossless to compare with, or nothing but lossless.
     """
-    found = [(quality.loss(point), speedup(point, speed), point) for point in panel.points]
-    known = [(loss.value, fast.value, point) for loss, fast, point in found if loss and fast]
-    if panel.lossless is None or all(point.is_lossless for *_, point in known):
+    known = placed(points, quality, speed)
+    if {point.is_lossless for point, *_ in known} != {True, False}:
         return []
-    within = ([one for one in known if one[0] <= level] for level in LOSSES)
-    return [max(some, key=lambda one: one[1])[2] for some in within]
+    within = ([one for one in known if one[2].value <= level] for level in LOSSES)
+    return [max(some, key=lambda one: one[1].value)[0] for some in within]
 
 
 def speed_title(speed: str) -> str:

@@ -125,7 +125,7 @@ def section(
         plot = folder / f"frontier_{quality.name}{suffix}.png"
         if plot_frontier(members, quality, speed, plot):
             text += ["", f"![{quality.title} against {speed_title(speed)}]({plot.name})"]
-        best = {panel.task.title: winners(panel, quality, speed) for panel in members}
+        best = {panel.task.title: winners(panel.points, quality, speed) for panel in members}
         lines = [
             [title, *(f"{point.label}: {speedup(point, speed):.2f}" for point in points)]
             for title, points in best.items()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_fsd.evaluation.tasks.base import Asked, Task, text_of, user
-from eagle_fsd.evaluation.tasks.sandbox import run
+from eagle_fsd.evaluation.tasks.sandbox import PASSED, run
 
 ASK = (
     "Complete this Python function. Reply with the whole function in one ```python block.\n\n"
@@ -73,7 +73,7 @@ def dedented(code: str) -> str:
 def judge(reference: Mapping[str, Any], text: str) -> dict[str, float]:
     """Score an answer. pass_at_1: the program passes the problem's tests in the sandbox."""
     tests = f"{reference['test']}\n\ncheck({reference['entry_point']})\n"
-    return {"pass_at_1": float(run(f"{program(reference, text)}\n{tests}").passed)}
+    return {"pass_at_1": float(run(f"{program(reference, text)}\n{tests}") == PASSED)}
 
 
 def ask(row: Mapping[str, Any], place: int) -> Asked:
