@@ -1,4 +1,4 @@
-"""Score generated rows without a model: the same rows with their scores, and a table to stdout.
+"""Score generated rows without a model: the same rows with their scores, for eval/report.py.
 
     python eval/score.py --rows runs/quality.jsonl --data data
 
@@ -9,14 +9,13 @@ are scored. HumanEval's rows are programs, and are run: in a sandbox, on Linux a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from eagle_fsd.evaluation.cli import mistakes_on_one_line, plain_parser, say
-from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, task_named
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.jsonl import read_jsonl
@@ -33,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     with mistakes_on_one_line(parser):
         rows = score_file(arguments.rows, arguments.output or arguments.rows, arguments.data)
-    say(table(rows))
+    say(f"{len(rows)} rows scored: {arguments.output or arguments.rows}")
 
 
 def score_rows(rows: Iterable[Row], path: Path | None = None, origin: str = "rows") -> Iterator[Row]:
@@ -82,26 +81,3 @@ def score_file(source: Path, output: Path, path: Path | None = None) -> list[Row
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, "".join(json.dumps(row) + "\n" for row in scored))
     return scored
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write a line per cell: the means of its scores, tokens per answer, the share cut off at the limit."""
-    cells: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        rule = " ".join(str(value) for value in row.get("rule", {}).values() if value is not None) or "?"
-        temperature = row.get("sampling", {}).get("temperature", "")
-        cells.setdefault((row["task"], rule, str(temperature), str(row.get("key"))), []).append(row)
-    lines = []
-    for (name, rule, temperature, _), members in cells.items():
-        scores = []
-        task = None if name.startswith(PROMPTS) else task_named(name)
-        for metric in task.metrics if task else ():
-            weight = task.weights.get(metric)
-            weights = [row["scores"][weight] if weight else 1.0 for row in members]
-            total = sum(w * row["scores"][metric] for w, row in zip(weights, members, strict=True))
-            scores.append(f"{metric} {total / sum(weights):.3f}")
-        lengths = [row["new_tokens"] for row in members if "new_tokens" in row]
-        tokens = f"{sum(lengths) / len(lengths):.0f}" if lengths else ""
-        capped = sum(row.get("finish_reason") == "length" for row in members) / len(members)
-        lines.append((name, rule, temperature, str(len(members)), ", ".join(scores), tokens, f"{capped:.0%}"))
-    return markdown_table(("task", "rule", "temperature", "answers", "scores", "tokens", "cut off"), lines)
