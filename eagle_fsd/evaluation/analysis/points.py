@@ -55,10 +55,9 @@ class Task:
     @property
     def details(self) -> str:
         """What the title leaves out."""
-        sampling = self.sampling
         words = [f"version {self.version}"]
-        words += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
-        words += [f"top-k {sampling.top_k}"] if sampling.top_k else []
+        words += [f"top-p {self.sampling.top_p:g}"] if self.sampling.top_p < 1 else []
+        words += [f"top-k {self.sampling.top_k}"] if self.sampling.top_k else []
         return ", ".join([*words, f"at most {self.max_new_tokens} new tokens"])
 
     @property

@@ -189,11 +189,9 @@ def what_was_run(models: Models, rows: Sequence[Row]) -> list[str]:
         values = sorted({str(row.provenance[name]) for row in rows if name in row.provenance})
         if values:
             lines.append(f"- {name.replace('_', ' ')}: {', '.join(values)}")
-    sizes = sorted({row.batch_size for row in rows})
-    lines.append(f"- batch size: {', '.join(map(str, sizes))}")
+    lines.append(f"- batch size: {', '.join(map(str, sorted({row.batch_size for row in rows})))}")
     dates = sorted(str(row.provenance["date"]) for row in rows if "date" in row.provenance)
-    if dates:
-        lines.append(f"- date: {' to '.join(dict.fromkeys((dates[0], dates[-1])))}")
+    lines += [f"- date: {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"] if dates else []
     known = (row.provenance.get("command") for row in rows)
     commands = [str(command) for command in dict.fromkeys(known) if command]
     if commands:

@@ -47,7 +47,6 @@ PARTS = (
     Part("flash-attn", 20, steps.flash_attention),
     Part("threads", 30, texts.threads),
     Part("failed capture", 20, recordings.failed_capture),
-    Part("out of memory", 20, recordings.out_of_memory),
 )
 
 

@@ -16,7 +16,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.gpu.bench import Bench, Counted, Findings, engine_of, ids_of, tiny_model
 from eagle_fsd.evaluation.markdown_table import markdown_table
-from eagle_fsd.runtime.step_recorder import EAGER, Graphs, Stepper
+from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 TREE = TreeConfig(8, 3, 3)
 Call = tuple[list[int], dict[str, float]]  # the prompts' lengths, and how to sample
@@ -76,82 +76,44 @@ def failed_capture(bench: Bench) -> Findings:
 
     There is one warning, the text is the same, and torch works on as if nothing had been.
     """
-    model = tiny_model("llama", bench.device)
-    wanted = texts_of(model, EAGER)
+    model, ids = tiny_model("llama", bench.device), ids_of([9])[0].to(bench.device)
+    failing, healthy, wanted = bench.graphs(), bench.graphs(), texts_of(model, EAGER)
+    counted = healthy.record
     hook = model.lm_head.register_forward_pre_hook(lambda module, given: bool(given[0].isnan().any()) or None)
-    try:
-        with warnings_of("eagle_fsd") as said:
-            found = aftermath(bench, model, wanted, bench.graphs(), hook.remove)
-    finally:
+
+    def same_text(stepper: Stepper) -> None:
+        if texts_of(model, stepper) != wanted:
+            raise ValueError("its text is another one")
+
+    def recovered() -> None:
         hook.remove()
-    summary = f"{found['summary']}, after {len(said)} warning(s)"
-    return {**found, "ok": found["ok"] and len(said) == 1, "summary": summary, "warnings": said}
+        same_text(healthy)
+        assert counted.made, "nothing is recorded any more"
 
-
-def out_of_memory(bench: Bench) -> Findings:
-    """Check that memory that runs out while a step is recorded costs no text, and leaves torch working."""
-    model = tiny_model("llama", bench.device)
-    record, failures = bench.graphs().record, []
-
-    def starved(work: Callable[[], Any], repeatable: bool) -> Any:
-        """Record; the first recording runs out of memory within the capture."""
-        calls = []
-
-        def hungry() -> Any:
-            calls.append(work())
-            if not failures and len(calls) == (2 if repeatable else 1):  # the first of two is the warm-up
-                failures.append(work)
-                spend_all(bench.device)
-            return calls[-1]
-
-        return record(hungry if not failures else work, repeatable)
-
-    found = aftermath(bench, model, texts_of(model, EAGER), Graphs(starved))
-    return found if failures else {**found, "ok": False, "summary": "nothing was recorded"}
-
-
-def spend_all(device: torch.device) -> None:
-    """Ask for 64 TiB on a GPU; a CPU, which may promise them, only says that it has none."""
-    if device.type == "cuda":
-        torch.empty(2**46, dtype=torch.uint8, device=device)
-    raise torch.OutOfMemoryError("out of memory, as the check wants it")
+    probes: dict[str, Callable[[], object]] = {
+        "the text": lambda: same_text(failing),
+        "another engine": recovered,
+        "random numbers": lambda: torch.rand(8, device=bench.device).cpu(),
+        "dropout": lambda: F.dropout(torch.ones(64, device=bench.device), training=True).cpu(),
+        "Hugging Face samples": lambda: model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=4
+        ),
+    }
+    if bench.on_gpu:
+        probes["empty_cache"] = torch.cuda.empty_cache
+        probes["allocation"] = lambda: torch.zeros(2**24, device=bench.device).sum().item()
+    with warnings_of("eagle_fsd") as warnings:
+        after = {name: problem_of(probe) for name, probe in probes.items()}
+    bad = [f"{name} ({error})" for name, error in after.items() if error is not None]
+    said = f"no longer works: {'; '.join(bad)}" if bad else "the same text, and all works afterwards"
+    said += f", after {len(warnings)} warning(s)"
+    return {"ok": not bad and len(warnings) == 1, "summary": said, "warnings": warnings, "after": after}
 
 
 def texts_of(model: Any, stepper: Stepper) -> list[list[list[int]]]:
     """Write the same short greedy texts three times: a step is run, recorded and replayed."""
     engine, (ids, mask) = engine_of(model, stepper), ids_of([9])
     return [engine.generate(ids, mask, max_new_tokens=16, tree=TREE).new_tokens for _ in range(3)]
-
-
-def aftermath(
-    bench: Bench, model: Any, wanted: object, failing: Graphs, repair: Callable[[], None] = lambda: None
-) -> Findings:
-    """Write texts by a stepper whose capture fails, repair that, and see what else no longer works then."""
-    ids, healthy = ids_of([9])[0].to(bench.device), bench.graphs()
-    counted = healthy.record
-
-    def same_text(stepper: Stepper) -> None:
-        if texts_of(model, stepper) != wanted:
-            raise ValueError("its text is another one")
-
-    probes: dict[str, Callable[[], object]] = {
-        "the text": lambda: same_text(failing),
-        "repair": repair,
-        "random numbers": lambda: torch.rand(8, device=bench.device).cpu(),
-        "dropout": lambda: F.dropout(torch.ones(64, device=bench.device), training=True).cpu(),
-        "Hugging Face samples": lambda: model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=4
-        ),
-        "another engine's text": lambda: same_text(healthy),
-        "another engine's recordings": lambda: 1 / counted.made,
-    }
-    if bench.on_gpu:
-        probes["empty_cache"] = torch.cuda.empty_cache
-        probes["allocation"] = lambda: torch.zeros(2**24, device=bench.device).sum().item()
-    after = {name: problem_of(probe) for name, probe in probes.items()}
-    bad = [f"{name} ({error})" for name, error in after.items() if error is not None]
-    said = f"no longer works: {'; '.join(bad)}" if bad else "the same text, and all works afterwards"
-    return {"ok": not bad, "summary": said, "after": after}
 
 
 def problem_of(work: Callable[[], object]) -> str | None:
