@@ -18,7 +18,7 @@ from eagle_fsd.acceptance.output_distribution import distances, path_distributio
 from eagle_fsd.acceptance.rule_names import describe, parse_rule
 from eagle_fsd.core.config import PAPER
 from eagle_fsd.evaluation.commands import sweep as script
-from eagle_fsd.evaluation.grids import GRIDS
+from eagle_fsd.evaluation.commands.sweep import GRIDS
 from eagle_fsd.evaluation.measure import sweep
 from eagle_fsd.evaluation.measure.observers import DistanceMeter
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run, turns
