@@ -15,8 +15,9 @@ from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.files.jsonl import read_jsonl
 
 NUMBER = int | float | None
-PROVENANCE = ("commit", "eagle_fsd", "python", "torch", "transformers")
-PROVENANCE += ("device", "threads", "command", "date")
+PROVENANCE = tuple(
+    ["commit", "eagle_fsd", "python", "torch", "transformers", "device", "threads", "command", "date"]
+)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,8 +16,9 @@ import torch
 from support.tiny_models import Letters, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
-from eagle_fsd.acceptance.accept import AcceptanceRule
-from eagle_fsd.acceptance.calibration import FILE, CalibratedThreshold, Calibration, Kind, read_calibration
+from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.acceptance.calibration import FILE, CalibratedThreshold, Calibration, read_calibration
+from eagle_fsd.acceptance.divergence import get_divergence
 from eagle_fsd.core.config import AutoThreshold, AutoTree
 from eagle_fsd.evaluation.analysis.bootstrap import Sums
 from eagle_fsd.evaluation.commands import calibrate as script
@@ -23,12 +26,14 @@ from eagle_fsd.evaluation.measure import sweep
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
 from eagle_fsd.evaluation.measure.threshold_search import (
     LADDER,
+    Kind,
+    Recorder,
+    Records,
     Search,
+    Work,
     bound,
     calibrate,
     calibration_table,
-    fuzzy,
-    runs,
     trial_table,
     tv_of,
 )
@@ -46,69 +51,163 @@ def engine(head_seed: int = 0) -> EagleFSD:
     return EagleFSD(TargetModel(tiny_model()), tiny_head(head_seed), Letters())  # type: ignore[arg-type]
 
 
-def toy_cell(count: int = 6) -> Cell:
+def work(folder: Path, count: int = 6, model: EagleFSD | None = None) -> Work:
     task = Task("prompts/toy", 1, lambda row, place: (str(place), [], {}), 12, ("toy.jsonl",))
     samples = [Sample(str(place), (), {}) for place in range(count)]
     asked = Questions(task, samples, prompts_of([4 + place % 3 for place in range(count)]), range(count))
-    return Cell(asked, Lossless(), WARM, TREE, 12)
+    return Work(model or engine(), Cell(asked, Lossless(), WARM, TREE, 12), folder, 2, 0.8, {"commit": "abc"})
 
 
-def run_of(folder: Path, cell: Cell | None = None) -> Any:
-    return runs(engine(), cell or toy_cell(), folder / "rows.jsonl", 2, {"commit": "abc"})
+# --- the lossless pass ---
+
+
+def towards(p: torch.Tensor, children: list[int], log_q: torch.Tensor, some: list[int]) -> torch.Tensor:
+    """p on the children, and all the rest on the likeliest of some of them; p itself for none."""
+    law = p.clone()
+    if some:
+        law[[t for t in range(len(p)) if t not in children]] = 0.0
+        law[max(some, key=lambda t: float(log_q[t]))] += 1 - float(p[children].sum())
+    return law
+
+
+def test_records_are_the_rules_own_numbers() -> None:
+    """Every token's divergences and moves, against the divergence taken plainly and a closed form by hand."""
+    model = engine()
+    moves = [("hybrid", "likeliest", 0.0), ("paper", "draft", 0.0), ("hybrid", "likeliest", LEAST)]
+    recorder = Recorder(["js", "reverse_kl"], moves, "hybrid", 1)
+    wanted: list[list[float]] = []
+    narrowed: list[bool] = []
+
+    def watch(verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
+        recorder(verified, verdict, emitted)
+        tree = verified.tree
+        for level in range(emitted[0]):
+            node = int(verdict.path[0, level])
+            p = verified.probs[0, node]
+            owners = tree.owners[0].tolist()
+            if node not in owners:
+                wanted.append([math.inf, math.inf, 0.0, 0.0, 0.0])
+                continue
+            log_q = tree.log_q[0, owners.index(node)]
+            raw = verified.logits[0, node]
+            divergences = [float(get_divergence(name)(raw, log_q)) for name in ("js", "reverse_kl")]
+            children = [int(t) for t, up in zip(tree.tokens[0], tree.parents[0], strict=True) if up == node]
+            allowed = [t for t in children if p[t] > 0 and t not in verified.eos.tolist()]
+            if not allowed:
+                wanted.append([*divergences, 0.0, 0.0, 0.0])
+                continue
+            gains = verified.gains()[0]
+            ahead = {
+                int(tree.tokens[0, n]): float(gains[n])
+                for n in range(len(gains))
+                if int(tree.parents[0, n]) == node
+            }
+            promising = [t for t in allowed if ahead[t] >= LEAST]
+            narrowed.append(len(promising) < len(allowed))
+            hybrid, guarded = (towards(p, children, log_q, some) for some in (allowed, promising))
+            paper = torch.zeros_like(p)  # q among the allowed children
+            paper[allowed] = log_q[allowed].softmax(-1)
+            laws = (hybrid, paper, guarded)
+            wanted.append([*divergences, *(float((law - p).abs().sum() / 2) for law in laws)])
+
+    output = model.generate(
+        torch.tensor(prompts_of([5])),
+        max_new_tokens=13,
+        tree=TREE,
+        temperature=0.9,
+        top_k=20,
+        top_p=0.95,
+        observer=watch,
+    )
+    assert len(recorder.found[0]) == len(output.new_tokens[0]) == len(wanted)
+    np.testing.assert_allclose(np.array(recorder.found[0]), np.array(wanted), atol=1e-4)
+    assert sum(row[2] > 0.01 for row in wanted) > 2 and True in narrowed
+
+
+def test_what_is_predicted_is_the_sum_of_moves_within_the_threshold(tmp_path: Path) -> None:
+    records = work(tmp_path).record(["js", "tv"], [("hybrid", "draft", 0.0), ("paper", "target", 0.0)])
+    for kind in product(["js", "tv"], ["hybrid"], ["draft"], [0.0]):
+        for threshold in (0.0, 0.05, 0.3, math.inf):
+            sums = records.predicted(kind, threshold, [1, 4])
+            column = records.divergences.index(kind[0])
+            for n, place in enumerate([1, 4]):
+                plain = sum(row[2] for row in records.tables[place].tolist() if row[column] <= threshold)
+                assert sums.numerator[n] == pytest.approx(plain) and sums.denominator[n] == 12
+    mean = [float(records.predicted(JS, t, range(6)).numerator.sum()) for t in LADDER]
+    assert mean == sorted(mean) and mean[-1] > mean[0]
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:
-    other = replace(toy_cell(), seed=100)
-    first, second = run_of(tmp_path)(Fuzzy(0.3)), run_of(tmp_path, other)(Fuzzy(0.3))
-    assert [row["seed"] for row in first] == list(range(6))
-    assert [row["seed"] for row in second] == list(range(100, 106))
-    assert [row["token_ids"] for row in first] != [row["token_ids"] for row in second]
-    assert run_of(tmp_path)(Fuzzy(0.3)) == first and len(read_rows(tmp_path / "rows.jsonl")) == 12
+    job, moves = work(tmp_path), [("hybrid", "draft", 0.0)]
+    other = replace(job, cell=replace(job.cell, seed=100))
+    first, second = job.record(["js"], moves), other.record(["js"], moves)
+    assert len(read_rows(tmp_path / "records.jsonl")) == 12
+    same = [np.array_equal(*pair) for pair in zip(first.tables, second.tables, strict=True)]
+    assert not all(same)
+    again = job.record(["js"], moves)
+    assert again.taus == first.taus and len(read_rows(tmp_path / "records.jsonl")) == 12
+    assert {row["seed"] for row in job.run(JS, 0.3)} == set(range(6))
+    assert {row["seed"] for row in other.run(JS, 0.3)} == set(range(100, 106))
+    assert {row["seed"] for row in job.run(JS, 0.3)} == set(range(6))
+
+
+def test_the_lossless_pass_goes_on_where_it_was(tmp_path: Path) -> None:
+    first = work(tmp_path / "a").record(["js"], [("hybrid", "draft", 0.0)])
+    lines = (tmp_path / "a" / "records.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "records.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
+    again = work(tmp_path / "b").record(["js"], [("hybrid", "draft", 0.0)])
+    assert len(read_rows(tmp_path / "b" / "records.jsonl")) == 6
+    for one, other in zip(first.tables, again.tables, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert first.taus == again.taus
 
 
 # --- the choice ---
 
 
-def made_tables(count: int = 40, seed: int = 0) -> list[np.ndarray]:
+def made_records(count: int = 40, seed: int = 0) -> Records:
     """Prompts of fifty tokens whose divergences and moves are drawn."""
     random = np.random.default_rng(seed)
-    return [np.stack([random.random(50) * 0.6, random.random(50) * 0.3], axis=1) for _ in range(count)]
+    tables = [np.stack([random.random(50) * 0.6, random.random(50) * 0.3], axis=1) for _ in range(count)]
+    return Records(["js"], [("hybrid", "draft", 0.0)], tables, [(50, 25)] * count)
 
 
-def runs_like(tables: list[np.ndarray], asked: list[float]) -> Any:
-    """Runs whose tokens move where their divergence is within the threshold."""
+def runs_like(records: Records, factor: float, asked: list[float]) -> Any:
+    """Runs whose TV is `factor` times what was predicted."""
 
-    def run(rule: AcceptanceRule) -> list[dict[str, Any]]:
-        if rule == Lossless():
-            return [{"law": {"tv": 0.0}, "new_tokens": 50, "steps": 25}] * len(tables)
-        asked.append(rule.threshold)
-        tvs = [float(table[table[:, 0] <= rule.threshold, 1].sum()) for table in tables]
-        return [{"law": {"tv": tv}, "new_tokens": 50, "steps": 20} for tv in tvs]
+    def run(kind: Kind, threshold: float) -> list[dict[str, Any]]:
+        asked.append(threshold)
+        sums = records.predicted(kind, threshold, range(len(records.tables)))
+        return [{"law": {"tv": factor * float(tv)}, "new_tokens": 50, "steps": 20} for tv in sums.numerator]
 
     return run
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.7, 3.0])
 @pytest.mark.parametrize("budget", [0.005, 0.02, 0.06])
-def test_the_largest_threshold_inside_the_budget(budget: float) -> None:
-    """As by running the whole ladder."""
-    asked: list[float] = []
-    run = runs_like(made_tables(), asked)
-    found = Search(run, 0.9).largest(JS, budget, range(40))
-    assert len(asked) <= 7  # minutes, not hours: few are run
-    tvs = {t: bound(tv_of(run(Fuzzy(t))), 0.9)[1] for t in LADDER}
-    assert found is not None and found.threshold == max(t for t in LADDER if tvs[t] <= budget)
-    assert found.bound == pytest.approx(tvs[found.threshold]) and found.bound <= budget
+def test_the_largest_threshold_inside_the_budget(factor: float, budget: float) -> None:
+    """As by running the whole ladder: never beyond the budget, at most one step of it below the best."""
+    records, asked = made_records(), []
+    run = runs_like(records, factor, asked)
+    found = Search(records, run, 0.9).largest(JS, budget, range(40))
+    tvs = {t: bound(tv_of(run(JS, t)), 0.9)[1] for t in LADDER}
+    best = max((t for t in LADDER if tvs[t] <= budget), default=None)
+    assert found is not None and found.bound <= budget and best is not None
+    assert found.bound == pytest.approx(tvs[found.threshold])
+    assert LADDER.index(best) - LADDER.index(found.threshold) <= 1
     assert found.tau == 2.5 and found.lossless_tau == 2.0
+    assert len(asked) - len(LADDER) <= 8  # minutes, not hours: few are run
 
 
 def test_a_budget_that_nothing_meets_has_no_threshold() -> None:
-    run = runs_like([np.tile([0.0, 0.5], (50, 1))] * 8, [])
-    assert Search(run, 0.9).largest(JS, 0.01, range(8)) is None
+    records = Records(["js"], [("hybrid", "draft", 0.0)], [np.tile([0.0, 0.5], (50, 1))] * 8, [(50, 25)] * 8)
+    assert Search(records, runs_like(records, 1.0, []), 0.9).largest(JS, 0.01, range(8)) is None
 
 
 def test_a_budget_that_everything_meets_takes_the_last_step() -> None:
-    run = runs_like([np.tile([0.1, 0.0], (50, 1))] * 8, [])
-    found = Search(run, 0.9).largest(JS, 0.01, range(8))
+    records = Records(["js"], [("hybrid", "draft", 0.0)], [np.tile([0.1, 0.0], (50, 1))] * 8, [(50, 25)] * 8)
+    found = Search(records, runs_like(records, 1.0, []), 0.9).largest(JS, 0.01, range(8))
     assert found is not None and found.threshold == LADDER[-1] and found.bound == 0
 
 
@@ -122,7 +221,8 @@ def test_bounds_hold_as_often_as_they_say() -> None:
 
 
 def test_splits_try_what_they_have_not_seen() -> None:
-    trials = Search(runs_like(made_tables(), []), 0.9).splits(JS, 0.03, 6)
+    records, asked = made_records(), []
+    trials = Search(records, runs_like(records, 1.3, asked), 0.9).splits(JS, 0.03, 6)
     assert [trial["split"] for trial in trials] == list(range(6))
     assert sum(bool(trial["inside"]) for trial in trials) >= 5
     assert len({trial["tv"] for trial in trials}) > 1  # halves differ
@@ -131,17 +231,16 @@ def test_splits_try_what_they_have_not_seen() -> None:
 
 def test_calibrate_end_to_end(tmp_path: Path) -> None:
     """On a tiny model: what is written is what was run, and the same from rows alone when run again."""
-    cell = toy_cell(8)
-    run = run_of(tmp_path, cell)
+    job = work(tmp_path, 8)
     kinds = list(product(["js", "tv"], ["hybrid", "paper"], ["draft"], [0.0, LEAST]))
-    calibration, trials = calibrate(engine(), cell, Search(run, 0.8), kinds, [0.05, 0.2], 2, {})
+    calibration, trials = calibrate(job, kinds, [0.05, 0.2], 2)
     assert {one.kind for one in calibration.thresholds} <= set(kinds) and calibration.thresholds
     for one in calibration.thresholds:
-        rows = run(fuzzy(one.kind, one.threshold))
+        rows = job.run(one.kind, one.threshold)
         tv = sum(row["law"]["tv"] for row in rows) / sum(row["new_tokens"] for row in rows)
         assert one.tv == pytest.approx(tv) and one.tv <= one.bound <= 0.2
     before = (tmp_path / "rows.jsonl").read_bytes()
-    again, _ = calibrate(engine(), cell, Search(run_of(tmp_path, cell), 0.8), kinds, [0.05, 0.2], 2, {})
+    again, _ = calibrate(work(tmp_path, 8), kinds, [0.05, 0.2], 2)
     assert again == calibration and (tmp_path / "rows.jsonl").read_bytes() == before
     assert calibration_table(calibration).count("\n") == len(calibration.thresholds) + 1 and len(trials) == 32
 

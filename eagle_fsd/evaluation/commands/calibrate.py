@@ -4,9 +4,9 @@
     python -m eagle_fsd.generate --threshold auto --temperature 0.6 --top-k 50 --top-p 0.9 "Tell me a story."
 
 The budget bounds the mean total variation between the rule's next-token distribution and the target's: the
-share of tokens that would have to be other ones. Thresholds are run, by halves, and the calibration keeps
-the largest whose upper confidence bound is inside. --install writes it beside the head, where `--threshold
-auto` finds it. A run that was stopped goes on where it was.
+share of tokens that would have to be other ones. A lossless pass predicts every threshold; the candidates
+are then run, and the calibration keeps those whose upper confidence bound is inside. --install writes
+it beside the head, where `--threshold auto` finds it. A run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from eagle_fsd.core.config import CHILDREN, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, parser_of, say
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
 from eagle_fsd.evaluation.measure.threshold_search import (
-    Search,
+    Work,
     calibrate,
     calibration_table,
     fuzzy,
-    runs,
     trial_table,
 )
 from eagle_fsd.files.atomic import write_atomically
@@ -74,9 +73,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"splits is {arguments.splits}: one prompt cannot be halved; give more prompts")
         cell = Cell(questions, Lossless(), sampling, tree, most, arguments.seed)
         made = provenance(engine.device)
-        run = runs(engine, cell, arguments.output / "rows.jsonl", arguments.batch_size, made)
-        search, budgets = Search(run, arguments.confidence), sorted(arguments.quality_budget)
-        calibration, trials = calibrate(engine, cell, search, kinds, budgets, arguments.splits, made)
+        work = Work(engine, cell, arguments.output, arguments.batch_size, arguments.confidence, made)
+        calibration, trials = calibrate(work, kinds, sorted(arguments.quality_budget), arguments.splits)
         calibration.write(arguments.output / FILE)
         if trials:
             write_atomically(arguments.output / "splits.json", json.dumps(trials, indent=1) + "\n")

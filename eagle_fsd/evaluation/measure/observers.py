@@ -5,20 +5,32 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.output_distribution import distances, path_distributions
+from eagle_fsd.decoding.request import Observer
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
 
-class DistanceMeter:
-    """An observer of one batch that sums KL(r || p) and TV(r, p) over every context that got a token.
+class Meter(Observer, Protocol):
+    """An observer of one batch that has something to say of each row: fields of its JSON object.
 
-    r is the rule's next-token distribution, p the target's after the user's warpers. kl, tv: by row. seconds:
-    what observing took, which is not the decoding's.
+    seconds: what observing took, which is not the decoding's.
+    """
+
+    seconds: float
+
+    def row(self, row: int) -> dict[str, Any]: ...
+
+
+class DistanceMeter:
+    """A meter of KL(r || p) and TV(r, p), summed over every context that got a token.
+
+    r is the rule's next-token distribution, p the target's after the user's warpers. kl, tv: by row.
     """
 
     def __init__(self, mode: str, rows: int) -> None:
@@ -42,10 +54,10 @@ class DistanceMeter:
             self.tv[row] += its_tv
         self.seconds += time.perf_counter() - start
 
-    def distances(self, row: int) -> dict[str, float | None]:
+    def row(self, row: int) -> dict[str, Any]:
         """Return the sums of a row as JSON can hold them: an infinite KL is null."""
         kl = self.kl[row] if math.isfinite(self.kl[row]) else None
-        return {"kl": kl, "tv": self.tv[row]}
+        return {"law": {"kl": kl, "tv": self.tv[row]}}
 
 
 @torch.inference_mode()

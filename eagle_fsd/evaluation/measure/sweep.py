@@ -7,7 +7,7 @@ seen every rule on the same samples. Rows go to a JSONL file as they are made an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation import prompt_sets
 from eagle_fsd.evaluation.analysis.rule_labels import rule_label
-from eagle_fsd.evaluation.measure.observers import DistanceMeter, likelihood
+from eagle_fsd.evaluation.measure.observers import DistanceMeter, Meter, likelihood
 from eagle_fsd.evaluation.rows import rows_of_answers
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task
 from eagle_fsd.evaluation.tasks.base import user
@@ -102,16 +102,19 @@ class Cell:
             "draft_vocab_size": engine.draft_vocab_size,
         }
 
-    def key(self, engine: EagleFSD, models: Mapping[str, Any] | None = None) -> str:
+    def key(self, engine: EagleFSD, models: Mapping[str, Any] | None = None, measured: object = None) -> str:
         """Return what the rows of one cell share, and no others: its settings and the models' weights.
 
-        models: the engine's identity, where it is known already.
+        models: the engine's identity, where it is known already. measured: see `run`.
         """
-        return digest_json([self.settings(engine), engine.identity() if models is None else models])
+        made = [self.settings(engine), engine.identity() if models is None else models]
+        return digest_json(made if measured is None else [*made, measured])
 
-    def rows(self, engine: EagleFSD, made: Mapping[RowKey, dict[str, Any]]) -> list[dict[str, Any]]:
+    def rows(
+        self, engine: EagleFSD, made: Mapping[RowKey, dict[str, Any]], measured: object = None
+    ) -> list[dict[str, Any]]:
         """Return the cell's own rows among those that `run` returned, in the order of its samples."""
-        key = self.key(engine)
+        key = self.key(engine, None, measured)
         samples = enumerate(self.questions.samples)
         return [made[key, sample.id, self.seed_of(place)] for place, sample in samples]
 
@@ -126,19 +129,25 @@ def run(
     output: Path,
     batch_size: int,
     provenance: Mapping[str, object],
+    meter: Callable[[str, int], Meter] = DistanceMeter,
+    measured: object = None,
 ) -> dict[RowKey, dict[str, Any]]:
-    """Make the rows that `output` lacks and append them; returns all its rows, by key, sample and seed."""
+    """Make the rows that `output` lacks and append them; returns all its rows, by key, sample and seed.
+
+    meter: makes what watches a batch, from the rule's mode and the number of its rows; measured: what tells
+    rows of one meter from those of another, part of their keys.
+    """
     drop_torn_line(output)
     done = rows_of_answers(output)
     models = engine.identity()
-    keys = {id(cell): cell.key(engine, models) for cell in cells}
+    keys = {id(cell): cell.key(engine, models, measured) for cell in cells}
     with tqdm(total=sum(len(cell.questions.samples) for cell in cells), unit="answer") as bar:
         for cell, places in turns(cells, batch_size):
             missing = unanswered(cell, places, keys[id(cell)], done, output)
             if missing:
                 bar.set_postfix_str(rule_label(describe(cell.rule)), refresh=False)
                 shared = {"key": keys[id(cell)], **cell.settings(engine), "batch_size": batch_size}
-                for row in answer(engine, cell, missing):
+                for row in answer(engine, cell, missing, meter(cell.rule.mode, len(missing))):
                     row = {**shared, **row, **provenance}
                     append_row(output, row)
                     done[row["key"], row["sample"], row["seed"]] = row
@@ -180,9 +189,9 @@ def turns(cells: Sequence[Cell], batch_size: int) -> Iterator[tuple[Cell, Sequen
                 yield cell, places
 
 
-def answer(engine: EagleFSD, cell: Cell, places: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Answer one batch of a cell; yields what its rows say of each sample."""
-    questions, meter = cell.questions, DistanceMeter(cell.rule.mode, len(places))
+def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) -> Iterator[dict[str, Any]]:
+    """Answer one batch of a cell; yields what its rows say of each sample, the meter's fields among it."""
+    questions = cell.questions
     prompts = [questions.prompts[place] for place in places]
     output = prompt_sets.answer(
         engine,
@@ -212,7 +221,7 @@ def answer(engine: EagleFSD, cell: Cell, places: Sequence[int]) -> Iterator[dict
             "exact_accepts": stats.exact_accepts,
             "fuzzy_accepts": stats.fuzzy_accepts,
             "seconds": seconds,
-            "law": meter.distances(row),
+            **meter.row(row),
             "log_p": likelihood(engine.target, prompts[row], tokens),
             "scores": questions.task.score(sample.reference, text),
         }

@@ -1,14 +1,17 @@
-"""Search the largest threshold within a quality budget: run, halve what is left, try on prompts not seen.
+"""Search the largest threshold within a quality budget: predict, run, correct, try on prompts not seen.
 
-The further a rule may go, the further its distribution is from the target's. So the largest threshold inside
-a budget is found by halves, each of which is run. Thresholds are of the E12 series, so that splits and
-budgets share their runs.
+A lossless pass records, in every context that got a token, how far p and q are by each divergence and how
+far the rule's distribution would move if it followed the draft there (a move is a mode, a child and a least
+gain). From these any threshold's TV can be predicted. Text that follows the draft visits other contexts,
+which is why a predicted threshold is then run. Thresholds are of the E12 series, so that splits and budgets
+share their runs.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -16,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
+from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.calibration import CalibratedThreshold, Calibration, Kind
 from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.acceptance.output_distribution import distances, path_distributions
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Sums, estimates
 from eagle_fsd.evaluation.markdown_table import markdown_table
@@ -27,39 +33,137 @@ from eagle_fsd.evaluation.measure.sweep import Cell, run
 
 E12 = (1.0, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 3.9, 4.7, 5.6, 6.8, 8.2)
 LADDER = tuple(round(step * 10.0**power, 6) for power in range(-4, 2) for step in E12)
+ROUNDS = 4  # thresholds that are run for one budget
+Move = tuple[str, str, float]  # mode, child, min_gain
 Row = Mapping[str, Any]
-Run = Callable[[AcceptanceRule], Sequence[Row]]  # the rows of all prompts under a rule
+
+
+class Recorder:
+    """A meter of a lossless batch: of every token's context each divergence, and each move's TV.
+
+    found: by row, a list of [divergences] + [moves] for each token; infinite where the context has no draft.
+    """
+
+    def __init__(self, divergences: Sequence[str], moves: Sequence[Move], mode: str, rows: int) -> None:
+        self.divergences, self.moves = divergences, moves
+        self.found: list[list[list[float]]] = [[] for _ in range(rows)]
+        self.seconds = 0.0
+
+    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
+        start = time.perf_counter()
+        nodes = verdict.path.clamp(min=0)
+        everywhere = replace(verdict, asked=torch.ones_like(verdict.asked))
+        columns = [Fuzzy(1.0, name).node_divergences(verified).gather(1, nodes) for name in self.divergences]
+        for mode, child, min_gain in self.moves:
+            rule = Fuzzy(math.inf, "tv", mode=mode, child=child, min_gain=min_gain)
+            moved = replace(everywhere, chances=rule.chances(verified))
+            columns.append(distances(*path_distributions(verified, moved, mode))[1])
+        table = torch.stack(columns, dim=-1).cpu()  # [B, D, columns]
+        for place, (row, count) in enumerate(emitted.items()):
+            self.found[row] += table[place, :count].tolist()
+        self.seconds += time.perf_counter() - start
+
+    def row(self, row: int) -> dict[str, Any]:
+        """Return JSON as Python writes and reads it: an infinite divergence is Infinity."""
+        return {"seen": self.found[row]}
+
+
+@dataclass(frozen=True)
+class Records:
+    """What the lossless pass says of every prompt: [tokens, divergences + moves] each, and its steps."""
+
+    divergences: Sequence[str]
+    moves: Sequence[Move]
+    tables: Sequence[NDArray[np.float64]]
+    taus: Sequence[tuple[int, int]]  # new tokens, steps
+
+    def predicted(self, kind: Kind, threshold: float, places: Sequence[int]) -> Sums:
+        """Sum the TV of these prompts as if the rule had been asked in the lossless texts' contexts."""
+        column = self.divergences.index(kind[0])
+        move = len(self.divergences) + self.moves.index(kind[1:])
+        tables = [self.tables[place] for place in places]
+        moved = [float(table[table[:, column] <= threshold, move].sum()) for table in tables]
+        return Sums(np.array(moved), np.array([float(len(table)) for table in tables]))
+
+
+@dataclass(frozen=True)
+class Work:
+    """One calibration under way: the prompts, how they are run, and where its rows are kept."""
+
+    engine: EagleFSD
+    cell: Cell  # lossless; a threshold's cell is the same under another rule
+    folder: Path
+    batch_size: int
+    confidence: float
+    provenance: Mapping[str, object]
+
+    def record(self, divergences: Sequence[str], moves: Sequence[Move]) -> Records:
+        """Run the lossless pass, resumed at the first prompt that is missing."""
+        meter = functools.partial(Recorder, divergences, moves)
+        rows = self.rows_of(self.cell, "records.jsonl", meter, [list(divergences), list(map(list, moves))])
+        tables = [np.array(row["seen"], dtype=float).reshape(row["new_tokens"], -1) for row in rows]
+        return Records(divergences, moves, tables, [(row["new_tokens"], row["steps"]) for row in rows])
+
+    def run(self, kind: Kind, threshold: float) -> list[dict[str, Any]]:
+        """Return the rows of all prompts under a threshold, run where they have not been."""
+        return self.rows_of(replace(self.cell, rule=fuzzy(kind, threshold)), "rows.jsonl")
+
+    def rows_of(self, cell: Cell, file: str, *meter: Any) -> list[dict[str, Any]]:
+        """Run a cell where it has not been run; returns the rows of all prompts, in their order."""
+        made = run(self.engine, [cell], self.folder / file, self.batch_size, self.provenance, *meter)
+        return cell.rows(self.engine, made, *meter[1:])
+
+
+def fuzzy(kind: Kind, threshold: float) -> Fuzzy:
+    """Return the rule of a kind with this threshold."""
+    divergence, mode, child, min_gain = kind
+    return Fuzzy(threshold, divergence, mode=mode, child=child, min_gain=min_gain)
 
 
 @dataclass(frozen=True)
 class Search:
-    """What thresholds are chosen by: runs, each made once, and the confidence of their bounds."""
+    """What thresholds are chosen by: records predict them, `run` gives the rows of all prompts under one."""
 
-    run: Run
+    records: Records
+    run: Callable[[Kind, float], Sequence[Row]]
     confidence: float
 
     def largest(self, kind: Kind, budget: float, places: Sequence[int]) -> CalibratedThreshold | None:
         """Find the largest threshold of the ladder that was run on these prompts and stayed in the budget.
 
-        None where even the least leaves the budget.
+        The first to be run is the largest whose predicted bound is inside; each further one is corrected by
+        the ratio of what was run to what was predicted. None where even the least leaves the budget.
         """
-        best, low, high = None, 0, len(LADDER)
-        while low < high:
-            middle = (low + high) // 2
-            tried = self.measured(kind, LADDER[middle], places)
-            if tried.bound <= budget:
-                best, low = tried, middle + 1
-            else:
-                high = middle
-        return best
+        tried: dict[float, CalibratedThreshold] = {}
+        bounds = {t: bound(self.records.predicted(kind, t, places), self.confidence)[1] for t in LADDER}
+        aim = budget
+        for _ in range(ROUNDS):
+            fits = [t for t in LADDER if bounds[t] <= aim]
+            if not fits or fits[-1] in tried:
+                break
+            threshold = fits[-1]
+            tried[threshold] = self.measured(kind, threshold, places)
+            if bounds[threshold] == 0 or tried[threshold].bound == 0:
+                break
+            aim = budget * bounds[threshold] / tried[threshold].bound
+        # The last correction may have gone one step too far: the step below is the cautious one.
+        while tried and min(one.bound for one in tried.values()) > budget and len(tried) < 2 * ROUNDS:
+            below = LADDER.index(min(tried)) - 1
+            if below < 0:
+                break
+            tried[LADDER[below]] = self.measured(kind, LADDER[below], places)
+        inside = [one for one in tried.values() if one.bound <= budget]
+        return max(inside, key=lambda one: one.threshold, default=None)
 
     def measured(self, kind: Kind, threshold: float, places: Sequence[int]) -> CalibratedThreshold:
         """Return what a run says of a threshold on some of its prompts."""
-        whole = (self.run(rule) for rule in (fuzzy(kind, threshold), Lossless()))
-        mine, lossless = ([rows[place] for place in places] for rows in whole)
+        rows = self.run(kind, threshold)
+        mine = [rows[place] for place in places]
         tv, upper = bound(tv_of(mine), self.confidence)
+        tokens, steps = (sum(self.records.taus[place][i] for place in places) for i in (0, 1))
+        tau = sum(row["new_tokens"] for row in mine) / sum(row["steps"] for row in mine)
         *how, min_gain = kind
-        return CalibratedThreshold(*how, threshold, tv, upper, tau_of(mine), tau_of(lossless), min_gain)
+        return CalibratedThreshold(*how, threshold, tv, upper, tau, tokens / steps, min_gain)
 
     def splits(self, kind: Kind, budget: float, count: int) -> list[dict[str, Any]]:
         """Calibrate on a random half of the prompts and look at the other half, `count` times.
@@ -69,26 +173,21 @@ class Search:
         trials = []
         random = np.random.default_rng(0)
         for split in range(count):
-            order = random.permutation(len(self.run(Lossless()))).tolist()
+            order = random.permutation(len(self.records.tables)).tolist()
             mine, others = order[: len(order) // 2], order[len(order) // 2 :]
-            trial = dict.fromkeys(("kind", "budget", "split", "chosen", "tv", "inside"))
-            trial |= {"kind": kind, "budget": budget, "split": split}
+            trial = {
+                "kind": kind,
+                "budget": budget,
+                "split": split,
+                **dict.fromkeys(("chosen", "tv", "inside")),
+            }
             chosen = self.largest(kind, budget, mine)
             if chosen is not None:
-                tv = self.measured(kind, chosen.threshold, others).tv
+                rows = self.run(kind, chosen.threshold)
+                tv = bound(tv_of([rows[place] for place in others]), self.confidence)[0]
                 trial |= {"chosen": asdict(chosen), "tv": tv, "inside": tv <= budget}
             trials.append(trial)
         return trials
-
-
-def fuzzy(kind: Kind, threshold: float) -> Fuzzy:
-    """Return the rule of a kind with this threshold."""
-    divergence, mode, child, min_gain = kind
-    return Fuzzy(threshold, divergence, mode=mode, child=child, min_gain=min_gain)
-
-
-def tau_of(rows: Sequence[Row]) -> float:
-    return sum(row["new_tokens"] for row in rows) / sum(row["steps"] for row in rows)
 
 
 def bound(sums: Sums, confidence: float) -> tuple[float, float]:
@@ -107,45 +206,32 @@ def tv_of(rows: Sequence[Row]) -> Sums:
     return Sums(np.array([row["law"]["tv"] for row in rows]), np.array(tokens))
 
 
-def runs(engine: EagleFSD, cell: Cell, rows: Path, batch_size: int, made: Mapping[str, object]) -> Run:
-    """Return what runs the cell under any rule, once, where the file has not its rows yet."""
-
-    @functools.cache
-    def run_rule(rule: AcceptanceRule) -> list[dict[str, Any]]:
-        asked = replace(cell, rule=rule)
-        return asked.rows(engine, run(engine, [asked], rows, batch_size, made))
-
-    return run_rule
-
-
 def calibrate(
-    engine: EagleFSD,
-    cell: Cell,
-    search: Search,
-    kinds: Sequence[Kind],
-    budgets: Sequence[float],
-    split_count: int,
-    made: Mapping[str, object],
+    work: Work, kinds: Sequence[Kind], budgets: Sequence[float], split_count: int
 ) -> tuple[Calibration, list[dict[str, Any]]]:
     """Find the largest threshold of every kind for every budget, and what splits of the prompts say of it."""
-    lossless = search.run(Lossless())
+    divergences = list(dict.fromkeys(kind[0] for kind in kinds))
+    records = work.record(divergences, list(dict.fromkeys(kind[1:] for kind in kinds)))
+    search = Search(records, functools.cache(work.run), work.confidence)  # budgets and splits share runs
+    places = range(len(records.tables))
     found: dict[tuple[Kind, float], CalibratedThreshold] = {}
     trials: list[dict[str, Any]] = []
     for kind, budget in product(kinds, budgets):
-        best = search.largest(kind, budget, range(len(lossless)))
+        best = search.largest(kind, budget, places)
         if best is not None:
             found[kind, best.threshold] = best
         trials += search.splits(kind, budget, split_count)
-    about = {"prompts": cell.questions.task.name, "max_new_tokens": cell.max_new_tokens}
-    about["new_tokens"] = sum(row["new_tokens"] for row in lossless)
+    cell = work.cell
+    made = {"prompts": cell.questions.task.name, "max_new_tokens": cell.max_new_tokens}
+    made["new_tokens"] = sum(tokens for tokens, _ in records.taus)
     calibration = Calibration(
-        models=engine.identity(),
+        models=work.engine.identity(),
         sampling=cell.sampling,
         tree=cell.tree,
-        confidence=search.confidence,
-        prompts=len(lossless),
+        confidence=work.confidence,
+        prompts=len(places),
         thresholds=list(found.values()),
-        made={**about, **made},
+        made={**made, **work.provenance},
     )
     return calibration, trials
 
