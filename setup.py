@@ -25,6 +25,7 @@ setup(
     package_dir={"eagle_fsd.weights": "weights"},
     package_data={
         "eagle_fsd": ["py.typed"],
+        "eagle_fsd.evaluation.tasks": ["examples.json"],
         "eagle_fsd.weights": ["*/*.json", "*/*.safetensors", "*/README.md"],
     },
     install_requires=[

@@ -21,6 +21,16 @@ def plain_parser(description: str | None) -> argparse.ArgumentParser:
     )
 
 
+def rows_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the arguments of what is made from raw rows: the files, and the bootstrap."""
+    parser = plain_parser(description)
+    add = parser.add_argument
+    add("--rows", type=Path, nargs="+", required=True, help="JSONL files of raw rows, or .jsonl.gz")
+    add("--resamples", type=int, default=10_000, help="default: %(default)s")
+    add("--seed", type=int, default=0, help="of the resamples; default: %(default)s")
+    return parser
+
+
 def model_parser(description: str | None, dtype: str | None = None) -> argparse.ArgumentParser:
     """Return a parser with the arguments of `load_engine`.
 

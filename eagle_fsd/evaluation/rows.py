@@ -15,8 +15,9 @@ from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.files.jsonl import read_jsonl
 
 NUMBER = int | float | None
-PROVENANCE = ("commit", "eagle_fsd", "python", "torch", "transformers")
-PROVENANCE += ("device", "threads", "command", "date")
+PROVENANCE = tuple(
+    ["commit", "eagle_fsd", "python", "torch", "transformers", "device", "threads", "command", "date"]
+)
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,17 @@ class Row:
         rule = dict(data["rule"])
         if rule["name"] == "fuzzy":
             rule.setdefault("min_gain", 0.0)  # rows from before there was this guard
-        made = {
-            "sample": str(data["sample"]),
-            "rule": rule,
-            "sampling": settings(SamplingConfig, "sampling", data["sampling"]),
-            "tree": settings(TreeConfig, "tree", data["tree"]),
-            "kl": law.get("kl"),
-            "tv": law.get("tv"),
-            "provenance": {name: data[name] for name in PROVENANCE if name in data},
-        }
-        return cls(**{name: data[name] for name in KINDS if name != "law"} | made)
+        made = {name: data[name] for name in KINDS if name != "law"} | {"sample": str(data["sample"])}
+        made["rule"], made["kl"], made["tv"] = rule, law.get("kl"), law.get("tv")
+        for name, kind in (("sampling", SamplingConfig), ("tree", TreeConfig)):
+            try:
+                made[name] = kind(**data[name])
+            except TypeError as error:
+                known = ", ".join(one.name for one in fields(kind))
+                raise ValueError(
+                    f"{name} is {data[name]!r}: its fields are {known}; make the row again"
+                ) from error
+        return cls(**made, provenance={name: data[name] for name in PROVENANCE if name in data})
 
 
 # What the report reads of a row, and the JSON types that each may have. Rows may say more.
@@ -93,36 +95,22 @@ def require(name: str, value: Any, kind: Any) -> None:
         raise ValueError(f"{name} is {value!r}: a raw row has {words}, not below 0 or NaN; make it again")
 
 
-def settings(kind: type, name: str, data: Mapping[str, Any]) -> Any:
-    """Build the frozen settings of a row's object. Raises ValueError for other fields than theirs."""
-    try:
-        return kind(**data)
-    except TypeError as error:
-        known = ", ".join(one.name for one in fields(kind))
-        raise ValueError(f"{name} is {data!r}: its fields are {known}; make the row again") from error
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of an earlier run, none where there is no file; see `read_jsonl`."""
     return [row for _, row in read_jsonl(path, torn=True)] if path.exists() else []
 
 
-def rows_by(path: Path, *names: str) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Read the rows of an earlier run by these fields. Raises ValueError for other rows, which lack one."""
+def rows_of_answers(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Read the answers of an earlier run by key, sample and seed. Raises ValueError for other rows."""
     rows = {}
     for number, row in read_jsonl(path, torn=True) if path.exists() else ():
-        for name in names:
+        for name in ("key", "sample", "seed"):
             if name not in row:
                 raise ValueError(
                     f"{path}:{number}: has no {name!r}: these are other rows; name another output"
                 )
-        rows[tuple(row[name] for name in names)] = row
+        rows[row["key"], row["sample"], row["seed"]] = row
     return rows
-
-
-def rows_of_answers(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Read the answers of an earlier run by key, sample and seed; see `rows_by`."""
-    return rows_by(path, "key", "sample", "seed")
 
 
 def read_raw_rows(paths: Iterable[Path]) -> dict[Path, list[Row]]:

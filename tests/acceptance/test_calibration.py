@@ -21,21 +21,24 @@ from eagle_fsd.acceptance.calibration import FILE, CalibratedThreshold, Calibrat
 from eagle_fsd.acceptance.divergence import get_divergence
 from eagle_fsd.core.config import AutoThreshold, AutoTree
 from eagle_fsd.evaluation.analysis.bootstrap import Sums
-from eagle_fsd.evaluation.calibrate.recorded_pass import LADDER, Kind, Recorder, Records, Work
-from eagle_fsd.evaluation.calibrate.threshold_search import (
+from eagle_fsd.evaluation.commands import calibrate as script
+from eagle_fsd.evaluation.measure import sweep
+from eagle_fsd.evaluation.measure.sweep import Cell, Questions
+from eagle_fsd.evaluation.measure.threshold_search import (
+    LADDER,
+    Kind,
+    Recorder,
+    Records,
     Search,
+    Work,
     bound,
     calibrate,
     calibration_table,
     trial_table,
     tv_of,
 )
-from eagle_fsd.evaluation.commands import calibrate as script
-from eagle_fsd.evaluation.measure import sweep
-from eagle_fsd.evaluation.measure.sweep import Cell, Questions
 from eagle_fsd.evaluation.rows import read_rows
 from eagle_fsd.evaluation.tasks import Sample, Task
-from eagle_fsd.evaluation.tasks.source import Source
 from eagle_fsd.target.model import TargetModel
 
 WARM = SamplingConfig(0.9, 20, 0.95)
@@ -49,7 +52,7 @@ def engine(head_seed: int = 0) -> EagleFSD:
 
 
 def work(folder: Path, count: int = 6, model: EagleFSD | None = None) -> Work:
-    task = Task("prompts/toy", 1, Source(("toy.jsonl",), ""), lambda row, place: (str(place), [], {}), 12)
+    task = Task("prompts/toy", 1, lambda row, place: (str(place), [], {}), 12, ("toy.jsonl",))
     samples = [Sample(str(place), (), {}) for place in range(count)]
     asked = Questions(task, samples, prompts_of([4 + place % 3 for place in range(count)]), range(count))
     return Work(model or engine(), Cell(asked, Lossless(), WARM, TREE, 12), folder, 2, 0.8, {"commit": "abc"})
@@ -71,7 +74,7 @@ def test_records_are_the_rules_own_numbers() -> None:
     """Every token's divergences and moves, against the divergence taken plainly and a closed form by hand."""
     model = engine()
     moves = [("hybrid", "likeliest", 0.0), ("paper", "draft", 0.0), ("hybrid", "likeliest", LEAST)]
-    recorder = Recorder(["js", "reverse_kl"], moves, 1)
+    recorder = Recorder(["js", "reverse_kl"], moves, "hybrid", 1)
     wanted: list[list[float]] = []
     narrowed: list[bool] = []
 

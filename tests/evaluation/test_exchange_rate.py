@@ -11,7 +11,7 @@ from support.synthetic_rows import LOSSLESS, Truth, cell_rows, fuzzy
 
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap
 from eagle_fsd.evaluation.analysis.points import Panel, panels
-from eagle_fsd.evaluation.report.exchange_rate import exchange_table
+from eagle_fsd.evaluation.commands.exchange import exchange_table
 from eagle_fsd.evaluation.rows import Row
 
 HOW = Bootstrap(resamples=500)

@@ -13,7 +13,14 @@ import pytest
 from support.synthetic_rows import LOSSLESS, TREE, Truth, cell_rows, fuzzy, typical, write_rows
 
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Change, Estimate
-from eagle_fsd.evaluation.analysis.frontier import QUALITIES, quality_named, speedup, undominated, winners
+from eagle_fsd.evaluation.analysis.frontier import (
+    LOSSES,
+    QUALITIES,
+    quality_named,
+    speedup,
+    undominated,
+    winners,
+)
 from eagle_fsd.evaluation.analysis.points import Panel, Point, panels
 from eagle_fsd.evaluation.analysis.rule_labels import rule_family, rule_knobs, rule_label
 from eagle_fsd.evaluation.rows import Row, read_raw_rows, read_rows
@@ -178,7 +185,7 @@ def test_rows_of_before_a_guard_are_of_the_rule_without_it() -> None:
 def test_without_lossless_there_is_nothing_to_compare_with() -> None:
     panel = only_panel(cell_rows(JS, Truth(), 5))
     assert panel.lossless is None and panel.points[0].changes == {} and panel.points[0].pairs == 0
-    assert winners(panel, QUALITIES["log_p"], TAU, [0.01], HOW) == []
+    assert winners(panel.points, QUALITIES["log_p"], TAU) == []
     assert undominated(panel.points, QUALITIES["log_p"], TAU) == []
 
 
@@ -303,27 +310,11 @@ def test_winners_are_the_fastest_within_the_loss() -> None:
         given("bad 1", 1.05, 0.001),
         given("worse 1", 0.9, -0.1),
     )
-    found = winners(panel, QUALITIES["log_p"], TAU, [0.0, 0.002, 0.01, 0.0105, 0.05], HOW)
-    names = [(one.level, one.point.label, one.runner_up.label, one.assured.label) for one in found]
-    assert names == [
-        (0.0, "lossless", "worse 1", "lossless"),
-        (0.002, "slow 1", "bad 1", "slow 1"),
-        (0.01, "fast 1", "slow 1", "slow 1"),  # 0.0095 may be 0.0105
-        (0.0105, "fast 1", "slow 1", "fast 1"),
-        (0.05, "fast 2", "slow 1", "fast 2"),
-    ]
-
-
-def test_winner_and_next_are_compared_in_pairs() -> None:
-    """Their speedups' intervals overlap, but sample by sample one is faster than the other."""
-    cells = [cell_rows(LOSSLESS, Truth(), 60)]
-    cells += [cell_rows(fuzzy(0.3), Truth(tau=2.5), 60), cell_rows(typical(0.3, 0.09), Truth(tau=2.45), 60)]
-    panel = only_panel(*cells)
-    first = winners(panel, QUALITIES["log_p"], TAU, [0.5], HOW)[0]
-    assert (first.point.label, first.runner_up.label) == ("js 0.3 hybrid", "typical 0.3/0.09")
-    assert first.ratio.samples == 60 and first.ratio.low < 2.5 / 2.45 < first.ratio.high
-    direct = first.point.values[TAU].value / first.runner_up.values[TAU].value
-    assert first.ratio.value == pytest.approx(direct)
+    found = winners(panel.points, QUALITIES["log_p"], TAU)
+    assert LOSSES == (0.005, 0.01, 0.02, 0.05)
+    assert [point.label for point in found] == ["slow 1", "fast 1", "fast 1", "fast 2"]
+    only_slower = panel_with(given("worse 1", 0.9, -0.1))
+    assert {point.label for point in winners(only_slower.points, QUALITIES["log_p"], TAU)} == {"lossless"}
 
 
 def test_a_quality_must_be_known() -> None:

@@ -9,7 +9,6 @@ import functools
 import json
 import runpy
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,14 +20,13 @@ import torch
 from scipy.stats import chisquare
 from support.op_recorder import OpRecorder
 
-from eagle_fsd import EagleFSD, Lossless
+from eagle_fsd import EagleFSD
 from eagle_fsd.core import sampling, tree
 from eagle_fsd.drafting import tree_growth
 from eagle_fsd.evaluation.gpu import checks
-from eagle_fsd.evaluation.gpu.bench import Bench, Counted, engine_of, tiny_model
-from eagle_fsd.evaluation.gpu.parts import costs, failures, recordings, sampled, texts, waits
-from eagle_fsd.evaluation.gpu.report import progress, table
-from eagle_fsd.evaluation.gpu.runner import Findings, LeftOut, Part, run_parts
+from eagle_fsd.evaluation.gpu.bench import Bench, Counted, Findings, LeftOut, engine_of, tiny_model
+from eagle_fsd.evaluation.gpu.checks import Part, run_parts, table
+from eagle_fsd.evaluation.gpu.parts import recordings, sampled, steps, texts
 from eagle_fsd.runtime import kv_cache
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 
@@ -67,17 +65,11 @@ def leaves_itself_out() -> Findings:
 def test_a_part_that_fails_does_not_stop_the_others() -> None:
     seen: list[tuple[int, str]] = []
     parts = [part("bad", fails), part("absent", leaves_itself_out), part("good", passes)]
-    result = run_parts(
-        parts,
-        None,
-        60,
-        lambda whole, new: seen.append((len(whole["parts"]), progress(whole["seconds"], new))),
-    )
+    result = run_parts(parts, Bench(CPU), 60, lambda whole, new: seen.append((len(whole["parts"]), new)))
     bad, good = result["parts"]
     assert not result["ok"] and not bad["ok"] and good["ok"]
-    assert bad["summary"] == "KeyError: 'a key\\nof two lines'" and "raise KeyError" in "".join(
-        bad["traceback"]
-    )
+    assert bad["summary"] == "KeyError: 'a key\\nof two lines'"
+    assert "raise KeyError" in "".join(bad["traceback"])
     assert result["left_out"] == [{"part": "absent", "reason": "a package is missing"}]
     assert [count for count, _ in seen] == [1, 1, 2]
     assert "bad: FAILED: KeyError" in seen[0][1] and "absent: left out: a package" in seen[1][1]
@@ -85,41 +77,12 @@ def test_a_part_that_fails_does_not_stop_the_others() -> None:
 
 
 def test_what_does_not_fit_into_the_budget_is_left_out_with_the_reason() -> None:
-    result = run_parts([part("long", passes, 100), part("short", passes, 1)], None, 50)
+    parts = [part("long", passes, 100), part("short", passes, 1)]
+    result = run_parts(parts, Bench(CPU), 50, lambda whole, new: None)
     assert [one["name"] for one in result["parts"]] == ["short"] and result["ok"]
     (left,) = result["left_out"]
     assert left["part"] == "long" and left["reason"].startswith("it may take 100 s and ")
     assert left["reason"].endswith(" s of 50 are left")
-
-
-def test_a_part_that_takes_far_longer_than_it_may_is_stopped() -> None:
-    """Also one that catches every exception of its own."""
-
-    def never_ends() -> Findings:
-        while True:
-            try:
-                time.sleep(0.01)
-            except Exception:  # noqa: BLE001
-                continue
-
-    start = time.monotonic()
-    result = run_parts([part("endless", never_ends, 0.1), part("good", passes, 0.1)], None, 60)
-    assert time.monotonic() - start < 10
-    assert [one["ok"] for one in result["parts"]] == [False, True]
-    assert result["parts"][0]["summary"].startswith("Overrun: stopped after")
-
-
-def test_a_device_that_no_longer_answers_ends_the_check() -> None:
-    parts = [part("bad", fails), part("good", passes)]
-    result = run_parts(parts, None, 60, broken=lambda: "illegal memory access")
-    assert [one["name"] for one in result["parts"]] == ["bad"]
-    assert result["left_out"] == [{"part": "good", "reason": "after bad failed: illegal memory access"}]
-
-
-def test_a_part_names_what_it_did_not_do() -> None:
-    half = part("half", lambda: {"ok": True, "summary": "", "left_out": ["half of it"]})
-    result = run_parts([half], None, 60)
-    assert result["ok"] and result["left_out"] == [{"part": "half", "reason": "half of it"}]
 
 
 # --- the parts ---
@@ -142,8 +105,9 @@ def test_equal_texts_pass_and_one_wrong_token_does_not(bench: Bench, monkeypatch
 
 def test_texts_in_half_precision_are_compared_and_the_missing_target_is_named(bench: Bench) -> None:
     found = texts.half_precision(bench)
-    assert found["ok"] and found["cells"]["tiny llama"]["texts"] == 4
-    assert len(found["left_out"]) == 1 and found["left_out"][0].startswith("there is no real target")
+    assert found["ok"] and found["cells"]["bfloat16"]["texts"] == 4
+    with pytest.raises(LeftOut, match="there is no real target"):
+        texts.half_precision_of_target(bench)
 
 
 def test_the_distribution_is_told_from_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,16 +135,23 @@ def test_the_goodness_of_fit_is_pearsons() -> None:
     assert sampled.goodness_of_fit(of([10, 0]), impossible) == 1.0
 
 
-def test_two_threads_and_their_errors(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_in_threads_write_their_texts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert texts.threads(bench)["ok"]
+    generate, made = EagleFSD.generate, []
+
+    def sometimes_wrong(self: EagleFSD, *prompts: Any, **options: Any) -> Any:
+        made.append(generate(self, *prompts, **options))
+        made[-1].new_tokens[0][0] ^= len(made) == 6
+        return made[-1]
+
+    monkeypatch.setattr(EagleFSD, "generate", sometimes_wrong)
     found = texts.threads(bench)
-    assert found["ok"]
-    made, errors = texts.at_once([lambda: 1, lambda: [][0]], 3)
-    assert made == [[1, 1, 1], []] and errors == ["IndexError: list index out of range"]
+    assert not found["ok"] and sorted(found["right"]["graphs off"]) == [1, 2, 2]
 
 
 def test_what_is_recorded_is_counted_as_long_as_it_is_held(bench: Bench) -> None:
     found = recordings.recordings(bench)
-    assert found["ok"] and len(found["table"]["rows"]) == 12
+    assert found["ok"] and len(found["table"].splitlines()) == 2 + 12
     last = found["cells"]["2 prompt lengths"][2]
     assert 0 < last["held"] == last["made"] < last["replays"]
 
@@ -188,7 +159,7 @@ def test_what_is_recorded_is_counted_as_long_as_it_is_held(bench: Bench) -> None
 def test_recordings_that_are_never_let_go_are_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of another size takes the memory of the one before, unless something keeps it."""
     stepper = bench.graphs()
-    engine, counted = bench.tiny_engine(stepper), stepper.record
+    engine, counted = engine_of(tiny_model("llama", CPU), stepper), stepper.record
     kept, record = [], Counted.__call__
 
     def leaks(self: Counted, *work: Any) -> Any:
@@ -198,36 +169,22 @@ def test_recordings_that_are_never_let_go_are_noticed(bench: Bench, monkeypatch:
     monkeypatch.setattr(Counted, "__call__", leaks)
     passes = recordings.three_times(bench, engine, counted, [([9], {}), ([9, 9], {})])
     assert recordings.grows(passes) and passes[2]["held"] == passes[2]["made"] == len(kept)
-    flat = {"held": 9, "reserved": 0}
+    flat = {"held": 9, "bytes reserved": 0}
     assert not recordings.grows([flat, flat, flat])
-    assert recordings.grows([flat, flat, {**flat, "reserved": 2**30}])
+    assert recordings.grows([flat, flat, {**flat, "bytes reserved": 2**30}])
 
 
 def test_a_forward_that_waits_is_survived(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = failures.failed_capture(bench)
+    found = recordings.failed_capture(bench)
     assert found["ok"] and len(found["warnings"]) == 1 and "no CUDA graphs" in found["warnings"][0]
     assert set(found["after"].values()) == {None}
 
     def spoiled(*_: Any, **__: Any) -> None:
         raise RuntimeError("Offset increment outside graph capture encountered unexpectedly")
 
-    monkeypatch.setattr(failures.F, "dropout", spoiled)
-    found = failures.failed_capture(bench)
+    monkeypatch.setattr(recordings.F, "dropout", spoiled)
+    found = recordings.failed_capture(bench)
     assert not found["ok"] and "no longer works: dropout (RuntimeError: Offset increment" in found["summary"]
-
-
-def test_memory_that_runs_out_while_recording_is_survived(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = failures.out_of_memory(bench)
-    assert found["ok"] and set(found["after"].values()) == {None}
-
-    def deadly(device: torch.device) -> None:
-        raise KeyError("not what a recorder expects")
-
-    monkeypatch.setattr(failures, "spend_all", deadly)
-    found = failures.out_of_memory(bench)
-    assert not found["ok"] and found["after"]["the text"].startswith("KeyError")
 
 
 @pytest.mark.parametrize(
@@ -248,22 +205,16 @@ def test_logits_that_overflow_must_end_in_an_error_that_says_so(
             raise error
 
     monkeypatch.setattr(EagleFSD, "generate", generate)
-    assert failures.overflow(bench)["ok"] is ok
+    assert texts.overflow(bench)["ok"] is ok
 
 
-def test_steps_are_watched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_watched_one_by_one() -> None:
     """As many as are counted, each with a token for every row."""
     engine = engine_of(tiny_model("llama", CPU), EAGER)
-
-    def watch(work: Callable[[], Any]) -> int:
-        chunks = work()
-        assert all(row for rows in chunks for row in rows)
-        return len(chunks)
-
-    monkeypatch.setattr(waits, "waits_in", watch)
-    assert waits.waits_of_steps(engine, [5, 9], Lossless(), {}) == waits.STEPS
+    chunks = list(steps.steps_of(engine, [5, 9], 8, tree=steps.TREE))
+    assert len(chunks) == 8 and all(row for rows in chunks for row in rows)
     with pytest.raises(LeftOut, match="no queue"):
-        waits.host_waits(Bench(CPU))
+        steps.host_waits(Bench(CPU))
 
 
 def test_waits_are_counted_by_what_torch_warns_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,52 +227,40 @@ def test_waits_are_counted_by_what_torch_warns_of(monkeypatch: pytest.MonkeyPatc
             warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
 
-    assert waits.waits_in(waits_thrice) == 3 and modes == ["warn", "default"]
+    assert steps.waits_in(waits_thrice) == 3 and modes == ["warn", "default"]
     with pytest.raises(KeyError):
-        waits.waits_in(fails)
+        steps.waits_in(fails)
     assert modes[2:] == ["warn", "default"]
 
 
-# --- times and what follows from them ---
+def test_times_are_taken_with_graphs_and_without(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine(self: Bench, dtype: torch.dtype, stepper: Any) -> EagleFSD:
+        return engine_of(tiny_model("llama", CPU, dtype), stepper)
 
-
-def test_times_are_taken_of_every_part_and_of_whole_steps(bench: Bench) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    model = costs.random_llama({**sizes, "tie_word_embeddings": False}, CPU, torch.bfloat16)
-    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
-    assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
-    found = costs.costs(bench, lambda stepper: costs.random_engine(model, stepper))
-    assert found["ok"] and found["dtype"] == "bfloat16" and found["drafted"] == 64
-    for mode in found["modes"].values():
-        assert set(mode["32"]) == {"verify", "draft", "step"}
-        assert all(value > 0 for kind in mode["32"].values() for value in kind.values())
-    assert found["modes"]["graphs on"]["recorded"]["replays"] > 0
-    assert found["table"]["titles"][:3] == ["", "context", "verify 1"] and len(found["table"]["rows"]) == 2
+    monkeypatch.setattr(Bench, "real_engine", engine)
+    found = steps.costs(bench, torch.bfloat16)
+    assert found["ok"] and found["drafted"] == 96
+    assert list(found["cells"]) == ["graphs off, context 32", "graphs on, context 32"]
+    for cell in found["cells"].values():
+        assert {"verify 1", "verify 16", "draft, first level", "step 16/5/8"} <= set(cell)
+        assert all(value >= 0 for value in cell.values())
+    assert len(found["table"].splitlines()) == 2 + 2
+    monkeypatch.setattr(Counted, "counts", lambda self: {"replays": 0})
+    assert not steps.costs(bench, torch.bfloat16)["ok"]
 
 
 # --- a rehearsal of what only a GPU runs ---
-
-
-class Properties:
-    """Of a GPU that is not there."""
-
-    name, total_memory, major, minor, multi_processor_count = "a GPU of paper", 2**36, 9, 0, 132
 
 
 @pytest.fixture
 def paper_gpu(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A CPU that says it is a GPU: all that is asked of torch.cuda has an answer, and none means anything."""
     answers: dict[str, object] = {
-        "synchronize": None,
         "empty_cache": None,
         "set_sync_debug_mode": None,
-        "memory_allocated": 2**20,
         "memory_reserved": 2**21,
         "mem_get_info": (2**35, 2**36),
-        "device_count": 0,
-        "get_device_name": Properties.name,
-        "get_device_properties": Properties,
+        "get_device_capability": (9, 0),
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
@@ -332,29 +271,16 @@ def paper_gpu(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
 def test_every_branch_for_a_gpu_runs(paper_gpu: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """No verdict is checked here: there are no waits and no memory to be seen."""
     made = checks.machine(paper_gpu)
-    assert (made["capability"], made["multiprocessors"], made["free_memory"]) == ("9.0", 132, 2**35)
-    assert checks.broken(paper_gpu) is None
-    monkeypatch.setattr(waits, "STEPS", 2)
-    found = waits.host_waits(paper_gpu)
+    assert (made["capability"], made["memory"], made["free_memory"]) == ("9.0", 2**36, 2**35)
+    monkeypatch.setattr(steps, "WAITS", 2)
+    found = steps.host_waits(paper_gpu)
     assert not found["ok"] and set(found["cells"]) >= {"graphs on, 3 rows, fuzzy, sampled"}
     assert not any(found["cells"].values())
-    found = failures.out_of_memory(paper_gpu)
+    found = recordings.failed_capture(paper_gpu)
     assert found["ok"] and {"empty_cache", "allocation"} <= set(found["after"])
-    standing = recordings.standing(paper_gpu, paper_gpu.graphs().record)
-    assert (standing["allocated"], standing["reserved"]) == (2**20, 2**21)
-
-
-def test_the_large_target_is_built_where_there_is_room(
-    paper_gpu: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    monkeypatch.setattr(costs, "LLAMA_8B", {**costs.LLAMA_8B, **sizes})
-    found = costs.costs_of_llama_8b(paper_gpu)
-    assert found["ok"] and found["modes"]["graphs on"]["bytes_more"] == 0
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (8 * 10**9, 2**36))
-    with pytest.raises(LeftOut, match="it needs 24 GB of free memory and there are 8"):
-        costs.costs_of_llama_8b(paper_gpu)
+    engine = engine_of(tiny_model("llama", CPU), stepper := paper_gpu.graphs())
+    (*_, last) = recordings.three_times(paper_gpu, engine, stepper.record, [([9], {})])
+    assert last["bytes reserved"] == 2**21
 
 
 # --- the script ---
@@ -455,15 +381,16 @@ def test_a_target_in_a_folder_is_compared_and_timed(
     assert [one["name"] for one in result["parts"]] == names and not result["left_out"]
     equal, timed = (one["findings"] for one in result["parts"])
     assert equal["head"] == timed["head"] == "random, of the target's shape"
-    assert equal["tau"]["16/5/8"] >= 1 and len(timed["modes"]["graphs off"]["32"]["step"]) == 2
+    assert equal["cells"]["graphs off"]["tau"]["16/5/8"] >= 1
+    assert timed["drafted"] == 96 and "| graphs off, context 32 |" in timed["table"]
 
 
 def test_a_target_that_was_named_must_load_and_the_default_one_need_not(tmp_path: Path) -> None:
     absent = Bench(CPU, target=str(tmp_path))
     with pytest.raises(LeftOut, match="there is no real target"):
-        absent.real_target(torch.float32)
+        absent.real_engine(torch.float32, EAGER)
     with pytest.raises(ValueError, match="has no config"):
-        replace(absent, given=True).real_target(torch.float32)
+        replace(absent, given=True).real_engine(torch.float32, EAGER)
 
 
 def test_every_part_has_a_name_of_its_own() -> None:

@@ -11,13 +11,12 @@ import pytest
 from support.synthetic_rows import LOSSLESS, Truth, cell_rows, fuzzy, typical, write_rows
 
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Estimate
-from eagle_fsd.evaluation.analysis.frontier import QUALITIES, Winner
+from eagle_fsd.evaluation.analysis.frontier import QUALITIES
 from eagle_fsd.evaluation.analysis.measures import TAU
 from eagle_fsd.evaluation.analysis.points import panels
-from eagle_fsd.evaluation.report import report
+from eagle_fsd.evaluation.commands import report
+from eagle_fsd.evaluation.commands.report import write_report
 from eagle_fsd.evaluation.report.frontier_plots import style, varying_knobs
-from eagle_fsd.evaluation.report.report import Report, sentence, write_report
-from eagle_fsd.evaluation.report.tables import with_interval
 from eagle_fsd.evaluation.rows import Row
 
 ROOT = Path(__file__).parents[2]
@@ -41,9 +40,9 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "plot_frontier", lambda *_: False)
 
 
-def written(rows: list[dict[str, Any]], folder: Path, asked: Report) -> str:
-    found = [Row.of(row) for row in rows]
-    return write_report(found, asked, folder, {"rows.jsonl": len(rows)}).read_text(encoding="utf-8")
+def written(rows: list[dict[str, Any]], folder: Path, *asked: Any) -> str:
+    found, sources = [Row.of(row) for row in rows], {"rows.jsonl": len(rows)}
+    return write_report(found, folder, sources, QUICK, *asked).read_text(encoding="utf-8")
 
 
 def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -85,42 +84,24 @@ def test_the_script_end_to_end_gives_the_same_files_twice(
     assert str(tmp_path) not in text
 
 
-def test_winners_in_plain_sentences(tmp_path: Path, no_plots: None) -> None:
-    asked = Report(("log_p",), speed=TAU, losses=(0.0, 0.02, 0.5), how=QUICK)
-    text = written(few(40), tmp_path, asked)
-    lines = [line for line in text.splitlines() if line.startswith("- At most")]
-    assert lines[0] == "- At most 0 % of log p lost: no rule is faster than lossless."
-    assert lines[1].startswith("- At most 2 % of log p lost: js 0.2 hybrid is the fastest, 1.2")
-    assert "times the next family's, typical 0.3/0.09. " in lines[1]
-    assert lines[1].endswith("The whole interval of its loss stays within.")
-    assert lines[2].startswith("- At most 50 % of log p lost: js 0.5 hybrid is the fastest, 1.")
-    glance = next(line for line in text.splitlines() if line.startswith("| ifeval, temperature 0.6 |"))
-    assert [cell.split(":")[0].strip() for cell in glance.split("|")[2:5]] == [
-        "lossless",
-        "js 0.2 hybrid",
-        "js 0.5 hybrid",
-    ]
-
-
-def test_sentences_say_what_cannot_be_told_apart() -> None:
-    (panel,) = panels([Row.of(row) for row in few()], QUICK)
-    points = {point.label: point for point in panel.points}
-    first, second = points["js 0.2 hybrid"], points["typical 0.3/0.09"]
-    tied, clear = Estimate(1.01, 0.99, 1.03, 12), Estimate(1.05, 1.02, 1.08, 12)
-    quality = QUALITIES["log_p"]
-    said = sentence(Winner(0.01, first, second, tied, points["lossless"]), quality, TAU)
-    assert "which cannot be told from it" in said
-    assert said.endswith("Of no faster rule does the whole interval of the loss stay within.")
-    said = sentence(Winner(0.01, first, second, clear, points["js 0.5 hybrid"]), quality, TAU)
-    assert "cannot be told" not in said
-    assert "With the whole interval of the loss within, it is js 0.5 hybrid, 1." in said
+def test_winners_at_a_glance(tmp_path: Path, no_plots: None) -> None:
+    text = written(few(40), tmp_path, ["log_p"], TAU)
+    titles, _, glance = next(
+        text.splitlines()[place : place + 3]
+        for place, line in enumerate(text.splitlines())
+        if line.startswith("| fastest: tau / lossless | at most 0.5 % of log p lost |")
+    )
+    assert titles.endswith("| at most 5 % of log p lost |")
+    cells = [cell.strip() for cell in glance.split("|")[1:-1]]
+    assert cells[0] == "ifeval, temperature 0.6" and cells[4].startswith("js 0.2 hybrid: 1.2")
+    assert " to " in cells[4] and cells[4].endswith(")")
 
 
 def test_models_and_trees_become_sections(tmp_path: Path, no_plots: None) -> None:
     wide = {"total_tokens": 60, "depth": 6, "top_k": 10}
     rows = [*few(4), *cell_rows(LOSSLESS, Truth(), 4, tree=wide)]
     rows += [row | {"key": "0" * 16, "base_model": "Other"} for row in cell_rows(LOSSLESS, Truth(), 4)]
-    text = written(rows, tmp_path, Report(how=QUICK))
+    text = written(rows, tmp_path)
     heads = [line for line in text.splitlines() if line.startswith("## ")]
     assert heads[:3] == [
         "## Other, tree 16/5/8",
@@ -135,24 +116,23 @@ def test_gaps_are_said(tmp_path: Path, no_plots: None) -> None:
     rows += cell_rows(typical(0.3, 0.09), Truth(), range(50, 55))
     rows += [row | {"commit": "other", "threads": 16} for row in cell_rows(fuzzy(0.5), Truth(), 40)]
     rows += cell_rows(fuzzy(0.5), Truth(), 3, task="gsm8k")
-    text = written(rows, tmp_path, Report(how=QUICK))
+    text = written(rows, tmp_path)
     for said in (
         "No lossless rows, so nothing to compare with: gsm8k, temperature 0.6.",
         "2 of 4 rules lack samples that lossless has; the least has 0 pairs.",
-        "Without any pair: typical 0.3/0.09.",
         "Intervals over fewer than 30 pairs are rough; the least number here is 15.",
         "Rows come from several machines, thread counts or batch sizes.",
         "Rows were made with more than one commit.",
     ):
         assert said in text, said
     assert "more than one torch" not in text
-    clean = written(few(40), tmp_path, Report(how=QUICK))
+    clean = written(few(40), tmp_path)
     assert "lack samples" not in clean and "rough" not in clean and "several machines" not in clean
 
 
-def test_cells_of_a_table() -> None:
-    assert with_interval(Estimate(1.154, 1.128, 1.2, 9), ".2f") == "1.15 (1.13 to 1.20)"
-    assert with_interval(Estimate(1.154, None, None, 1), ".2f") == "1.15" and with_interval(None, ".2f") == ""
+def test_an_estimate_is_written_with_its_interval() -> None:
+    assert f"{Estimate(1.154, 1.128, 1.2, 9):.2f}" == "1.15 (1.13 to 1.20)"
+    assert f"{Estimate(1.154, None, None, 1):.2f}" == "1.15"
 
 
 # --- plots ---

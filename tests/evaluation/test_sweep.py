@@ -18,13 +18,12 @@ from eagle_fsd.acceptance.output_distribution import distances, path_distributio
 from eagle_fsd.acceptance.rule_names import describe, parse_rule
 from eagle_fsd.core.config import PAPER
 from eagle_fsd.evaluation.commands import sweep as script
-from eagle_fsd.evaluation.grids import GRIDS
+from eagle_fsd.evaluation.commands.sweep import GRIDS
 from eagle_fsd.evaluation.measure import sweep
 from eagle_fsd.evaluation.measure.observers import DistanceMeter
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run, turns
 from eagle_fsd.evaluation.rows import read_raw_rows, read_rows
 from eagle_fsd.evaluation.tasks import Sample, Task
-from eagle_fsd.evaluation.tasks.source import Source
 from eagle_fsd.target.model import TargetModel
 
 WARM = SamplingConfig(0.9, 20, 0.95)
@@ -42,7 +41,7 @@ def questions(count: int, name: str = "toy", first: int = 0) -> Questions:
     task = Task(
         name=name,
         version=3,
-        source=Source(("toy.jsonl",), "nothing"),
+        files=("toy.jsonl",),
         ask=lambda row, place: (str(place), [], {}),
         max_new_tokens=10,
         judge=lambda reference, text: {"early": sum(letter <= "m" for letter in text) / max(len(text), 1)},

@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 
 from eagle_fsd.evaluation.tasks import TASKS, cut, task_named
+from eagle_fsd.evaluation.tasks.base import EXAMPLES
 from eagle_fsd.evaluation.tasks.choice import (
-    COMMONSENSE_EXAMPLES,
-    MMLU_EXAMPLES,
     flexible_letter,
     strict_letter,
 )
-from eagle_fsd.evaluation.tasks.gsm8k import EXAMPLES, flexible_answer, strict_answer
+from eagle_fsd.evaluation.tasks.gsm8k import flexible_answer, strict_answer
 from eagle_fsd.evaluation.tasks.humaneval import program
 from eagle_fsd.evaluation.tasks.ifeval import library
 from eagle_fsd.files.jsonl import read_jsonl
@@ -303,14 +302,14 @@ def test_a_number_is_right_however_it_is_written(write: Callable[..., Path]) -> 
 
 
 def test_the_examples_are_eight_with_right_sums_and_in_no_split(data_folder: Path) -> None:
-    assert len(EXAMPLES) == 8
-    for _, said in EXAMPLES:
+    assert len(EXAMPLES["gsm8k"]) == 8
+    for _, said in EXAMPLES["gsm8k"]:
         assert strict_answer(said) == flexible_answer(said) is not None
         sums = re.findall(r"([\d.]+(?: [-+*/] [\d.]+)+) = (\d+(?:\.\d+)?)", said)
         assert sums and all(eval(left) == float(right) for left, right in sums)
     for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl"):
         questions = {row["question"] for _, row in read_jsonl(data_folder / name)}
-        assert not questions & {question for question, _ in EXAMPLES}
+        assert not questions & {question for question, _ in EXAMPLES["gsm8k"]}
 
 
 # --- multiple choice ---
@@ -362,7 +361,7 @@ def test_choices_are_shown_and_judged(name: str, right: str, write: Callable[...
 
 
 def test_the_examples_answer_in_the_form_asked_for() -> None:
-    for examples, letters in ((COMMONSENSE_EXAMPLES, "ABCDE"), (MMLU_EXAMPLES, "ABCD")):
+    for examples, letters in ((EXAMPLES["commonsense_qa"], "ABCDE"), (EXAMPLES["mmlu"], "ABCD")):
         assert all(len(options) == len(letters) for _, options, _ in examples)
         answers = [strict_letter(said, letters) for _, _, said in examples]
         assert None not in answers and len(set(answers)) == len(answers), (

@@ -35,20 +35,16 @@ TRAINING = {
     "held_out": {"top1": [0.5022, 0.4321], "positions": 5297},
 }
 ROW = {
-    "prompts": "own",
-    "prompt_count": 40,
+    "key": "ab",
+    "task": "prompts/own",
     "max_new_tokens": 64,
     "sampling": {"temperature": 0.0},
     "tree": {"total_tokens": 16, "depth": 5, "top_k": 8, "min_confidence": 0.0},
-    "divergence": None,
-    "mode": None,
-    "child": None,
-    "threshold": 0.0,
+    "rule": {"name": "lossless"},
     "dtype": "bfloat16",
     "steps": 100,
     "new_tokens": 239,
     "fuzzy_accepts": 0,
-    "tau": 2.39,
     "command": "python eval/measure_tau.py --prompts own.jsonl",
 }
 
@@ -59,7 +55,7 @@ def runs(tmp_path: Path) -> Path:
     save_head(tiny_head(), tmp_path / "head")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "provenance.json").write_text(json.dumps(TRAINING))
-    (tmp_path / "tau.jsonl").write_text(json.dumps(ROW) + "\n")
+    (tmp_path / "tau.jsonl").write_text(2 * (json.dumps(ROW) + "\n"))
     return tmp_path
 
 
@@ -118,7 +114,7 @@ def test_the_card_says_what_the_runs_recorded(runs: Path, monkeypatch: pytest.Mo
     for words in (
         "--base-model owner/target --ea-model me/EAGLE-target",
         "Answers of the target, MIT.",
-        "first 40 prompts of each set, 64 new tokens, bfloat16; a tree is total_tokens / depth / top_k:",
+        "first 2 prompts of each set, 64 new tokens, bfloat16; a tree is total_tokens / depth / top_k:",
         "| 0 | lossless |  |  | 0 | 2.39 | 2.39 | +0% | 0.00 |",
         "2,027 steps in 33 minutes on x86_64, 5,996 sequences, 1,280,661 tokens, 931,962 of which",
         "best in 50.2 / 43.2 % of 5,297 positions at drafting steps 1 to 2",
@@ -224,10 +220,11 @@ def test_a_push_that_is_refused_is_one_line_and_keeps_the_folder(
 
 def test_the_card_says_only_what_holds_for_all_its_rows(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {"total_tokens": 60, "depth": 6, "top_k": 10}
-    rows_of(runs, {}, {"prompts": "chat", "prompt_count": 9, "command": "another"}, {"tree": tree})
+    chat = {"key": "c", "task": "prompts/chat", "command": "another"}
+    rows_of(runs, {}, {}, chat, {"key": "d", "tree": tree}, {"key": "d", "tree": tree})
     run(runs, monkeypatch, "--dry-run")
     text = (runs / "out" / "README.md").read_text()
-    assert "on the first 40 prompts of own, 9 prompts of chat, 64 new tokens, bfloat16;" in text
+    assert "on the first 2 prompts of own, 1 prompts of chat, 64 new tokens, bfloat16;" in text
     assert "| 16/5/8 | 0 |" in text and "| 60/6/10 | 0 |" in text
     assert f"{ROW['command']}\nanother\n```" in text
 
@@ -308,21 +305,24 @@ def lose(name: str) -> Any:
         (lambda runs: save_head(tiny_head(), runs / "out"), "is not empty: .* name another"),
         (lambda runs: (runs / "out").write_text(""), "is a file: .* name another"),
         (
-            lambda runs: rows_of(runs, {"ea_model": "a"}, {"ea_model": "b"}),
+            lambda runs: rows_of(runs, {"ea_model": "a"}, {"key": "c", "ea_model": "b"}),
             "ea_model is 'a' and 'b' in .*tau.jsonl: .* one head and setting; keep the rows of one",
         ),
         (
-            lambda runs: rows_of(runs, {}, {"draft_vocab_size": 9}),
+            lambda runs: rows_of(runs, {}, {"key": "c", "draft_vocab_size": 9}),
             "draft_vocab_size is None and 9 in ",
         ),
-        (lambda runs: rows_of(runs, {}, {"max_new_tokens": 9}), "max_new_tokens is 64 and 9 in "),
-        (lambda runs: rows_of(runs, {}, {"dtype": "float32"}), "dtype is 'bfloat16' and 'float32' in "),
+        (lambda runs: rows_of(runs, {}, {"key": "c", "max_new_tokens": 9}), "max_new_tokens is 64 and 9 in "),
         (
-            lambda runs: rows_of(runs, {"base_model": "a"}, {"base_model": "b"}),
+            lambda runs: rows_of(runs, {}, {"key": "c", "dtype": "float32"}),
+            "dtype is 'bfloat16' and 'float32' in ",
+        ),
+        (
+            lambda runs: rows_of(runs, {"base_model": "a"}, {"key": "c", "base_model": "b"}),
             "base_model is 'a' and 'b' in ",
         ),
         (
-            lambda runs: rows_of(runs, {}, {"seed": 1}),
+            lambda runs: rows_of(runs, {}, {"key": "c"}),
             "prompts is 'own' twice in .* with tree 16/5/8, temperature 0 and the same rule: ",
         ),
     ],

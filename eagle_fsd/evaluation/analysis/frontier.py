@@ -1,4 +1,4 @@
-"""The frontier of quality against speed: which points nothing dominates, and which family wins at which loss.
+"""The frontier of quality against speed: which points nothing dominates, and which is fastest at which loss.
 
 Quality is one measure, held against lossless; its loss is 0 or less where nothing was lost. Speed is tokens
 per second or tau, as a ratio to lossless.
@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eagle_fsd.core.checks import require_choice
-from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Estimate
-from eagle_fsd.evaluation.analysis.measures import MEASURES, SCORE, compared, paired
+from eagle_fsd.evaluation.analysis.bootstrap import Estimate
+from eagle_fsd.evaluation.analysis.measures import MEASURES, SCORE
 from eagle_fsd.evaluation.analysis.points import Panel, Point
 
 LOSSES = (0.005, 0.01, 0.02, 0.05)
-EXACT = Estimate(1.0, 1.0, 1.0, 0)  # lossless beside itself
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,12 @@ class Quality:
     def is_distance(self) -> bool:
         """Whether it is a distance from the target's distribution, of which lossless has none."""
         return self.measure in ("law_tv", "law_kl")
+
+    def amount(self, level: float) -> str:
+        """Say a level of loss in words."""
+        if self.is_distance:
+            return f"{level:g} {self.title}"
+        return f"{100 * level:g} % of log p lost" if self.relative else f"{level:g} of {self.title} lost"
 
     def loss(self, point: Point) -> Estimate | None:
         """Return what the point loses against lossless; nothing for lossless itself."""
@@ -75,18 +80,23 @@ def quality_named(name: str, panels: Sequence[Panel]) -> Quality:
 def speedup(point: Point, speed: str) -> Estimate | None:
     """Return the point's tokens per second, or tau, as a ratio to lossless's; 1 for lossless itself."""
     if point.is_lossless:
-        return EXACT if speed in point.values else None
+        return Estimate(1.0, 1.0, 1.0, 0) if speed in point.values else None
     change = point.changes.get(speed)
     return change.ratio if change else None
 
 
-def undominated(points: Sequence[Point], quality: Quality, speed: str) -> list[Point]:
-    """Return the points that no other equals in speed and quality and beats in one, slowest first.
+Placed = tuple[Point, Estimate, Estimate]  # a point, its speed and its loss
 
-    Points whose loss or speed is not known are left out.
-    """
-    found = [(speedup(point, speed), quality.loss(point), point) for point in points]
-    places = [(fast.value, loss.value, point) for fast, loss, point in found if fast and loss]
+
+def placed(points: Sequence[Point], quality: Quality, speed: str) -> list[Placed]:
+    """Return the points whose speed and loss are known, with these."""
+    found = [(point, speedup(point, speed), quality.loss(point)) for point in points]
+    return [(point, fast, loss) for point, fast, loss in found if fast and loss]
+
+
+def undominated(points: Sequence[Point], quality: Quality, speed: str) -> list[Point]:
+    """Return the points that no other equals in speed and quality and beats in one, slowest first."""
+    places = [(fast.value, loss.value, point) for point, fast, loss in placed(points, quality, speed)]
     kept = []
     for fast, loss, point in places:
         if not any(f >= fast and lost <= loss and (f > fast or lost < loss) for f, lost, _ in places):
@@ -94,55 +104,16 @@ def undominated(points: Sequence[Point], quality: Quality, speed: str) -> list[P
     return [point for _, _, point in sorted(kept, key=lambda place: place[:2])]
 
 
-@dataclass(frozen=True)
-class Winner:
-    """The fastest point that loses at most `level`, and the fastest one of any other family.
+def winners(points: Sequence[Point], quality: Quality, speed: str) -> list[Point]:
+    """Return the fastest point for every level of LOSSES; lossless where no rule within it is faster.
 
-    ratio: how much faster the first is than the second, on the samples of both; None without a second.
-    assured: the fastest point whose loss's whole interval is within the level.
+    Empty where there is no lossless to compare with, or nothing but lossless.
     """
-
-    level: float
-    point: Point
-    runner_up: Point | None
-    ratio: Estimate | None
-    assured: Point
-
-
-def winners(
-    panel: Panel, quality: Quality, speed: str, levels: Sequence[float], how: Bootstrap
-) -> list[Winner]:
-    """Find the winner for every level of loss.
-
-    Lossless takes part, and wins where no rule within the level is faster. Empty where the panel has no
-    lossless to compare with, or does not know the quality or the speed.
-    """
-    losses = [(quality.loss(point), point) for point in panel.points if not point.is_lossless]
-    known = [(loss, point) for loss, point in losses if loss is not None]
-    if panel.lossless is None or speed not in panel.lossless.values or not known:
+    known = placed(points, quality, speed)
+    if {point.is_lossless for point, *_ in known} != {True, False}:
         return []
-    found = []
-    for level in dict.fromkeys(levels):
-        within = [point for loss, point in known if loss.value <= level]
-        assured = [point for loss, point in known if loss.high is not None and loss.high <= level]
-        first, *others = fastest_by_family([panel.lossless, *within], speed)
-        second, ratio = others[0] if others else None, None
-        if second is not None:
-            measures, pairs = {speed: panel.measure(speed)}, paired(first.rows, second.rows)
-            change = compared(measures, pairs, how).get(speed)
-            ratio = change.ratio if change else None
-        surest = fastest_by_family([panel.lossless, *assured], speed)[0]
-        found.append(Winner(level, first, second, ratio, surest))
-    return found
-
-
-def fastest_by_family(points: Sequence[Point], speed: str) -> list[Point]:
-    """Return the fastest point of every family, the fastest family first."""
-    fast = [(found.value, point) for point in points if (found := speedup(point, speed)) is not None]
-    best: dict[str, Point] = {}
-    for _, point in sorted(fast, key=lambda place: -place[0]):
-        best.setdefault(point.family, point)
-    return list(best.values())
+    within = ([one for one in known if one[2].value <= level] for level in LOSSES)
+    return [max(some, key=lambda one: one[1].value)[0] for some in within]
 
 
 def speed_title(speed: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Change, Estimate, estimates
@@ -55,10 +55,9 @@ class Task:
     @property
     def details(self) -> str:
         """What the title leaves out."""
-        sampling = self.sampling
         words = [f"version {self.version}"]
-        words += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
-        words += [f"top-k {sampling.top_k}"] if sampling.top_k else []
+        words += [f"top-p {self.sampling.top_p:g}"] if self.sampling.top_p < 1 else []
+        words += [f"top-k {self.sampling.top_k}"] if self.sampling.top_k else []
         return ", ".join([*words, f"at most {self.max_new_tokens} new tokens"])
 
     @property
@@ -98,19 +97,8 @@ class Panel:
     scores: tuple[str, ...]
 
     @property
-    def weights(self) -> Mapping[str, str]:
-        """Which scores of the task are weighted by which others; none of a task that is not ours."""
-        return TASKS[self.task.name].weights if self.task.name in TASKS else {}
-
-    @property
     def lossless(self) -> Point | None:
         return next((point for point in self.points if point.is_lossless), None)
-
-    def measure(self, name: str) -> Measure:
-        if not name.startswith(SCORE):
-            return MEASURES[name]
-        own = name.removeprefix(SCORE)
-        return score(own, self.weights.get(own))
 
 
 def panels(rows: Iterable[Row], how: Bootstrap) -> list[Panel]:
@@ -139,13 +127,12 @@ def panel_of(models: Models, task: Task, rows: Sequence[Row], how: Bootstrap) ->
                     "in between; report them apart"
                 )
     lossless = next((some for some in rules.values() if some[0].rule["name"] == LOSSLESS), [])
-    bare = Panel(models, task, (), ())
-    weights = bare.weights.values()
-    scores = tuple(dict.fromkeys(name for row in rows for name in row.scores if name not in weights))
-    measures = {name: bare.measure(name) for name in (*MEASURES, *(SCORE + name for name in scores))}
+    weights = TASKS[task.name].weights if task.name in TASKS else {}  # none of a task that is not ours
+    names = dict.fromkeys(name for row in rows for name in row.scores if name not in weights.values())
+    measures = MEASURES | {SCORE + name: score(name, weights.get(name)) for name in names}
     points = [point_of(measures, members, lossless, how) for members in rules.values()]
     points.sort(key=lambda point: (not point.is_lossless, point.family, point.knobs, point.label))
-    return replace(bare, points=tuple(points), scores=scores)
+    return Panel(models, task, tuple(points), tuple(names))
 
 
 def point_of(

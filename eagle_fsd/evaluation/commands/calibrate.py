@@ -21,10 +21,15 @@ from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.acceptance.calibration import FILE, Calibration
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.core.config import CHILDREN, SamplingConfig, TreeConfig
-from eagle_fsd.evaluation.calibrate.recorded_pass import Work, fuzzy
-from eagle_fsd.evaluation.calibrate.threshold_search import calibrate, calibration_table, trial_table
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, parser_of, say
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
+from eagle_fsd.evaluation.measure.threshold_search import (
+    Work,
+    calibrate,
+    calibration_table,
+    fuzzy,
+    trial_table,
+)
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.provenance import provenance
 

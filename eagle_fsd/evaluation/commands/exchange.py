@@ -2,39 +2,99 @@
 
     python eval/exchange.py --rows runs/sweep.jsonl --against "js 0.6 hybrid"
 
+In S steps a rule emits N tokens, and its own distribution lies V tokens from the target's (the sum of its
+TV); as many steps of lossless decoding emit S tau_0. So (N - S tau_0) / V tokens are gained for a TV of 1.
 A table for every task and sampling. Brackets are intervals of a bootstrap over samples. No model is loaded.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap
-from eagle_fsd.evaluation.analysis.points import panels
-from eagle_fsd.evaluation.cli import mistakes_on_one_line, plain_parser, say
-from eagle_fsd.evaluation.report.exchange_rate import exchange_table
+import numpy as np
+
+from eagle_fsd.evaluation.analysis.bootstrap import Array, Bootstrap, Sums, interval, resampled
+from eagle_fsd.evaluation.analysis.measures import MEASURES, TAU, paired, sums_of
+from eagle_fsd.evaluation.analysis.points import Panel, Point, panels
+from eagle_fsd.evaluation.cli import mistakes_on_one_line, rows_parser, say
+from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.rows import read_raw_rows
 
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = plain_parser(__doc__)
-    add = parser.add_argument
-    add("--rows", type=Path, nargs="+", required=True, help="JSONL files of raw rows, or .jsonl.gz")
-    add("--against", nargs="+", default=[], metavar="RULE", help="labels of the first column to compare with")
-    add("--resamples", type=int, default=10_000, help="default: %(default)s")
-    add("--seed", type=int, default=0, help="of the resamples; default: %(default)s")
-    return parser
+LEAST = 0.003  # TV per token: what is gained for less is noise over nothing
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
+    parser = rows_parser(__doc__)
+    labels = "labels of the first column to compare with"
+    parser.add_argument("--against", nargs="+", default=[], metavar="RULE", help=labels)
     arguments = parser.parse_args(argv)
     with mistakes_on_one_line(parser):
-        how = Bootstrap(resamples=arguments.resamples, seed=arguments.seed)
+        how = Bootstrap(arguments.resamples, seed=arguments.seed)
         rows = [row for rows in read_raw_rows(arguments.rows).values() for row in rows]
         if not rows:
             raise ValueError("no rows: a table needs raw rows; run eval/sweep.py first")
         tables = [exchange_table(panel, how, arguments.against) for panel in panels(rows, how)]
     say("\n\n".join(tables))
+
+
+def exchange_table(panel: Panel, how: Bootstrap, against: Sequence[str] = ()) -> str:
+    """Write a line per rule by its TV, with a column of differences, in pairs, for each rule of `against`.
+
+    Rules have the samples and seeds of lossless; those with fewer, or with next to no TV, are left out.
+    Raises ValueError for an `against` that is among them.
+    """
+    lossless = panel.lossless
+    if lossless is None:
+        raise ValueError(
+            f"{panel.task.title} has no lossless rows: what is gained is counted from them; "
+            "add them with --rules lossless"
+        )
+    drafting = [point for point in panel.points if not point.is_lossless]
+    points = {p.label: p for p in drafting if p.pairs == lossless.samples and tv_of(p) >= LEAST}
+    for label in against:
+        if label not in points:
+            raise ValueError(
+                f"against is {label!r}: it must be a rule on all samples of lossless, with a TV of at least "
+                f"{LEAST:g}, in {panel.task.title}; one of {', '.join(points) or 'none'}"
+            )
+    gained = {label: gained_by(point, lossless, how) for label, point in points.items()}
+    titles = ["rule", "TV", "tau, times lossless", "gained for a TV of 1"]
+    titles += [f"more than {label}" for label in against]
+    lines = []
+    for label, point in sorted(points.items(), key=lambda item: tv_of(item[1])):
+        value, drawn, samples = gained[label]
+        ratio = point.changes[TAU].ratio
+        line = [label, f"{tv_of(point):.3f}", "" if ratio is None else f"{ratio.value:.2f}"]
+        line.append(f"{interval(value, drawn, samples, how):.2f}")
+        for other in against:
+            more = interval(value - gained[other][0], drawn - gained[other][1], samples, how)
+            line.append("" if label == other else f"{more:.2f}")
+        lines.append(line)
+    models = panel.models
+    title = [f"## {panel.task.title}", "", f"{models.base_model}, tree {models.tree}; {panel.task.details}."]
+    left_out = [p.label for p in drafting if p.label not in points]
+    if left_out:
+        why = f"fewer samples than lossless, or a TV below {LEAST:g}"
+        title.append(f"Left out ({why}): {', '.join(left_out)}.")
+    return "\n".join([*title, "", markdown_table(titles, lines)])
+
+
+def gained_by(point: Point, lossless: Point, how: Bootstrap) -> tuple[float, Array, int]:
+    """Return the tokens gained for a TV of 1, the same in every resample [R], and the number of samples.
+
+    The same samples are drawn for every rule.
+    """
+    pairs = paired(point.rows, lossless.rows)
+    tau, tau_lossless = sums_of(MEASURES[TAU], pairs)
+    tv = sums_of(MEASURES["law_tv"], pairs)[0]
+    tv_per_step = Sums(tv.numerator, tau.denominator)
+    values, drawn = resampled([tau, tau_lossless, tv_per_step], how)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        drawn = (drawn[:, 0] - drawn[:, 1]) / drawn[:, 2]
+        return (values[0] - values[1]) / values[2], drawn, tau.samples
+
+
+def tv_of(point: Point) -> float:
+    """Return the TV per token of a rule's own distribution; 0 where it is not known."""
+    found = point.values.get("law_tv")
+    return 0.0 if found is None else found.value

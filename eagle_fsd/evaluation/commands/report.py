@@ -2,46 +2,199 @@
 
     python eval/report.py --rows runs/sweep/*.jsonl --output runs/report --quality log_p law_tv strict
 
-Writes report.md and frontier_*.png to the folder; the same rows give the same files. Rows of several models
-or trees become sections of one report.
+Writes report.md and frontier_*.png to the folder; the same rows give the same files, byte for byte. Rows of
+several models or trees become sections of one report.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap
-from eagle_fsd.evaluation.analysis.measures import SPEED, TAU
-from eagle_fsd.evaluation.cli import mistakes_on_one_line, plain_parser, say
+from eagle_fsd.evaluation.analysis.frontier import (
+    LOSSES,
+    Quality,
+    quality_named,
+    speed_title,
+    speedup,
+    undominated,
+    winners,
+)
+from eagle_fsd.evaluation.analysis.measures import SCORE, SPEED, TAU
+from eagle_fsd.evaluation.analysis.points import Models, Panel, Point, panels
+from eagle_fsd.evaluation.cli import mistakes_on_one_line, rows_parser, say
+from eagle_fsd.evaluation.markdown_table import filled_columns, markdown_table
+from eagle_fsd.evaluation.report.caveats import caveats
+from eagle_fsd.evaluation.report.frontier_plots import plot_frontier
 from eagle_fsd.evaluation.report.plots import require_matplotlib
-from eagle_fsd.evaluation.report.report import QUALITIES, Report, write_report
-from eagle_fsd.evaluation.rows import read_raw_rows
+from eagle_fsd.evaluation.rows import PROVENANCE, Row, read_raw_rows
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.version import __version__
+
+QUALITIES = ("log_p", "law_tv")
+COMMANDS = 10  # most commands that are listed
+# A column: title, measure, whether its value or how it changed from lossless's, and a number's form.
+Column = tuple[str, str, str, str]
+SPEED_COLUMNS: tuple[Column, ...] = (
+    ("tau", TAU, "value", ".2f"),
+    ("tau / lossless", TAU, "ratio", ".2f"),
+    ("tokens/s", SPEED, "value", ".1f"),
+    ("tokens/s / lossless", SPEED, "ratio", ".2f"),
+    ("fuzzy share", "fuzzy_share", "value", ".1%"),
+    ("length", "length", "value", ".0f"),
+    ("length / lossless", "length", "ratio", ".2f"),
+    ("at the limit", "limit_rate", "value", ".0%"),
+    ("more at the limit", "limit_rate", "difference", "+.0%"),
+)
+QUALITY_COLUMNS: tuple[Column, ...] = (
+    ("log p", "log_p", "value", ".3f"),
+    ("log p - lossless", "log_p", "difference", "+.3f"),
+    ("TV", "law_tv", "value", ".4f"),
+    ("KL", "law_kl", "value", ".4f"),
+)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = plain_parser(__doc__)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = rows_parser(__doc__)
     add = parser.add_argument
-    add("--rows", type=Path, nargs="+", required=True, help="JSONL files of raw rows, or .jsonl.gz")
     add("--output", type=Path, required=True, help="folder of the report")
     known = f"log_p, law_tv, law_kl or a task's score; default: {' '.join(QUALITIES)}"
     add("--quality", nargs="+", default=list(QUALITIES), help=known)
     add("--tau", action="store_true", help="speed is tokens per step, not tokens per second")
-    add("--resamples", type=int, default=10_000, help="default: %(default)s")
-    add("--seed", type=int, default=0, help="of the resamples; default: %(default)s")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
     arguments = parser.parse_args(argv)
     with mistakes_on_one_line(parser):
         require_matplotlib()
-        how = Bootstrap(resamples=arguments.resamples, seed=arguments.seed)
-        asked = Report(arguments.quality, TAU if arguments.tau else SPEED, how=how)
+        how = Bootstrap(arguments.resamples, seed=arguments.seed)
         files = read_raw_rows(arguments.rows)
         alone = len({path.name for path in files}) == len(files)
         sources = {path.name if alone else str(path): len(rows) for path, rows in files.items()}
         rows = [row for rows in files.values() for row in rows]
-        say(write_report(rows, asked, arguments.output, sources))
+        speed = TAU if arguments.tau else SPEED
+        say(write_report(rows, arguments.output, sources, how, arguments.quality, speed))
+
+
+def write_report(
+    rows: Sequence[Row],
+    folder: Path,
+    sources: Mapping[str, int],
+    how: Bootstrap,
+    names: Sequence[str] = QUALITIES,
+    speed: str = SPEED,
+) -> Path:
+    """Write report.md and the plots to the folder; returns the path of report.md.
+
+    sources: how many rows came from each file. names: the qualities, see `quality_named`; speed:
+    tokens_per_second or tau. Raises ValueError for rows that cannot stand in one report.
+    """
+    if not rows:
+        raise ValueError(f"no rows in {', '.join(sources)}: a report needs raw rows; run eval/sweep.py first")
+    found = panels(rows, how)
+    qualities = [quality_named(name, found) for name in dict.fromkeys(names)]
+    folder.mkdir(parents=True, exist_ok=True)
+    files = ", ".join(f"{name} ({count:,} rows)" for name, count in sources.items())
+    text = [
+        "# Quality against speed",
+        "",
+        f"Made by eagle_fsd {__version__} from raw rows alone: {files}. Brackets are {how.confidence:.0%} "
+        f"intervals of a bootstrap over samples ({how.resamples:,} resamples, seed {how.seed}). What is held "
+        "against lossless is so on the same samples and seeds, in pairs; `pairs` says how many there are. "
+        "tau, lengths and scores are ratios of sums; log p, TV and KL are means over tokens. TV "
+        "and KL are the distances of the rule's own next-token distribution from the target's, after "
+        "temperature, top-k and top-p. What is lost of log p is a share of lossless's; of other measures it "
+        "is the difference.",
+    ]
+    sections = [(models, list(members)) for models, members in groupby(found, lambda panel: panel.models)]
+    for number, (models, members) in enumerate(sections, 1):
+        text += ["", f"## {models.base_model}, tree {models.tree}", ""]
+        text += what_was_run(models, [row for row in rows if Models.of(row) == models])
+        suffix = f"_{number}" if len(sections) > 1 else ""
+        text += section(members, qualities, speed, folder, suffix)
+    text += ["", "## What the data cannot say", "", *(f"- {line}" for line in caveats(rows, found, how))]
+    write_atomically(folder / "report.md", "\n".join(text) + "\n")
+    return folder / "report.md"
+
+
+def section(
+    members: Sequence[Panel], qualities: Sequence[Quality], speed: str, folder: Path, suffix: str
+) -> list[str]:
+    """Write what is said of one pair of models and one tree: plots, winners at a glance, then every panel."""
+    text = []
+    for quality in qualities:
+        plot = folder / f"frontier_{quality.name}{suffix}.png"
+        if plot_frontier(members, quality, speed, plot):
+            text += ["", f"![{quality.title} against {speed_title(speed)}]({plot.name})"]
+        best = {panel.task.title: winners(panel.points, quality, speed) for panel in members}
+        lines = [
+            [title, *(f"{point.label}: {speedup(point, speed):.2f}" for point in points)]
+            for title, points in best.items()
+            if points
+        ]
+        titles = [f"at most {quality.amount(level)}" for level in LOSSES]
+        text += ["", markdown_table([f"fastest: {speed_title(speed)}", *titles], lines)] if lines else []
+    for panel in members:
+        about = panel.task.details
+        text += ["", f"### {panel.task.title}", "", f"{about[0].upper()}{about[1:]}."]
+        text += ["", speed_table(panel), "", quality_table(panel, qualities, speed)]
+    return text
+
+
+def speed_table(panel: Panel) -> str:
+    """Write how fast each rule is, and what becomes of the lengths."""
+    rows = [
+        {"rule": point.label, "rows": str(point.samples), "pairs": str(point.pairs or "")}
+        | cells(point, SPEED_COLUMNS)
+        for point in panel.points
+    ]
+    return filled_columns(rows[0], rows)
+
+
+def quality_table(panel: Panel, qualities: Sequence[Quality], speed: str) -> str:
+    """Write what each rule does to the text; the last column says on which qualities' frontier it is."""
+    best = {quality.title: undominated(panel.points, quality, speed) for quality in qualities}
+    columns = list(QUALITY_COLUMNS)
+    for name in panel.scores:
+        columns += [(name, SCORE + name, "value", ".3f")]
+        columns += [(f"{name} - lossless", SCORE + name, "difference", "+.3f")]
+    rows = [
+        {"rule": point.label}
+        | cells(point, columns)
+        | {"on the frontier of": ", ".join(title for title, points in best.items() if point in points)}
+        for point in panel.points
+    ]
+    return filled_columns(rows[0], rows)
+
+
+def cells(point: Point, columns: Sequence[Column]) -> dict[str, str]:
+    """Write a point's cells by their titles; what it does not know is empty."""
+    made = {}
+    for title, measure, what, form in columns:
+        source = point.values if what == "value" else point.changes
+        found = source.get(measure)
+        found = found if what == "value" or found is None else getattr(found, what)
+        made[title] = "" if found is None else f"{found:{form}}"
+    return made
+
+
+def what_was_run(models: Models, rows: Sequence[Row]) -> list[str]:
+    """List models, versions and commands, as far as the rows know them."""
+    head = models.ea_model or "none"
+    if models.draft_vocab_size is not None:
+        head += f", drafting {models.draft_vocab_size:,} tokens"
+    lines = [f"- Target {models.base_model}, draft head {head}, {models.dtype}, tree {models.tree}."]
+    cells, samples = len({row.key for row in rows}), len({(row.task, row.sample) for row in rows})
+    lines.append(f"- rows: {len(rows):,}; cells: {cells}; samples: {samples}")
+    for name in PROVENANCE[:-2]:
+        values = sorted({str(row.provenance[name]) for row in rows if name in row.provenance})
+        if values:
+            lines.append(f"- {name.replace('_', ' ')}: {', '.join(values)}")
+    lines.append(f"- batch size: {', '.join(map(str, sorted({row.batch_size for row in rows})))}")
+    dates = sorted(str(row.provenance["date"]) for row in rows if "date" in row.provenance)
+    lines += [f"- date: {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"] if dates else []
+    known = (row.provenance.get("command") for row in rows)
+    commands = [str(command) for command in dict.fromkeys(known) if command]
+    if commands:
+        more = [f"# and {len(commands) - COMMANDS} more"] if len(commands) > COMMANDS else []
+        lines += ["", "```bash", *commands[:COMMANDS], *more, "```"]
+    return lines

@@ -11,23 +11,50 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, model_parser
-from eagle_fsd.evaluation.grids import GRIDS
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run
-from eagle_fsd.evaluation.tasks import TASKS, Task, task_named
+from eagle_fsd.evaluation.tasks import TASKS, task_named
 from eagle_fsd.files.provenance import provenance
 
-SAMPLING = "temperature, top-k (0: off) and top-p (1: off); default: %(default)s"
-GRID = (
-    "a list of rules: quick (19), frontier (63), variants (with a head that has a list of frequent "
-    "tokens only beside --full-vocabulary); default: quick, where --rules names none"
+JS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6)
+REVERSE_KL = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 3.0)
+MODES = ("hybrid", "paper")
+OTHERS = (
+    *("typical:0.6:0.6", "typical:0.4:0.3", "typical:0.3:0.09", "typical:0.2:0.05", "typical:0.1:0.02"),
+    *("relaxed_topk:2:0.05", "relaxed_topk:2:0.2", "relaxed_topk:3:0.4", "relaxed_topk:5:0.6"),
+    "relaxed_topk:10:0.9",
+    *("cactus:0.003", "cactus:0.01", "cactus:0.03", "cactus:0.1", "cactus:0.5"),
+    *("ensemble:0.95", "ensemble:0.9", "ensemble:0.8", "ensemble:0.6", "ensemble:0.3"),
+    *("sglang:1:0.9", "sglang:1:0.7", "sglang:0.5:1", "sglang:0.3:1", "sglang:0.1:1"),
 )
+AHEAD = tuple(f"js:{t}:min_gain=0.7" for t in (0.15, 0.2, 0.3, 0.45, 0.6))
+
+# Which rules a sweep runs, lossless first, each as `parse_rule` reads it.
+GRIDS: dict[str, tuple[str, ...]] = {
+    # FSD's two thresholds in both modes, and where it looks ahead, against every other rule.
+    "frontier": (
+        "lossless",
+        *(f"js:{t}:{mode}" for mode, t in product(MODES, JS)),
+        *(f"reverse_kl:{t}:{mode}" for mode, t in product(MODES, REVERSE_KL)),
+        *AHEAD,
+        *OTHERS,
+    ),
+    # Minutes, not hours: a few of each.
+    "quick": (
+        *("lossless", "js:0.1", "js:0.3", "js:0.6", "js:0.6:paper", "reverse_kl:0.4", "reverse_kl:1.5"),
+        *(f"js:{t}:{mode}:target" for mode, t in product(MODES, (0.1, 0.3, 0.6))),
+        *("js:0.3:min_gain=0.7", "js:0.6:min_gain=0.7"),
+        *("typical:0.3:0.09", "relaxed_topk:3:0.4", "cactus:0.1", "ensemble:0.8"),
+    ),
+}
+SAMPLING = "temperature, top-k (0: off) and top-p (1: off); default: %(default)s"
+GRID = "a list of rules: quick (19) or frontier (63); default: quick, where --rules names none"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,7 +83,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     with mistakes_on_one_line(parser):
-        check(arguments)
+        if not (arguments.tasks or arguments.prompts):
+            raise ValueError("nothing to sweep: name --tasks, or files of --prompts")
+        check_sizes(arguments, arguments.batch_size)
+        require_integer("seed", arguments.seed, 0, "any will do")
         tree = TreeConfig.parse(arguments.tree)
         grid = GRIDS[arguments.grid or "quick"] if arguments.grid or not arguments.rules else ()
         rules = list(dict.fromkeys(parse_rule(word) for word in (*grid, *arguments.rules)))
@@ -65,29 +95,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         engine = load_engine(arguments)
         for rule in rules:
             engine.require_rule(rule)
-        most = arguments.max_new_tokens
+        most, limit, skip = arguments.max_new_tokens, arguments.limit, arguments.skip
+        asked = [Questions.load(task, engine, arguments.data, limit, skip) for task in tasks]
+        if arguments.prompts:  # all files are one more task
+            asked.append(Questions.of_prompts(arguments.prompts, engine, limit, skip, most or 128))
         cells = [
-            Cell(asked, rule, sampling, tree, most or asked.task.max_new_tokens, arguments.seed)
-            for asked in questions(arguments, tasks, engine)
-            for sampling in samplings
-            for rule in rules
+            Cell(one, rule, sampling, tree, most or one.task.max_new_tokens, arguments.seed)
+            for one, sampling, rule in product(asked, samplings, rules)
         ]
         run(engine, cells, arguments.output, arguments.batch_size, provenance(engine.device))
-
-
-def check(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for what leaves nothing to sweep, before a model is loaded."""
-    if not (arguments.tasks or arguments.prompts):
-        raise ValueError("nothing to sweep: name --tasks, or files of --prompts")
-    check_sizes(arguments, arguments.batch_size)
-    require_integer("seed", arguments.seed, 0, "any will do")
-
-
-def questions(arguments: argparse.Namespace, tasks: Sequence[Task], engine: EagleFSD) -> list[Questions]:
-    """Load the samples of every task, and all prompt files as one more task."""
-    limit, skip = arguments.limit, arguments.skip
-    found = [Questions.load(task, engine, arguments.data, limit, skip) for task in tasks]
-    if arguments.prompts:
-        most = arguments.max_new_tokens or 128
-        found.append(Questions.of_prompts(arguments.prompts, engine, limit, skip, most))
-    return found

@@ -13,16 +13,17 @@ from torch import Tensor, nn
 
 from eagle_fsd import hub
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.devices import resolve_device
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.gpu.runner import LeftOut
+from eagle_fsd.runtime.cuda_graphs import cuda_recorder
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs, Recorder, Stepper
 from eagle_fsd.target.model import TargetModel
 
 OFF, ON = "graphs off", "graphs on"
-VOCAB, HIDDEN = 96, 32
+VOCAB = 96
 WINDOW = {"sliding_window": 8}
 SOFT = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -36,6 +37,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "granite": {"logits_scaling": 7.0, "embedding_multiplier": 2.0},
 }
+# What a part found, ready for JSON: `ok` and a `summary` of one line, and a Markdown `table` for a reader.
+Findings = dict[str, Any]
+
+
+class LeftOut(Exception):
+    """Raised by a part that cannot run here; its text is the reason."""
 
 
 class Counted:
@@ -77,6 +84,26 @@ class Bench:
     record: Callable[[torch.device], Recorder] | None = None
     loaded: dict[torch.dtype, tuple[nn.Module, Any]] = field(default_factory=dict)
 
+    @classmethod
+    def make(cls, device: str, target: str | None, head: str | None, quick: bool) -> Bench:
+        """Return where the check runs. Raises ValueError for a device, target or head that is not there.
+
+        The device becomes torch's current one, and float32 is multiplied in float32 alone.
+        """
+        place, named = resolve_device(device), target or hub.DEFAULT_TARGET
+        if place.type not in ("cpu", "cuda"):
+            raise ValueError(f"device is {device!r}: the check knows cuda and cpu; use one of them")
+        if target is not None:
+            hub.resolve_target(target)
+        if head is not None:
+            hub.resolve_head(head, named)
+        if place.type == "cpu":
+            return cls(place, quick, named, head, target is not None)
+        place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
+        torch.cuda.set_device(place)
+        torch.set_float32_matmul_precision("highest")  # some images turn TF32 on
+        return cls(place, quick, named, head, target is not None, cuda_recorder)
+
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
@@ -91,50 +118,44 @@ class Bench:
             raise LeftOut("it needs CUDA graphs, and this device has none")
         return Graphs(Counted(self.record(self.device)))
 
-    def wait(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
+    def real_engine(self, dtype: torch.dtype, stepper: Stepper) -> EagleFSD:
+        """Return the real target, loaded once for a dtype, with its head, or else a random one of its shape.
 
-    def real_target(self, dtype: torch.dtype) -> tuple[transformers.PreTrainedModel, Any]:
-        """Load the real target in this dtype and its tokenizer, once. Raises LeftOut where there is none."""
+        Raises LeftOut where there is no target, unless the user named it.
+        """
         if dtype not in self.loaded:
             try:
-                self.loaded[dtype] = hub.load_target(
-                    hub.resolve_target(self.target), dtype=dtype, device=self.device
-                )
+                source = hub.resolve_target(self.target)
+                self.loaded[dtype] = hub.load_target(source, dtype=dtype, device=self.device)
             except ValueError as error:
                 if self.given:
                     raise
                 raise LeftOut(f"there is no real target: {one_line(error, 200)}") from error
-        return self.loaded[dtype]
-
-    def real_head(self, target: TargetModel) -> tuple[DraftHead, str]:
-        """Load the real target's head; returns it and its name. Without one it is random, of its shape."""
+        model, tokenizer = self.loaded[dtype]
+        target = TargetModel(model, stepper)
         try:
-            source = hub.resolve_head(self.head, self.target)
+            found = hub.resolve_head(self.head, self.target)
         except ValueError:
             if self.head is not None:
                 raise
-            return head_like(target.config, self.device, target.dtype), "random, of the target's shape"
-        head = hub.load_head(source, target.hidden_size, target.vocab_size, target.dtype, self.device)
-        return head, source.folder.name
-
-    def real_engine(self, dtype: torch.dtype, stepper: Stepper) -> EagleFSD:
-        """Return the real target with its head."""
-        model, tokenizer = self.real_target(dtype)
-        target = TargetModel(model, stepper)
-        head, name = self.real_head(target)
+            head, name = random_head(target), "random, of the target's shape"
+        else:
+            sizes = (target.hidden_size, target.vocab_size, target.dtype, self.device)
+            head, name = hub.load_head(found, *sizes), found.folder.name
         return EagleFSD(target, head, tokenizer, self.target, name)
 
-    def tiny_engine(self, stepper: Stepper, family: str = "llama", **sizes: Any) -> EagleFSD:
-        """Return a tiny random model with a random head; see tiny_model."""
-        return engine_of(tiny_model(family, self.device, **sizes), stepper)
+
+def random_head(target: TargetModel) -> DraftHead:
+    """Return a random head of the shape that EAGLE trains for a target, drawn where it stays."""
+    shape = HeadConfig.for_target(target.config, target.hidden_size, target.vocab_size)
+    with target.device:
+        return DraftHead(shape).to(target.dtype).eval()
 
 
 def engine_of(model: transformers.PreTrainedModel, stepper: Stepper) -> EagleFSD:
     """Return a model with a random head of its own shape, the same one for the same shape."""
     target = TargetModel(model, stepper)
-    head = head_like(target.config, target.device, torch.float32)
+    head = random_head(target).float()
     randomize(head, seed=1)
     return EagleFSD(target, head)
 
@@ -144,25 +165,24 @@ def tiny_model(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     vocab_size: int = VOCAB,
-    hidden_size: int = HIDDEN,
+    hidden_size: int = 32,
     layers: int = 2,
     positions: int = 1024,
 ) -> transformers.PreTrainedModel:
     """Return a model of the family without end tokens; its random weights are the same on every device."""
-    heads, ends = 4, {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    sizes: dict[str, Any] = {
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 2,
-        "head_dim": hidden_size // heads,
-        "max_position_embeddings": positions,
-    }
-    if family == "gpt2":
-        sizes = {"n_embd": hidden_size, "n_layer": layers, "n_head": heads, "n_positions": positions}
     config = transformers.AutoConfig.for_model(
-        family, vocab_size=vocab_size, tie_word_embeddings=False, **sizes, **ends, **FAMILIES[family]
+        family,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4 if family == "gpt2" else 2,
+        head_dim=hidden_size // 4,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        **FAMILIES[family],
     )
     attention = "eager" if family == "gemma2" else "sdpa"  # sdpa has no soft-cap
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -183,22 +203,6 @@ def randomize(module: nn.Module, seed: int) -> None:
             parameter.copy_(0.1 * noise)
         else:
             parameter.add_(0.1 * noise)
-
-
-def head_like(config: transformers.PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> DraftHead:
-    """Return a random head of the shape that EAGLE trains for a target with this config."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    shape = HeadConfig(
-        hidden_size=hidden,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or hidden // heads,
-        vocab_size=config.vocab_size,
-        fc_bias=False,
-    )
-    with device:  # a large head is drawn where it stays
-        return DraftHead(shape).to(dtype).eval()
 
 
 def prompts_of(lengths: list[int], vocab_size: int = VOCAB, seed: int = 0) -> list[list[int]]:

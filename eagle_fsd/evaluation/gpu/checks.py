@@ -1,97 +1,127 @@
-"""The parts of the GPU check, in their order, and the record of the machine that they ran on."""
+"""The parts of the GPU check, in their order, run one after the other within a time budget, and its table.
+
+A part that raises has failed, and the next one runs. A part that does not fit into what is left of the budget
+is left out, with the reason, and so is one that raises LeftOut.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import gc
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from eagle_fsd import hub
 from eagle_fsd.core.checks import one_line
-from eagle_fsd.core.devices import resolve_device
-from eagle_fsd.evaluation.gpu.bench import Bench
-from eagle_fsd.evaluation.gpu.parts import costs, failures, recordings, sampled, texts, waits
-from eagle_fsd.evaluation.gpu.runner import Part
+from eagle_fsd.evaluation.gpu.bench import Bench, Findings, LeftOut
+from eagle_fsd.evaluation.gpu.parts import recordings, sampled, steps, texts
+from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.files.provenance import provenance
-from eagle_fsd.runtime.cuda_graphs import cuda_recorder
+
+FRAMES = 4  # of a traceback that are kept, the innermost ones
+
+
+class Part(NamedTuple):
+    """One part of a check. seconds: an estimate of what it takes at most; it is left out where less is left.
+    run: takes the bench and returns its findings."""
+
+    name: str
+    seconds: float
+    run: Callable[[Bench], Findings]
+
 
 # What may spoil the device for the parts behind it comes last.
 PARTS = (
     Part("equality", 60, texts.equality),
     Part("equality of the target", 60, texts.equality_of_target),
     Part("distribution", 30, sampled.distribution),
-    Part("host waits", 20, waits.host_waits),
-    Part("half precision", 30, texts.half_precision),
+    Part("host waits", 20, steps.host_waits),
+    Part("half precision", 15, texts.half_precision),
+    Part("half precision of the target", 15, texts.half_precision_of_target),
     Part("recordings", 60, recordings.recordings),
-    Part("overflow", 20, failures.overflow),
-    Part("costs, bfloat16", 60, costs.costs_in_bfloat16),
-    Part("costs, Llama-8B's shape", 90, costs.costs_of_llama_8b),
-    Part("costs, float32", 60, costs.costs_in_float32),
-    Part("flash-attn", 20, costs.flash_attention),
+    Part("overflow", 20, texts.overflow),
+    Part("costs, bfloat16", 60, lambda bench: steps.costs(bench, torch.bfloat16)),
+    Part("costs, float32", 60, lambda bench: steps.costs(bench, torch.float32)),
+    Part("flash-attn", 20, steps.flash_attention),
     Part("threads", 30, texts.threads),
-    Part("failed capture", 20, failures.failed_capture),
-    Part("out of memory", 20, failures.out_of_memory),
+    Part("failed capture", 20, recordings.failed_capture),
 )
 
 
 def chosen(names: Sequence[str] | None) -> list[Part]:
     """Return the parts of these names, all for None. Raises ValueError for a name that no part has."""
-    known = {part.name: part for part in PARTS}
+    known = [part.name for part in PARTS]
     for name in names or ():
         if name not in known:
             raise ValueError(f"part {name!r} is not there: it must be one of {', '.join(map(repr, known))}")
     return [part for part in PARTS if names is None or part.name in names]
 
 
-def make_bench(device: str, target: str | None, head: str | None, quick: bool) -> Bench:
-    """Return where the check runs. Raises ValueError for a device, target or head that is not there.
+def run_parts(
+    parts: Sequence[Part], bench: Bench, seconds: float, note: Callable[[dict[str, Any], str], None]
+) -> dict[str, Any]:
+    """Run the parts in their order; returns {"ok", "seconds", "parts", "left_out"}, ready for JSON.
 
-    The device becomes torch's current one, and float32 is multiplied in float32 alone.
+    seconds: the budget of all parts together. note: is shown, after every part, that result as it stands and
+    a line on what is new in it.
     """
-    place = resolve_device(device)
-    if place.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device!r}: the check knows cuda and cpu; use one of them")
-    if target is not None:
-        hub.resolve_target(target)
-    if head is not None:
-        hub.resolve_head(head, target or hub.DEFAULT_TARGET)
-    if place.type == "cuda":
-        place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
-        torch.cuda.set_device(place)
-        torch.set_float32_matmul_precision("highest")  # some images turn TF32 on
-    return Bench(
-        device=place,
-        quick=quick,
-        target=target or hub.DEFAULT_TARGET,
-        head=head,
-        given=target is not None,
-        record=cuda_recorder if place.type == "cuda" else None,
-    )
+    start = time.monotonic()
+    result: dict[str, Any] = {"ok": True, "seconds": 0.0, "parts": [], "left_out": []}
+    for part in parts:
+        left = seconds - (time.monotonic() - start)
+        record: dict[str, Any] = {"name": part.name}
+        try:
+            if part.seconds > left:
+                said = f"it may take {part.seconds:.0f} s and {max(left, 0.0):.2f} s of {seconds:g} are left"
+                raise LeftOut(said)
+            findings = dict(part.run(bench))
+            record |= {"ok": bool(findings.pop("ok")), "summary": findings.pop("summary")}
+            record["findings"] = findings
+        except LeftOut as error:
+            reason = one_line(error, 300)
+            result["left_out"].append({"part": part.name, "reason": reason})
+            line = f"left out: {reason}"
+        # A part may fail in any way, and the next one must run.
+        except Exception as error:  # noqa: BLE001
+            record |= {"ok": False, "summary": f"{type(error).__name__}: {one_line(error, 300)}"}
+            record["traceback"] = traceback.format_exc(limit=-FRAMES).splitlines()
+        gc.collect()  # what is left in cycles may hold a device's memory
+        before, result["seconds"] = result["seconds"], round(time.monotonic() - start, 2)
+        if "ok" in record:
+            result["parts"].append({**record, "seconds": round(result["seconds"] - before, 2)})
+            result["ok"] &= record["ok"]
+            line = f"{verdict(record)}: {record['summary']}"
+        note(result, f"[{result['seconds']:6.1f} s] {part.name}: {line}")
+    return result
+
+
+def verdict(record: Mapping[str, Any]) -> str:
+    return "passed" if record["ok"] else "FAILED"
 
 
 def machine(bench: Bench) -> dict[str, Any]:
     """Record where and by what the check runs, ready for JSON."""
-    made = provenance(bench.device)
+    made: dict[str, Any] = provenance(bench.device)
     if bench.on_gpu:
-        properties = torch.cuda.get_device_properties(bench.device)
-        made |= {
-            "gpus": torch.cuda.device_count(),
-            "memory": properties.total_memory,
-            "free_memory": torch.cuda.mem_get_info(bench.device)[0],
-            "capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors": properties.multi_processor_count,
-            "cuda": torch.version.cuda,
-        }
+        free, total = torch.cuda.mem_get_info(bench.device)
+        capability = ".".join(map(str, torch.cuda.get_device_capability(bench.device)))
+        made |= {"memory": total, "free_memory": free, "capability": capability, "cuda": torch.version.cuda}
     return made
 
 
-def broken(bench: Bench) -> str | None:
-    """Return why the device no longer computes, None where it does."""
-    try:
-        if float(torch.ones(8, device=bench.device).sum()) != 8.0:
-            return "a sum on the device is wrong"
-        bench.wait()
-    except RuntimeError as error:
-        return f"the device no longer answers ({one_line(error, 200)})"
-    return None
+def table(result: Mapping[str, Any]) -> str:
+    """Write Markdown of a whole check: the machine, a line for every part, and the parts' own tables."""
+    machine = result["machine"]
+    facts = [str(machine["device"]), f"torch {machine['torch']}", f"transformers {machine['transformers']}"]
+    facts += [f"{name} {machine[name]}" for name in ("cuda", "commit") if machine.get(name)]
+    rows = [
+        [part["name"], verdict(part), f"{part['seconds']:.1f}", part["summary"]] for part in result["parts"]
+    ]
+    rows += [[one["part"], "left out", "", one["reason"]] for one in result["left_out"]]
+    lines = [", ".join(facts), "", markdown_table(["part", "verdict", "seconds", "what was found"], rows)]
+    for part in result["parts"]:
+        if "table" in part.get("findings", ()):
+            lines += ["", f"{part['name']}:", "", part["findings"]["table"]]
+    return "\n".join(lines)

@@ -55,26 +55,25 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from eagle_fsd.core.checks import require_number
     from eagle_fsd.evaluation.cli import mistakes_on_one_line, say
-    from eagle_fsd.evaluation.gpu.checks import broken, chosen, machine, make_bench
-    from eagle_fsd.evaluation.gpu.report import progress, table
-    from eagle_fsd.evaluation.gpu.runner import run_parts
+    from eagle_fsd.evaluation.gpu.bench import Bench
+    from eagle_fsd.evaluation.gpu.checks import chosen, machine, run_parts, table
     from eagle_fsd.files.atomic import write_atomically
 
     with contextlib.redirect_stdout(sys.stderr):  # stdout is the result's, whatever a library prints
         with mistakes_on_one_line(parser):
             require_number("seconds", arguments.seconds, 1, 86400, "460 leaves some of eight minutes")
             parts = chosen(arguments.only)
-            bench = make_bench(arguments.device, arguments.target, arguments.head, arguments.quick)
+            bench = Bench.make(arguments.device, arguments.target, arguments.head, arguments.quick)
             if arguments.output:
                 arguments.output.parent.mkdir(parents=True, exist_ok=True)
         made = {"machine": machine(bench), "quick": arguments.quick, "budget": arguments.seconds}
 
-        def note(result: dict[str, Any], newest: dict[str, Any]) -> None:
-            sys.stderr.write(progress(result["seconds"], newest) + "\n")
+        def note(result: dict[str, Any], line: str) -> None:
+            sys.stderr.write(f"{line}\n")
             if arguments.output:
                 write_atomically(arguments.output, json.dumps(made | result, indent=1) + "\n")
 
-        result = made | run_parts(parts, bench, arguments.seconds, note, lambda: broken(bench))
+        result = made | run_parts(parts, bench, arguments.seconds, note)
     if arguments.output:
         say(table(result))
     else:

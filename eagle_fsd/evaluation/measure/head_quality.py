@@ -114,12 +114,9 @@ def calibration(
     nodes (Guo et al., arXiv 1706.04599).
     """
     place = (confidence * count).long().clamp(max=count - 1)
-    rows, gap = [], 0.0
-    for index in range(count):
-        inside = place == index
-        nodes = int(inside.sum())
-        if nodes:
-            mean, share = float(confidence[inside].mean()), float(taken[inside].float().mean())
-            rows.append((mean, share, nodes))
-            gap += nodes * abs(mean - share)
-    return rows, gap / max(len(confidence), 1)
+    nodes = place.bincount(minlength=count)
+    sums = [place.bincount(weights=each.double(), minlength=count) for each in (confidence, taken)]
+    mean, share = (each / nodes for each in sums)
+    gap = float((sums[0] - sums[1]).abs().sum()) / max(len(confidence), 1)
+    bins = zip(mean.tolist(), share.tolist(), nodes.tolist(), strict=True)
+    return [one for one in bins if one[2]], gap

@@ -24,7 +24,6 @@ from eagle_fsd.evaluation.measure.observers import DistanceMeter, Meter, likelih
 from eagle_fsd.evaluation.rows import rows_of_answers
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task
 from eagle_fsd.evaluation.tasks.base import user
-from eagle_fsd.evaluation.tasks.source import Source
 from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import append_row, drop_torn_line
 from eagle_fsd.text.chat import encode_chat
@@ -65,9 +64,9 @@ class Questions:
         task = Task(
             name=PROMPTS + "+".join(names),
             version=1,
-            source=Source(tuple(path.name for path in paths), "a prompt"),
             ask=lambda row, place: (str(place), [user(row["prompt"])], {}),
             max_new_tokens=max_new_tokens,
+            files=tuple(path.name for path in paths),
         )
         return cls(task, samples, encoded(samples, engine), numbers)
 
@@ -111,13 +110,17 @@ class Cell:
         made = [self.settings(engine), engine.identity() if models is None else models]
         return digest_json(made if measured is None else [*made, measured])
 
+    def rows(
+        self, engine: EagleFSD, made: Mapping[RowKey, dict[str, Any]], measured: object = None
+    ) -> list[dict[str, Any]]:
+        """Return the cell's own rows among those that `run` returned, in the order of its samples."""
+        key = self.key(engine, None, measured)
+        samples = enumerate(self.questions.samples)
+        return [made[key, sample.id, self.seed_of(place)] for place, sample in samples]
+
     def seed_of(self, place: int) -> int:
         """Return what names a sample's draws in rows: the same under every rule and beside any other."""
         return self.seed + self.questions.numbers[place]
-
-    def stream_of(self, place: int) -> tuple[int, int]:
-        """Return the stream that a sample draws from; those of other seeds have nothing in common with it."""
-        return self.seed, self.questions.numbers[place]
 
 
 def run(
@@ -197,7 +200,8 @@ def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) ->
         max_new_tokens=cell.max_new_tokens,
         rule=cell.rule,
         tree=cell.tree,
-        seed=[cell.stream_of(place) for place in places],
+        # Streams of other seeds have nothing in common with these.
+        seed=[(cell.seed, questions.numbers[place]) for place in places],
         observer=meter,
     )
     seconds = (output.stats[0].seconds - meter.seconds) / len(places)  # a batch's rows share its time

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.evaluation.analysis.bootstrap import Estimate
-from eagle_fsd.evaluation.analysis.frontier import Quality, speed_title, speedup, undominated
+from eagle_fsd.evaluation.analysis.frontier import Placed, Quality, placed, speed_title, undominated
 from eagle_fsd.evaluation.analysis.points import Panel, Point
 from eagle_fsd.evaluation.report.plots import FAINT, save
 
@@ -25,15 +25,20 @@ MARKERS = "os^Dv<>Ph*Xd8"
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 COLUMNS = 3
 FILLED = "filled: no other is both faster and better"
-Placed = tuple[Point, Estimate, Estimate]  # a point, its speed and its loss, in percent where it is relative
 
 
 def plot_frontier(panels: Sequence[Panel], quality: Quality, speed: str, path: Path) -> bool:
     """Draw the panels that know quality and speed; returns False where none does."""
     from matplotlib.figure import Figure
 
-    drawn = [(panel, placed(panel, quality, speed)) for panel in panels]
-    drawn = [(panel, points) for panel, points in drawn if any(not one[0].is_lossless for one in points)]
+    percent = 100 if quality.relative else 1
+    drawn = []
+    for panel in panels:
+        points = [
+            (one, fast, loss.scaled(percent)) for one, fast, loss in placed(panel.points, quality, speed)
+        ]
+        if not all(point.is_lossless for point, *_ in points):
+            drawn.append((panel, points))
     if not drawn:
         return False
     columns = min(COLUMNS, len(drawn))
@@ -62,16 +67,6 @@ def plot_frontier(panels: Sequence[Panel], quality: Quality, speed: str, path: P
     )
     save(figure, path)
     return True
-
-
-def placed(panel: Panel, quality: Quality, speed: str) -> list[Placed]:
-    """Return the panel's points that have a place."""
-    found = []
-    for point in panel.points:
-        loss, fast = quality.loss(point), speedup(point, speed)
-        if loss is not None and fast is not None:
-            found.append((point, fast, loss.scaled(100) if quality.relative else loss))
-    return found
 
 
 def style(number: int) -> Mapping[str, Any]:

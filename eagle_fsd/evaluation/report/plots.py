@@ -27,11 +27,6 @@ def require_matplotlib() -> None:
         ) from error
 
 
-def plot_calibration(report: HeadReport, path: Path, head: str, target: str, setting: str = "") -> None:
-    """Write what `calibration_figure` draws to a PNG."""
-    save(calibration_figure(report, head, target, setting), path)
-
-
 def calibration_figure(report: HeadReport, head: str, target: str, setting: str = "") -> Figure:
     """Draw the share of drafted tokens that the target accepts against the draft's confidence in them.
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from eagle_fsd.core.checks import one_line, require_integer
-from eagle_fsd.evaluation.tasks.source import Source, rows_of
+from eagle_fsd.files.jsonl import read_jsonl
 
+FOLDER = "EAGLE_FSD_DATA"
+# By task: chats that are shown before a question. Written for this project; none is in any split.
+EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
+EXTRA = "pip install 'eagle-fsd[eval]'"
 PROMPTS = "prompts/"  # what begins the name of a set of prompts, a task without a score
 Message = dict[str, str]  # {"role": "user", "content": "..."}
+Asked = tuple[str, list[Message], dict[str, Any]]  # a sample's id, messages and reference
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,9 @@ class Task:
 
     version: grows with any change of the prompt or of the scoring; rows carry it, and no row of another
         version is scored.
-    ask: a row of the source and its number (from 0) to (id, messages, reference); ValueError for a bad row.
+    ask: a row and its number (from 0) to a sample's parts; ValueError for a bad row.
+    files: names that a data folder may give the task's file; fields: what a row needs, in words for an error;
+        hub: the data set's id on the Hub, its configuration and its split.
     judge: a reference and a text to the value of every metric, 0 to 1; None for a task of prompts alone.
     metrics: the names that judge returns, the main one first.
     weights: a metric's mean is weighted by the score of this name; an IFEval prompt has several
@@ -42,9 +51,11 @@ class Task:
 
     name: str
     version: int
-    source: Source
-    ask: Callable[[Mapping[str, Any], int], tuple[str, list[Message], dict[str, Any]]]
+    ask: Callable[[Mapping[str, Any], int], Asked]
     max_new_tokens: int
+    files: tuple[str, ...]
+    fields: str = ""
+    hub: tuple[str, str | None, str] | None = None
     judge: Callable[[Mapping[str, Any], str], dict[str, float]] | None = None
     metrics: tuple[str, ...] = ()
     weights: Mapping[str, str] = field(default_factory=dict)
@@ -53,14 +64,14 @@ class Task:
     def load(self, path: Path | None = None, limit: int | None = None, skip: int = 0) -> list[Sample]:
         """Load at most `limit` samples after the first `skip`.
 
-        path: a JSONL file, or a folder that holds one of `source.files`; None: the folder $EAGLE_FSD_DATA
+        path: a JSONL file, or a folder that holds one of `files`; None: the folder $EAGLE_FSD_DATA
         where it is set, else the Hub. Raises ValueError, one line, for a task that is missing, broken or of
         another version.
         """
         require_integer("skip", skip, 0, "0 begins with the first sample")
         if limit is not None:
             require_integer("limit", limit, 1, "leave it out for all samples")
-        origin, rows = rows_of(self.name, self.source, path)
+        origin, rows = rows_of(self, path)
         samples: dict[str, Sample] = {}
         for place, (number, row) in enumerate(rows):
             if row.get("version", self.version) != self.version:
@@ -73,7 +84,7 @@ class Task:
             except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
                 said = f"has no {error}" if isinstance(error, KeyError) else one_line(error, 300)
                 raise ValueError(
-                    f"{origin}:{number}: {said}; a row of {self.name} needs {self.source.fields}"
+                    f"{origin}:{number}: {said}; a row of {self.name} needs {self.fields}"
                 ) from error
             if name in samples:
                 raise ValueError(f"{origin}:{number}: sample {name!r} is there twice; delete one")
@@ -117,3 +128,38 @@ def text_of(row: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} is {value!r}: it must be text")
     return value
+
+
+def rows_of(task: Task, path: Path | None) -> tuple[str, Iterator[tuple[int, dict[str, Any]]]]:
+    """Find a task's rows; returns where, in words, and the rows with their line numbers, from 1."""
+    found = path or (Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None)
+    if found is None:
+        return hub_rows(task)
+    if found.is_dir():
+        files = [found / file for file in task.files if (found / file).is_file()]
+        if not files:
+            raise ValueError(
+                f"{found}: has no {' or '.join(task.files)}, the file of {task.name}; put it there, name the "
+                f"file itself, or unset {FOLDER} to take the Hub's"
+            )
+        found = files[0]
+    return str(found), read_jsonl(found)
+
+
+def hub_rows(task: Task) -> tuple[str, Iterator[tuple[int, dict[str, Any]]]]:
+    """Load the rows of the data set on the Hub; its id stands for the path in errors."""
+    local = f"give a JSONL file, or set {FOLDER} to a folder with {' or '.join(task.files)}"
+    if task.hub is None:
+        raise ValueError(f"{task.name} has no data set on the Hub: {local}")
+    repository, subset, split = task.hub
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"{task.name} comes from the Hub through datasets: {EXTRA}; or {local}") from error
+    try:
+        rows = datasets.load_dataset(repository, subset, split=split)
+    except Exception as error:
+        raise ValueError(
+            f"{task.name} cannot be loaded from the Hub ({one_line(error, 300)}): {local}"
+        ) from error
+    return repository, ((number, dict(row)) for number, row in enumerate(rows, 1))

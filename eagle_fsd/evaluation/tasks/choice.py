@@ -11,49 +11,9 @@ from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any
 
-from eagle_fsd.evaluation.tasks.base import Message, Task, assistant, text_of, user
-from eagle_fsd.evaluation.tasks.source import Source
+from eagle_fsd.evaluation.tasks.base import EXAMPLES, Asked, Message, Task, assistant, text_of, user
 
 ASK = 'Reason in a sentence, and end with "The answer is" and the letter in brackets.\n\nQuestion: {}\n{}'
-
-# Written for this project: (question, options, answer).
-COMMONSENSE_EXAMPLES = (
-    (
-        "Where would you hang a wet coat when you come home?",
-        ("hook", "oven", "bookshelf", "letter box", "sink"),
-        "A wet coat has to hang freely to dry, and a hook by the door lets it. The answer is (A).",
-    ),
-    (
-        "The candle went out when she opened the window. What put it out?",
-        ("light", "noise", "smell", "wind", "dust"),
-        "An open window lets moving air in, and wind blows a flame out. The answer is (D).",
-    ),
-    (
-        "What do people look for when they turn to the last pages of a textbook?",
-        ("pictures", "index", "cover", "price", "author's photo"),
-        "The last pages of a textbook list its terms and where they occur, which is an index. The answer is "
-        "(B).",
-    ),
-)
-MMLU_EXAMPLES = (
-    (
-        "A ball is thrown straight up. What is its acceleration at the highest point, without air?",
-        ("zero", "9.8 m/s^2 upwards", "9.8 m/s^2 downwards", "it depends on its mass"),
-        "Gravity is the only force on the ball all the time, so it accelerates downwards at 9.8 m/s^2. The "
-        "answer is (C).",
-    ),
-    (
-        "Which branch of government interprets laws where powers are separated?",
-        ("the legislature", "the judiciary", "the executive", "the press"),
-        "Parliaments make laws, governments carry them out, and courts, the judiciary, interpret them. The "
-        "answer is (B).",
-    ),
-    (
-        "What is the derivative of x^3 + 2x at x = 1?",
-        ("5", "3", "2", "6"),
-        "The derivative is 3x^2 + 2, which is 3 + 2 = 5 at x = 1. The answer is (A).",
-    ),
-)
 
 
 def options_of(letters: Sequence[str], options: Sequence[str]) -> str:
@@ -119,22 +79,21 @@ def asked(
     return messages, {"answer": answer, "letters": list(letters)}
 
 
-def ask_commonsense(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], dict[str, Any]]:
+def ask_commonsense(row: Mapping[str, Any], place: int) -> Asked:
     choices = row["choices"]
-    messages, reference = asked(
-        COMMONSENSE_EXAMPLES, text_of(row, "question"), choices["text"], row["answerKey"], choices["label"]
-    )
+    question, examples = text_of(row, "question"), EXAMPLES["commonsense_qa"]
+    messages, reference = asked(examples, question, choices["text"], row["answerKey"], choices["label"])
     return str(row.get("id", place)), messages, reference
 
 
-def ask_mmlu(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], dict[str, Any]]:
+def ask_mmlu(row: Mapping[str, Any], place: int) -> Asked:
     options, answer = row["choices"], row["answer"]
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(options):
         raise ValueError(f"answer is {answer!r}: it must be an option's number from 0")
     letters = ascii_uppercase[: len(options)]
     about = f"({str(row.get('subject', '')).replace('_', ' ')}) " if row.get("subject") else ""
     question = about + text_of(row, "question")
-    messages, reference = asked(MMLU_EXAMPLES, question, options, letters[answer], letters)
+    messages, reference = asked(EXAMPLES["mmlu"], question, options, letters[answer], letters)
     return str(row.get("id", place)), messages, reference
 
 
@@ -142,21 +101,17 @@ SHARED: dict[str, Any] = {"version": 1, "judge": judge, "metrics": ("strict", "f
 SHARED |= {"max_new_tokens": 128, "stops": ("\nQuestion:",)}
 COMMONSENSE_QA = Task(
     name="commonsense_qa",
-    source=Source(
-        ("commonsense_qa.jsonl",),
-        "`question`, `choices` {label, text} and `answerKey`",
-        ("tau/commonsense_qa", None, "validation"),  # the test split has no answers
-    ),
+    files=("commonsense_qa.jsonl",),
+    fields="`question`, `choices` {label, text} and `answerKey`",
+    hub=("tau/commonsense_qa", None, "validation"),  # the test split has no answers
     ask=ask_commonsense,
     **SHARED,
 )
 MMLU = Task(
     name="mmlu",
-    source=Source(
-        ("mmlu.jsonl",),
-        "`question`, `choices` and `answer`, an option's number",
-        ("cais/mmlu", "all", "test"),
-    ),
+    files=("mmlu.jsonl",),
+    fields="`question`, `choices` and `answer`, an option's number",
+    hub=("cais/mmlu", "all", "test"),
     ask=ask_mmlu,
     **SHARED,
 )

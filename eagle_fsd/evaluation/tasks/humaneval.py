@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from eagle_fsd.evaluation.tasks.base import Message, Task, text_of, user
-from eagle_fsd.evaluation.tasks.sandbox import run
-from eagle_fsd.evaluation.tasks.source import Source
+from eagle_fsd.evaluation.tasks.base import Asked, Task, text_of, user
+from eagle_fsd.evaluation.tasks.sandbox import PASSED, run
 
 ASK = (
     "Complete this Python function. Reply with the whole function in one ```python block.\n\n"
@@ -74,10 +73,10 @@ def dedented(code: str) -> str:
 def judge(reference: Mapping[str, Any], text: str) -> dict[str, float]:
     """Score an answer. pass_at_1: the program passes the problem's tests in the sandbox."""
     tests = f"{reference['test']}\n\ncheck({reference['entry_point']})\n"
-    return {"pass_at_1": float(run(f"{program(reference, text)}\n{tests}").passed)}
+    return {"pass_at_1": float(run(f"{program(reference, text)}\n{tests}") == PASSED)}
 
 
-def ask(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], dict[str, Any]]:
+def ask(row: Mapping[str, Any], place: int) -> Asked:
     reference = {name: text_of(row, name) for name in ("prompt", "entry_point", "test")}
     if not definition(reference["entry_point"]).search(reference["prompt"]):
         raise ValueError(f"prompt does not define {reference['entry_point']}")
@@ -87,11 +86,9 @@ def ask(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], dict[st
 HUMANEVAL = Task(
     name="humaneval",
     version=2,
-    source=Source(
-        ("humaneval.jsonl",),
-        "`task_id`, `prompt`, `entry_point` and `test`",
-        ("openai/openai_humaneval", None, "test"),
-    ),
+    files=("humaneval.jsonl",),
+    fields="`task_id`, `prompt`, `entry_point` and `test`",
+    hub=("openai/openai_humaneval", None, "test"),
     ask=ask,
     judge=judge,
     metrics=("pass_at_1",),

@@ -8,14 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.evaluation.tasks.base import Message, Task, text_of, user
-from eagle_fsd.evaluation.tasks.source import EXTRA, Source
+from eagle_fsd.evaluation.tasks.base import EXTRA, Asked, Task, text_of, user
 
 PUNKT = "tokenizers/punkt_tab/english/"
 BUNDLED = "core/_static/nltk_cache"  # llama-index-core brings the data along, for machines without a network
 
 
-def ask(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], dict[str, Any]]:
+def ask(row: Mapping[str, Any], place: int) -> Asked:
     names, given = row["instruction_id_list"], row["kwargs"]
     if not isinstance(names, list) or not isinstance(given, list) or not names or len(names) != len(given):
         raise ValueError("instruction_id_list and kwargs must be lists of one length")
@@ -98,11 +97,9 @@ def require_punkt(nltk: Any) -> None:
 IFEVAL = Task(
     name="ifeval",
     version=1,
-    source=Source(
-        ("ifeval.jsonl",),
-        "`key`, `prompt`, `instruction_id_list` and `kwargs`",
-        ("google/IFEval", None, "train"),
-    ),
+    files=("ifeval.jsonl",),
+    fields="`key`, `prompt`, `instruction_id_list` and `kwargs`",
+    hub=("google/IFEval", None, "train"),
     ask=ask,
     judge=judge,
     metrics=("strict", "loose", "instruction_strict", "instruction_loose"),

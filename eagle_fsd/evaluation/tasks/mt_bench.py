@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eagle_fsd.evaluation.tasks.base import Message, Task, user
-from eagle_fsd.evaluation.tasks.source import Source
+from eagle_fsd.evaluation.tasks.base import Asked, Task, user
 
 
-def ask(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], dict[str, Any]]:
+def ask(row: Mapping[str, Any], place: int) -> Asked:
     """Ask the first turn; the later ones, which need its answer, are kept in the reference."""
     turns = row["turns"] if "turns" in row else row["prompt"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
@@ -21,11 +20,9 @@ def ask(row: Mapping[str, Any], place: int) -> tuple[str, list[Message], dict[st
 MT_BENCH = Task(
     name="mt_bench",
     version=1,
-    source=Source(
-        ("prompts_mt_bench.jsonl", "mt_bench.jsonl"),
-        "`turns` (or `prompt`), a list of texts",
-        ("HuggingFaceH4/mt_bench_prompts", None, "train"),
-    ),
+    files=("prompts_mt_bench.jsonl", "mt_bench.jsonl"),
+    fields="`turns` (or `prompt`), a list of texts",
+    hub=("HuggingFaceH4/mt_bench_prompts", None, "train"),
     ask=ask,
     max_new_tokens=1024,
 )

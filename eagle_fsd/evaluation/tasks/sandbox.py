@@ -69,24 +69,15 @@ class Limits:
     file_size: int = 1 << 20
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a program ended.
+PASSED, TIMEOUT, ENDED = "passed", "timeout", "ended"  # or "raised " and an error
 
-    status: `passed` (ran to its end), `failed` (raised; error says what), `timeout` or `ended` (exited or
-    killed before).
+
+def run(code: str, limits: Limits | None = None) -> str:
+    """Run Python source to its end, or to the limits; returns how it ended.
+
+    PASSED: it ran to its end. TIMEOUT; ENDED: it exited or was killed before; else "raised " and the error.
+    Raises ValueError where it cannot be confined.
     """
-
-    status: str
-    error: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.status == "passed"
-
-
-def run(code: str, limits: Limits | None = None) -> Outcome:
-    """Run Python source to its end, or to the limits. Raises ValueError where it cannot be confined."""
     if sys.platform != "linux":
         raise ValueError(f"platform is {sys.platform!r}: generated code is run on Linux alone; score there")
     limits, secret = limits or Limits(), secrets.token_hex(16)
@@ -116,13 +107,11 @@ def run(code: str, limits: Limits | None = None) -> Outcome:
         said = lines[-1] if lines else first
         raise ValueError(f"the sandbox did not start ({said}): score on a machine with Landlock and seccomp")
     if secret in lines:
-        return Outcome("passed")
+        return PASSED
     if status == -signal.SIGXCPU:
-        return Outcome("timeout", f"ran longer than {limits.cpu} s of CPU or {limits.wall:g} s")
+        return TIMEOUT
     raised = [line for line in lines if line.startswith("raised ")]
-    if raised:
-        return Outcome("failed", raised[-1].removeprefix("raised "))
-    return Outcome("ended", "exited or was killed before its end")
+    return raised[-1] if raised else ENDED
 
 
 def run_confined() -> None:

@@ -15,6 +15,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.stats import GenerationStats
+from eagle_fsd.decoding.outputs import BatchStream
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import batches
 from eagle_fsd.text.stop_strings import TextUntilStop
@@ -58,47 +59,37 @@ def answers(
     The longest prompts come first, so that what does not fit fails at once.
     """
     groups: dict[Ending, list[int]] = {}
-    for place, ask in enumerate(asks):
-        groups.setdefault(ask.ending, []).append(place)
-    for places in groups.values():
-        places.sort(key=lambda place: -len(asks[place].prompt))
+    for place in sorted(range(len(asks)), key=lambda place: -len(asks[place].prompt)):
+        groups.setdefault(asks[place].ending, []).append(place)
+    for ending, places in groups.items():
+        options = {"rule": rule, "tree": tree, "max_new_tokens": ending.max_new_tokens}
+        options |= {"eos_token_id": end_tokens(engine, ending.until), **asdict(ending.sampling)}
         for part in batches(places, batch_size):
-            yield dict(zip(part, answer(engine, [asks[p] for p in part], rule, tree), strict=True))
+            batch = [asks[place] for place in part]
+            ids, mask = pad_left([ask.prompt for ask in batch], engine.pad_token_id)
+            stream = engine.stream_batch(ids, mask, seed=[ask.seed for ask in batch], **options)
+            texts = [TextUntilStop(engine.tokenizer, ending.until) for _ in batch]
+            yield dict(zip(part, read_to_the_end(stream, texts), strict=True))
 
 
-def answer(
-    engine: EagleFSD, asks: Sequence[Ask], rule: AcceptanceRule, tree: TreeConfig | AutoTree
-) -> list[Answer]:
-    """Answer one batch, whose asks share an ending. It ends when every row has."""
-    assert engine.tokenizer is not None
-    ending = asks[0].ending
-    ids, mask = pad_left([ask.prompt for ask in asks], engine.pad_token_id)
-    stream = engine.stream_batch(
-        ids,
-        mask,
-        max_new_tokens=ending.max_new_tokens,
-        rule=rule,
-        tree=tree,
-        seed=[ask.seed for ask in asks],
-        eos_token_id=end_tokens(engine, ending.until),
-        **asdict(ending.sampling),
-    )
-    texts = [TextUntilStop(engine.tokenizer, ending.until) for _ in asks]
+def read_to_the_end(stream: BatchStream, texts: Sequence[TextUntilStop]) -> list[Answer]:
+    """Read one batch, which ends when every row has."""
     ended: dict[int, GenerationStats] = {}
     start = time.perf_counter()
-    for chunks in stream.steps:
-        for row, chunk in enumerate(chunks):
-            if row in ended:
-                continue
-            texts[row].add(chunk)
-            if texts[row].stopped or stream.stats[row].finish_reason is not None:
-                texts[row].finish()
-                ended[row] = copy.deepcopy(stream.stats[row])
-                ended[row].seconds = time.perf_counter() - start
-                if texts[row].stopped:
-                    ended[row].finish_reason = "stop"
-        if len(ended) == len(asks):
-            break
+    with stream:
+        for chunks in stream.steps:
+            for row, (text, chunk) in enumerate(zip(texts, chunks, strict=True)):
+                if row in ended:
+                    continue
+                text.add(chunk)
+                if text.stopped or stream.stats[row].finish_reason is not None:
+                    text.finish()
+                    ended[row] = copy.deepcopy(stream.stats[row])
+                    ended[row].seconds = time.perf_counter() - start
+                    if text.stopped:
+                        ended[row].finish_reason = "stop"
+            if len(ended) == len(texts):
+                break
     return [Answer(text.text, ended[row]) for row, text in enumerate(texts)]
 
 

@@ -25,7 +25,7 @@ from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, parser_of
 from eagle_fsd.evaluation.measure.head_quality import HeadReport, observe
 from eagle_fsd.evaluation.prompt_sets import prompt_sets
-from eagle_fsd.evaluation.report.plots import plot_calibration, require_matplotlib
+from eagle_fsd.evaluation.report.plots import calibration_figure, require_matplotlib, save
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.training.data.examples import Example
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_atomically(arguments.output / "report.json", json.dumps(record, indent=1) + "\n")
         names = [short_name(name) for name in (engine.ea_model, engine.base_model)]
         setting = f"{len(prompts)} prompts of {', '.join(sets)}; tree {tree}, greedy"
-        plot_calibration(report, arguments.output / "calibration.png", *names, setting)
+        save(calibration_figure(report, *names, setting), arguments.output / "calibration.png")
     except (ValueError, OSError) as error:
         parser.error(one_line(error))
     print(format_report(report, text))

@@ -288,20 +288,8 @@ def begun_with_bias(output: Path) -> bool:
 
 
 def head_config(target: TargetModel) -> HeadConfig:
-    """Return the config of a head with the target's layer shape.
-
-    It has EAGLE's rotary base, 10000, and no bias of `fc`: all loaders agree on these.
-    """
-    config, heads = target.config, target.config.num_attention_heads
-    return HeadConfig(
-        hidden_size=target.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * target.hidden_size,  # GPT-2's
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or target.hidden_size // heads,
-        vocab_size=target.vocab_size,
-        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-    )
+    """Return the config of a new head with the target's layer shape."""
+    return HeadConfig.for_target(target.config, target.hidden_size, target.vocab_size)
 
 
 def counts(data: Features, numbers: Sequence[int]) -> tuple[int, int]:

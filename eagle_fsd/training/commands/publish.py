@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_fsd.core.checks import one_line
-from eagle_fsd.evaluation.measure.acceptance_length import table
+from eagle_fsd.evaluation.commands.tau import summed_up, table
 from eagle_fsd.evaluation.rows import read_rows
 from eagle_fsd.hub.head_checkpoint import read_config
 from eagle_fsd.training.run.model_card import (
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="write the folder, push nothing")
     args, name = parser.parse_args(argv), parser.prog.removesuffix(".py")
     try:
-        rows = read_rows(args.tau)
+        rows = summed_up(read_rows(args.tau))
         if not rows:
             raise ValueError(
                 f"no rows in {args.tau}: a card says what a head is worth; run `eagle-fsd eval tau`"

@@ -1,16 +1,22 @@
-"""The part of a GPU check about what is recorded as CUDA graphs, and the memory that it takes."""
+"""Parts of a GPU check about CUDA graphs: what is recorded and held, and what a failed capture leaves."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.gpu.bench import Bench, Counted, ids_of
-from eagle_fsd.evaluation.gpu.runner import Findings
+from eagle_fsd.evaluation.gpu.bench import Bench, Counted, Findings, engine_of, ids_of, tiny_model
+from eagle_fsd.evaluation.markdown_table import markdown_table
+from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 TREE = TreeConfig(8, 3, 3)
 Call = tuple[list[int], dict[str, float]]  # the prompts' lengths, and how to sample
@@ -29,28 +35,20 @@ def recordings(bench: Bench) -> Findings:
     }
     stepper = bench.graphs()
     counted = stepper.record
-    engine = bench.tiny_engine(stepper, **({} if bench.quick else {"vocab_size": 32000, "hidden_size": 256}))
+    sizes = {} if bench.quick else {"vocab_size": 32000, "hidden_size": 256}
+    engine = engine_of(tiny_model("llama", bench.device, **sizes), stepper)
     cells = {name: three_times(bench, engine, counted, calls) for name, calls in scenarios.items()}
     grown = [name for name, passes in cells.items() if grows(passes)]
-    anew = {name: passes[2]["made"] - passes[1]["made"] for name, passes in cells.items()}
     most = max(one["held"] for passes in cells.values() for one in passes)
-    said = f"{counted.made} recorded, at most {most} held; a third pass records "
-    said += ", ".join(f"{count} anew for {name}" for name, count in anew.items() if count) or "nothing"
+    said = f"{counted.made} recorded, at most {most} held"
     said += f"; it still grows: {', '.join(grown)}" if grown else ""
-    titles = ["what", "pass", "recorded", "held", "replays", "MiB allocated", "MiB reserved"]
-    rows = [
-        [name, str(number)]
-        + [str(one[key]) for key in ("made", "held", "replays")]
-        + [f"{one[key] / 2**20:.0f}" for key in ("allocated", "reserved")]
-        for name, passes in cells.items()
-        for number, one in enumerate(passes, 1)
-    ]
+    counts = [(name, one) for name, passes in cells.items() for one in passes]
+    rows = [[name, *map(str, one.values())] for name, one in counts]
     return {
         "ok": not grown and 0 < most <= MOST_HELD,
         "summary": said,
         "cells": cells,
-        "most_held_allowed": MOST_HELD,
-        "table": {"titles": titles, "rows": rows},
+        "table": markdown_table(["three passes over", *counts[0][1]], rows),
     }
 
 
@@ -61,22 +59,81 @@ def three_times(bench: Bench, engine: EagleFSD, counted: Counted, calls: Sequenc
         for lengths, warm in calls:
             ids, mask = ids_of(lengths)
             engine.generate(ids, mask, max_new_tokens=4 if bench.quick else 8, tree=TREE, **warm)
-        passes.append(standing(bench, counted))
+        gc.collect()
+        memory = torch.cuda.memory_reserved(bench.device) if bench.on_gpu else 0
+        passes.append({**counted.counts(), "bytes reserved": memory})
     return passes
 
 
 def grows(passes: Sequence[Mapping[str, int]]) -> bool:
     """Return whether the third pass still adds what the second one should have had."""
-    more = {key: passes[2][key] - passes[1][key] for key in ("held", "reserved")}
-    return more["held"] > 0 or more["reserved"] > GROWTH
+    more = {key: passes[2][key] - passes[1][key] for key in ("held", "bytes reserved")}
+    return more["held"] > 0 or more["bytes reserved"] > GROWTH
 
 
-def standing(bench: Bench, counted: Counted) -> Findings:
-    """Return what a recorder has made and memory has come to."""
-    gc.collect()
-    memory = {"allocated": 0, "reserved": 0}
+def failed_capture(bench: Bench) -> Findings:
+    """Check that a model whose forward waits for the device runs unrecorded.
+
+    There is one warning, the text is the same, and torch works on as if nothing had been.
+    """
+    model, ids = tiny_model("llama", bench.device), ids_of([9])[0].to(bench.device)
+    failing, healthy, wanted = bench.graphs(), bench.graphs(), texts_of(model, EAGER)
+    counted = healthy.record
+    hook = model.lm_head.register_forward_pre_hook(lambda module, given: bool(given[0].isnan().any()) or None)
+
+    def same_text(stepper: Stepper) -> None:
+        if texts_of(model, stepper) != wanted:
+            raise ValueError("its text is another one")
+
+    def recovered() -> None:
+        hook.remove()
+        same_text(healthy)
+        assert counted.made, "nothing is recorded any more"
+
+    probes: dict[str, Callable[[], object]] = {
+        "the text": lambda: same_text(failing),
+        "another engine": recovered,
+        "random numbers": lambda: torch.rand(8, device=bench.device).cpu(),
+        "dropout": lambda: F.dropout(torch.ones(64, device=bench.device), training=True).cpu(),
+        "Hugging Face samples": lambda: model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=4
+        ),
+    }
     if bench.on_gpu:
-        bench.wait()
-        memory["allocated"] = torch.cuda.memory_allocated(bench.device)
-        memory["reserved"] = torch.cuda.memory_reserved(bench.device)
-    return {**counted.counts(), **memory}
+        probes["empty_cache"] = torch.cuda.empty_cache
+        probes["allocation"] = lambda: torch.zeros(2**24, device=bench.device).sum().item()
+    with warnings_of("eagle_fsd") as warnings:
+        after = {name: problem_of(probe) for name, probe in probes.items()}
+    bad = [f"{name} ({error})" for name, error in after.items() if error is not None]
+    said = f"no longer works: {'; '.join(bad)}" if bad else "the same text, and all works afterwards"
+    said += f", after {len(warnings)} warning(s)"
+    return {"ok": not bad and len(warnings) == 1, "summary": said, "warnings": warnings, "after": after}
+
+
+def texts_of(model: Any, stepper: Stepper) -> list[list[list[int]]]:
+    """Write the same short greedy texts three times: a step is run, recorded and replayed."""
+    engine, (ids, mask) = engine_of(model, stepper), ids_of([9])
+    return [engine.generate(ids, mask, max_new_tokens=16, tree=TREE).new_tokens for _ in range(3)]
+
+
+def problem_of(work: Callable[[], object]) -> str | None:
+    """Return the error that work raises, in one line; None where it raises none."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {one_line(error, 200)}"
+    return None
+
+
+@contextlib.contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    """Collect the warnings that a logger and those below it give within."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(one_line(record.getMessage(), 300))
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)

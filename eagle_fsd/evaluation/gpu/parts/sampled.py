@@ -9,8 +9,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.evaluation.gpu.bench import Bench, engine_of, prompts_of, tiny_model
-from eagle_fsd.evaluation.gpu.runner import Findings
+from eagle_fsd.evaluation.gpu.bench import Bench, Findings, engine_of, prompts_of, tiny_model
 
 LEAST_P = 1e-4  # a right program has a smaller p-value once in ten thousand tests
 

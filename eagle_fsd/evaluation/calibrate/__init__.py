@@ -1,1 +1,0 @@
-"""Which threshold keeps to a quality budget."""
