@@ -34,7 +34,7 @@ export QUESTION  # any quotes in it reach the program as they are
 
 demo: $(READY)
 	$(BIN)/python -m eagle_fsd.generate --prompt "$$QUESTION" --threshold $(THRESHOLD) --divergence js \
-	    --temperature 0.6 --top-p 0.9 --top-k 50 --seed 1 --max-new-tokens 128
+	    --weight-format packed --temperature 0.6 --top-p 0.9 --top-k 50 --seed 1 --max-new-tokens 128
 
 frontier: $(EVAL_READY)
 	$(BIN)/python eval/sweep.py --tasks ifeval --grid quick --sampling 0 0.6/50/0.9 1 --limit $(LIMIT) --max-new-tokens 64 --batch-size 8 \

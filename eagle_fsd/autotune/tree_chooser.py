@@ -69,6 +69,7 @@ class TreeChooser:
             "torch": torch.__version__,
             "layers": sorted({type(layer).__name__ for layer in target.model.modules()}),  # quantised, say
             "packed": backend_names(target.model),
+            "runtime": [None if target.runtime is None else target.runtime.name, target.weight_format],
             "attention": target.config._attn_implementation,
             "device": [device.type, name_of, cores()],
             "placed": str(getattr(target.model, "hf_device_map", None)),
@@ -147,7 +148,7 @@ class TreeChooser:
             self.announce()
             return observe(self.target, self.drafting, texts, rule, sampling, wide), has_stable_repr(rule)
 
-        key = record_key("observations", self.models, observation_kind(rule), sampling.greedy, str(wide))
+        key = record_key("observations", self.models, self.target.weight_format, observation_kind(rule), sampling.greedy, str(wide))
         return self.recall_or_measure(key, measure, observations_to_json, observations_from_json)
 
     def forwards(self, beams: Sequence[int], batch: int, context: int) -> Forwards:

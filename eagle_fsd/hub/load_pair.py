@@ -13,6 +13,7 @@ from eagle_fsd.core.devices import resolve_device, resolve_dtype
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.choose_runtime import AUTO, TORCH, plan_runtime, settle
 from eagle_fsd.hub.resolve import load_head, load_target, resolve_head, resolve_target
+from eagle_fsd.hub.target_loader import show_progress
 from eagle_fsd.runtime.cuda_graphs import cuda_recorder
 from eagle_fsd.runtime.matmul_backends import find_fastest_backend
 from eagle_fsd.runtime.openvino.backend import OpenVINO
@@ -79,6 +80,10 @@ def load_pair(
 
     def on_openvino() -> TargetModel:
         whole = model if plan.dtype == torch.float32 else load(dtype=torch.float32)[0]
+        show_progress(
+            f"preparing {source.name} in {plan.weight_format} for OpenVINO; "
+            "the first time takes half a minute ..."
+        )
         own = None
         if plan.weight_format == PACKED:
             assert source.gguf_file is not None

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from eagle_fsd.core.checks import require_choice
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.graph_store import find_or_make
-from eagle_fsd.runtime.openvino.network import Layout, Network, Product, Traceable, trace, with_sizes
+from eagle_fsd.runtime.openvino.network import (
+    Layout,
+    Network,
+    Product,
+    Traceable,
+    Variants,
+    trace,
+    with_sizes,
+)
 from eagle_fsd.runtime.openvino.weight_formats import (
     BFLOAT16,
     FORMATS,
@@ -25,6 +33,7 @@ from eagle_fsd.runtime.openvino.weight_formats import (
     round_to_int8,
 )
 
+COPIES = 2**30  # bytes that the copies of a network's weights may take, unless two take more
 DRAFT = ("head", "draft_lm_head")  # the names of networks that only draft
 
 
@@ -54,7 +63,8 @@ class OpenVINO:
         weights = [*module.parameters(), *module.buffers()]
         parts = [made_of, layout.masks, layout.members, [list(one.shape[2:]) for one in layout.inputs]]
         graph, compile_graph = self._graph(name, weights, parts, lambda: trace(module, work, layout))
-        return Network(lambda sizes: compile_graph(with_sizes(graph, layout, sizes)), layout)
+        variants = Variants(lambda sizes: compile_graph(with_sizes(graph, layout, sizes)), how_many(graph))
+        return Network(variants, layout)
 
     def product(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Compile the product with a weight [out, in]."""
@@ -67,7 +77,7 @@ class OpenVINO:
                 made.reshape([*sizes, weight.shape[1]])
             return compile_graph(made)
 
-        return Product(compile_for)
+        return Product(Variants(compile_for, how_many(graph)))
 
     def encode(self, weight: np.ndarray, draft: bool = False) -> Blocks | None:
         """Return a weight's blocks in this format; None if it stays as it is.
@@ -94,13 +104,20 @@ class OpenVINO:
             return graph
 
         graph, folder = find_or_make(name, weights, [self.weight_format, parts], make_graph)
-        self.weight_bytes += sum(constant.get_byte_size() for constant in constants(graph))
+        self.weight_bytes += constant_bytes(graph)
         precision = "bf16" if self.weight_format == BFLOAT16 else "f32"
         return graph, lambda graph: library.compile_graph(graph, precision, few_bits, folder)
 
 
-def constants(model: Any) -> Sequence[Any]:
-    return [node for node in model.get_ordered_ops() if node.get_type_name() == "Constant"]
+def constant_bytes(model: Any) -> int:
+    """Return the bytes of a graph's weights."""
+    nodes = model.get_ordered_ops()
+    return sum(node.get_byte_size() for node in nodes if node.get_type_name() == "Constant")
+
+
+def how_many(model: Any) -> int:
+    """Return how many graphs of known sizes there may be, since each keeps a copy of the weights."""
+    return max(2, min(8, COPIES // max(1, constant_bytes(model))))
 
 
 def product_model(weight: Tensor, bias: Tensor | None) -> Any:

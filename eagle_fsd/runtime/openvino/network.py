@@ -6,6 +6,7 @@ Shapes: B rows, n new tokens, S slots in view.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache
 
-AGAIN = 3  # sizes that come as often as this get one
-MOST = 4  # such graphs of one network
+AGAIN, OFTEN = 3, 50  # how often sizes come before they get a graph of their own; see Variants
 HIDDEN = torch.finfo(torch.float32).min  # the additive mask where nothing is seen
 
 # Gets the inputs, the masks by kind, and each layer's (keys, values) blocks; returns the output and each
@@ -124,38 +124,45 @@ class Variants:
     """A graph compiled for open sizes, and for the sizes that come often.
 
     A graph whose sizes are open takes half as long again as one of known sizes. So sizes that come AGAIN get
-    a graph of their own, as many as MOST; all others share one. compile_for: compiles for some sizes, or for
-    all if it is given None.
+    a graph of their own while there are fewer than `most`; later they must come OFTEN, and the one that was
+    not used for longest goes. compile_for: compiles for some sizes, or for all if it is given None.
     """
 
-    def __init__(self, compile_for: Callable[[tuple[int, ...] | None], Any]) -> None:
-        self.compile_for = compile_for
-        self.compiled: dict[tuple[int, ...] | None, Any] = {None: compile_for(None)}
+    def __init__(self, compile_for: Callable[[tuple[int, ...] | None], Any], most: int) -> None:
+        self.compile_for, self.most = compile_for, most
+        self.open = compile_for(None)
+        self.compiled: dict[tuple[int, ...], Any] = {}
         self._seen: dict[tuple[int, ...], int] = {}
+        self._used: dict[tuple[int, ...], float] = {}
         self._lock = threading.Lock()
 
     def choose(self, sizes: tuple[int, ...]) -> Any:
         """Return the compiled graph for these sizes, after compiling it if they came often enough."""
-        if sizes not in self.compiled and len(self.compiled) <= MOST:
-            with self._lock:
-                self._seen[sizes] = self._seen.get(sizes, 0) + 1
-                if self._seen[sizes] == AGAIN:
-                    self.compiled[sizes] = self.compile_for(sizes)
-        return self.compiled.get(sizes, self.compiled[None])
+        self._used[sizes] = time.monotonic()
+        found = self.compiled.get(sizes)
+        if found is not None:
+            return found
+        with self._lock:
+            self._seen[sizes] = self._seen.get(sizes, 0) + 1
+            if self._seen[sizes] < (AGAIN if len(self.compiled) < self.most else OFTEN):
+                return self.open
+            if sizes not in self.compiled:
+                if len(self.compiled) >= self.most:
+                    oldest = min(self.compiled, key=self._used.__getitem__)
+                    del self.compiled[oldest], self._seen[oldest]
+                self.compiled[sizes] = self.compile_for(sizes)
+            return self.compiled[sizes]
 
 
 class Network:
     """A compiled network on blocks. Several threads may call it, each with caches of its own.
 
-    compile_for: compiles for (rows, new tokens); see Variants.
+    variants: its graphs by (rows, new tokens).
     """
 
-    def __init__(self, compile_for: Callable[[tuple[int, ...] | None], Any], layout: Layout) -> None:
-        self.layout = layout
-        self.variants = Variants(compile_for)
-        self._requests: weakref.WeakKeyDictionary[BlockCache, dict[Any, Request]] = (
-            weakref.WeakKeyDictionary()
-        )
+    def __init__(self, variants: Variants, layout: Layout) -> None:
+        self.variants, self.layout = variants, layout
+        self._requests: weakref.WeakKeyDictionary[BlockCache, Any] = weakref.WeakKeyDictionary()
 
     def __call__(self, inputs: Sequence[Tensor], visible: Sequence[Tensor], cache: BlockCache) -> Tensor:
         """Run the network on new tokens, whose keys and values go to the slots that were placed.
@@ -181,7 +188,7 @@ class Network:
         return torch.from_numpy(request.infer.get_output_tensor(0).data).clone()
 
     def _request(self, cache: BlockCache, compiled: Any) -> Request:
-        requests = self._requests.setdefault(cache, {})
+        requests = self._requests.setdefault(cache, weakref.WeakKeyDictionary())
         request = requests.get(compiled)
         if request is None:
             request = requests[compiled] = Request(compiled.create_infer_request())
@@ -196,17 +203,17 @@ class Network:
 class Product:
     """A compiled product with one weight: rows [..., in] -> [..., out] float32, for many threads."""
 
-    def __init__(self, compile_for: Callable[[tuple[int, ...] | None], Any]) -> None:
-        self.variants = Variants(compile_for)
+    def __init__(self, variants: Variants) -> None:
+        self.variants = variants
         self._mine = threading.local()
 
     def __call__(self, rows: Tensor) -> Tensor:
         flat = np.ascontiguousarray(rows.detach().flatten(0, -2).numpy())
         compiled = self.variants.choose((len(flat),))
-        requests = self._mine.__dict__.setdefault("requests", {})
-        if compiled not in requests:
-            requests[compiled] = compiled.create_infer_request()
-        infer = requests[compiled]
+        requests = self._mine.__dict__.setdefault("requests", weakref.WeakKeyDictionary())
+        infer = requests.get(compiled)
+        if infer is None:
+            infer = requests[compiled] = compiled.create_infer_request()
         infer.set_input_tensor(0, shared(flat))
         infer.infer()
         made = torch.from_numpy(infer.get_output_tensor(0).data).clone()  # the next call overwrites it
