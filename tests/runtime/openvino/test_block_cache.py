@@ -241,3 +241,15 @@ def test_reset_forgets_scratch_beyond_the_texts() -> None:
         cache.reset()
     assert all(not buffer.any() for layer in pair.plain.layers.values() for buffer in layer)
     assert all(not store.any() for store in pair.blocks.stores.values())
+
+
+@pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="reset, unlike KVCache's, is not in inference mode"
+)
+def test_reset_after_growth_within_inference_mode() -> None:
+    """Decoding grows a cache in inference mode, and the next batch resets it outside."""
+    pair = Pair(1, 8, LAYOUTS["alike"], generator(0))
+    with torch.inference_mode():
+        pair.write(2 * BLOCK)
+    for cache in reversed(pair.both):
+        cache.reset()
