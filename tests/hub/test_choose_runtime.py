@@ -1,0 +1,149 @@
+"""Which runtime and weight format is planned for what was asked for: every rule once."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from eagle_fsd.hub.choose_runtime import AUTO, OPENVINO, TORCH, USUAL, Plan, plan_runtime
+from eagle_fsd.runtime.openvino import library
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+Dtype = torch.dtype | str | None
+
+
+@pytest.fixture(autouse=True)
+def usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(USUAL, raising=False)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let OpenVINO seem installed: no plan imports it."""
+    monkeypatch.setattr(library, "is_installed", lambda: True)
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "is_installed", lambda: False)
+
+
+def plan(
+    runtime: str = AUTO,
+    weight_format: str | None = None,
+    dtype: Dtype = None,
+    device: torch.device = CPU,
+    movable: bool = False,
+    gguf: bool = False,
+) -> Plan:
+    return plan_runtime(runtime, weight_format, dtype, device, movable, gguf)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "weight_format", "dtype", "wanted"),
+    [
+        (TORCH, None, None, Plan(TORCH, "float32", FLOAT32)),
+        (TORCH, None, "bfloat16", Plan(TORCH, "bfloat16", BFLOAT16)),
+        (TORCH, None, FLOAT16, Plan(TORCH, "float16", FLOAT16)),
+        (TORCH, "float32", None, Plan(TORCH, "float32", FLOAT32)),
+        (TORCH, "bfloat16", None, Plan(TORCH, "bfloat16", BFLOAT16)),
+        (TORCH, "bfloat16", "bfloat16", Plan(TORCH, "bfloat16", BFLOAT16)),
+        (AUTO, None, None, Plan(AUTO, "float32", FLOAT32)),
+        (AUTO, None, "auto", Plan(AUTO, "float32", FLOAT32)),
+        (AUTO, None, "bfloat16", Plan(AUTO, "bfloat16", BFLOAT16)),
+        (AUTO, "bfloat16", None, Plan(AUTO, "bfloat16", BFLOAT16)),
+        (AUTO, None, "float16", Plan(TORCH, "float16", FLOAT16)),  # OpenVINO has no float16 here
+        (AUTO, "int8", None, Plan(OPENVINO, "int8", FLOAT32)),  # which torch has not
+        (AUTO, "int8", "float32", Plan(OPENVINO, "int8", FLOAT32)),
+        (OPENVINO, None, None, Plan(OPENVINO, "float32", FLOAT32)),
+        # Graphs are made from float32 weights, in whatever format they compute.
+        (OPENVINO, None, "bfloat16", Plan(OPENVINO, "bfloat16", FLOAT32)),
+        (OPENVINO, "bfloat16", "bfloat16", Plan(OPENVINO, "bfloat16", FLOAT32)),
+        (OPENVINO, "float32", None, Plan(OPENVINO, "float32", FLOAT32)),
+        (OPENVINO, "int8", None, Plan(OPENVINO, "int8", FLOAT32)),
+    ],
+)
+@pytest.mark.usefixtures("installed")
+def test_plans_on_a_cpu(runtime: str, weight_format: str | None, dtype: Dtype, wanted: Plan) -> None:
+    assert plan(runtime, weight_format, dtype) == wanted
+
+
+@pytest.mark.parametrize("runtime", [AUTO, OPENVINO])
+@pytest.mark.usefixtures("installed")
+def test_a_files_own_blocks(runtime: str) -> None:
+    assert plan(runtime, "packed", gguf=True) == Plan(OPENVINO, "packed", FLOAT32)
+
+
+@pytest.mark.usefixtures("installed")
+def test_torch_computes_elsewhere() -> None:
+    assert plan(dtype="bfloat16", device=CUDA) == Plan(TORCH, "bfloat16", BFLOAT16)
+    assert plan(movable=True) == Plan(TORCH, "float32", FLOAT32)
+    assert plan(weight_format="float32", device=CUDA) == Plan(TORCH, "float32", FLOAT32)
+
+
+@pytest.mark.usefixtures("missing")
+def test_without_openvino_torch_computes() -> None:
+    assert plan() == Plan(TORCH, "float32", FLOAT32)
+    assert plan(weight_format="bfloat16") == Plan(TORCH, "bfloat16", BFLOAT16)
+    assert plan(TORCH) == Plan(TORCH, "float32", FLOAT32)
+
+
+@pytest.mark.parametrize(("runtime", "weight_format"), [(OPENVINO, None), (AUTO, "int8"), (OPENVINO, "int8")])
+@pytest.mark.usefixtures("missing")
+def test_without_openvino_its_formats_are_refused(runtime: str, weight_format: str | None) -> None:
+    with pytest.raises(ValueError, match=r"run pip install .*openvino.* or use runtime torch"):
+        plan(runtime, weight_format)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"runtime": "onnx"}, "runtime is 'onnx': it must be one of auto, torch, openvino"),
+        (
+            {"weight_format": "int3"},
+            "weight_format is 'int3': it must be one of float32, bfloat16, int8, packed",
+        ),
+        (
+            {"weight_format": "float32", "dtype": "bfloat16"},
+            "dtype is bfloat16 with weight_format 'float32': they must agree; leave dtype out",
+        ),
+        ({"weight_format": "int8", "dtype": "bfloat16"}, "with weight_format 'int8': they must agree"),
+        ({"runtime": TORCH, "weight_format": "int8"}, "weight_format is 'int8' with runtime torch"),
+        ({"runtime": TORCH, "weight_format": "packed", "gguf": True}, "is 'packed' with runtime torch"),
+        ({"weight_format": "packed"}, "weight_format is 'packed': the target must be a .gguf file"),
+        ({"runtime": OPENVINO, "device": CUDA}, "not for device 'cuda:0'"),
+        ({"runtime": OPENVINO, "movable": True}, "not for device 'cpu' with a device_map"),
+        ({"weight_format": "int8", "device": CUDA}, "runtime openvino is for a whole target on the CPU"),
+        ({"runtime": OPENVINO, "dtype": "float16"}, "dtype is 'float16' with runtime openvino"),
+        ({"dtype": "float8"}, "dtype 'float8' is not there"),
+    ],
+)
+@pytest.mark.usefixtures("installed")
+def test_what_cannot_be_is_refused_in_one_line(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        plan(**asked)  # type: ignore[arg-type]
+    assert message in str(error.value)
+    assert "\n" not in str(error.value) and ("; " in str(error.value))
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_environment_names_the_usual_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(USUAL, TORCH)
+    assert plan() == Plan(TORCH, "float32", FLOAT32)
+    assert plan(OPENVINO).runtime == OPENVINO  # what is asked for comes first
+    assert plan(weight_format="int8").runtime == OPENVINO  # torch does not have it
+    monkeypatch.setenv(USUAL, OPENVINO)
+    assert plan() == Plan(OPENVINO, "float32", FLOAT32)
+    assert plan(TORCH).runtime == TORCH
+    monkeypatch.setenv(USUAL, "")
+    assert plan().runtime == AUTO
+    monkeypatch.setenv(USUAL, "onnx")
+    with pytest.raises(ValueError, match=f"{USUAL} is 'onnx': it must be one of auto, torch, openvino"):
+        plan()
+
+
+def test_openvino_is_found_without_importing_it() -> None:
+    assert library.is_installed() == (importlib.util.find_spec("openvino") is not None)
