@@ -65,6 +65,7 @@ class ScriptedModel:
 
     base_model, ea_model, dtype, device = "scripted", "head", torch.float32, torch.device("cpu")
     draft_vocab_size: int | None = None
+    runtime, weight_format = "torch", "float32"
     target = SimpleNamespace(ignored_defaults={})
 
     def __init__(self, reply: str = REPLY, per_step: int = 3) -> None:

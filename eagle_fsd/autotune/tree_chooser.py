@@ -148,7 +148,14 @@ class TreeChooser:
             self.announce()
             return observe(self.target, self.drafting, texts, rule, sampling, wide), has_stable_repr(rule)
 
-        key = record_key("observations", self.models, self.target.weight_format, observation_kind(rule), sampling.greedy, str(wide))
+        key = record_key(
+            "observations",
+            self.models,
+            self.target.weight_format,
+            observation_kind(rule),
+            sampling.greedy,
+            str(wide),
+        )
         return self.recall_or_measure(key, measure, observations_to_json, observations_from_json)
 
     def forwards(self, beams: Sequence[int], batch: int, context: int) -> Forwards:

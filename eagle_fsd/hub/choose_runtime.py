@@ -59,7 +59,9 @@ def plan_runtime(
         require_choice("weight_format", weight_format, FORMATS)
     if runtime == AUTO and (usual := os.environ.get(USUAL)):
         require_choice(USUAL, usual, RUNTIMES)
-        runtime = usual if weight_format not in (INT8, PACKED) else AUTO
+        # A preference: what a runtime cannot do is done by the other.
+        can = device.type == "cpu" and not movable and library.is_installed()
+        runtime = usual if weight_format not in (INT8, PACKED) and (can or usual == TORCH) else AUTO
     plain = weight_format if weight_format in (FLOAT32, BFLOAT16) else None
     if (
         dtype is not None

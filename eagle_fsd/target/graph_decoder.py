@@ -138,7 +138,7 @@ class GraphDecoder:
         except Exception as error:  # the tracer's errors have no common base
             raise ValueError(
                 f"target is a {model.config.model_type!r} model, which cannot be converted for OpenVINO "
-                f"({one_line(error, 200)}): its layers must call Hugging Face's attention; {REMEDY}"
+                f"({one_line(error, 200)}): it must be traceable, with Hugging Face's attention; {REMEDY}"
             ) from error
         self.weight_bytes = runtime.weight_bytes - before
 

@@ -269,4 +269,6 @@ def test_the_models_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch) 
         "pack": False,
         "graphs": False,
         "full_vocabulary": True,
+        "runtime": "auto",
+        "weight_format": None,
     }

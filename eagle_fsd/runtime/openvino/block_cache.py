@@ -30,6 +30,7 @@ class BlockCache(KVCache):
     def __init__(self, batch: int, capacity: int, members: Sequence[tuple[int, int]]) -> None:
         super().__init__(batch, capacity, torch.device("cpu"), step=BLOCK)
         self.members = list(members)
+        self._touched = 0  # how many blocks may hold something
         self.sizes = list(dict.fromkeys(self.members))  # of heads, in the order in which they occur
         self.stores = {size: self._allocate(size, self.capacity, batch) for size in self.sizes}
 
@@ -49,6 +50,7 @@ class BlockCache(KVCache):
     def reserve(self, width: int, offset: int = 0, exact: bool = False) -> None:
         super().reserve(width, offset)  # a view of whole blocks, whether it was to be exact or not
         self.exact = exact
+        self._touched = max(self._touched, self.view // BLOCK)
 
     def write(self, news: Sequence[Tensor]) -> None:
         """Write the keys and values of the tokens last placed: [M, B, H, n, D] for each size of heads."""
@@ -87,10 +89,12 @@ class BlockCache(KVCache):
             block, rows, place = target
             store[:, block, rows, :, place] = kept
 
+    @torch.inference_mode()
     def reset(self, limit: int | None = None) -> None:
         self.limit = limit
         for store in self.stores.values():
-            store[:, : -(-max(self.row_lengths, default=0) // BLOCK) + 1].zero_()
+            store[:, : self._touched].zero_()  # the others have never been in memory
+        self._touched = 0
         self._set_lengths([0] * self.rows)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -104,6 +108,7 @@ class BlockCache(KVCache):
         used = -(-max(other.row_lengths) // BLOCK)
         if used * BLOCK > self.capacity:
             self.grow(used * BLOCK)
+        self._touched = max(self._touched, used)
         for size, store in self.stores.items():
             store[:, :used, list(rows)] = other.stores[size][:, :used, : len(rows)]
         lengths = self.row_lengths.copy()

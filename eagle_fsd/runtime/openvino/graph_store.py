@@ -96,8 +96,8 @@ def keep(graph: Any, folder: Path) -> None:
     try:
         partial.mkdir()
         openvino.save_model(graph, partial / GRAPH, compress_to_fp16=False)
-        if not folder.exists():
-            partial.rename(folder)
+        remove(folder)  # what was there could not be read
+        partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     make_room(folder)
@@ -110,10 +110,15 @@ def make_room(newest: Path) -> None:
     for folder in kept:
         if total > MOST:
             total -= folder_size(folder)
-            hidden = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
-            with contextlib.suppress(OSError):
-                folder.rename(hidden)  # so that nobody finds half of it
-                shutil.rmtree(hidden, ignore_errors=True)
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder, which is renamed first, so that nobody finds half of it."""
+    hidden = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):
+        folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def read_back(graph: Any) -> Any:

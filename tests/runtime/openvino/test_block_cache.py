@@ -218,7 +218,6 @@ def test_reset_forgets_the_texts() -> None:
     pair.check()
 
 
-@pytest.mark.xfail(strict=True, reason="reset clears no more blocks than the longest text now has")
 def test_reset_forgets_a_long_text_that_a_short_one_replaced() -> None:
     """What is not a number must not stay behind: a hidden slot's weight is 0, and 0 times it is no number."""
     pair, joining = (Pair(1, 8, LAYOUTS["alike"], generator(seed)) for seed in (0, 1))
@@ -233,7 +232,6 @@ def test_reset_forgets_a_long_text_that_a_short_one_replaced() -> None:
     assert all(not store.any() for store in pair.blocks.stores.values())
 
 
-@pytest.mark.xfail(strict=True, reason="reset clears no more blocks than the longest text now has")
 def test_reset_forgets_scratch_beyond_the_texts() -> None:
     pair = Pair(1, 8, LAYOUTS["alike"], generator(0))
     pair.write(2 * BLOCK)  # never committed, as when a prefill is stopped
@@ -243,9 +241,6 @@ def test_reset_forgets_scratch_beyond_the_texts() -> None:
     assert all(not store.any() for store in pair.blocks.stores.values())
 
 
-@pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="reset, unlike KVCache's, is not in inference mode"
-)
 def test_reset_after_growth_within_inference_mode() -> None:
     """Decoding grows a cache in inference mode, and the next batch resets it outside."""
     pair = Pair(1, 8, LAYOUTS["alike"], generator(0))

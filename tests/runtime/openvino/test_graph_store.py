@@ -172,9 +172,6 @@ def test_a_broken_graph_is_made_again(broken: str) -> None:
     maker.check(graph, found)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="keep leaves a broken folder where it is, so each start makes the graph"
-)
 def test_a_broken_graph_is_replaced() -> None:
     folder = Maker().find()[1]
     assert folder is not None
