@@ -273,6 +273,8 @@ def test_json_is_one_object_with_the_contract_keys(
         "base_model": "scripted",
         "ea_model": "head",
         "dtype": "float32",
+        "runtime": "torch",
+        "weight_format": "float32",
         "device": "cpu",
         "tree": "16/5/8",
         "seed": None,

@@ -49,10 +49,8 @@ class AcceptStep:
         emitted: [B], the number of tokens that each text has so far.
         """
         uniforms = None if sampling.greedy else random.uniform(2 * tree.largest)
-        verified = Verified(tree, logits, sampling, eos)
-        if self.stepper.records and is_immutable(rule):
-            return verified, self._accept_recorded(rule, sampling, eos, tree, logits, uniforms, emitted)
-        return verified, accept(rule, verified, GivenUniforms(uniforms), emitted)
+        accept_now = self._accept_recorded if self.stepper.records and is_immutable(rule) else accept_tree
+        return accept_now(rule, sampling, eos, tree, logits, uniforms, emitted)
 
 
 def accept_tree(
@@ -63,12 +61,10 @@ def accept_tree(
     logits: Tensor,
     uniforms: Tensor | None,
     emitted: Tensor,
-) -> Verdict:
-    """Apply the rule with uniform random numbers [B, n], drawn before; None if greedy. See AcceptStep.
-
-    What is verified is put together here: what it has computed would be missing from a recording.
-    """
-    return accept(rule, Verified(tree, logits, sampling, eos), GivenUniforms(uniforms), emitted)
+) -> tuple[Verified, Verdict]:
+    """Apply the rule with uniform random numbers [B, n], drawn before; None if greedy. See AcceptStep."""
+    verified = Verified.from_logits(tree, logits, sampling, eos)
+    return verified, accept(rule, verified, GivenUniforms(uniforms), emitted)
 
 
 def is_immutable(thing: Any) -> bool:
