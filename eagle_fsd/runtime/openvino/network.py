@@ -171,9 +171,7 @@ class Network:
         slot and those of other new tokens among them. Returns the output [B, n, ...].
         """
         # Prompts have any length, so they never come often enough.
-        graph = (
-            self.variants.compiled[None] if cache.exact else self.variants.choose(tuple(inputs[0].shape[:2]))
-        )
+        graph = self.variants.open if cache.exact else self.variants.choose(tuple(inputs[0].shape[:2]))
         request = self._request(cache, graph)
         masks = [split_mask(mask, cache.slots) for mask in visible]
         request.keep = [np.ascontiguousarray(tensor.detach().numpy()) for tensor in (*inputs, *masks)]
