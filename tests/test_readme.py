@@ -25,7 +25,9 @@ from eagle_fsd.hub import load_head
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-LOGS = [ROOT / name for name in ("eval/SPEED.md", "eval/QUALITY.md", "train/EXPERIMENTS.md")]
+LOGS = [
+    ROOT / name for name in ("eval/SPEED.md", "eval/RUNTIMES.md", "eval/QUALITY.md", "train/EXPERIMENTS.md")
+]
 CARDS = [*sorted((ROOT / "weights").rglob("README.md")), *sorted((ROOT / "eval" / "results").rglob("*.md"))]
 WIDTH, LENGTH = 110, 130  # characters of a line, lines of the README
 
