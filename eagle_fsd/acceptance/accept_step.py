@@ -12,7 +12,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified, accep
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.sampling import Uniforms
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.runtime.step_recorder import EAGER, Stepper
+from eagle_fsd.runtime.step_recorder import EAGER, Stepper, copied
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,20 @@ class AcceptStep:
         logits: Tensor,
         random: Uniforms,
         emitted: Tensor,
+        several: bool = False,
     ) -> tuple[Verified, Verdict]:
         """Return the verified tree and the verdict: which path of it is accepted.
 
         logits: [B, N, V], the target's. eos: [E], the tokens that end a text. random: each row's stream.
-        emitted: [B], the number of tokens that each text has so far.
+        emitted: [B], the number of tokens that each text has so far. several: whether other trees are
+        accepted before this verdict is read. It is then copied out of memory that recordings share.
         """
         uniforms = None if sampling.greedy else random.uniform(2 * tree.largest)
         accept_now = self._accept_recorded if self.stepper.records and is_immutable(rule) else accept_tree
-        return accept_now(rule, sampling, eos, tree, logits, uniforms, emitted)
+        verified, verdict = accept_now(rule, sampling, eos, tree, logits, uniforms, emitted)
+        if several and self.stepper.records:
+            verified, verdict = copied((verified, verdict))
+        return verified, verdict
 
 
 def accept_tree(
