@@ -51,11 +51,11 @@ class AcceptStep:
         accepted before this verdict is read. It is then copied out of memory that recordings share.
         """
         uniforms = None if sampling.greedy else random.uniform(2 * tree.largest)
-        accept_now = self._accept_recorded if self.stepper.records and is_immutable(rule) else accept_tree
-        verified, verdict = accept_now(rule, sampling, eos, tree, logits, uniforms, emitted)
-        if several and self.stepper.records:
-            verified, verdict = copied((verified, verdict))
-        return verified, verdict
+        verified = Verified(tree, logits, sampling, eos)
+        if self.stepper.records and is_immutable(rule):
+            verdict = self._accept_recorded(rule, sampling, eos, tree, logits, uniforms, emitted)
+            return verified, copied(verdict) if several else verdict
+        return verified, accept(rule, verified, GivenUniforms(uniforms), emitted)
 
 
 def accept_tree(
@@ -66,10 +66,12 @@ def accept_tree(
     logits: Tensor,
     uniforms: Tensor | None,
     emitted: Tensor,
-) -> tuple[Verified, Verdict]:
-    """Apply the rule with uniform random numbers [B, n], drawn before; None if greedy. See AcceptStep."""
-    verified = Verified.from_logits(tree, logits, sampling, eos)
-    return verified, accept(rule, verified, GivenUniforms(uniforms), emitted)
+) -> Verdict:
+    """Apply the rule with uniform random numbers [B, n], drawn before; None if greedy. See AcceptStep.
+
+    What is verified is put together here: what it has computed would be missing from a recording.
+    """
+    return accept(rule, Verified(tree, logits, sampling, eos), GivenUniforms(uniforms), emitted)
 
 
 def is_immutable(thing: Any) -> bool:
