@@ -9,7 +9,8 @@ draft distributions, V vocabulary, W drafted tokens. Knows no model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from eagle_fsd.core.checks import require_choice, require_integer
 from eagle_fsd.core.config import HYBRID, PAPER, SamplingConfig
-from eagle_fsd.core.sampling import Uniforms, draw, warp
-from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.core.long_rows import first_largest
+from eagle_fsd.core.sampling import Uniforms, Warped
+from eagle_fsd.core.tree import DraftTree, with_last, with_root
 
 
 @dataclass(frozen=True)
@@ -47,32 +49,66 @@ class Verdict:
 class Verified:
     """What a rule may look at: a tree, and the target's distributions at its nodes.
 
-    logits: [B, N, V] float32, the target's raw logits. probs: [B, N, V] float32, p after temperature, top-k
-    and top-p; None when greedy, which warps nothing. eos: [E] token ids that end a text.
+    logits: [B, N, V] float32, the target's raw logits. eos: [E] token ids that end a text. What follows from
+    the logits is computed when it is first read.
     """
 
     tree: DraftTree
     logits: Tensor
-    probs: Tensor | None
-    eos: Tensor
     sampling: SamplingConfig
+    eos: Tensor
 
-    @classmethod
-    def from_logits(cls, tree: DraftTree, logits: Tensor, sampling: SamplingConfig, eos: Tensor) -> Verified:
-        """Build it from a tree and the target's logits [B, N, V] float32, under the user's sampling."""
-        return cls(tree, logits, None if sampling.greedy else warp(logits, sampling), eos, sampling)
+    @cached_property
+    def probs(self) -> Tensor | None:
+        """[B, N, V] float32, p after temperature, top-k and top-p; None when greedy, which warps nothing.
+
+        `warped_p` gives the nodes' own entries of it at a fraction of the time.
+        """
+        return None if self.sampling.greedy else self.warped.whole(self.logits.shape[-1])
+
+    @cached_property
+    def warped(self) -> Warped:
+        """The same distributions, over few tokens if only those can be drawn."""
+        return Warped.from_logits(self.logits, self.sampling)
+
+    @cached_property
+    def best(self) -> tuple[Tensor, Tensor]:
+        """The largest raw logit at every node, and the first token that has it: [B, N] each."""
+        return first_largest(self.logits)
+
+    @cached_property
+    def largest(self) -> Tensor:
+        """The largest raw logit at every node: [B, N]."""
+        return self.best[0] if self.sampling.greedy else self.warped.largest
+
+    def warped_p(self) -> Tensor:
+        """Return p after the user's warpers of every node's token at its parent: [B, N], not when greedy."""
+        probs, ids = self.warped.probs, self.warped.ids
+        if ids is None:
+            return self.at_token(probs)
+        mine = ids[self.rows, self.parents] == self.tree.tokens[..., None]  # [B, N, K]
+        return torch.where(mine, probs[self.rows, self.parents], 0.0).sum(-1)
+
+    @cached_property
+    def parents(self) -> Tensor:
+        """[B, N], the node whose distributions a node's token is read in; the root's is itself."""
+        return self.tree.parents.clamp(min=0)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[B, 1], the number of each row."""
+        return torch.arange(len(self.logits), device=self.logits.device)[:, None]
 
     def at_token(self, table: Tensor) -> Tensor:
         """Return a table's [B, N, V] entry for each node's token at its parent: [B, N].
 
         The root has no parent, so its entry means nothing.
         """
-        rows = torch.arange(len(table), device=table.device)[:, None]
-        return table[rows, self.tree.parents.clamp(min=0), self.tree.tokens]
+        return table[self.rows, self.parents, self.tree.tokens]
 
     def at_parent(self, table: Tensor) -> Tensor:
         """Return a table's [B, N] entry for each node's parent: [B, N]; the root's entry means nothing."""
-        return table.gather(1, self.tree.parents.clamp(min=0))
+        return table.gather(1, self.parents)
 
     def log_p(self) -> Tensor:
         """Return raw log p [B, N] of every node's token at its parent."""
@@ -85,10 +121,10 @@ class Verified:
         p is known at every node, so there is a closed form: a node's gain is the sum over its children of
         p(child) * (1 + the child's gain), with p after the user's warpers.
         """
-        if self.probs is None:
-            p = (self.at_parent(self.logits.argmax(-1)) == self.tree.tokens).float()
+        if self.sampling.greedy:
+            p = (self.at_parent(self.best[1]) == self.tree.tokens).float()
         else:
-            p = self.at_token(self.probs)
+            p = self.warped_p()
         below = self.tree.children.to(p.dtype)  # [B, N, N]
         gains = torch.zeros_like(p)
         for _ in range(self.tree.depth):  # each round carries gains one level up
@@ -101,10 +137,8 @@ class Verified:
         They must have p > 0 after the user's warpers; when greedy, the raw p counts. exact_eos: rule out end
         tokens.
         """
-        if self.probs is None:
-            allowed = self.at_token(self.logits) > -torch.inf
-        else:
-            allowed = self.at_token(self.probs) > 0
+        greedy = self.sampling.greedy
+        allowed = self.at_token(self.logits) > -torch.inf if greedy else self.warped_p() > 0
         if exact_eos:
             # torch.isin would make the host wait for the device if there are more than a few end tokens.
             allowed &= ~(self.tree.tokens[..., None] == self.eos).any(-1)
@@ -190,59 +224,108 @@ def accept(rule: AcceptanceRule, verified: Verified, random: Uniforms, emitted: 
     emitted: [B] tokens emitted so far, for exact_prefix. Every row uses the same number of its own random
     numbers each step, whatever the other rows do and however many nodes this tree has.
     """
-    tree, probs = verified.tree, verified.probs
+    tree = verified.tree
     nodes, most = tree.tokens.shape[1], tree.largest  # a tree may have fewer nodes than the largest one
-    if probs is None:
-        uniforms = torch.zeros(len(emitted), 2 * most, device=emitted.device)
-        draws = verified.logits.argmax(-1)  # [B, N]
+    if verified.sampling.greedy:
+        uniforms = None
+        draws = verified.best[1]  # [B, N]
     else:
         uniforms = random.uniform(2 * most)
-        draws = draw(probs, uniforms[:, :nodes])
-    matches = tree.children & (tree.tokens[:, None, :] == draws[:, :, None])
-    exact = torch.where(matches.any(-1), matches.to(torch.uint8).argmax(-1), -1)
-    chances = rule.chances(verified)
-    relaxed = torch.full_like(exact, -1)
+        draws = verified.warped.draw(uniforms[:, :nodes])
+    chances, relaxed = rule.chances(verified), None
     if chances is not None:
-        relaxed = choose(tree, chances, uniforms[:, most : most + nodes])
-    return replace(walk(rule, verified, draws, exact, relaxed, emitted), chances=chances)
+        second = torch.zeros_like(chances) if uniforms is None else uniforms[:, most : most + nodes]
+        relaxed = choose(tree, chances, second)
+    return walk(rule, verified, draws, chances, relaxed, emitted)
+
+
+def drawn_children(tree: DraftTree, draws: Tensor) -> Tensor:
+    """Return the first child of every node whose token is the node's draw; N where none is: [B, N + 1].
+
+    The last entry is that of N itself, which stands for no node.
+    """
+    nodes = draws.shape[1]
+    parents = tree.parents.clamp(min=0)
+    drawn = (tree.parents >= 0) & (tree.tokens == draws.gather(1, parents))
+    number = torch.arange(nodes, device=draws.device)
+    none = draws.new_full((len(draws), nodes + 1), nodes)
+    return none.scatter_reduce(1, parents, torch.where(drawn, number, nodes), "amin")
 
 
 def walk(
-    rule: AcceptanceRule, verified: Verified, draws: Tensor, exact: Tensor, relaxed: Tensor, emitted: Tensor
+    rule: AcceptanceRule,
+    verified: Verified,
+    draws: Tensor,
+    chances: Tensor | None,
+    relaxed: Tensor | None,
+    emitted: Tensor,
 ) -> Verdict:
-    """Follow exact or relaxed children [B, N] from the root to the end, in the order of the rule's mode."""
-    # All rows take tree.depth steps: rows that have stopped are masked, so the host never waits for a length.
+    """Walk every row's tree from the root to the end.
+
+    draws: [B, N] the target's tokens. chances: the rule's, for the verdict. relaxed: [B, N] the child that
+    the rule would follow at each node, -1 for none; None: none anywhere.
+    """
     tree = verified.tree
-    node = torch.zeros_like(emitted)  # [B]
-    alive = torch.ones_like(emitted, dtype=torch.bool)
-    in_a_row = torch.zeros_like(emitted)
-    limit = tree.depth if rule.max_consecutive is None else rule.max_consecutive
-    children, followed, asked = [node], [torch.zeros_like(alive)], []  # of every level, [B] each
-    for level in range(1, tree.depth + 1):
-        match, choice = (table.gather(1, node[:, None])[:, 0] for table in (exact, relaxed))
-        asked.append(alive & (emitted + level > rule.exact_prefix) & (in_a_row < limit))
-        choice = torch.where(asked[-1], choice, -1)
-        first, second = (choice, match) if rule.mode == PAPER else (match, choice)
-        child = torch.where(alive, torch.where(first >= 0, first, second), -1)
-        alive = child >= 0
-        by_rule = alive & (child != match)  # a relaxed choice that equals the draw counts as exact
-        in_a_row = torch.where(by_rule, in_a_row + 1, 0)
-        node = torch.where(alive, child, node)
-        children.append(child)
-        followed.append(by_rule)
-    asked.append(torch.zeros_like(alive))  # the deepest nodes have no children to ask about
-    path = torch.stack(children, dim=1)  # [B, depth + 1]
-    length = (path >= 0).sum(1)
-    next_token = draws.gather(1, node[:, None])[:, 0]
-    tokens = torch.where(path >= 0, tree.tokens.gather(1, path.clamp(min=0)), -1)
+    exact = drawn_children(tree, draws)  # [B, N + 1]
+    stop = draws.shape[1]  # no node: its own child, so that rows that have stopped need no mask
+    table, limit = next_states(rule, exact, relaxed, tree.depth)  # [B, 1 or 2, S]
+    may_ask = emitted[:, None] + torch.arange(1, tree.depth + 1, device=emitted.device) > rule.exact_prefix
+    offsets = may_ask * table.shape[-1] if table.shape[1] == 2 else None
+    # One table look-up a level. All rows take tree.depth steps, so the host never waits for a length.
+    table = table.flatten(1)
+    state = torch.zeros_like(emitted)[:, None]
+    states = [state]
+    for level in range(tree.depth):
+        state = table.gather(1, state if offsets is None else state + offsets[:, level : level + 1])
+        states.append(state)
+    whole = torch.cat(states, dim=1)  # [B, depth + 1]
+    in_a_row, path = whole // (stop + 1), whole % (stop + 1)
+    alive = path < stop
+    length = alive.sum(1)
+    by_draw = exact.gather(1, path[:, :-1])
+    fuzzy = with_root(0, path[:, 1:] != by_draw)
+    # The deepest nodes have no children to ask about.
+    asked = with_last(alive[:, :-1] & may_ask & (in_a_row[:, :-1] < limit), 0)
+    last = path.gather(1, length[:, None] - 1)
+    next_token = draws.gather(1, last)
     # The root was emitted by the step before, so all tokens move up one place and the draw comes last.
-    tokens = torch.cat((tokens[:, 1:], tokens.new_full((len(tokens), 1), -1)), dim=1)
-    tokens = tokens.scatter(1, length[:, None] - 1, next_token[:, None])
-    fuzzy = torch.stack(followed, dim=1)
+    tokens = with_last(tree.tokens, -1).gather(1, with_last(path[:, 1:], stop))
+    tokens = tokens.scatter(1, length[:, None] - 1, next_token)
     # The largest logit is enough: NaN, +inf, or nothing but -inf among the logits makes it non-finite.
-    rows = torch.arange(len(path), device=path.device)[:, None]
-    finite = verified.logits[rows, path.clamp(min=0)].amax(-1).isfinite().all(1)  # of [B, depth + 1, V]
-    return Verdict(path, length, tokens, next_token, fuzzy, torch.stack(asked, dim=1), finite)
+    finite = with_last(verified.largest.isfinite(), 1).gather(1, path).all(1)
+    path = torch.where(alive, path, -1)
+    return Verdict(path, length, tokens, next_token[:, 0], fuzzy, asked, finite, chances)
+
+
+def next_states(
+    rule: AcceptanceRule, exact: Tensor, relaxed: Tensor | None, depth: int
+) -> tuple[Tensor, int]:
+    """Return the walk as a table of states, and how many relaxed accepts in a row it allows.
+
+    exact: [B, N + 1], the child at each node that was drawn, N for none. relaxed: see `walk`. State
+    c * (N + 1) + n is node n after c relaxed accepts in a row; c stays 0 where nothing limits it. The table
+    [B, 1 or 2, S] has each state's next one; of two lines, the first is for where the rule may not be asked.
+    """
+    width = exact.shape[1]  # N + 1
+    limit = depth if rule.max_consecutive is None else rule.max_consecutive
+    if relaxed is None or limit == 0:
+        return exact[:, None], limit
+    relaxed = with_last(relaxed, -1)
+    if rule.mode == PAPER:
+        followed = torch.where(relaxed < 0, exact, relaxed)
+    else:
+        followed = torch.where(exact == width - 1, relaxed, exact)
+        followed = torch.where(followed < 0, width - 1, followed)
+    asked, unasked = followed[:, None], exact[:, None]
+    if limit < depth:
+        # A relaxed choice that equals the draw counts as exact, and an exact accept sets the count to 0.
+        counts = torch.arange(1, limit + 1, device=exact.device)[:, None] * width  # [limit, 1]
+        asked = torch.cat((asked + (followed != exact)[:, None] * counts, unasked), dim=1)
+        unasked = unasked.expand_as(asked)
+    asked, unasked = asked.flatten(1), unasked.flatten(1)
+    if not rule.exact_prefix:
+        return asked[:, None], limit
+    return torch.stack((unasked, asked), dim=1), limit
 
 
 def require_guards(mode: object, max_consecutive: object, exact_prefix: object) -> None:

@@ -12,7 +12,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified, accep
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.sampling import Uniforms
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.runtime.step_recorder import EAGER, Stepper
+from eagle_fsd.runtime.step_recorder import EAGER, Stepper, copied
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,20 @@ class AcceptStep:
         logits: Tensor,
         random: Uniforms,
         emitted: Tensor,
+        several: bool = False,
     ) -> tuple[Verified, Verdict]:
         """Return the verified tree and the verdict: which path of it is accepted.
 
         logits: [B, N, V], the target's. eos: [E], the tokens that end a text. random: each row's stream.
-        emitted: [B], the number of tokens that each text has so far.
+        emitted: [B], the number of tokens that each text has so far. several: whether other trees are
+        accepted before this verdict is read. It is then copied out of memory that recordings share.
         """
         uniforms = None if sampling.greedy else random.uniform(2 * tree.largest)
-        accept_now = self._accept_recorded if self.stepper.records and is_immutable(rule) else accept_tree
-        return accept_now(rule, sampling, eos, tree, logits, uniforms, emitted)
+        verified = Verified(tree, logits, sampling, eos)
+        if self.stepper.records and is_immutable(rule):
+            verdict = self._accept_recorded(rule, sampling, eos, tree, logits, uniforms, emitted)
+            return verified, copied(verdict) if several else verdict
+        return verified, accept(rule, verified, GivenUniforms(uniforms), emitted)
 
 
 def accept_tree(
@@ -61,10 +66,12 @@ def accept_tree(
     logits: Tensor,
     uniforms: Tensor | None,
     emitted: Tensor,
-) -> tuple[Verified, Verdict]:
-    """Apply the rule with uniform random numbers [B, n], drawn before; None if greedy. See AcceptStep."""
-    verified = Verified.from_logits(tree, logits, sampling, eos)
-    return verified, accept(rule, verified, GivenUniforms(uniforms), emitted)
+) -> Verdict:
+    """Apply the rule with uniform random numbers [B, n], drawn before; None if greedy. See AcceptStep.
+
+    What is verified is put together here: what it has computed would be missing from a recording.
+    """
+    return accept(rule, Verified(tree, logits, sampling, eos), GivenUniforms(uniforms), emitted)
 
 
 def is_immutable(thing: Any) -> bool:

@@ -34,6 +34,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from eagle_fsd.core.long_rows import topk
+
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
 TOP_K = 10
@@ -95,7 +97,7 @@ def over_top_k(divergence: Divergence, k: int = TOP_K) -> Divergence:
     def coarse(p_logits: Tensor, q_logits: Tensor) -> Tensor:
         _check(p_logits, q_logits)
         p_logits, q_logits = torch.broadcast_tensors(p_logits.float(), q_logits.float())
-        top = p_logits.topk(min(k, p_logits.shape[-1]), dim=-1, sorted=False).indices  # [..., k]
+        _, top = topk(p_logits, min(k, p_logits.shape[-1]))  # [..., k]
         return divergence(_merge_rest(p_logits, top), _merge_rest(q_logits, top))
 
     coarse.__name__ = f"{divergence.__name__}_top{k}"
@@ -142,13 +144,10 @@ def sparse_divergence(name: str, p_logits: Tensor, log_q: Tensor, drafted: Tenso
     if divergence not in _FULL:
         whole = log_q.new_full((*log_q.shape[:-1], p_logits.shape[-1]), -math.inf)
         return divergence(p_logits, whole.index_copy_(-1, drafted, log_q))
-    drafted = drafted.expand(*p_logits.shape[:-1], -1)
-    p = p_logits.softmax(-1, dtype=torch.float32)
-    # The softmax also gives the norm without another pass: the largest p is exp(its logit - norm).
-    norm = p_logits.amax(-1, keepdim=True).float() - p.amax(-1, keepdim=True).log()
-    listed = p_logits.gather(-1, drafted).float() - norm
-    # The rest is summed, not taken as 1 - sum(listed): rounding could make that 0.
-    rest = p.scatter_(-1, drafted, 0.0).sum(-1, keepdim=True)
+    largest = p_logits.amax(-1, keepdim=True).float()
+    listed = p_logits.gather(-1, drafted.expand(*p_logits.shape[:-1], -1)).float() - largest  # [..., W]
+    # The rest is summed, not taken as 1 - sum(listed): rounding could make that 0. The divergence norms both.
+    rest = (p_logits.float() - largest).exp_().index_fill_(-1, drafted, 0.0).sum(-1, keepdim=True)
     nothing = torch.full_like(log_q[..., :1], -math.inf)
     return divergence(torch.cat((listed, rest.log()), dim=-1), torch.cat((log_q, nothing), dim=-1))
 

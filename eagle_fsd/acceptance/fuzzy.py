@@ -96,16 +96,16 @@ class Fuzzy:
         if self.threshold == 0 or not verified.tree.owners.shape[1]:
             return None
         eligible = verified.allowed(self.exact_eos) & verified.at_parent(self.is_close(verified))  # [B, N]
-        log_q = verified.tree.node_log_q()
         if self.min_p > 0:  # the norm cancels out in the ratio to the largest p
-            gap = verified.at_token(verified.logits) - verified.at_parent(verified.logits.amax(-1))
+            gap = verified.at_token(verified.logits) - verified.at_parent(verified.largest)
             eligible &= gap >= math.log(self.min_p)
         if self.max_overshoot < math.inf:
-            eligible &= log_q.exp() <= self.max_overshoot * verified.log_p().exp()
+            eligible &= verified.tree.node_log_q().exp() <= self.max_overshoot * verified.log_p().exp()
         if self.min_gain > 0:
             eligible &= verified.gains() >= self.min_gain
         if self.child == "target":  # siblings share one softmax, so their logits are in the order of p
             return likeliest_chances(verified.tree, eligible, verified.at_token(verified.logits))
+        log_q = verified.tree.node_log_q()
         if self.child == "likeliest" or verified.sampling.greedy:
             return likeliest_chances(verified.tree, eligible, log_q)
         return proportional_chances(verified.tree, eligible, log_q)
@@ -118,13 +118,14 @@ class Fuzzy:
         if self.threshold < largest_value(self.divergence):
             return self.node_divergences(verified) <= self.threshold
         drafted = scatter_to_owners(verified.tree, verified.tree.log_q.amax(-1).isfinite(), False)
-        return drafted & verified.logits.amax(-1).isfinite()
+        return drafted & verified.largest.isfinite()
 
     def node_divergences(self, verified: Verified) -> Tensor:
         """Return divergence(p, q) at every node [B, N]; infinite where nothing was drafted."""
         tree = verified.tree
         # Only M of N nodes own a draft distribution, so p is taken at these before the work over V.
-        rows = torch.arange(len(tree.owners), device=tree.owners.device)[:, None]
-        logits = verified.logits[rows, tree.owners.clamp(min=0)]  # [B, M, V]
+        owners = tree.owners.clamp(min=0) + verified.rows * tree.tokens.shape[1]
+        logits = verified.logits.flatten(0, 1).index_select(0, owners.flatten())
+        logits = logits.unflatten(0, owners.shape)  # [B, M, V]
         measured = sparse_divergence(self.divergence, logits, tree.log_q, tree.drafted)
         return scatter_to_owners(tree, measured, torch.inf)

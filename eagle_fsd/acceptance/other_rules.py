@@ -18,6 +18,7 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import Verified, likeliest_chances, require_guards
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.core.config import HYBRID, PAPER
+from eagle_fsd.core.long_rows import topk
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class RelaxedTopK:
 
     def chances(self, verified: Verified) -> Tensor:
         log_p = log_p_at_temperature(verified)  # [B, N, V]
-        best = log_p.topk(min(self.candidates, log_p.shape[-1]), dim=-1).values  # [B, N, K]
+        best, _ = topk(log_p, min(self.candidates, log_p.shape[-1]))  # [B, N, K]
         # Both conditions are lower bounds on p(x), so the larger one decides.
         bound = torch.maximum(best[..., -1].exp(), best[..., 0].exp() - self.margin)
         log_p = verified.at_token(log_p)
@@ -106,10 +107,10 @@ class SGLang:
         require_number("acc", self.acc, 1e-9, 1.0, "1 turns it off")  # SGLang clamps it to 1e-9 too
 
     def chances(self, verified: Verified) -> Tensor | None:
-        if verified.probs is None:
+        if verified.sampling.greedy:
             return None
         allowed = verified.allowed(self.exact_eos)
-        p = torch.where(allowed, verified.at_token(verified.probs), 0.0)  # [B, N]
+        p = torch.where(allowed, verified.warped_p(), 0.0)  # [B, N]
         siblings = verified.tree.children  # [B, N, N]
         mine = siblings * p[:, None, :]
         through = (mine.cumsum(-1) / self.acc).clamp(max=1.0)  # probability to stop at or before a sibling
@@ -145,12 +146,12 @@ class Cactus:
         require_number("delta", self.delta, 0.0, math.inf, "0 is lossless")
 
     def chances(self, verified: Verified) -> Tensor | None:
-        if verified.probs is None or self.delta == 0:
+        if verified.sampling.greedy or self.delta == 0:
             return None
         drafted = likeliest_chances(
             verified.tree, verified.allowed(self.exact_eos), verified.tree.node_log_q()
         )
-        p = verified.at_token(verified.probs).clamp(0.0, 1.0)
+        p = verified.warped_p().clamp(0.0, 1.0)
         bonus = torch.sqrt(2 * self.delta * p * (1 - p))
         # Following x with chance c before the draw gives it probability p + c (1 - p); solve for c.
         return drafted * (bonus / (1 - p).clamp(min=1e-9)).clamp(max=1.0)
@@ -181,7 +182,7 @@ class Ensemble:
         if self.weight == 1 or not tree.owners.shape[1]:
             return None
         allowed = verified.allowed(self.exact_eos)
-        if verified.probs is None:
+        if verified.sampling.greedy:
             rows = torch.arange(len(tree.owners), device=tree.owners.device)[:, None]
             p = verified.logits[rows, tree.owners.clamp(min=0)].softmax(-1)
             q = tree.whole_log_q(p.shape[-1]).exp()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.devices import host_can_read
+from eagle_fsd.core.long_rows import first_largest, topk
 
 _BLOCK = 256  # draw() looks for the block first, then inside it
 _HEAD = 1024  # how many of the likeliest tokens top-p without top-k looks at first
@@ -35,24 +37,56 @@ def warp(logits: Tensor, config: SamplingConfig) -> Tensor:
     At temperature 0 they are one-hot at the first largest logit. On an accelerator nothing here makes the
     host wait. Logits may hold -inf, but every row needs one finite logit.
     """
-    if config.temperature == 0.0:
-        best = logits.argmax(-1, keepdim=True)
-        return torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter_(-1, best, 1.0)
-    logits = logits.float()
-    # On a CPU the ties are read at no cost. Without a tie only top_k tokens need the work below.
-    if 0 < config.top_k < logits.shape[-1] and host_can_read(logits):
-        top = logits.topk(config.top_k + 1, dim=-1)
-        if bool((top.values[..., -2] > top.values[..., -1]).all()):
-            return _warp_top(logits, top.values[..., :-1], top.indices[..., :-1], config)
-    scores = _temper(logits, config.temperature)
-    keep = None
-    if config.top_k:
-        keep = _top_k(scores, min(config.top_k, scores.shape[-1]), config.top_p)
-    elif config.top_p < 1.0:
-        keep = _top_p(scores, config.top_p)
-    if keep is not None:
-        scores = scores.masked_fill(~keep, -math.inf)
-    return scores.softmax(-1)
+    return Warped.from_logits(logits, config).whole(logits.shape[-1])
+
+
+@dataclass(frozen=True)
+class Warped:
+    """Distributions of the next token after the warpers, over all tokens or over those that can be drawn.
+
+    probs: [..., K] float32. largest: [...], the largest logit before the warpers. ids: [..., K] int64, the
+    tokens that probs belong to, ascending; all others have probability zero. None: K is V, all in order.
+    """
+
+    probs: Tensor
+    largest: Tensor
+    ids: Tensor | None = None
+
+    @classmethod
+    def from_logits(cls, logits: Tensor, config: SamplingConfig) -> Warped:
+        """Warp logits [..., V]; see `warp`."""
+        if config.temperature == 0.0:
+            largest, best = first_largest(logits)
+            return cls(torch.ones_like(largest, dtype=torch.float32)[..., None], largest, best[..., None])
+        logits = logits.float()
+        # On a CPU the ties are read at no cost. Without a tie only top_k tokens need the work below.
+        if 0 < config.top_k < logits.shape[-1] and host_can_read(logits):
+            values, ids = topk(logits, config.top_k + 1)
+            if bool((values[..., -2] > values[..., -1]).all()):
+                return _warp_top(logits, values[..., :-1], ids[..., :-1], config)
+        scores = _temper(logits, config.temperature)
+        keep = None
+        if config.top_k:
+            keep = _top_k(scores, min(config.top_k, scores.shape[-1]), config.top_p)
+        elif config.top_p < 1.0:
+            keep = _top_p(scores, config.top_p)
+        if keep is not None:
+            scores = scores.masked_fill(~keep, -math.inf)
+        return cls(scores.softmax(-1), logits.amax(-1))
+
+    def whole(self, vocab_size: int) -> Tensor:
+        """Return the probabilities of all tokens: [..., V]."""
+        if self.ids is None:
+            return self.probs
+        return self.probs.new_zeros(*self.probs.shape[:-1], vocab_size).scatter_(-1, self.ids, self.probs)
+
+    def draw(self, u: Tensor) -> Tensor:
+        """Draw tokens [...] at u [...] in [0, 1); see `draw`."""
+        if self.ids is None:
+            return draw(self.probs, u)
+        weights = self.probs.double()
+        place, _ = _first_beyond(weights, weights.cumsum(-1), u.double() * weights.sum(-1))
+        return self.ids.gather(-1, place).squeeze(-1)
 
 
 class Uniforms(Protocol):
@@ -148,25 +182,32 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     vocab = probs.shape[-1]
     size = min(_BLOCK, vocab)
     # The block is found first: a float64 running sum over the whole vocabulary would be slow.
-    blocks = F.pad(probs, (0, -vocab % size)).unflatten(-1, (-1, size))  # [..., V / 256, 256]
+    missing = -vocab % size
+    blocks = (F.pad(probs, (0, missing)) if missing else probs).unflatten(
+        -1, (-1, size)
+    )  # [..., V / 256, 256]
     masses = blocks.sum(-1, dtype=torch.float64)
-    block, rest = _first_beyond(masses, u.double() * masses.sum(-1))
-    inside = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, size)).squeeze(-2)
-    token, _ = _first_beyond(inside.double(), rest)
-    return block * size + token
+    running = masses.cumsum(-1)
+    block, point = _first_beyond(masses, running, u.double() * masses.sum(-1))
+    before = running.gather(-1, block) - masses.gather(-1, block)
+    inside = blocks.gather(-2, block[..., None].expand(*block.shape, size)).squeeze(-2).double()
+    token, _ = _first_beyond(
+        inside, inside.cumsum(-1), (point[..., None] - before).squeeze(-1).clamp_min(0.0)
+    )
+    return (block * size + token).squeeze(-1)
 
 
-def _first_beyond(weights: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the first positive weight whose running sum exceeds `point`: its index, and `point` within it."""
-    running = weights.cumsum(-1)
+def _first_beyond(weights: Tensor, running: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the first positive weight [..., n] whose running sum exceeds `point` [...].
+
+    Returns its index [..., 1], and the point, moved where rounding had put it past the last weight.
+    """
     # A parallel scan may round so that the sum rises over a zero weight, so zero weights are excluded
     # explicitly. Rounding may also put a point at or beyond the end: it then belongs to the last weight.
     reach = running.masked_fill(weights <= 0.0, -1.0)
     end = reach.amax(-1)
     point = torch.minimum(point, torch.nextafter(end, torch.zeros_like(end)))
-    index = (reach > point[..., None]).to(torch.uint8).argmax(-1, keepdim=True)
-    before = (running.gather(-1, index) - weights.gather(-1, index)).squeeze(-1)
-    return index.squeeze(-1), (point - before).clamp_min(0.0)
+    return (reach > point[..., None]).to(torch.uint8).argmax(-1, keepdim=True), point
 
 
 def _temper(scores: Tensor, temperature: float) -> Tensor:
@@ -178,9 +219,9 @@ def _temper(scores: Tensor, temperature: float) -> Tensor:
     return scores / temperature
 
 
-def _warp_top(logits: Tensor, top: Tensor, ids: Tensor, config: SamplingConfig) -> Tensor:
+def _warp_top(logits: Tensor, top: Tensor, ids: Tensor, config: SamplingConfig) -> Warped:
     """Warp logits of which top-k keeps exactly the values `top` [..., k], descending, of tokens `ids`."""
-    scores = _temper(top, config.temperature)
+    scores, largest = _temper(top, config.temperature), top[..., 0]
     if config.top_p < 1.0:
         ascending = scores.softmax(-1).flip(-1).cumsum(-1)
         kept = ascending > 1.0 - config.top_p
@@ -190,9 +231,11 @@ def _warp_top(logits: Tensor, top: Tensor, ids: Tensor, config: SamplingConfig) 
         lowest = scores.gather(-1, kept.sum(-1, keepdim=True) - 1)
         if not torch.equal(kept, scores >= lowest):
             keep = _survivors(_temper(logits, config.temperature), scores, kept.flip(-1))
-            return _temper(logits, config.temperature).masked_fill(~keep, -math.inf).softmax(-1)
+            scores = _temper(logits, config.temperature).masked_fill(~keep, -math.inf)
+            return Warped(scores.softmax(-1), largest)
         scores = scores.masked_fill(~kept, -math.inf)
-    return torch.zeros_like(logits).scatter_(-1, ids, scores.softmax(-1))
+    ids, order = ids.sort(dim=-1)
+    return Warped(scores.softmax(-1).gather(-1, order), largest, ids)
 
 
 def _top_p(scores: Tensor, top_p: float) -> Tensor:

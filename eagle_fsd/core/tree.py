@@ -141,59 +141,78 @@ def build_tree(
     pool: Candidates,
     total_tokens: int,
     depth: int,
-    log_q: Tensor,
+    log_q: Sequence[Tensor],
     owners: Tensor,
     drafted: Tensor | None = None,
     min_score: float = -torch.inf,
 ) -> DraftTree:
     """Build the tree of the best total_tokens - 1 candidates below roots [B] that score at least min_score.
 
-    log_q: [B, E, W] for the E expanded nodes; owners: [B, E], the candidate index of each, -1 for the root;
+    log_q: [B, W] for each of E expanded nodes; owners: [B, E], the candidate index of each, -1 for the root;
     drafted, depth: see DraftTree.
     Expanded nodes that lost their children in the rerank lose their rows of log_q too, so that
     M = min(E, total_tokens - 1) rows suffice. If the host can read the tensors for free, M is only the rows
     that the tree needs, and N only the nodes of the row with the most nodes; fillers fill up the other rows.
     """
     count = total_tokens - 1
-    if min_score > -torch.inf and host_can_read(pool.scores):
-        count = min(count, int((pool.scores >= min_score).sum(1).amax()))
+    fill = min_score > -torch.inf
+    if fill and host_can_read(pool.scores):
+        good = (pool.scores >= min_score).sum(1).tolist()
+        count = min(count, max(good))
+        fill = min(good) < count
     kept = rerank(pool.scores, count)  # [B, N-1] candidate indices
-    # No score exceeds its parent's, so all nodes below a filler are fillers. They go last, so that the other
-    # nodes of the row have the same numbers as without them.
-    filler, order = (pool.scores.gather(1, kept) < min_score).sort(dim=1, stable=True)
-    kept = kept.gather(1, order)
-    node_of = torch.full_like(pool.columns, -1)  # [B, C] node index of a candidate
-    node_of.scatter_(1, kept, torch.arange(1, count + 1, device=kept.device).expand_as(kept))
-
-    def with_root(root: Tensor, rest: Tensor) -> Tensor:
-        return torch.cat((root[:, None], rest), dim=1)
-
-    above = nodes_of_candidates(pool.parents.gather(1, kept), node_of)
-    parents = with_root(torch.full_like(roots, -1), above.masked_fill(filler, -1))
-    depths = pool.depths.expand_as(pool.columns).gather(1, kept)
-    expanded = nodes_of_candidates(owners, node_of)  # [B, E]
-    has_children = children(parents).any(-1)  # [B, N]
-    # Only rows of log_q whose node was kept and still has children are needed; they go first.
-    used = (expanded >= 0) & has_children.gather(1, expanded.clamp(min=0))
+    if fill:
+        # No score exceeds its parent's, so all nodes below a filler are fillers. They go last, so that the
+        # other nodes of the row have the same numbers as without them.
+        filler, order = (pool.scores.gather(1, kept) < min_score).sort(dim=1, stable=True)
+        kept = kept.gather(1, order)
+    # The node index of every candidate [B, 1 + C], -1 if it is not kept. The root comes before them all.
+    numbers = torch.arange(1, count + 1, device=kept.device).expand_as(kept)
+    node_of = with_root(0, torch.full_like(pool.columns, -1).scatter_(1, kept, numbers))
+    above, depths = node_of.gather(1, pool.parents.gather(1, kept) + 1), pool.depths.take(kept)
+    if fill:
+        above, depths = above.masked_fill(filler, -1), depths.masked_fill(filler, 0)
+    # Only rows of log_q whose node was kept and still has children are needed; they go first. The place after
+    # the last node stands for the -1 of what was not kept, and of fillers' parents.
+    expanded = node_of.gather(1, owners + 1)  # [B, E]
+    has_children = torch.zeros(len(roots), count + 2, dtype=torch.bool, device=kept.device)
+    has_children.scatter_(1, above % (count + 2), True)
+    used = has_children.gather(1, expanded % (count + 2)) & (expanded >= 0)
     needed = int(used.sum(1).amax()) if host_can_read(used) else min(owners.shape[1], count)
-    rows = used.sort(dim=1, descending=True, stable=True).indices[:, :needed]
+    rows = used.sort(dim=1, descending=True, stable=True).indices[:, :needed]  # [B, M]
     columns = pool.columns.gather(1, kept)
     return DraftTree(
-        tokens=with_root(roots, columns if drafted is None else drafted[columns]),
-        parents=parents,
-        depths=with_root(torch.zeros_like(roots), depths.masked_fill(filler, 0)),
-        log_q=log_q.gather(1, rows[:, :, None].expand(-1, -1, log_q.shape[-1])),
-        owners=torch.where(used, expanded, -1).gather(1, rows),
+        tokens=torch.cat((roots[:, None], columns if drafted is None else drafted.take(columns)), dim=1),
+        parents=with_root(-1, above),
+        depths=with_root(0, depths),
+        log_q=take_rows(log_q, rows),
+        owners=expanded.masked_fill(~used, -1).gather(1, rows),
         depth=depth,
         drafted=drafted,
-        columns=None if drafted is None else with_root(torch.zeros_like(roots), columns),
+        columns=None if drafted is None else with_root(0, columns),
         most=total_tokens,
     )
 
 
-def nodes_of_candidates(candidates: Tensor, node_of: Tensor) -> Tensor:
-    """Return the node indices of candidates [B, X]: 0 for the root, which is -1 here; -1 if not kept."""
-    return torch.where(candidates < 0, 0, node_of.gather(1, candidates.clamp(min=0)))
+def take_rows(log_q: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Return rows [B, M] of log_q, which is [B, W] for each of E expanded nodes: [B, M, W]."""
+    if host_can_read(rows) and rows.numel():  # E is several times M, so that few rows need a copy
+        few = [log_q[place][row] for row, places in enumerate(rows.tolist()) for place in places]
+        return torch.stack(few).unflatten(0, rows.shape)
+    first_of_row = torch.arange(len(rows), device=rows.device)[:, None] * len(log_q)
+    # A gather would read an index for every entry.
+    chosen = torch.stack(list(log_q), dim=1).flatten(0, 1).index_select(0, (rows + first_of_row).flatten())
+    return chosen.unflatten(0, rows.shape)
+
+
+def with_root(value: int, rest: Tensor) -> Tensor:
+    """Put a value for the root before those of other nodes [B, X]: [B, 1 + X]."""
+    return torch.constant_pad_nd(rest, (1, 0), value)
+
+
+def with_last(table: Tensor, value: int) -> Tensor:
+    """Put a value behind those of a table [B, X]: [B, X + 1]."""
+    return torch.constant_pad_nd(table, (0, 1), value)
 
 
 def children(parents: Tensor) -> Tensor:
@@ -204,16 +223,13 @@ def children(parents: Tensor) -> Tensor:
 
 def ancestors(parents: Tensor, depth: int) -> Tensor:
     """Return [B, N, N] bool from parents [B, N]: whether m (last) is n or an ancestor of n."""
-    reached = (
-        torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
-        .expand(len(parents), -1, -1)
-        .clone()
-    )
-    # Every pass moves all nodes one step up and marks where they are: `depth` passes reach every root.
-    current = parents
-    for _ in range(depth):
-        reached.scatter_(2, current.clamp(min=0)[:, :, None], True)  # past the root, mark the root again
-        current = torch.where(current < 0, -1, parents.gather(1, current.clamp(min=0)))
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    above = parents.clamp(min=0)  # as if the root were its own parent
+    reached = (above[:, :, None] == nodes) | (nodes[:, None] == nodes)  # itself and its parent
+    # Every pass doubles the steps, and `depth` steps reach every root.
+    for _ in range(max(depth - 1, 0).bit_length()):
+        reached = reached | reached.gather(1, above[:, :, None].expand_as(reached))
+        above = above.gather(1, above)
     return reached
 
 

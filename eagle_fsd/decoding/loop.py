@@ -164,7 +164,7 @@ class Batch:
             if len(groups) > 1:
                 part = (tree.select(rows), logits[rows], self.random.at(rows), emitted[rows])
             ends = self._end_tokens(terms, logits.device)
-            found.append((rows, *self.accept_step(terms.rule, terms.sampling, ends, *part)))
+            found.append((rows, *self.accept_step(terms.rule, terms.sampling, ends, *part, len(groups) > 1)))
         return found, merge_verdicts([(rows, verdict) for rows, _, verdict in found])
 
     def _end_tokens(self, terms: Terms, device: torch.device) -> Tensor:

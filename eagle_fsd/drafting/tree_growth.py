@@ -15,7 +15,8 @@ from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.devices import host_can_read
-from eagle_fsd.core.tree import Candidates, DraftTree, build_tree, visible_slots
+from eagle_fsd.core.long_rows import topk
+from eagle_fsd.core.tree import Candidates, DraftTree, build_tree
 from eagle_fsd.drafting.drafter import Drafter, Needs, Seen
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
@@ -95,74 +96,73 @@ class BeamDrafter:
         """
         predictor, cache = self.predictor, self.cache
         top_k, depth, batch = config.top_k, config.reach, len(roots)
-        lengths = cache.lengths
-        every = torch.arange(batch, device=roots.device)[:, None]  # [B, 1]
+        committed = torch.arange(cache.view, device=roots.device) < cache.lengths[:, None]  # [B, S]
+        first_of_row = torch.arange(batch, device=roots.device)[:, None] * top_k  # in beams of all rows
 
         log_q = predictor.log_q(root_states[:, None])  # [B, 1, W]
         scores, columns = (best[:, 0] for best in best_children(log_q, top_k))  # [B, K] of the beam
-        below_root = torch.full_like(columns, -1)
-        levels = [Candidates(columns, below_root, scores, torch.ones_like(columns[0]))]
-        log_qs, owners = [log_q], [below_root[:, :1]]
-
+        pool_scores, pool_columns, log_qs, beams = [scores], [columns], [log_q], []
         beam = torch.arange(top_k, device=roots.device).expand(batch, -1)  # [B, K] indices of candidates
         parents = root_states[:, None].expand(-1, top_k, -1)  # [B, K, d], of each beam node's parent
-        own = torch.eye(top_k, dtype=torch.bool, device=roots.device).expand(batch, -1, -1)
-        ancestry = own  # [B, K, K * level]: whether a beam node is, or descends from, each beam node so far
+        seen = committed[:, None].expand(-1, top_k, -1)  # [B, K, S], what each beam node's parent sees
         for level in range(1, depth):
             # No child scores above its parent. Once the beam's best node is too unlikely, so are all below.
-            done = scores[:, :1] < config.min_parent_score  # [B, 1]
-            if host_can_read(done) and bool(done.all()):
+            done = scores[:, :1] < config.min_parent_score if config.min_confidence else None  # [B, 1]
+            if done is not None and host_can_read(done) and bool(done.all()):
                 depth = level
                 break
             # The keys of a level follow those of the levels above it. All are past the committed text, so
-            # that the next commit overwrites them.
-            cache.place(top_k, offset=(level - 1) * top_k)
-            slots = lengths[:, None] + torch.arange(level * top_k, device=roots.device)
-            visible = visible_slots(lengths, slots, ancestry, cache.view)
+            # that the next commit overwrites them. Each node sees what its parent sees, and itself.
+            slots = cache.place(top_k, offset=(level - 1) * top_k)  # [B, K]
+            visible = seen.scatter(2, slots[:, :, None], True)
             states = predictor.step(self._tokens(columns), parents, level, visible)  # [B, K, d]
 
             log_q = predictor.log_q(states)  # [B, K, W]
             child_scores, children = best_children(log_q, top_k)  # [B, K, K]
             # A path's log-probability is its parent's plus its own; K children of K nodes compete.
             flat_scores = (scores[:, :, None] + child_scores).flatten(1)  # [B, K * K]
-            # The other rows of a batch may go on: the nodes that a finished row adds must never be chosen.
-            flat_scores = flat_scores.masked_fill(done, -torch.inf)
+            if done is not None:
+                # Other rows of a batch may go on: the nodes that a finished row adds must never be chosen.
+                flat_scores = flat_scores.masked_fill(done, -torch.inf)
             flat_columns = children.flatten(1)
-            levels.append(
-                Candidates(
-                    columns=flat_columns,
-                    parents=beam.repeat_interleave(top_k, dim=1),
-                    scores=flat_scores,
-                    depths=torch.full((top_k**2,), level + 1, device=roots.device),
-                )
-            )
+            pool_scores.append(flat_scores)
+            pool_columns.append(flat_columns)
             log_qs.append(log_q)
-            owners.append(beam)
+            beams.append(beam)
 
+            if level + 1 == depth:
+                break
             # A stable sort, and not topk, so that equal scores are taken in one order on every machine.
-            picked = flat_scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]  # [B, K]
-            parent = picked // top_k  # index within the beam
+            scores, picked = (x[:, :top_k] for x in flat_scores.sort(dim=1, descending=True, stable=True))
+            columns = flat_columns.gather(1, picked)
             # Level 1 has top_k candidates, and each level below it top_k**2.
-            beam = top_k + (level - 1) * top_k**2 + picked
-            columns, scores = flat_columns.gather(1, picked), flat_scores.gather(1, picked)
-            parents = states[every, parent]
-            ancestry = torch.cat((ancestry[every, parent], own), dim=2)
+            beam = picked + (top_k + (level - 1) * top_k**2)
+            parent = (picked // top_k + first_of_row).flatten()  # [B * K], of the beams of all rows
+            parents, seen = (x.flatten(0, 1).index_select(0, parent).view_as(x) for x in (states, visible))
 
+        expanded = torch.cat([torch.full_like(columns[:, :1], -1), *beams], dim=1)  # [B, E], -1 is the root
+        parents = expanded.repeat_interleave(top_k, dim=1)  # [B, C], each has top_k children
         pool = Candidates(
-            columns=torch.cat([level.columns for level in levels], dim=1),
-            parents=torch.cat([level.parents for level in levels], dim=1),
-            scores=torch.cat([level.scores for level in levels], dim=1),
-            depths=torch.cat([level.depths for level in levels]),
+            columns=torch.cat(pool_columns, dim=1),
+            parents=parents,
+            scores=torch.cat(pool_scores, dim=1),
+            depths=(torch.arange(parents.shape[1], device=roots.device) - top_k) // top_k**2 + 2,
         )
-        log_q, owner = torch.cat(log_qs, dim=1), torch.cat(owners, dim=1)
         return build_tree(
-            roots, pool, config.total_tokens, depth, log_q, owner, predictor.drafted, config.min_score
+            roots,
+            pool,
+            config.total_tokens,
+            depth,
+            [log_q for level in log_qs for log_q in level.unbind(1)],
+            expanded,
+            predictor.drafted,
+            config.min_score,
         )
 
     def _tokens(self, columns: Tensor) -> Tensor:
         """Return the target's token ids for columns, which are places among the W drafted tokens."""
         drafted = self.predictor.drafted
-        return columns if drafted is None else drafted[columns]
+        return columns if drafted is None else drafted.take(columns)
 
 
 def slots_per_row(tokens: int, tree: TreeConfig) -> int:
@@ -177,4 +177,5 @@ def slots_for_beams(tree: TreeConfig) -> int:
 
 def best_children(log_q: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Return the top_k most likely tokens of log_q [..., W]: log-probabilities and columns, [..., top_k]."""
-    return torch.nan_to_num(log_q, nan=-torch.inf).topk(top_k, dim=-1)
+    values, columns = topk(log_q, top_k)
+    return torch.nan_to_num(values, nan=-torch.inf), columns  # all of a row is NaN, or none of it

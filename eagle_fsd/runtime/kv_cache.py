@@ -107,18 +107,30 @@ class KVCache:
         that of the first token.
         """
         path = path[:, 1 : slots.shape[1]]  # the first token is in place; no path is longer than the tree
-        source = slots.gather(1, path.clamp(min=0))
         target = self.lengths[:, None] + torch.arange(1, 1 + path.shape[1], device=self.device)
-        # Padding moves the first token into scratch slots, which is harmless and needs no mask.
-        if not path.shape[1] or (host_can_read(path) and torch.equal(source, target)):
+        # Padding stays where it is.
+        source = torch.where(path >= 0, slots.gather(1, path.clamp(min=0)), target)
+        rows = torch.arange(len(path), device=self.device)[:, None].expand_as(target)
+        if host_can_read(path):  # most tokens of most paths are in place
+            moved = source != target
+            rows, source, target = rows[moved], source[moved], target[moved]
+        if not target.numel():
             return
-        rows = torch.arange(len(path), device=self.device)[:, None]
+        places: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
         for buffers in self.layers.values():
-            if (device := buffers[0].device) != rows.device:  # a device_map may spread the layers
-                rows, source, target = rows.to(device), source.to(device), target.to(device)
             for buffer in buffers:
-                # Advanced indexing copies before it writes, so source and target slots may overlap.
-                buffer[rows, :, target] = buffer[rows, :, source]
+                heads, slots_per_head = buffer.shape[1:3]
+                kind = (heads, slots_per_head, buffer.device)  # a device_map may spread the layers
+                if kind not in places:
+                    head = rows.flatten()[:, None] * heads + torch.arange(heads, device=rows.device)
+                    places[kind] = tuple(
+                        (head * slots_per_head + at.flatten()[:, None]).flatten().to(buffer.device)
+                        for at in (source, target)
+                    )
+                # One number a vector is faster than one for each dimension. What moves is copied before it is
+                # written, so source and target slots may overlap.
+                vectors = buffer.view(-1, buffer.shape[3])
+                vectors.index_copy_(0, places[kind][1], vectors.index_select(0, places[kind][0]))
 
     def advance(self, counts: Sequence[int]) -> None:
         """Commit counts[row] more tokens: the first of those last placed at offset 0, or of a path."""

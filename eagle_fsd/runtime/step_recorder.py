@@ -286,6 +286,11 @@ def with_leaves(value: Any, tensors: Iterator[Tensor]) -> Any:
     return replace(value, **{field.name: part for field, part in zip(fields(value), parts, strict=True)})
 
 
+def copied(value: Any) -> Any:
+    """Return results in memory of their own, which no replay overwrites."""
+    return with_leaves(value, iter([tensor.clone() for tensor in leaves(value)]))
+
+
 def recording_key(value: Any) -> Hashable:
     """Return the key of a recording: a tensor's shape and dtype, and anything else itself."""
     if isinstance(value, Tensor):

@@ -245,6 +245,8 @@ RULES: dict[str, AcceptanceRule] = {
     "lossless": Lossless(),
     "T = 0": Fuzzy(threshold=0.0),
     "T = inf": Fuzzy(threshold=INF, divergence="reverse_kl"),
+    "two consecutive": replace(FUZZY, threshold=INF, mode="paper", max_consecutive=2),
+    "two consecutive, prefix": replace(FUZZY, threshold=INF, max_consecutive=2, exact_prefix=3),
     "never fuzzy": replace(FUZZY, max_consecutive=0),
     "only p = max p": replace(FUZZY, threshold=INF, min_p=1.0),
     **{f"{name} 0.4": Fuzzy(threshold=0.4, divergence=name) for name in DIVERGENCES},
@@ -303,7 +305,7 @@ def run(
 ) -> Verdict:
     rows = len(logits)
     emitted = torch.zeros(rows, dtype=torch.int64) if emitted is None else emitted
-    return accept(rule, Verified.from_logits(tree, logits, sampling, EOS), RowRandom(seed, rows), emitted)
+    return accept(rule, Verified(tree, logits, sampling, EOS), RowRandom(seed, rows), emitted)
 
 
 def outcomes(verdict: Verdict) -> list[tuple[list[int], list[int], list[bool]]]:
@@ -413,7 +415,7 @@ def test_end_tokens_are_only_emitted_by_the_target() -> None:
 def test_a_row_is_the_same_alone(rule: AcceptanceRule, sampling: SamplingConfig) -> None:
     tree, logits = case("near", 3)
     seeds, emitted = [5, 17, 3, 3, 9, 1], torch.arange(6)
-    together = accept(rule, Verified.from_logits(tree, logits, sampling, EOS), RowRandom(seeds, 6), emitted)
+    together = accept(rule, Verified(tree, logits, sampling, EOS), RowRandom(seeds, 6), emitted)
     for row in range(6):
         part = DraftTree(
             *(
@@ -424,7 +426,7 @@ def test_a_row_is_the_same_alone(rule: AcceptanceRule, sampling: SamplingConfig)
         )
         alone = accept(
             rule,
-            Verified.from_logits(part, logits[row : row + 1], sampling, EOS),
+            Verified(part, logits[row : row + 1], sampling, EOS),
             RowRandom(seeds[row : row + 1], 1),
             emitted[row : row + 1],
         )
@@ -443,7 +445,7 @@ def test_extreme_uniforms_emit_nothing_impossible(u: float, rule: AcceptanceRule
             tree, logits = case(kind, seed)
             probs = warp(logits, NARROW)
             emitted = torch.zeros(6, dtype=torch.int64)
-            verdict = accept(rule, Verified.from_logits(tree, logits, NARROW, EOS), Given(6, u), emitted)
+            verdict = accept(rule, Verified(tree, logits, NARROW, EOS), Given(6, u), emitted)
             for row, (path, tokens, _) in enumerate(outcomes(verdict)):
                 for node, token in zip(path, tokens, strict=True):
                     assert 0 <= token < 13 and probs[row, node, token] > 0
@@ -463,7 +465,7 @@ def test_a_tree_without_children_emits_the_draw() -> None:
 
 def followed(rule: AcceptanceRule, tree: DraftTree, logits: Tensor, sampling: SamplingConfig) -> Tensor:
     uniforms = torch.rand(tree.tokens.shape, generator=generator(77))
-    chances = rule.chances(Verified(tree, logits, warp(logits, sampling), EOS, sampling))
+    chances = rule.chances(Verified(tree, logits, sampling, EOS))
     return torch.full_like(tree.tokens, -1) if chances is None else choose(tree, chances, uniforms)
 
 
@@ -549,7 +551,7 @@ def test_a_threshold_above_every_value_measures_nothing_and_says_the_same(name: 
     broken[0, 0, 0] = INF
     rule = Fuzzy(threshold=largest_value(name), divergence=name)
     for tree_, logits_ in ((tree, logits), (replace(tree, log_q=log_q), logits), (tree, broken)):
-        verified = Verified.from_logits(tree_, logits_, SAMPLINGS[0], torch.tensor([], dtype=torch.long))
+        verified = Verified(tree_, logits_, SAMPLINGS[0], torch.tensor([], dtype=torch.long))
         measured = rule.node_divergences(verified)
         # Elsewhere measured is inf, and T may be.
         drafted = scatter_to_owners(tree_, tree_.owners >= 0, False)
@@ -616,7 +618,7 @@ def accept_many(
     rule: AcceptanceRule, tree: DraftTree, logits: Tensor, sampling: SamplingConfig, eos: Tensor = EOS
 ) -> Verdict:
     random, emitted = OneStream(ROWS, generator(11)), torch.zeros(ROWS, dtype=torch.int64)
-    return accept(rule, Verified.from_logits(tree, logits, sampling, eos), random, emitted)
+    return accept(rule, Verified(tree, logits, sampling, eos), random, emitted)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "narrow"])
@@ -625,7 +627,7 @@ def test_gains_are_what_the_target_goes_on_to_accept(sampling: SamplingConfig) -
     found = set()
     for seed in range(12):
         tree, logits = case("near", seed, batch=1)
-        gain = float(Verified.from_logits(tree, logits, sampling, EOS).gains()[0, 0])
+        gain = float(Verified(tree, logits, sampling, EOS).gains()[0, 0])
         same = {
             name: getattr(tree, name).expand(ROWS, *[-1] * (getattr(tree, name).ndim - 1))
             for name in ("tokens", "parents", "depths", "log_q", "owners")
@@ -816,11 +818,11 @@ def test_a_draft_with_a_nan_is_followed_nowhere(name: str, threshold: float, chi
     rule = Fuzzy(threshold, name, mode="paper", child=child)
     eos = torch.empty(0, dtype=torch.int64)
     for sampling in (SamplingConfig(), SamplingConfig(1.0)):
-        clean = rule.chances(Verified.from_logits(tree, logits, sampling, eos))
+        clean = rule.chances(Verified(tree, logits, sampling, eos))
         for token in (int(tree.tokens[0, tree.parents[0] == 0][0]), 19):
             log_q = tree.log_q.clone()
             log_q[0, tree.owners[0] == 0, token] = NAN
-            found = rule.chances(Verified.from_logits(replace(tree, log_q=log_q), logits, sampling, eos))
+            found = rule.chances(Verified(replace(tree, log_q=log_q), logits, sampling, eos))
             below_root = torch.zeros(2, 9, dtype=torch.bool)
             below_root[0] = tree.parents[0] == 0
             assert not found[below_root].any()
@@ -832,6 +834,24 @@ def test_a_verdict_says_of_every_row_whether_its_path_is_finite(sampling: Sampli
     tree, eos = random_tree(6, 9, 3, 3, vocab_size=20, seed=4), torch.empty(0, dtype=torch.int64)
     logits = torch.randn(6, 9, 20, generator=torch.Generator().manual_seed(1))
     logits[1, 0, 3], logits[2, 0, 3], logits[3, 0], logits[4, 0, 3] = NAN, INF, -INF, -INF
-    verified = Verified.from_logits(tree, logits, sampling, eos)
+    verified = Verified(tree, logits, sampling, eos)
     verdict = accept(Lossless(), verified, RowRandom(0, 6), torch.zeros(6, dtype=torch.int64))
     assert verdict.finite.tolist() == [True, False, False, False, True, True]
+
+
+@pytest.mark.parametrize("sampling", [*SAMPLINGS[1:], SamplingConfig(1.0, top_k=3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_warped_p_is_read_off_the_whole_distributions(sampling: SamplingConfig, kind: str) -> None:
+    tree, logits = case(kind, 3)
+    verified = Verified(tree, logits, sampling, EOS)
+    assert verified.probs is not None
+    assert torch.equal(verified.warped_p()[:, 1:], verified.at_token(verified.probs)[:, 1:])
+    assert torch.equal(verified.largest, logits.amax(-1)) and verified.probs is verified.probs
+
+
+def test_greedy_reads_the_largest_logits_only() -> None:
+    tree, logits = case("tied", 3)
+    verified = Verified(tree, logits, GREEDY, EOS)
+    assert verified.probs is None
+    assert torch.equal(verified.best[1], logits.argmax(-1))
+    assert torch.equal(verified.largest, logits.amax(-1))

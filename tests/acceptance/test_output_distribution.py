@@ -67,7 +67,7 @@ def copies(seed: int) -> tuple[DraftTree, Tensor]:
 def test_tokens_are_drawn_from_the_law(rule: AcceptanceRule, sampling: SamplingConfig) -> None:
     """The first token, and the second given the commonest first one that was drafted: chi-square, at 1e-6."""
     tree, logits = copies(4)
-    verified = Verified.from_logits(tree, logits, sampling, NONE)
+    verified = Verified(tree, logits, sampling, NONE)
     verdict = accept(rule, verified, OneStream(1), torch.zeros(ROWS, dtype=torch.int64))  # type: ignore[arg-type]
     law, _ = path_distributions(verified, verdict, rule.mode)
     assert_counts(verdict.tokens[:, 0], law[0, 0])
@@ -119,7 +119,7 @@ def test_the_law_is_the_sum_over_draws_and_answers(rule: AcceptanceRule, guard: 
         rule = replace(rule, **{guard: 1})
     tree = random_tree(batch=40, nodes=11, depth=4, width=4, vocab_size=VOCAB, seed=2)
     logits = torch.randn(40, 11, VOCAB, generator=generator(9))
-    verified = Verified.from_logits(tree, logits, NARROW, NONE)
+    verified = Verified(tree, logits, NARROW, NONE)
     verdict = accept(rule, verified, RowRandom(3, 40), torch.zeros(40, dtype=torch.int64))
     law, p = path_distributions(verified, verdict, rule.mode)
     for row, length in enumerate(verdict.length.tolist()):
@@ -144,9 +144,7 @@ def test_the_law_is_the_sum_over_draws_and_answers(rule: AcceptanceRule, guard: 
 
 def test_greedy_laws_are_of_the_argmax() -> None:
     tree = random_tree(batch=6, nodes=11, depth=4, width=4, vocab_size=VOCAB, seed=2)
-    verified = Verified.from_logits(
-        tree, torch.randn(6, 11, VOCAB, generator=generator(9)), SamplingConfig(), NONE
-    )
+    verified = Verified(tree, torch.randn(6, 11, VOCAB, generator=generator(9)), SamplingConfig(), NONE)
     verdict = accept(Fuzzy(10.0, mode="paper"), verified, RowRandom(0, 6), torch.zeros(6, dtype=torch.int64))
     law, p = path_distributions(verified, verdict, "paper")
     assert set(p.unique().tolist()) == {0.0, 1.0}
@@ -182,7 +180,7 @@ def test_distances_against_plain_sums() -> None:
 
 def test_a_lossless_verdict_has_no_distance() -> None:
     tree, logits = copies(1)
-    verified = Verified.from_logits(tree, logits, WARM, NONE)
+    verified = Verified(tree, logits, WARM, NONE)
     verdict: Verdict = accept(Lossless(), verified, OneStream(0), torch.zeros(ROWS, dtype=torch.int64))  # type: ignore[arg-type]
     law, p = path_distributions(verified, verdict, "hybrid")
     assert torch.equal(law, p)

@@ -35,7 +35,7 @@ def case(seed: int, sampling: SamplingConfig) -> Verified:
     logits[rows, tree.owners.clamp(min=0)] = tree.log_q + torch.randn(
         tree.log_q.shape, generator=generator(seed)
     )
-    return Verified.from_logits(tree, logits.float(), sampling, NONE)
+    return Verified(tree, logits.float(), sampling, NONE)
 
 
 def root_laws(rule: AcceptanceRule, verified: Verified) -> tuple[Tensor, Tensor]:

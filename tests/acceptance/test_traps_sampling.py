@@ -91,7 +91,7 @@ def decide(rule: Lossless | Fuzzy, sampling: SamplingConfig) -> Verdict:
     none = torch.zeros(0, dtype=torch.int64)
     return accept(
         rule,
-        Verified.from_logits(tree, logits, sampling, none),
+        Verified(tree, logits, sampling, none),
         Zeros(0, 1),
         torch.zeros(1, dtype=torch.int64),
     )

@@ -14,7 +14,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from eagle_fsd.core import sampling
 from eagle_fsd.core.config import SamplingConfig
-from eagle_fsd.core.sampling import RowRandom, draw, warp
+from eagle_fsd.core.sampling import RowRandom, Warped, draw, warp
 
 INF = math.inf
 LAST_U = 1 - 2**-24  # the largest number that torch.rand gives
@@ -348,3 +348,25 @@ def test_bad_seed(seed: object) -> None:
 def test_seeds_must_fit_the_batch() -> None:
     with pytest.raises(ValueError, match="3 values for 2 rows"):
         RowRandom([1, 2, 3], 2)
+
+
+@pytest.mark.parametrize("config", [SamplingConfig(), SamplingConfig(0.6, 50, 0.9), SamplingConfig(1.3, 7)])
+def test_few_tokens_are_drawn_as_of_all(config: SamplingConfig) -> None:
+    """Distributions over the tokens that can be drawn give the draws of those over all tokens."""
+    g = torch.Generator().manual_seed(4)
+    for vocab, scale in ((60, 1.0), (3000, 2.0), (49152, 0.5)):
+        logits = torch.randn(3, 20, vocab, generator=g) * scale
+        few = Warped.from_logits(logits, config)
+        assert few.ids is not None and bool((few.ids.diff() > 0).all())
+        whole = few.whole(vocab)
+        assert torch.equal(whole, warp(logits, config))
+        for u in (torch.rand(3, 20, dtype=torch.float64, generator=g), torch.full((3, 20), LAST_U)):
+            assert torch.equal(few.draw(u), draw(whole, u))
+
+
+def test_ties_at_the_cut_are_kept_over_all_tokens() -> None:
+    """Every token that ties with the k-th stays, which a fixed number of tokens could not express."""
+    logits = torch.tensor([[3.0, 1.0, 1.0, 0.0, 1.0]])
+    tied = Warped.from_logits(logits, SamplingConfig(1.0, top_k=2))
+    assert tied.ids is None and (tied.probs > 0).tolist() == [[True, True, True, False, True]]
+    assert tied.whole(5) is tied.probs

@@ -145,7 +145,7 @@ def test_build_tree_equals_plain_tree(
         for seed in range(8):
             pool, log_q, owners = random_pool(3, width, depth, 11, seed, kind)
             roots = torch.tensor([5, 6, 7])
-            tree = build_tree(roots, pool, total, depth, log_q, owners)
+            tree = build_tree(roots, pool, total, depth, log_q.unbind(1), owners)
             assert tree.depth == depth
             most = int((tree.owners >= 0).sum(1).amax()) if asks else min(owners.shape[1], total - 1)
             assert tree.log_q.shape[1] == tree.owners.shape[1] == most
@@ -167,7 +167,7 @@ def test_built_trees_are_closed_and_ordered(kind: str) -> None:
     """Parents before children, depth one more than the parent's, every inner node owns a row of log_q."""
     for seed in range(40):
         pool, log_q, owners = random_pool(2, 3, 4, 9, seed, kind)
-        tree = build_tree(torch.tensor([1, 2]), pool, 2 + seed % 28, 4, log_q, owners)
+        tree = build_tree(torch.tensor([1, 2]), pool, 2 + seed % 28, 4, log_q.unbind(1), owners)
         for parents, depths, own in zip(
             tree.parents.tolist(), tree.depths.tolist(), tree.owners.tolist(), strict=True
         ):
@@ -182,7 +182,7 @@ def test_a_dead_pool_still_builds() -> None:
     pool, log_q, owners = random_pool(2, 2, 3, 9, 0, "smooth")
     scores = torch.stack((torch.full_like(pool.scores[0], -INF), torch.full_like(pool.scores[0], NAN)))
     pool = Candidates(pool.columns, pool.parents, scores, pool.depths)
-    tree = build_tree(torch.tensor([1, 2]), pool, 3, 3, log_q, owners)
+    tree = build_tree(torch.tensor([1, 2]), pool, 3, 3, log_q.unbind(1), owners)
     assert tree.depths.tolist() == [[0, 1, 1], [0, 1, 1]]
     assert tree.parents.tolist() == [[-1, 0, 0], [-1, 0, 0]]
 

@@ -23,11 +23,18 @@ from eagle_fsd.target.session import TargetSession
 TREE = TreeConfig(8, 3, 3)
 LENGTHS = [5, 1, 9, 5, 12, 2, 7]
 LIMITS = [12, 5, 20, 3, 9, 16, 1]
-KINDS: list[tuple[AcceptanceRule, SamplingConfig]] = [
+Kind = tuple[AcceptanceRule, SamplingConfig]
+KINDS: list[Kind] = [
     (Lossless(), SamplingConfig()),
     (Fuzzy(0.5), SamplingConfig(0.8, top_k=20)),
     (Lossless(), SamplingConfig(1.0)),
     (Typical(), SamplingConfig(0.7, top_p=0.9)),
+]
+# Rules whose verdicts have one shape, so that recordings of them share their results' memory.
+ALIKE: list[Kind] = [
+    (Fuzzy(0.6, mode="paper"), SamplingConfig(1.0)),
+    (Fuzzy(0.2), SamplingConfig(0.7)),
+    (Fuzzy(0.4, "tv"), SamplingConfig()),
 ]
 
 
@@ -40,8 +47,10 @@ def prompts() -> list[list[int]]:
     return [prompts_of([length], seed=number)[0] for number, length in enumerate(LENGTHS)]
 
 
-def text(number: int, prompt: Sequence[int], limit: int, ends: tuple[int, ...] = ()) -> Text:
-    rule, sampling = KINDS[number % len(KINDS)]
+def text(
+    number: int, prompt: Sequence[int], limit: int, ends: tuple[int, ...] = (), kinds: Sequence[Kind] = KINDS
+) -> Text:
+    rule, sampling = kinds[number % len(kinds)]
     return Text(number, limit, Terms(ends, rule, sampling), prompt=prompt, stream=(7, number))
 
 
@@ -131,14 +140,15 @@ def test_equal_prompts_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {one.number: alone(model, one, TREE) for one in texts}
 
 
-def test_recorded_steps_give_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kinds", [KINDS, ALIKE], ids=["different", "alike"])
+def test_recorded_steps_give_the_same_texts(kinds: list[Kind], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (kv_cache, tree_growth, sampling, tree):  # as on an accelerator
         monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
     recorder, plain = OpRecorder(), engine()
     model = engine(recorder)
     scheduler = Scheduler(model.target, model.drafter, TREE, 2)
-    texts = [text(number, prompt, 24) for number, prompt in enumerate(prompts())]
+    texts = [text(number, prompt, 24, kinds=kinds) for number, prompt in enumerate(prompts())]
     for one in texts:
         scheduler.admit(one)
     assert collect(scheduler) == {one.number: alone(plain, one, TREE) for one in texts}

@@ -73,7 +73,7 @@ def copied_tree(roots: Tensor, chains: Sequence[Sequence[int]], depth: int) -> D
     log_q = torch.full((len(chains), depth, len(drafted)), -math.inf).scatter(2, columns[:, :, None], 0.0)
     levels = torch.arange(depth)
     pool = Candidates(columns, (levels - 1).expand_as(columns), torch.zeros(columns.shape), levels + 1)
-    return build_tree(roots, pool, depth + 1, depth, log_q, pool.parents, drafted)
+    return build_tree(roots, pool, depth + 1, depth, log_q.unbind(1), pool.parents, drafted)
 
 
 def engine(prompts: Sequence[Sequence[int]] = ()) -> EagleFSD:
@@ -116,7 +116,7 @@ def test_a_threshold_on_a_copied_token_is_a_floor_on_its_probability(name: str) 
     m = (1 + p) / 2
     js = 0.5 * -m.log() + 0.5 * (p * (p / m).log() + (1 - p) * math.log(2))
     expected = {"reverse_kl": -p.log(), "tv": 1 - p, "js": js}[name]
-    verified = Verified.from_logits(tree, logits, SamplingConfig(), torch.tensor([]))
+    verified = Verified(tree, logits, SamplingConfig(), torch.tensor([]))
     for place, value in enumerate(expected.tolist()):
         for threshold, follows in ((value + 1e-4, True), (value - 1e-4, False)):
             rule = Fuzzy(threshold, name, child="likeliest")

@@ -42,7 +42,7 @@ def test_the_observer_counts_what_a_plain_walk_counts(seed: int) -> None:
             if torch.rand((), generator=draw) < 0.5:
                 logits[row, tree.parents[row, node], tree.tokens[row, node]] += 9.0
     seen = DraftObserver(tree.depth)
-    verified = Verified.from_logits(tree, logits, SamplingConfig(), torch.empty(0, dtype=torch.int64))
+    verified = Verified(tree, logits, SamplingConfig(), torch.empty(0, dtype=torch.int64))
     emitted = torch.zeros(batch, dtype=torch.int64)
     verdict = accept(Lossless(), verified, RowRandom(0, batch), emitted)
     seen(verified, verdict, dict.fromkeys(range(batch), 1))

@@ -145,6 +145,25 @@ def test_keep_where_source_and_target_slots_overlap(path: list[int]) -> None:
     check(cache, twin, layers=2)
 
 
+def test_tokens_in_place_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path 0, 1, 2 of any length is where it belongs already, and so is what is padded."""
+    cache, twin = KVCache(3, 9, CPU), Twin(3)
+    ids = torch.arange(12).view(3, 4)
+    write(cache, ids, layers=2)
+    twin.placed = ids.tolist()
+    path = [[0, 1, 2, 3], [0, 1, -1, -1], [0, -1, -1, -1]]
+
+    def moved(*_: object) -> None:
+        raise AssertionError("nothing is to be moved")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "index_copy_", moved)
+        cache.compact(torch.tensor(path), cache.slots)
+    cache.advance([4, 2, 1])
+    twin.keep(path, [4, 2, 1])
+    check(cache, twin, layers=2)
+
+
 def test_growth_beyond_the_first_calls_length() -> None:
     """A cache made for two tokens holds two hundred."""
     cache, twin = KVCache(1, 2, CPU), Twin(1)

@@ -164,9 +164,7 @@ def decide(rule: Fuzzy | Lossless, tree: DraftTree, logits: Tensor) -> Verdict:
     batch = len(logits)
     none = torch.zeros(0, dtype=torch.int64)
     emitted = torch.zeros(batch, dtype=torch.int64)
-    return accept(
-        rule, Verified.from_logits(tree, logits, SamplingConfig(), none), RowRandom(0, batch), emitted
-    )
+    return accept(rule, Verified(tree, logits, SamplingConfig(), none), RowRandom(0, batch), emitted)
 
 
 @pytest.mark.parametrize("mode", ["hybrid", "paper"])
