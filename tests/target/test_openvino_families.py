@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 
 import pytest
 from support.tiny_models import FAMILIES, WINDOW, prompts_of, tiny_head, tiny_model
@@ -65,10 +66,14 @@ def test_greedy_texts_equal_those_of_torch(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gptj", "mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_what_cannot_be_converted_is_refused(family: str) -> None:
+    root = logging.getLogger()
+    before = root.level, root.filters[:], root.handlers[:]
     with pytest.raises(ValueError, match="use runtime torch") as error:
         TargetModel(tiny_model(family, attention_of(family)), runtime=OpenVINO("float32"))
     assert REFUSED[family] in str(error.value)
     assert "\n" not in str(error.value)
+    # The converter raises the root logger's level and adds a filter, and leaves both where it fails.
+    assert (root.level, root.filters, root.handlers) == before
 
 
 def test_sampled_texts_of_one_seed_equal_those_of_torch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,22 @@ def version() -> str:
     import openvino
 
     return str(openvino.__version__)
+
+
+def convert(network: Any, examples: tuple[torch.Tensor, ...]) -> Any:
+    """Trace a network into an openvino.Model, and leave the root logger as it was.
+
+    The converter silences warnings of the whole process, and a conversion that fails leaves it so.
+    """
+    import openvino
+
+    root = logging.getLogger()
+    level, filters, handlers = root.level, root.filters[:], root.handlers[:]
+    try:
+        return openvino.convert_model(network, example_input=examples)
+    finally:
+        root.setLevel(level)
+        root.filters[:], root.handlers[:] = filters, handlers
 
 
 def compile_graph(model: Any, precision: str, rounded_activations: bool, folder: Path | None = None) -> Any:

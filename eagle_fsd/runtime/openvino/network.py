@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache
+from eagle_fsd.runtime.openvino.library import convert
 
 AGAIN, OFTEN = 3, 50  # how often sizes come before they get a graph of their own; see Variants
 HIDDEN = torch.finfo(torch.float32).min  # the additive mask where nothing is seen
@@ -78,7 +79,7 @@ def trace(network: nn.Module, work: Traceable, layout: Layout) -> Any:
     # Tracing needs plain tensors: those of inference mode cannot be traced.
     with torch.inference_mode(False), torch.no_grad():
         examples = [example.clone() for example in examples]
-        model = openvino.convert_model(Traced(network, work, layout), example_input=tuple(examples))
+        model = convert(Traced(network, work, layout), tuple(examples))
     for place, (port, example) in enumerate(zip(model.inputs, examples, strict=True)):
         shape = list(example.shape)
         if place < len(layout.inputs):
