@@ -1,0 +1,136 @@
+"""Random EAGLE-3 heads for the tiny models, and their network written straight down."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_fsd.drafting.eagle3.config import Eagle3Config
+from eagle_fsd.drafting.eagle3.head import Eagle3Head
+from support.tiny_models import HIDDEN, VOCAB, randomize
+
+TAPS = (1, 2, 2)  # of a model with two layers
+# The flags of the network, and whatever else may differ between the heads that people have.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "fc_norm": {"fc_norm": True},
+    "norm_output": {"norm_output": True},
+    "eagle3.1": {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+    "whole vocabulary": {"draft_vocab_size": VOCAB},
+    "target's lm_head": {"lm_head": False, "draft_vocab_size": VOCAB},
+    "own embeddings": {"embeddings": True},
+    "another width": {"embeddings": True, "hidden_size": 24},
+    "biases": {"fc_bias": True, "qkv_bias": True, "o_bias": True},
+    "qk_norm": {"qk_norm": True, "head_dim": 12},
+    "two layers": {"windows": (0, 0)},
+    "window": {"windows": (0, 4), "norm_output": True},
+    "five taps": {"taps": (1, 1, 1, 2, 2)},
+    "no taps": {"taps": ()},
+    "no fc": {"taps": (), "fc": False},
+    "logit_scale": {"logit_scale": 0.5},
+}
+
+
+def eagle3_config(**fields: Any) -> Eagle3Config:
+    """Return the shape of a head that fits the tiny models and drafts 40 of their tokens."""
+    usual: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "target_size": HIDDEN,
+        "taps": TAPS,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": 40,
+    }
+    return Eagle3Config(**{**usual, **fields})
+
+
+def eagle3_head(seed: int = 0, **fields: Any) -> Eagle3Head:
+    """Return a random head; its draft vocabulary is random too."""
+    config = eagle3_config(**fields)
+    drafted = None
+    if config.draft_vocab_size < config.vocab_size:
+        draw = torch.Generator().manual_seed(seed)
+        order = torch.randperm(config.vocab_size, generator=draw)
+        drafted = order[: config.draft_vocab_size].sort().values
+    head = Eagle3Head(config, drafted).eval()
+    randomize(head, seed)
+    return head
+
+
+class Eagle3Twin:
+    """The network of a head on whole sequences, from its tensors by name: no modules, no cache, no tree."""
+
+    def __init__(self, head: Eagle3Head) -> None:
+        self.config, self.weights = head.config, dict(head.state_dict())
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        scale = (x * x).mean(-1, keepdim=True) + self.config.rms_norm_eps
+        return x / scale.sqrt() * self.weights[f"{name}.weight"]
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        y = x @ self.weights[f"{name}.weight"].T
+        return y + self.weights.get(f"{name}.bias", 0.0)
+
+    def start(self, features: Tensor) -> Tensor:
+        """Return the states [n, d] of features [n, taps * d_t]."""
+        if self.config.norm_before_fc:
+            features = self.norm("input_norm", features)
+        if self.config.fc_norm:
+            width = self.config.target_size
+            parts = features.split(width, dim=-1)
+            features = torch.cat([self.norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)], dim=-1)
+        return self.linear("fc", features) if self.config.fc else features
+
+    def run(self, states: Tensor, embeddings: Tensor, positions: list[int]) -> Tensor:
+        """Return the next states [n, d] of states and embeddings [n, d], each seeing those before it."""
+        hidden = states
+        for number, window in enumerate(self.config.windows):
+            at = f"layers.{number}"
+            if number == 0:
+                a = self.norm(f"{at}.hidden_norm", hidden)
+                inputs = torch.cat((self.norm(f"{at}.input_layernorm", embeddings), a), dim=-1)
+                residual = a if self.config.norm_before_residual else hidden
+            else:
+                inputs, residual = self.norm(f"{at}.input_layernorm", hidden), hidden
+            hidden = residual + self.attention(at, inputs, positions, window)
+            x = self.norm(f"{at}.post_attention_layernorm", hidden)
+            gated = F.silu(self.linear(f"{at}.mlp.gate_proj", x)) * self.linear(f"{at}.mlp.up_proj", x)
+            hidden = hidden + self.linear(f"{at}.mlp.down_proj", gated)
+        return self.norm("norm", hidden) if self.config.norm_output else hidden
+
+    def attention(self, at: str, inputs: Tensor, positions: list[int], window: int) -> Tensor:
+        size, heads = self.config.head_dim, self.config.num_attention_heads
+        shared = heads // self.config.num_key_value_heads
+        q, k, v = (self.linear(f"{at}.self_attn.{x}_proj", inputs).unflatten(-1, (-1, size)) for x in "qkv")
+        if self.config.qk_norm:
+            q, k = self.norm(f"{at}.self_attn.q_norm", q), self.norm(f"{at}.self_attn.k_norm", k)
+        out = torch.zeros(len(positions), heads, size)
+        for i, here in enumerate(positions):
+            for h in range(heads):
+                seen = [j for j in range(i + 1) if not window or here - positions[j] < window]
+                turned = [self.turn(k[j, h // shared], positions[j]) for j in seen]
+                scores = [self.turn(q[i, h], here) @ key / math.sqrt(size) for key in turned]
+                weights = torch.stack(scores).softmax(0)
+                out[i, h] = sum(w * v[j, h // shared] for w, j in zip(weights, seen, strict=True))
+        return self.linear(f"{at}.self_attn.o_proj", out.flatten(1))
+
+    def turn(self, x: Tensor, position: int) -> Tensor:
+        """Rotate the pairs (x_i, x_{i + half}) by position * theta^(-2 i / D)."""
+        half = len(x) // 2
+        angle = position * self.config.rope.theta ** (-torch.arange(half).double() / half)
+        cos, sin = angle.cos().float(), angle.sin().float()
+        return torch.cat((x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin))
+
+    def logits(self, states: Tensor, target_lm_head: Tensor | None = None) -> Tensor:
+        x = states if self.config.norm_output else self.norm("norm", states)
+        lm_head = self.weights["lm_head.weight"] if target_lm_head is None else target_lm_head
+        return x @ lm_head.T * self.config.logit_scale
