@@ -4,6 +4,7 @@ from eagle_fsd.hub.head_checkpoint import save_head
 from eagle_fsd.hub.resolve import (
     DEFAULT_TARGET,
     HeadSource,
+    load_any_head,
     load_head,
     load_target,
     resolve_head,
@@ -15,6 +16,7 @@ __all__ = [
     "DEFAULT_TARGET",
     "HeadSource",
     "TargetSource",
+    "load_any_head",
     "load_head",
     "load_target",
     "load_text",

@@ -19,12 +19,13 @@ from eagle_fsd.core.checks import format_value, one_line
 from eagle_fsd.hub.head_checkpoint import (
     BIN_NAME,
     CONFIG_NAME,
+    EAGLE3,
     SAFETENSORS_NAME,
     VOCABULARY_FIELD,
     VOCABULARY_NAME,
     find_head_file,
+    kind_by_config,
     read_config,
-    refuse_half_vocabulary,
     refuse_other_config,
 )
 
@@ -78,9 +79,9 @@ def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Pat
         )
     config = read_config(folder, "draft head")
     refuse_other_config(config, name)
-    if config.get(VOCABULARY_FIELD) is not None:
+    if config.get(VOCABULARY_FIELD) is not None and kind_by_config(config) != EAGLE3:
+        # Some EAGLE-3 heads say so in their weights alone: what is missing is told when these are read.
         snapshot(repo, folder.name, [CONFIG_NAME, VOCABULARY_NAME], "draft head")
-        refuse_half_vocabulary(folder, config, name)
     snapshot(repo, folder.name, [CONFIG_NAME, SAFETENSORS_NAME], "draft head")
     if not (folder / SAFETENSORS_NAME).is_file():
         snapshot(repo, folder.name, [CONFIG_NAME, BIN_NAME], "draft head")

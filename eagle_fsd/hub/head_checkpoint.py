@@ -15,10 +15,10 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import save_file
@@ -38,7 +38,12 @@ TOKENS_KEY = "token_ids"
 VOCABULARY_FIELD = "draft_vocab_size"
 EMBEDDING_KEY = "embed_tokens.weight"
 FC_BIAS_KEY = "fc.bias"
+EAGLE12 = "EAGLE-1/2"
+EAGLE3, MEDUSA = "EAGLE-3", "Medusa"
+P_EAGLE, DFLASH, DSPARK, MLA = "P-EAGLE", "DFlash", "DSpark", "EAGLE-3 with MLA"
 EAGLE3_KEYS = ("d2t", "t2d", "lm_head.weight", "norm.weight")
+# Parts of other networks' keys.
+OTHER_KEYS = {"kv_a_proj": MLA, "kv_b_proj": MLA, "mask_hidden": P_EAGLE, "markov": DSPARK}
 # Medusa writes `medusa_head.0.0.linear.weight`, or the same without the prefix.
 MEDUSA_KEY = re.compile(r"(medusa_head\.|\d+\.\d+\.linear\.|\d+\.\d+\.(weight|bias)$)")
 QKV_BIAS_KEY = re.compile(r"layers\.0\.self_attn\.[qkv]_proj\.bias")
@@ -72,20 +77,54 @@ def find_head_file(folder: Path, name: str) -> Path:
         if (folder / file_name).is_file():
             return folder / file_name
     if any(folder.glob("medusa_lm_head*")):
-        raise ValueError(format_refusal(name, "Medusa"))
+        refuse_kind(name, MEDUSA)
     raise ValueError(
         f"draft head {name!r} has no weights: its folder must hold {SAFETENSORS_NAME} or {BIN_NAME}; "
         "add one, or name a weights file"
     )
 
 
+def kind_by_config(config: Mapping[str, Any]) -> str | None:
+    """Return the kind of a head that its config.json names; None if it names none, as for EAGLE-1/2."""
+    family = config.get("speculators_model_type")
+    names = f"{config.get('architectures') or ''} {family or ''}".lower().replace("-", "").replace("_", "")
+    layer = config.get("transformer_layer_config")
+    if "medusa_num_heads" in config or "medusa" in names:
+        return MEDUSA
+    if "peagle" in names or "ptd_token_id" in config:
+        return P_EAGLE
+    if "dspark" in names:
+        return DSPARK
+    if "dflash" in names or "dflash_config" in config:
+        return DFLASH
+    if "deepseek" in names or "kv_lora_rank" in (layer if isinstance(layer, Mapping) else config):
+        return MLA
+    if "eagle3" in names:
+        return "gated EAGLE-3" if "gated" in names else EAGLE3
+    return None if family is None else format_value(family)
+
+
+def kind_by_tensors(tensors: Mapping[str, Tensor | tuple[int, ...]]) -> str | None:
+    """Return the kind of a head by its keys and the width of `fc`; None for an EAGLE-1/2 head.
+
+    tensors: the tensors themselves, or their shapes.
+    """
+    for key in tensors:
+        if other := next((kind for part, kind in OTHER_KEYS.items() if part in key), None):
+            return other
+    fc = tensors.get("fc.weight")
+    shape = getattr(fc, "shape", fc) or ()
+    wide = len(shape) == 2 and shape[1] == 3 * shape[0]
+    names = {key.removeprefix("model.") for key in tensors}
+    if wide or any(name in EAGLE3_KEYS or name.startswith("midlayer.") for name in names):
+        return EAGLE3
+    return MEDUSA if fc is None and any(MEDUSA_KEY.match(key) for key in tensors) else None
+
+
 def refuse_other_config(config: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError for an EAGLE-3 or Medusa head by its config.json alone, before weights are fetched."""
-    architectures = str(config.get("architectures") or "").lower()
-    if "eagle3" in architectures:
-        raise ValueError(format_refusal(name, "EAGLE-3"))
-    if "medusa_num_heads" in config or "medusa" in architectures:
-        raise ValueError(format_refusal(name, "Medusa"))
+    """Raise ValueError for a head of a kind that is not read, by its config.json, before its weights."""
+    if (kind := kind_by_config(config)) not in (None, EAGLE3):
+        refuse_kind(name, kind)
 
 
 def refuse_half_vocabulary(folder: Path, config: Mapping[str, Any], name: str) -> None:
@@ -94,8 +133,8 @@ def refuse_half_vocabulary(folder: Path, config: Mapping[str, Any], name: str) -
     if size is not None and not there:
         raise ValueError(
             f"draft head {name!r} names {VOCABULARY_FIELD} {format_value(size)} but has no "
-            f"{VOCABULARY_NAME}: an EAGLE-1/2 head must have both or neither, and EAGLE-3 heads are not "
-            "read; copy the file, or choose another head"
+            f"{VOCABULARY_NAME}: an EAGLE-1/2 head must have both or neither, and its weights are none of "
+            "EAGLE-3; copy the file, or choose another head"
         )
     if size is None and there:
         raise ValueError(
@@ -104,20 +143,10 @@ def refuse_half_vocabulary(folder: Path, config: Mapping[str, Any], name: str) -
         )
 
 
-def refuse_other_tensors(tensors: Mapping[str, Tensor], name: str) -> None:
-    """Raise ValueError for an EAGLE-3 or Medusa head by its keys and by the width of `fc`."""
-    fc = tensors.get("fc.weight")
-    wide = fc is not None and fc.dim() == 2 and fc.shape[1] == 3 * fc.shape[0]
-    if wide or any(key in EAGLE3_KEYS or key.startswith("midlayer.") for key in tensors):
-        raise ValueError(format_refusal(name, "EAGLE-3"))
-    if "fc.weight" not in tensors and any(MEDUSA_KEY.match(key) for key in tensors):
-        raise ValueError(format_refusal(name, "Medusa"))
-
-
-def format_refusal(name: str, kind: str) -> str:
-    """Return the error for a head of another kind."""
-    return (
-        f"draft head {name!r} is of the {kind} kind: it must be an EAGLE-1/2 head; choose one for this target"
+def refuse_kind(name: str, kind: str | None, wanted: str = "EAGLE-1/2 or EAGLE-3") -> NoReturn:
+    """Raise ValueError for a head of another kind."""
+    raise ValueError(
+        f"draft head {name!r} is of the {kind} kind: it must be an {wanted} head; choose one for this target"
     )
 
 
@@ -129,9 +158,11 @@ def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> Draft
     is read too. Returns the head in eval mode, float32, on the CPU.
     """
     data = read_config(path.parent, "draft head")
-    refuse_other_config(data, name)
+    if (kind := kind_by_config(data)) is not None:
+        refuse_kind(name, kind, EAGLE12)
     tensors = read_tensors(path)
-    refuse_other_tensors(tensors, name)
+    if (kind := kind_by_tensors(tensors)) is not None:
+        refuse_kind(name, kind, EAGLE12)
     refuse_half_vocabulary(path.parent, data, name)
     try:
         config = HeadConfig.from_dict(
@@ -208,11 +239,20 @@ def layout(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     return shapes | {EMBEDDING_KEY: (config.vocab_size, config.hidden_size)}
 
 
-def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], name: str) -> None:
-    """Raise ValueError unless a checkpoint's keys and shapes fit the layout and its values are finite."""
+def check_tensors(
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+    name: str,
+    kind: str = "an EAGLE-1/2",
+    optional: Collection[str] = (EMBEDDING_KEY,),
+) -> None:
+    """Raise ValueError unless a checkpoint's keys and shapes fit the layout and its values are finite.
+
+    optional: keys that may be missing, and whose values are not used.
+    """
     where = f"draft head {name!r}"
-    remedy = "choose an EAGLE-1/2 head with its own config.json"
-    missing = sorted(expected.keys() - tensors.keys() - {EMBEDDING_KEY})
+    remedy = f"choose {kind} head with its own config.json"
+    missing = sorted(expected.keys() - tensors.keys() - set(optional))
     if missing:
         raise ValueError(
             f"{where} lacks {format_keys(missing)}: every key of the layout must be there; {remedy}"
@@ -231,7 +271,7 @@ def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[in
             raise ValueError(
                 f"{where}: {key} is {value.dtype}, it must be a plain float; save it unquantised"
             )
-        if key != EMBEDDING_KEY and not value.isfinite().all():
+        if key not in optional and not value.isfinite().all():
             raise ValueError(
                 f"{where}: {key} holds NaN or infinity, weights must be finite; download it again"
             )

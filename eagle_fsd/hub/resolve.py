@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 import transformers
 
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.tensor_files import BIN_SUFFIXES
 from eagle_fsd.hub.download import download_head, download_target
+from eagle_fsd.hub.eagle3_checkpoint import is_eagle3, read_eagle3_head
 from eagle_fsd.hub.head_checkpoint import CONFIG_NAME, find_head_file, read_head
 from eagle_fsd.hub.target_loader import TargetSource, load_model
 
@@ -170,7 +173,36 @@ def load_head(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> DraftHead:
-    """Load a head in eval mode, checked strictly against its layout and against its target's sizes."""
+    """Load an EAGLE-1/2 head in eval mode, checked strictly against its layout and its target's sizes."""
     if isinstance(source, str):
         source = resolve_head(source, base_model="")
     return read_head(source.file, source.name, hidden_size, vocab_size).to(device=device, dtype=dtype)
+
+
+def load_any_head(
+    source: HeadSource | str,
+    hidden_size: int,
+    vocab_size: int,
+    target_layers: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    taps: Sequence[int] | None = None,
+    norm_output: bool | None = None,
+) -> DraftHead | Eagle3Head:
+    """Load a head of any kind that is supported, recognised by its files.
+
+    target_layers: of the target. taps, norm_output: how to read an EAGLE-3 head's config; None leaves it open
+    where it can be read in several ways, see Eagle3Head.readings. EAGLE-1/2 heads have neither.
+    """
+    if isinstance(source, str):
+        source = resolve_head(source, base_model="")
+    if is_eagle3(source.file, source.name):
+        sizes = (hidden_size, vocab_size, target_layers)
+        head = read_eagle3_head(source.file, source.name, *sizes, taps, norm_output)
+        return head.to(device=device, dtype=dtype)
+    for name, value in (("head_taps", taps), ("norm_output", norm_output)):
+        if value is not None:
+            raise ValueError(
+                f"{name} is {value}: draft head {source.name!r} must be of EAGLE-3; leave it out"
+            )
+    return load_head(source, hidden_size, vocab_size, dtype, device)

@@ -147,7 +147,9 @@ def test_the_readings_of_taps(data: dict[str, Any], taps: list[tuple[int, ...]])
 def test_heads_that_read_no_taps() -> None:
     data = {"eagle_config": {"use_aux_hidden_state": False}}
     assert possible_readings(data, WIDTH, WIDTH, LAYERS) == [Reading(())]
-    assert possible_readings({}, None, WIDTH, LAYERS) == [Reading(())]
+    assert possible_readings(data, None, WIDTH, LAYERS) == [Reading(())]
+    with pytest.raises(ValueError, match=r"it has no fc\.weight"):
+        possible_readings({}, None, WIDTH, LAYERS)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle_fsd.drafting.eagle3.config import Eagle3Config
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from support.tiny_models import HIDDEN, VOCAB, randomize
 
+IDS = "eagle_aux_hidden_state_layer_ids"
 TAPS = (1, 2, 2)  # of a model with two layers
 # The flags of the network, and whatever else may differ between the heads that people have.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -134,3 +138,71 @@ class Eagle3Twin:
         x = states if self.config.norm_output else self.norm("norm", states)
         lm_head = self.weights["lm_head.weight"] if target_lm_head is None else target_lm_head
         return x @ lm_head.T * self.config.logit_scale
+
+
+def eagle3_files(head: Eagle3Head, family: str = "safeailab") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the config.json and the tensors of a head as a family of trainers writes them.
+
+    The config names the taps as the family does, and only the flags that it knows.
+    """
+    config = head.config
+    layer: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "num_hidden_layers": len(config.windows),
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+    }
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    data = {name: getattr(config, name) for name in flags if getattr(config, name)}
+    data |= {"draft_vocab_size": config.draft_vocab_size if config.lm_head else None}
+    if config.target_size != config.hidden_size:
+        data["target_hidden_size"] = config.target_size
+    if config.logit_scale != 1:
+        data["logit_scale"] = config.logit_scale
+    ids = list(config.taps)
+    if not ids:
+        data["eagle_config"] = {"use_aux_hidden_state": False}
+    elif family == "speculators":
+        data[IDS] = ids
+    else:
+        data["eagle_config"] = {IDS: [tap - 1 for tap in ids] if family == "specforge" else ids}
+    tensors = {key: value.clone() for key, value in head.state_dict().items()}
+    if head.draft_tokens is not None:
+        tensors["d2t"] = head.draft_tokens - torch.arange(len(head.draft_tokens))
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
+        tensors["t2d"][head.draft_tokens] = True
+    if family == "speculators":
+        kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
+        layer |= {"layer_types": kinds, "sliding_window": max(config.windows) or None}
+        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta}}
+        verifier = {"verifier_norm.weight": torch.ones(3), "verifier_lm_head.weight": torch.ones(3)}
+        data |= {"speculators_model_type": "eagle3", "norm_before_residual": config.norm_before_residual}
+        return data | {"transformer_layer_config": layer | rope}, tensors | verifier
+    names = {"safeailab": "LlamaForCausalLM", "specforge": "LlamaForCausalLMEagle3"}
+    data |= layer | {"architectures": [names.get(family, "Eagle3LlamaForCausalLM")]}
+    if any(config.windows):
+        kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
+        data |= {"layer_types": kinds, "sliding_window": max(config.windows)}
+    if family == "nemo":
+        return data, {f"model.{key}": value for key, value in tensors.items()}
+    return data, {key.replace("layers.0.", "midlayer."): value for key, value in tensors.items()}
+
+
+def save_eagle3(
+    head: Eagle3Head, folder: Path, family: str = "safeailab", suffix: str = "safetensors"
+) -> Path:
+    """Write a head's files in a family's layout and return the folder."""
+    data, tensors = eagle3_files(head, family)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(data))
+    if suffix == "bin":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "model.safetensors")
+    return folder

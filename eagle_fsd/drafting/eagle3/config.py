@@ -257,8 +257,10 @@ def possible_readings(
 
 def count_taps(data: Mapping[str, Any], fc_inputs: int | None, target_size: int) -> int:
     """Return how many states of the target a head concatenates; 0: it reads the one after the last norm."""
-    if flag(eagle_fields(data), "use_aux_hidden_state", True) is False or fc_inputs is None:
+    if flag(eagle_fields(data), "use_aux_hidden_state", True) is False:
         return 0
+    if fc_inputs is None:
+        raise ValueError(f"it has no fc.weight: a head that reads layers of its target must; {CHECK}")
     if fc_inputs % target_size:
         raise ValueError(
             f"the head's fc reads {fc_inputs} numbers: that must be a multiple of the target's hidden_size "
