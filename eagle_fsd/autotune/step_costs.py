@@ -54,7 +54,7 @@ def decode_sample(
     """Decode the prompts as one batch and return the median seconds that accept and keep took in a step."""
     longest = max(map(len, prompts)) + new_tokens + 1
     drafter = drafting.make(len(prompts), longest, tree)
-    session = TargetSession(target, len(prompts), longest + tree.total_tokens)
+    session = TargetSession(target, len(prompts), longest + tree.total_tokens, drafter.needs.taps)
     request = Request(
         tokens=pad_right(prompts, 0).to(target.device),
         lengths=[len(prompt) for prompt in prompts],
@@ -119,11 +119,11 @@ def measure_forwards(
     deepest, widest = max(DEPTHS), max(WIDTHS)
     room = max(2, min(context, target.max_positions - deepest - 2))
     roots = torch.zeros(batch, dtype=torch.int64, device=target.device)
-    session = TargetSession(target, batch, room + widest + 1)
+    drafter = drafting.make(batch, room, TreeConfig(1 + deepest, deepest, max(beams)))
+    session = TargetSession(target, batch, room + widest + 1, drafter.needs.taps)
     features = session.prefill(roots[:, None], [1] * batch)  # allocates the cache's buffers
     session.cache.reserve(room - 1)
     session.cache.advance([room - 1] * batch)
-    drafter = drafting.make(batch, room, TreeConfig(1 + deepest, deepest, max(beams)))
     texts = roots[:, None].expand(-1, room)
     drafter.begin(Seen(texts, [room] * batch, features.new_zeros(*texts.shape, features.shape[-1])))
 

@@ -119,8 +119,9 @@ class Scheduler:
         unique = list(dict.fromkeys(prompts))
         count, longest = len(unique), max(map(len, unique))
         first = min(self.target.max_positions, longest + min(AHEAD, max(text.limit for text in texts)))
-        session = TargetSession(self.target, count, first + self.tree.total_tokens)
         drafter = self.drafter.make(count, first, self.tree)
+        slots = first + self.tree.total_tokens
+        session = TargetSession(self.target, count, slots, drafter.needs.taps)
         tokens = pad_right(unique, 0).to(self.target.device)
         roots = prefill(tokens, [len(prompt) for prompt in unique], session, drafter)
         if count < len(texts):

@@ -68,9 +68,9 @@ class Workspaces:
             first = min(longest, prompt + AHEAD)
             if self.target.stepper.view:
                 first = max(first, LEAST - tree.total_tokens)
-            session = TargetSession(self.target, batch, first + tree.total_tokens)
-            step = AcceptStep(self.target.stepper)
-            workspace = Workspace(session, spec.make(batch, first, tree), step, batch, spec)
+            made = spec.make(batch, first, tree)
+            session = TargetSession(self.target, batch, first + tree.total_tokens, made.needs.taps)
+            workspace = Workspace(session, made, AcceptStep(self.target.stepper), batch, spec)
         workspace.reset(longest, tree)
         return workspace
 

@@ -20,10 +20,12 @@ from eagle_fsd.core.tree import DraftTree, root_only
 class Needs:
     """The data of the target that a drafter needs beside its tokens.
 
-    features: the hidden state after the target's last norm, at every token.
+    features: the target's hidden state at every token. taps: which ones, side by side: tap i is what enters
+    the target's layer i, counted from 0. Empty: the state after its last norm.
     """
 
     features: bool = False
+    taps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,9 @@ class Seen:
 
     tokens: [B, P] int64, right-padded: at first the whole prompts from their first tokens on, later the
     tokens that a step emitted. A row's last token is its next root. counts: the tokens of each row.
-    features: [B, P, d], or None if the drafter does not need them. features[:, j] is the target's feature at
-    the token before tokens[:, j], from which tokens[:, j] was chosen; zero for a text's first token.
+    features: [B, P, d], or [B, P, taps * d], or None if the drafter needs none. features[:, j] is the
+    target's feature at the token before tokens[:, j], from which tokens[:, j] was chosen; zero for a text's
+    first token.
     """
 
     tokens: Tensor

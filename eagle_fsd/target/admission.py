@@ -22,10 +22,12 @@ from eagle_fsd.runtime.flash_attention import flash_available
 from eagle_fsd.target.architecture import FULL, SLIDING, named_layer_kinds
 from eagle_fsd.target.hf_attention import private_copy
 from eagle_fsd.target.session import MaskedForward, TargetSession
+from eagle_fsd.target.taps import TappedDecoder, joined
 
 logger = logging.getLogger(__name__)
 
 NARROW_WINDOW = 3  # slots of a sliding window while a model is tested
+PATHS = ([0, 1, 3], [0, 2, 4])  # of `small_tree`
 # What a forward may raise if it cannot take our cache, masks or positions.
 FORWARD_ERRORS = (
     *(TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError),
@@ -37,6 +39,7 @@ class Candidate(MaskedForward, Protocol):
     """A model that is tested as a target: a TargetModel under construction."""
 
     model: PreTrainedModel
+    decoder: torch.nn.Module
     config: PreTrainedConfig
     vocab_size: int
     kinds: set[str]
@@ -125,6 +128,20 @@ def tree_difference(target: Candidate) -> float:
 
     The tree is a(b(d), c(e)) behind a prefix of two tokens; each of its two paths gets a plain forward.
     """
+    prefix, tokens, tree = small_tree(target)
+    session = TargetSession(target, batch=1, capacity=16)
+    session.prefill(torch.tensor([prefix], device=target.device), [2])
+    logits, _ = session.verify(tree)
+    plain = plain_forward(target) if is_exact(target) else own_forward(target)
+    differences = []
+    for path in PATHS:
+        wanted = plain(prefix + [tokens[node] for node in path])[len(prefix) :].to(target.device)
+        differences.append(float((logits[0, path] - wanted).norm() / wanted.norm()))
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def small_tree(target: Candidate) -> tuple[list[int], list[int], DraftTree]:
+    """Return a prefix, the tokens of five nodes, and the tree a(b(d), c(e)) of them; PATHS are its paths."""
     prefix = [1 % target.vocab_size, 2 % target.vocab_size]
     tokens = [token % target.vocab_size for token in (3, 4, 5, 6, 7)]
     tree = DraftTree(
@@ -135,15 +152,46 @@ def tree_difference(target: Candidate) -> float:
         owners=torch.empty(1, 0, dtype=torch.int64, device=target.device),
         depth=2,
     )
-    session = TargetSession(target, batch=1, capacity=16)
-    session.prefill(torch.tensor([prefix], device=target.device), [2])
-    logits, _ = session.verify(tree)
-    plain = plain_forward(target) if is_exact(target) else own_forward(target)
+    return prefix, tokens, tree
+
+
+@torch.inference_mode()
+def check_taps(target: Candidate, taps: tuple[int, ...]) -> None:
+    """Raise ValueError unless taps are those of plain forwards, in a prompt and in a small tree.
+
+    A plain forward is that of Hugging Face's layers and attention, without our cache and masks.
+    """
+    kind = target.config.model_type
+    prefix, tokens, tree = small_tree(target)
     differences = []
-    for path in ([0, 1, 3], [0, 2, 4]):
-        wanted = plain(prefix + [tokens[node] for node in path])[len(prefix) :].to(target.device)
-        differences.append(float((logits[0, path] - wanted).norm() / wanted.norm()))
-    return math.nan if any(map(math.isnan, differences)) else max(differences)
+    try:
+        plain = TappedDecoder(target.decoder, target.config.num_hidden_layers, taps, plain=True)
+        session = TargetSession(target, 1, 16, taps)
+        session.prefill(torch.tensor([prefix], device=target.device), [2])
+        _, in_tree = session.verify(tree)
+        for path in PATHS:
+            text = torch.tensor([prefix + [tokens[node] for node in path]], device=target.device)
+            prompt = TargetSession(target, 1, 16, taps).prefill(text, [text.shape[1]])[0]
+            _, states = plain(input_ids=text.to(target.input_device), use_cache=False)
+            wanted = joined(states, target.device)[0]
+            differences += [distance(prompt, wanted), distance(in_tree[0, path], wanted[len(prefix) :])]
+    except FORWARD_ERRORS as error:
+        raise ValueError(
+            f"target is a {kind!r} model, whose layers cannot be read here: {one_line(error)}; use a head "
+            "that reads no layers, or another target"
+        ) from error
+    if not max(differences) < tolerance(target):
+        raise ValueError(
+            f"target is a {kind!r} model whose layers' states in a tree differ from its plain forward's by "
+            f"{max(differences):.2g} (relative): they must agree; use a head that reads no layers, or "
+            "another target"
+        )
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """Return the relative difference of two tensors; NaN counts as infinite."""
+    value = float((found.float() - wanted.float()).norm() / wanted.float().norm())
+    return math.inf if math.isnan(value) else value
 
 
 def plain_forward(target: Candidate) -> Callable[[list[int]], Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ from eagle_fsd.runtime.flash_attention import FlashPlan
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.step_recorder import EAGER, FixedShapes, Stepper
-from eagle_fsd.target.admission import check_tree_verification, flash_verifies
+from eagle_fsd.target.admission import check_taps, check_tree_verification, flash_verifies
 from eagle_fsd.target.architecture import (
     FULL,
     SLIDING,
@@ -30,6 +32,7 @@ from eagle_fsd.target.architecture import (
 )
 from eagle_fsd.target.graph_decoder import GraphDecoder
 from eagle_fsd.target.hf_attention import with_grouped_attention
+from eagle_fsd.target.taps import TappedDecoder, joined
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +65,7 @@ class TargetModel:
         self.logits_transform = logits_transform(self.config)
         self.device = self._feature_device()
         self.ignored_defaults = ignored_defaults(getattr(model, "generation_config", None))
+        self._tapped: dict[tuple[int, ...], TappedDecoder] = {}
         self.graphs: GraphDecoder | None = None
         self.flash = False  # the model must pass the test without flash-attn first
         check_tree_verification(self)
@@ -161,28 +165,74 @@ class TargetModel:
         slot_positions: [B, S]. relation: [B, q, q] bool, which of the new tokens each one sees behind the
         committed slots; None: all slots up to its own.
         """
+        masks = self._masks(positions, visible, slot_positions)
+        if self.graphs is not None:
+            return self.graphs.features(tokens, positions, masks, cache)
+        # A decoder that the user compiled keeps the attention that it was compiled with.
+        compiled = self.decoder._compiled_call_impl is not None
+        inputs = self._inputs(tokens, positions, masks, cache, relation)
+        output = (self.decoder if compiled else self._masked_decoder)(**inputs)
+        return output.last_hidden_state.to(self.device)
+
+    def tapped_features(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        slot_positions: Tensor,
+        cache: KVCache,
+        relation: Tensor | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Run one masked forward; return what `features` returns and the taps side by side, [B, q, taps * d].
+
+        taps: see target.taps. `admit_taps` says whether they can be read.
+        """
+        if taps not in self._tapped:  # of two threads, either's will do
+            self._tapped[taps] = TappedDecoder(self.decoder, self.config.num_hidden_layers, taps)
+        masks = self._masks(positions, visible, slot_positions)
+        output, found = self._tapped[taps](**self._inputs(tokens, positions, masks, cache, relation))
+        return output.last_hidden_state.to(self.device), joined(found, self.device)
+
+    def admit_taps(self, taps: tuple[int, ...]) -> None:
+        """Raise ValueError unless taps can be read, and are in a tree those of a plain forward."""
+        if self.graphs is not None and taps:
+            raise ValueError(
+                f"the target's runtime is {self.graphs.runtime.name}: a head that reads its layers needs "
+                "the runtime torch; use runtime torch (--runtime torch)"
+            )
+        if taps and taps not in self._tapped:
+            check_taps(self, taps)
+
+    def _masks(self, positions: Tensor, visible: Tensor, slot_positions: Tensor) -> dict[str, Tensor]:
+        """Return the mask [B, q, S] bool of each kind of layer."""
         masks = {FULL: visible}
         if SLIDING in self.kinds:
             masks[SLIDING] = within_window(visible, positions, slot_positions, self.window)
-        if self.graphs is not None:
-            return self.graphs.features(tokens, positions, masks, cache)
-        masks = {kind: additive(masks[kind], self.dtype) for kind in self.kinds}
-        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        return masks
+
+    def _inputs(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Mapping[str, Tensor],
+        cache: KVCache,
+        relation: Tensor | None,
+    ) -> dict[str, Any]:
+        """Return the arguments of the decoder's forward."""
+        masks = {kind: additive(visible[kind], self.dtype) for kind in self.kinds}
         plan = {}
         if self.flash and (relation is not None or cache.span is not None):
             lengths = cache.lengths.to(torch.int32)
             plan["flash_plan"] = FlashPlan(masks[FULL], lengths, relation)
-        # A decoder that the user compiled keeps the attention that it was compiled with.
-        compiled = self.decoder._compiled_call_impl is not None
-        output = (self.decoder if compiled else self._masked_decoder)(
-            input_ids=tokens.to(self.input_device),
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
+        return {
+            "input_ids": tokens.to(self.input_device),
+            "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
+            "position_ids": positions,
+            "past_key_values": cache,
+            "use_cache": True,
             **plan,
-        )
-        return output.last_hidden_state.to(self.device)
+        }
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache for `batch` texts, with `capacity` slots each at first."""

@@ -36,16 +36,32 @@ class MaskedForward(Protocol):
         relation: Tensor | None = None,
     ) -> Tensor: ...
 
+    def tapped_features(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        slot_positions: Tensor,
+        cache: KVCache,
+        relation: Tensor | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor]: ...
+
     def logits(self, features: Tensor) -> Tensor: ...
 
     def new_cache(self, batch: int, capacity: int) -> KVCache: ...
 
 
 class TargetSession:
-    """One batch of texts on a target: the committed tokens, and the tree that is being verified."""
+    """One batch of texts on a target: the committed tokens, and the tree that is being verified.
 
-    def __init__(self, target: MaskedForward, batch: int, capacity: int) -> None:
+    taps: the layers whose states are its features, side by side; see target.taps. Empty: the state after the
+    last norm is.
+    """
+
+    def __init__(self, target: MaskedForward, batch: int, capacity: int, taps: tuple[int, ...] = ()) -> None:
         self.target = target
+        self.taps = taps
         self.cache = target.new_cache(batch, capacity)
         self._forward = target.stepper.wrap(self._verify, self.cache)
         self._compact = target.stepper.wrap(self.cache.compact, self.cache, repeatable=False, by_view=False)
@@ -56,28 +72,29 @@ class TargetSession:
         return self.cache.nbytes
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Run and commit the first lengths[row] of right-padded tokens [B, L]; return features [B, L, d].
+        """Run and commit the first lengths[row] of right-padded tokens [B, L]; return features [B, L, D].
+
+        D is d, or taps * d.
 
         Tokens past a row's length are padding: their features mean nothing, and their slots are overwritten.
         """
         batch, width = tokens.shape
-        parts = [
-            torch.empty(batch, 0, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device)
-        ]
+        size = self.target.hidden_size * max(len(self.taps), 1)
+        parts = [torch.empty(batch, 0, size, dtype=self.target.dtype, device=self.target.device)]
         for start in range(0, width, PREFILL_CHUNK):
             chunk = tokens[:, start : start + PREFILL_CHUNK]
             self.cache.reserve(chunk.shape[1], offset=start, exact=True)
             slots = self.cache.place(chunk.shape[1], offset=start)  # [B, q]
             slot_positions = torch.arange(self.cache.view, device=slots.device).expand(batch, -1)
             visible = slot_positions[:, None, :] <= slots[:, :, None]
-            parts.append(self.target.features(chunk, slots, visible, slot_positions, self.cache))
+            parts.append(self._run(chunk, slots, visible, slot_positions)[1])
         self.cache.advance(lengths)
         return torch.cat(parts, dim=1)
 
     def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
         """Run one forward over all nodes under the tree mask.
 
-        Returns logits [B, N, V] float32 and features [B, N, d].
+        Returns logits [B, N, V] float32 and features [B, N, D], see `prefill`.
         """
         self.cache.reserve(tree.tokens.shape[1])
         logits, features, self.cache.slots = self._forward(tree.tokens, tree.parents, tree.depths, tree.depth)
@@ -96,8 +113,23 @@ class TargetSession:
         visible = visible_slots(cache.lengths, slots, relation, view)
         slot_positions = torch.arange(view, device=slots.device).expand(len(slots), -1)
         slot_positions = slot_positions.scatter(1, slots, positions)
-        features = self.target.features(tokens, positions, visible, slot_positions, cache, relation)
-        return self.target.logits(features), features, slots
+        last, features = self._run(tokens, positions, visible, slot_positions, relation)
+        return self.target.logits(last), features, slots
+
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        slot_positions: Tensor,
+        relation: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the states after the last norm and the features; see TargetModel.features."""
+        inputs = (tokens, positions, visible, slot_positions, self.cache, relation)
+        if self.taps:
+            return self.target.tapped_features(*inputs, self.taps)
+        last = self.target.features(*inputs)
+        return last, last
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
         """Commit counts[row] nodes of the path [B, P] (node indices, -1 padded), root included."""

@@ -307,7 +307,7 @@ def run_loop(
     if isinstance(drafter, DraftHead):
         drafter = eagle_drafter(drafter, target, batch, capacity, target.device)
     stats = [GenerationStats() for _ in prompts]
-    session = TargetSession(target, batch, capacity)
+    session = TargetSession(target, batch, capacity, drafter.needs.taps)
     steps = list(decode(request, session, drafter, RowRandom(seed, batch), stats, Stopwatch()))
     texts = [[token for chunks in steps for token in chunks[row]] for row in range(batch)]
     return Decoded(texts, steps, stats)
