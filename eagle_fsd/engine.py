@@ -30,6 +30,8 @@ from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, TokenStrea
 from eagle_fsd.decoding.request import GenerationOptions, Prompts, Request, end_token_ids
 from eagle_fsd.decoding.workspace import Workspaces
 from eagle_fsd.drafting.drafter import DrafterSpec
+from eagle_fsd.drafting.eagle3.drafter import Eagle3Spec, place_eagle3
+from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import EagleSpec, place_head, require_fit
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.load_pair import load_pair
@@ -43,16 +45,16 @@ class EagleFSD:
 
     Several threads may use one engine, engines of one model, and the model itself at the same time.
 
-    target: a TargetModel. head: a DraftHead that fits it, another DrafterSpec, or None for plain decoding
-    only. A head is never changed; it is copied if it has another device or dtype. tokenizer: for callers.
-    base_model, ea_model: the sources of target and head, for reports. head_dtype: the dtype of drafts; None
-    means the target's. head_folder: has the head's calibration.
+    target: a TargetModel. head: a DraftHead or Eagle3Head that fits it, another DrafterSpec, or None for
+    plain decoding only. A head is never changed; it is copied if it has another device or dtype. tokenizer:
+    for callers. base_model, ea_model: the sources of target and head, for reports. head_dtype: the dtype of
+    drafts; None means the target's. head_folder: has the head's calibration.
     """
 
     def __init__(
         self,
         target: TargetModel,
-        head: DraftHead | DrafterSpec | None,
+        head: DraftHead | Eagle3Head | DrafterSpec | None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         base_model: str = "",
         ea_model: str = "",
@@ -66,6 +68,9 @@ class EagleFSD:
             require_fit(head, target)
             self.head = place_head(head, target.device, head_dtype or target.dtype)
             self.drafter = EagleSpec.for_target(self.head, target)
+        elif isinstance(head, Eagle3Head):
+            head = place_eagle3(head, target.device, head_dtype or target.dtype)
+            self.drafter = Eagle3Spec.for_target(head, target)
         else:
             self.drafter = head
         self.tokenizer = tokenizer
@@ -124,7 +129,7 @@ class EagleFSD:
             runtime=runtime,
             weight_format=weight_format,
         )
-        drafts_in = pair.head.fc.weight.dtype
+        drafts_in = next(pair.head.parameters()).dtype
         names = (pair.base_model, pair.ea_model)
         return cls(pair.target, pair.head, pair.tokenizer, *names, drafts_in, pair.folder)
 

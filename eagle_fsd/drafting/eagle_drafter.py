@@ -9,7 +9,7 @@ Shapes: B rows, d hidden size, K top_k, V vocabulary, W drafted tokens: all V, o
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -143,18 +143,9 @@ class EaglePredictor:
         Rows are right-padded. Pairs past counts[row] are read, but masks hide them and later pairs overwrite
         them. Returns the features [B, d] predicted at the last committed pair of each row.
         """
-        cache, outputs = self.cache, []
         # Prompts have any length, so a recording for one would hardly ever be replayed.
         read = self._read_pairs if first else self._read
-        for start in range(0, tokens.shape[1], EXTEND_CHUNK):
-            chunk = slice(start, start + EXTEND_CHUNK)
-            cache.reserve(tokens[:, chunk].shape[1], offset=start, exact=first)
-            outputs.append(read(features[:, chunk], tokens[:, chunk], start))
-        # A row that is done commits nothing; its output is read at place 0 and never used.
-        last = on_device([max(count, 1) for count in counts], tokens.device)[:, None, None] - 1
-        output = torch.cat(outputs, dim=1)
-        cache.advance(counts)
-        return output.gather(1, last.expand(-1, -1, output.shape[-1]))[:, 0]
+        return commit_in_chunks(self.cache, read, features, tokens, counts, first)
 
     def _read_pairs(self, features: Tensor, tokens: Tensor, start: int) -> Tensor:
         """Return the features [B, q, d] predicted at pairs [B, q], `start` slots past the committed ones."""
@@ -188,6 +179,30 @@ class EaglePredictor:
             inputs = (features.float(), self.vocabulary.embed(tokens).float(), positions)
             return self.graph(inputs, [visible], self.cache)
         return self.head(features.to(dtype), self.vocabulary.embed(tokens).to(dtype), positions, attend)
+
+
+def commit_in_chunks(
+    cache: KVCache,
+    read: Callable[[Tensor, Tensor, int], Tensor],
+    features: Tensor,
+    tokens: Tensor,
+    counts: Sequence[int],
+    first: bool,
+) -> Tensor:
+    """Read pairs [B, P] in chunks, commit counts[row] of them and return the outputs [B, d] at the last ones.
+
+    read: takes features, tokens and their offset past the committed slots, and returns outputs [B, q, d].
+    """
+    outputs = []
+    for start in range(0, tokens.shape[1], EXTEND_CHUNK):
+        chunk = slice(start, start + EXTEND_CHUNK)
+        cache.reserve(tokens[:, chunk].shape[1], offset=start, exact=first)
+        outputs.append(read(features[:, chunk], tokens[:, chunk], start))
+    # A row that is done commits nothing; its output is read at place 0 and never used.
+    last = on_device([max(count, 1) for count in counts], tokens.device)[:, None, None] - 1
+    output = torch.cat(outputs, dim=1)
+    cache.advance(counts)
+    return output.gather(1, last.expand(-1, -1, output.shape[-1]))[:, 0]
 
 
 def cache_members(head: DraftHead) -> list[tuple[int, int]]:

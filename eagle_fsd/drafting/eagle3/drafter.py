@@ -1,0 +1,198 @@
+"""Drafting with an EAGLE-3 head: the pairs it reads, and where.
+
+As in EAGLE-1/2, pair j is (the target's features at token j, token j + 1), stored in slot j at position j,
+and a tree node of depth i >= 1 is read at position L - 1 + i; see eagle_drafter. Features are taps, or the
+state after the target's last norm. They are projected once, for committed pairs; below the root, the head's
+own states stand in their place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.tree import within_window
+from eagle_fsd.drafting.drafter import Needs, Seen
+from eagle_fsd.drafting.eagle3.head import Eagle3Head
+from eagle_fsd.drafting.eagle_drafter import Verifier, commit_in_chunks, pair_prompts
+from eagle_fsd.drafting.tree_growth import BeamDrafter, slots_per_row
+from eagle_fsd.files.fingerprints import digest_json, digest_tensors
+from eagle_fsd.runtime.grouped_attention import grouped_attention
+from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.runtime.step_recorder import EAGER, Stepper
+
+
+class TappedVerifier(Verifier, Protocol):
+    """A TargetModel whose layers can be read."""
+
+    def admit_taps(self, taps: tuple[int, ...]) -> None: ...
+
+
+class Eagle3Vocabulary:
+    """Embeddings and logits for an EAGLE-3 head: its own, or the target's where its file has none."""
+
+    def __init__(self, head: Eagle3Head, target: Verifier) -> None:
+        self.head, self.target = head, target
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return embeddings [..., d] of tokens [...] of the whole vocabulary, unscaled."""
+        own = self.head.embed_tokens
+        return self.target.embed(tokens) if own is None else own(tokens)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the draft's logits [..., W] float32 of states [..., d].
+
+        The target's own scaling and soft-cap are not applied: the head was trained on their results.
+        """
+        hidden, lm_head = self.head.readout(states), self.head.lm_head
+        if lm_head is None:
+            weight = next(self.target.lm_head.parameters())
+            logits = self.target.lm_head(hidden.to(weight.device, weight.dtype)).to(states.device)
+        else:
+            logits = lm_head(hidden)
+        return logits.float() * self.head.config.logit_scale
+
+
+@dataclass(frozen=True)
+class Eagle3Spec:
+    """A way to draft with one EAGLE-3 head. vocabulary: its embeddings and logits."""
+
+    head: Eagle3Head
+    vocabulary: Eagle3Vocabulary
+    device: torch.device
+    stepper: Stepper = EAGER
+    name: str = "eagle3"
+
+    @classmethod
+    def for_target(cls, head: Eagle3Head, target: TappedVerifier) -> Eagle3Spec:
+        """Return the spec that drafts for this target with a head on the same device.
+
+        Raises ValueError if the head is for another target, or the target's layers cannot be read.
+        """
+        require_fit(head, target)
+        if target.runtime is not None:
+            raise ValueError(
+                f"the target's runtime is {target.runtime.name}: an EAGLE-3 head reads the target's layers, "
+                "which only the runtime torch shows; use runtime torch (--runtime torch)"
+            )
+        target.admit_taps(head.config.taps)
+        return cls(head, Eagle3Vocabulary(head, target), target.device, target.stepper)
+
+    @property
+    def network(self) -> Eagle3Head:
+        return self.head
+
+    @property
+    def tokens(self) -> int:
+        return self.head.config.draft_vocab_size
+
+    @property
+    def trained_positions(self) -> int:
+        return self.head.config.max_position_embeddings
+
+    @property
+    def identity(self) -> str:
+        """A digest of the head's weights, its draft vocabulary and the way it is read."""
+        weights = digest_tensors([*self.head.parameters(), *self.head.buffers()])
+        return digest_json(weights, asdict(self.head.config))
+
+    def make(self, batch: int, tokens: int, tree: TreeConfig) -> BeamDrafter:
+        cache = KVCache(batch, slots_per_row(tokens, tree), self.device, self.stepper.view)
+        predictor = Eagle3Predictor(self.head, self.vocabulary, cache, self.stepper)
+        return BeamDrafter(predictor, self.stepper)
+
+
+class Eagle3Predictor:
+    """An EAGLE-3 head as a predictor. Its states are those that one draft step hands to the next."""
+
+    def __init__(
+        self, head: Eagle3Head, vocabulary: Eagle3Vocabulary, cache: KVCache, stepper: Stepper = EAGER
+    ) -> None:
+        self.head, self.vocabulary, self.cache = head, vocabulary, cache
+        self.needs = Needs(features=True, taps=head.config.taps)
+        self.drafted = head.draft_tokens
+        self.width = head.config.hidden_size
+        self._read = stepper.wrap(self._read_pairs, cache)
+
+    def commit(self, seen: Seen, first: bool) -> Tensor:
+        """Commit pairs with the target's features and return the states [B, d] at the roots."""
+        assert seen.features is not None
+        features, tokens, counts = seen.features, seen.tokens, seen.counts
+        if first:
+            features, tokens, counts = pair_prompts(seen)
+        return self.commit_pairs(features, tokens, counts, first)
+
+    def commit_pairs(
+        self, features: Tensor, tokens: Tensor, counts: Sequence[int], first: bool = False
+    ) -> Tensor:
+        """Commit the first counts[row] pairs of features and tokens; see EaglePredictor.commit_pairs."""
+        # Prompts have any length, so a recording for one would hardly ever be replayed.
+        read = self._read_pairs if first else self._read
+        return commit_in_chunks(self.cache, read, features, tokens, counts, first)
+
+    def _read_pairs(self, features: Tensor, tokens: Tensor, start: int) -> Tensor:
+        """Return the states [B, q, d] at pairs [B, q], `start` slots past the committed ones."""
+        slots = self.cache.place(tokens.shape[1], offset=start)  # [B, q]
+        # Pair j is in slot j, so causal order is the order of the slots: each pair sees up to its own.
+        slot_positions = torch.arange(self.cache.view, device=slots.device).expand(len(slots), -1)
+        visible = slot_positions[:, None, :] <= slots[:, :, None]
+        states = self.head.project(features.to(self.head.dtype))
+        return self.forward(states, tokens, slots, visible, slot_positions)
+
+    def log_q(self, states: Tensor) -> Tensor:
+        """Return log-probabilities [..., W] at temperature 1 from states [..., d]."""
+        return F.log_softmax(self.vocabulary.logits(states.to(self.head.dtype)), dim=-1)
+
+    def step(self, tokens: Tensor, parents: Tensor, level: int, visible: Tensor) -> Tensor:
+        """Read a level of pairs: drafted tokens [B, K] with the states at their parents."""
+        # The root's pair is committed at position L - 1, so its children, level 1, are at position L.
+        committed, top_k = self.cache.lengths[:, None], tokens.shape[1]
+        positions = (committed + level - 1).expand_as(tokens)
+        slots = torch.arange(self.cache.view, device=tokens.device)
+        # Every level of the tree takes top_k slots behind the committed ones.
+        below = (slots - committed).clamp(min=0) // top_k
+        slot_positions = torch.where(slots < committed, slots, committed + below)
+        return self.forward(parents.to(self.head.dtype), tokens, positions, visible, slot_positions)
+
+    def forward(
+        self, states: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor, slot_positions: Tensor
+    ) -> Tensor:
+        """Run the head on pairs [B, n] under the mask visible [B, n, S]; keys go to the placed slots."""
+        windows = self.head.config.windows
+        masks = {
+            window: within_window(visible, positions, slot_positions, window) if window else visible
+            for window in set(windows)
+        }
+
+        def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            mask = masks[windows[number]][:, None]
+            return grouped_attention(q, *self.cache.update(k, v, layer_idx=number), mask)
+
+        embeddings = self.vocabulary.embed(tokens).to(states.device, states.dtype)
+        return self.head(states, embeddings, positions, attend)
+
+
+def require_fit(head: Eagle3Head, target: Verifier) -> None:
+    """Raise ValueError unless the head has the target's sizes."""
+    for name, mine, its in (
+        ("target hidden_size", head.config.target_size, target.hidden_size),
+        ("vocab_size", head.config.vocab_size, target.vocab_size),
+    ):
+        if mine != its:
+            raise ValueError(
+                f"the head's {name} is {mine} and the target's is {its}: a head drafts only for the target "
+                "it was trained on; choose the head of this target"
+            )
+
+
+def place_eagle3(head: Eagle3Head, device: torch.device, dtype: torch.dtype) -> Eagle3Head:
+    """Return the head on this device and in this dtype: itself, or a copy that leaves it to other engines."""
+    weight = head.norm.weight
+    return head if (weight.device, weight.dtype) == (device, dtype) else copy.deepcopy(head).to(device, dtype)

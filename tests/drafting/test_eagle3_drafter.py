@@ -1,0 +1,233 @@
+"""The EAGLE-3 drafter against a recursion that keeps no cache and no mask, and inside the decoding loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from support.drafters import feed
+from support.eagle3 import VARIANTS, Eagle3Twin, eagle3_head
+from support.op_recorder import OpRecorder
+from support.stubs import generator
+from support.tiny_models import VOCAB, greedy_alone, prompts_of, run_loop, tiny_model
+from torch import Tensor
+
+import eagle_fsd.drafting.eagle_drafter as draft_module
+from eagle_fsd import EagleFSD, Fuzzy, TreeConfig
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding.request import Terms, Text
+from eagle_fsd.decoding.scheduler import Scheduler
+from eagle_fsd.drafting.eagle3.drafter import Eagle3Spec
+from eagle_fsd.drafting.eagle3.head import Eagle3Head
+from eagle_fsd.drafting.tree_growth import BeamDrafter
+from eagle_fsd.runtime.step_recorder import Graphs
+from eagle_fsd.target.model import TargetModel
+
+TREE = TreeConfig(10, 4, 3)
+TARGET = TargetModel(tiny_model())
+Pairs = tuple[Tensor, Tensor]  # features [n, D] and the tokens [n] that followed them
+
+
+def random_pairs(head: Eagle3Head, count: int, seed: int) -> Pairs:
+    draw = generator(seed)
+    width = head.config.fc_inputs
+    return torch.randn(count, width, generator=draw), torch.randint(VOCAB, (count,), generator=draw)
+
+
+def pad(rows: list[Pairs]) -> tuple[Tensor, Tensor, list[int]]:
+    """Return right-padded features, tokens and counts, with junk in the padding."""
+    counts = [len(tokens) for _, tokens in rows]
+    features = torch.full((len(rows), max(counts), rows[0][0].shape[1]), 77.0)
+    tokens = torch.full((len(rows), max(counts)), VOCAB - 1)
+    for row, (feature, token) in enumerate(rows):
+        features[row, : counts[row]], tokens[row, : counts[row]] = feature, token
+    return features, tokens, counts
+
+
+def start_drafter(head: Eagle3Head, rows: list[Pairs]) -> BeamDrafter:
+    drafter = Eagle3Spec.for_target(head, TARGET).make(len(rows), 16, TREE)
+    feed(drafter, *pad(rows))
+    return drafter
+
+
+class PlainEagle3:
+    """EAGLE-3 for one text whose true pairs are known: every node's path is run on its own."""
+
+    def __init__(self, head: Eagle3Head, pairs: Pairs) -> None:
+        self.head, self.twin, self.pairs = head, Eagle3Twin(head), pairs
+
+    def states(self, path: tuple[int, ...]) -> list[Tensor]:
+        """Return the head's own states at the root and at each token of a path but the last."""
+        features, tokens = self.pairs
+        own = self.states(path[:-1]) if path else []
+        inputs = torch.cat((self.twin.start(features), *[state[None] for state in own]))
+        tokens = torch.cat((tokens, torch.tensor(path, dtype=torch.int64)))
+        table = self.head.embed_tokens
+        embeddings = TARGET.embed(tokens) if table is None else table.weight[tokens]
+        return [*own, self.twin.run(inputs, embeddings, list(range(len(tokens))))[-1]]
+
+    def log_q(self, path: tuple[int, ...]) -> Tensor:
+        own = None if self.head.lm_head is not None else TARGET.lm_head.weight
+        return self.twin.logits(self.states(path)[-1], own).log_softmax(-1)
+
+
+def paths_of(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), strict=True):
+        paths.append(() if parent < 0 else (*paths[parent], token))
+    return paths
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_trees_carry_the_distributions_of_the_plain_recursion(name: str) -> None:
+    """log q at every node with children, the best children of the root, and only drafted tokens."""
+    head = eagle3_head(2, **VARIANTS[name])
+    rows = [random_pairs(head, count, count) for count in (7, 1)]
+    tree = start_drafter(head, rows).draft(torch.stack([tokens[-1] for _, tokens in rows]), TREE)
+    drafted = torch.arange(VOCAB) if head.draft_tokens is None else head.draft_tokens
+    for row, pairs in enumerate(rows):
+        twin, paths = PlainEagle3(head, pairs), paths_of(tree, row)
+        assert set(tree.tokens[row, 1:].tolist()) <= set(drafted.tolist())
+        best = drafted[twin.log_q(()).topk(1).indices].item()
+        assert (best,) in paths
+        for place, owner in enumerate(tree.owners[row].tolist()):
+            if owner >= 0:
+                wanted = twin.log_q(paths[owner])
+                torch.testing.assert_close(tree.log_q[row, place], wanted, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["plain", "eagle3.1", "window", "no taps", "another width"])
+@pytest.mark.parametrize("chunk", [2, 512])
+@torch.no_grad()
+def test_the_state_after_any_steps_is_that_of_a_fresh_drafter(
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was drafted between, true features take its place; rows commit different counts, or none."""
+    monkeypatch.setattr(draft_module, "EXTEND_CHUNK", chunk)
+    head = eagle3_head(3, **VARIANTS[name])
+    rows = [random_pairs(head, count, count) for count in (5, 2, 1)]
+    drafter = start_drafter(head, rows)
+    for step in range(3):
+        roots = torch.stack([tokens[-1] for _, tokens in rows])
+        grown, again = drafter.draft(roots, TREE), drafter.draft(roots, TREE)
+        assert torch.equal(grown.tokens, again.tokens) and torch.equal(grown.log_q, again.log_q)
+        news = [random_pairs(head, 1 + (step + row) % 3, 90 + 9 * step + row) for row in range(3)]
+        features, tokens, counts = pad(news)
+        counts[step % 3] = 0 if step else counts[step % 3]  # a row that is done
+        drafter.root_states = drafter.predictor.commit_pairs(features, tokens, counts)
+        if step:
+            news[step % 3] = (news[step % 3][0][:0], news[step % 3][1][:0])
+        rows = [(torch.cat((f, g)), torch.cat((t, u))) for (f, t), (g, u) in zip(rows, news, strict=True)]
+        fresh = start_drafter(head, rows)
+        for row, pairs in enumerate(rows):
+            for layer, buffers in fresh.cache.layers.items():
+                for mine, its in zip(drafter.cache.layers[layer], buffers, strict=True):
+                    count = len(pairs[1])
+                    torch.testing.assert_close(
+                        mine[row, :, :count], its[row, :, :count], atol=1e-4, rtol=1e-4
+                    )
+            if counts[row]:
+                torch.testing.assert_close(
+                    drafter.root_states[row], fresh.root_states[row], atol=1e-3, rtol=1e-3
+                )
+        drafter.root_states = fresh.root_states.clone()
+
+
+# --- in the loop ---
+
+
+def engine(name: str = "plain", recorded: bool = False, **options: Any) -> EagleFSD:
+    target = TargetModel(tiny_model(), *([Graphs(OpRecorder())] if recorded else []))
+    return EagleFSD(target, eagle3_head(4, **VARIANTS[name]), **options)
+
+
+@pytest.mark.parametrize("name", ["plain", "eagle3.1", "window", "no taps", "target's lm_head"])
+def test_greedy_text_is_the_targets_own(name: str) -> None:
+    """T = 0, prompts of 6, 1 and 13 tokens alone and together."""
+    prompts = [prompts_of([length], seed=length)[0] for length in (6, 1, 13)]
+    wanted = greedy_alone(tiny_model(), prompts, 16)
+    model = engine(name)
+    spec = model.drafter
+    assert spec is not None and spec.name == "eagle3"
+    found = run_loop(model.target, prompts, spec.make(3, 8, TREE), 16, tree=TREE)
+    assert found.texts == wanted
+    for prompt, text in zip(prompts, wanted, strict=True):
+        assert run_loop(model.target, [prompt], spec.make(1, 4, TREE), 16, tree=TREE).texts == [text]
+
+
+def test_greedy_text_through_generate_with_padding_and_another_dtype() -> None:
+    prompts = prompts_of([4, 9])
+    ids = torch.tensor([[0] * 5 + prompts[0], prompts[1]])
+    mask = torch.tensor([[0] * 5 + [1] * 4, [1] * 9])
+    wanted = greedy_alone(tiny_model(), prompts, 12)
+    for options in ({}, {"head_dtype": torch.bfloat16}):
+        model = engine(**options)
+        assert model.generate(ids, mask, max_new_tokens=12, tree=TREE).new_tokens == wanted
+        assert model.draft_vocab_size == 40
+
+
+def test_recorded_steps_give_the_same_text() -> None:
+    prompts = prompts_of([5, 8])
+    wanted = run_loop(TARGET, prompts, Eagle3Spec.for_target(eagle3_head(4), TARGET).make(2, 8, TREE), 12)
+    model = engine(recorded=True)
+    assert model.drafter is not None
+    found = run_loop(model.target, prompts, model.drafter.make(2, 8, TREE), 12)
+    assert found.texts == wanted.texts
+
+
+def test_texts_join_and_leave() -> None:
+    model = engine()
+    scheduler = Scheduler(model.target, model.drafter, TREE, 2)
+    prompts = [prompts_of([1 + 3 * number], seed=number)[0] for number in range(5)]
+    for number, prompt in enumerate(prompts):
+        scheduler.admit(Text(number, 5 + 3 * number, Terms(()), prompt=prompt))
+    found: dict[int, list[int]] = {}
+    for one, tokens in scheduler.run():
+        found.setdefault(one.number, []).extend(tokens)
+    for number, prompt in enumerate(prompts):
+        assert found[number] == greedy_alone(tiny_model(), [prompt], 5 + 3 * number)[0]
+
+
+@pytest.mark.parametrize("name", ["plain", "eagle3.1"])
+def test_sampled_tokens_have_the_targets_distribution(name: str) -> None:
+    """The first two tokens over 1200 texts, temperature 1, against the target's own product."""
+    model, prompt, count = engine(name), prompts_of([5])[0], 1200
+    ids = torch.tensor([prompt]).expand(count, -1)
+    tree = TreeConfig(5, 3, 2)
+    made = model.generate(ids, max_new_tokens=2, temperature=1.0, seed=3, tree=tree).new_tokens
+    with torch.no_grad():
+        first = model.target.model(torch.tensor([prompt])).logits[0, -1].softmax(-1).double()
+        likely = int(first.argmax())
+        second = model.target.model(torch.tensor([[*prompt, likely]])).logits[0, -1].softmax(-1).double()
+    follows = [row[1] for row in made if row[0] == likely]
+    for tokens, p in (([row[0] for row in made], first), (follows, second)):
+        expected = p * len(tokens)
+        seen = torch.tensor(tokens).bincount(minlength=VOCAB).double()
+        large = expected >= 5
+        observed = torch.cat((seen[large], seen[~large].sum()[None]))
+        wanted = torch.cat((expected[large], expected[~large].sum()[None]))
+        assert len(wanted) > 2 and chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-3
+
+
+def test_fuzzy_rules_ask_for_a_divergence_of_sparse_drafts() -> None:
+    model = engine()
+    model.require_rule(Fuzzy(0.3, "js"))
+    with pytest.raises(ValueError, match="40"):
+        model.require_rule(Fuzzy(0.3, "forward_kl"))
+
+
+def test_a_head_of_another_target_is_refused() -> None:
+    for sizes in ({"target_size": 64, "embeddings": True}, {"vocab_size": 95}):
+        with pytest.raises(ValueError, match="a head drafts only for the target it was trained on"):
+            EagleFSD(TARGET, eagle3_head(0, **sizes))
+    with pytest.raises(ValueError, match="taps of this target are 1 to 2"):
+        EagleFSD(TARGET, eagle3_head(0, taps=(1, 2, 3)))
+
+
+def test_the_identity_knows_the_weights_and_how_they_are_read() -> None:
+    heads = [eagle3_head(0), eagle3_head(1), eagle3_head(0, norm_output=True), eagle3_head(0, taps=(1, 1, 2))]
+    found = {Eagle3Spec.for_target(head, TARGET).identity for head in [*heads, eagle3_head(0)]}
+    assert len(found) == 4
