@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd import hub
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.calibration import Calibration
+from eagle_fsd.autotune.head_reading import settle_head
 from eagle_fsd.autotune.settle import Settler
 from eagle_fsd.autotune.tree_search import Choice
 from eagle_fsd.core.checks import require_integer
@@ -97,6 +98,8 @@ class EagleFSD:
         weights_cache: bool = True,
         runtime: str = "auto",
         weight_format: str | None = None,
+        head_taps: Sequence[int] | None = None,
+        norm_output: bool | None = None,
     ) -> EagleFSD:
         """Load a target and its head.
 
@@ -111,6 +114,8 @@ class EagleFSD:
         weight_format: "float32", "bfloat16", "int8" or "packed", which keeps a .gguf file's own blocks; None
         means dtype. int8 and packed also round activations. runtime: "torch", "openvino" (on a CPU, with the
         extra of that name), or "auto", the faster one that has the format, measured once on each machine.
+        head_taps, norm_output: how to read an EAGLE-3 head's config, where that is measured otherwise: the
+        layers that it reads, numbered by what enters them, and whether its carried state is normed.
         Raises ValueError for anything that is missing, does not fit or is not supported.
         """
         pair = load_pair(
@@ -128,7 +133,11 @@ class EagleFSD:
             weights_cache=weights_cache,
             runtime=runtime,
             weight_format=weight_format,
+            head_taps=head_taps,
+            norm_output=norm_output,
         )
+        if isinstance(pair.head, Eagle3Head):
+            settle_head(pair.head, pair.target, pair.tokenizer)
         drafts_in = next(pair.head.parameters()).dtype
         names = (pair.base_model, pair.ea_model)
         return cls(pair.target, pair.head, pair.tokenizer, *names, drafts_in, pair.folder)

@@ -207,6 +207,8 @@ def load_model(args: Namespace) -> EagleFSD:
         weights_cache=args.weights_cache,
         runtime=args.runtime,
         weight_format=args.weight_format,
+        head_taps=args.head_taps,
+        norm_output=args.norm_output,
     )
 
 

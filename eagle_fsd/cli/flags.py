@@ -77,7 +77,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--ea-model",
         "--ea-model-path",
         metavar="H",
-        help="EAGLE-1/2 head: Hub id[@revision] or folder (default: the shipped head of a known target)",
+        help="EAGLE-1/2/3 head: Hub id[@revision] or folder (default: the shipped head of a known target)",
+    )
+    group.add_argument(
+        "--head-taps",
+        type=parse_taps,
+        metavar="I,J,K",
+        help="the layers that an EAGLE-3 head reads, each by the number of the layer that its state enters "
+        "(default: as its config.json says, measured where that can be read in two ways)",
+    )
+    group.add_argument(
+        "--norm-output",
+        action=argparse.BooleanOptionalAction,
+        help="whether an EAGLE-3 head carries the normed state on (default: likewise)",
     )
     group.add_argument("--dtype", help="float32, float16 or bfloat16 (default: chosen by the device)")
     group.add_argument(
@@ -292,3 +304,11 @@ def parse_auto_or(kind: Callable[[str], float], what: str) -> Callable[[str], fl
             raise argparse.ArgumentTypeError(f"{text!r} is neither {what} nor {AUTO}") from error
 
     return read
+
+
+def parse_taps(text: str) -> tuple[int, ...]:
+    """Return the numbers of a comma-separated list of taps; an argparse type."""
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdecimal() and len(part) < 6 and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I,J,K: they must be layer numbers from 1 on")
+    return tuple(map(int, parts))

@@ -1,0 +1,73 @@
+"""Settle how an EAGLE-3 head's files are to be read, on a short text of its target's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.decoding.request import Terms, Text
+from eagle_fsd.decoding.scheduler import Scheduler
+from eagle_fsd.drafting.eagle3.head import Eagle3Head
+from eagle_fsd.drafting.eagle3.readings import reading_losses, settle_reading, shown_losses
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
+from eagle_fsd.text.chat import encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+PROMPT = "Explain in a few sentences why the sky is blue, and why it turns red in the evening."
+MOST = 160  # new tokens of the text: with the prompt about 200, whose losses differ clearly
+LEAST = 24  # of a text that can tell readings apart
+
+
+def settle_head(head: Eagle3Head, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Give the head the reading under which it predicts its target's text best, if its files leave that open.
+
+    Without a text that is long enough the likeliest reading stays. The head is on the target's device.
+    """
+    if len(head.readings) == 1:
+        return
+    text = own_text(target, tokenizer)
+    if len(text) < LEAST:
+        logger.warning(
+            "the target's own text ends after %d tokens: its head's files can be read in %d ways, and %s is "
+            "taken; name the taps if it drafts badly (head_taps)",
+            *(len(text), len(head.readings), head.config.reading),
+        )
+        return
+    tokens = torch.tensor(text, device=target.device)
+
+    def features(taps: tuple[int, ...]) -> Tensor:
+        return TargetSession(target, 1, len(text), taps).prefill(tokens[None], [len(text)])[0]
+
+    losses = reading_losses(head, target, tokens, features)
+    logger.info("%s", shown_losses(losses, settle_reading(head, losses)))
+
+
+def own_text(target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Return a prompt and the target's greedy answer to it."""
+    prompt = example_prompt(target, tokenizer)
+    text = Text(0, MOST, Terms(target.eos_token_ids), prompt=prompt)
+    scheduler = Scheduler(target, None, TreeConfig(1), rows=1)
+    scheduler.admit(text)
+    return [*prompt, *(token for _, tokens in scheduler.run() for token in tokens)]
+
+
+def example_prompt(target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> Sequence[int]:
+    """Return the tokens of PROMPT, as a chat where there is a template; one token without a tokenizer."""
+    most = max(target.max_positions // 2, 1)
+    if tokenizer is not None:
+        try:
+            raw = not getattr(tokenizer, "chat_template", None)
+            return encode(tokenizer, PROMPT, raw=raw)[0].tolist()[:most]
+        except ValueError:  # a template that does not take such a chat
+            pass
+    return [next(iter(target.eos_token_ids), 0)]
