@@ -18,8 +18,8 @@ from tqdm import tqdm
 from eagle_fsd import hub
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.measure.hardware_limits import process_memory
 from eagle_fsd.evaluation.prompt_sets import answer
-from eagle_fsd.evaluation.weight_formats.process import memory
 from eagle_fsd.evaluation.weight_formats.reading import NODES, READINGS, distances
 from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import append_row
@@ -92,7 +92,7 @@ def decode_prompts(job: Job, questions: Sequence[Question]) -> None:
 
     libraries: bytes that the process had before it loaded anything.
     """
-    libraries = memory()["resident"]
+    libraries = process_memory()["resident"]
     engine, tree = load_engine(job), TreeConfig.parse(job.tree)
     made = {"weight_bytes": engine.target.weight_bytes, "libraries": libraries, **provenance(CPU)}
     for question in tqdm(questions, desc=f"{job.name}: decoding", unit="prompt"):
@@ -104,7 +104,7 @@ def decode_prompts(job: Job, questions: Sequence[Question]) -> None:
             "lossless": lossless.new_tokens[0],
             "steps": lossless.stats[0].steps,
             "new_tokens": lossless.stats[0].new_tokens,
-            **memory(),
+            **process_memory(),
         }
         append(job, DECODE, question, row | made)
 

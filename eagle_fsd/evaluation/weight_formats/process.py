@@ -1,46 +1,45 @@
-"""A process of its own for a part of a measurement, and the memory of the process that asks."""
+"""A process of its own for a part of a measurement, whose memory is then that part's alone.
+
+Imports no torch: a process loads what its function needs.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-
-from eagle_fsd.evaluation.measure.hardware_limits import resident_memory
-from eagle_fsd.evaluation.measure.speed import peak_memory
-
-Result = TypeVar("Result")
-STATUS = Path("/proc/self/status")
+from multiprocessing.connection import Connection
+from typing import Any
 
 
-def in_own_process(work: Callable[..., Result], *arguments: Any) -> Result:
-    """Run a function of a module in a fresh process, and return its result or raise its error.
+def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a module's function in a fresh process, and return its result or raise its ValueError or OSError.
 
-    Raises ValueError if the process ends before the function does.
+    Raises ValueError if the process ends in any other way before the function does; its own traceback has
+    gone to stderr then. The process does not outlive this one for longer than the function runs.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(work, *arguments).result()
-        except BrokenProcessPool as error:
-            raise ValueError(
-                f"the process of {work.__name__} was ended from outside, perhaps for want of memory: it must "
-                "run to its end; free some memory and start again, which keeps the rows that there are"
-            ) from error
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_result, args=(sender, work, arguments), daemon=True)
+    process.start()
+    sender.close()  # so that the process's own end is the only one, and its death is noticed
+    try:
+        result, error = receiver.recv()
+    except EOFError:
+        process.join()
+        raise ValueError(
+            f"the process of {work.__name__} ended early, with exit code {process.exitcode}: it must run to "
+            "its end; free some memory, or see its error above, and start again, which keeps its rows"
+        ) from None
+    process.join()
+    if error is not None:
+        raise error
+    return result
 
 
-def memory() -> dict[str, int]:
-    """Return the bytes of this process that are in memory now, and the most that there have been.
-
-    On Linux they are the process's own. What `getrusage` calls its peak begins with that of its parent.
-    """
-    resident = resident_memory(torch.device("cpu"))
-    if not STATUS.exists():
-        return {"resident": resident, "peak": peak_memory(torch.device("cpu"))}
-    lines = STATUS.read_text(encoding="utf-8").splitlines()
-    (kilobytes,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
-    return {"resident": resident, "peak": 1024 * int(kilobytes)}
+def send_result(sender: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Call a function, and send its result and None, or None and the user's mistake."""
+    try:
+        result, mistake = work(*arguments), None
+    except (ValueError, OSError) as error:
+        result, mistake = None, error
+    sender.send((result, mistake))
