@@ -3,6 +3,7 @@
 The names below are loaded on first use, so that `import eagle_fsd` and `--help` take no time.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from eagle_fsd.drafting.eagle_config import HeadConfig
     from eagle_fsd.drafting.eagle_head import DraftHead
     from eagle_fsd.engine import EagleFSD
+
+# Torch's threads wait busily for their next piece of work: by default for milliseconds, which stalls every
+# step where another program runs. This is read when torch is imported, and tens of microseconds are enough.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 _HOMES = {
     "AcceptanceRule": "acceptance.accept",

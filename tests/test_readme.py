@@ -20,6 +20,7 @@ import pytest
 
 from eagle_fsd import EagleFSD, generate, hub
 from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.evaluation.weight_formats import command as weight_formats
 from eagle_fsd.hub import load_head
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +72,7 @@ TOY = {  # sizes at which a command does all that it does, in seconds; a later f
     "publish": "",
     "speed": "--prompts prompts.jsonl --limit 1 --methods hf plain lossless --max-new-tokens 4",
     "limits": "--context 16",
+    "weight_formats": "--prompts prompts.jsonl --limit 1 --max-new-tokens 4 --formats torch/float32",
     "sweep": "--max-new-tokens 4",
     "report": "",
     "calibrate": "--max-new-tokens 6",
@@ -166,6 +168,7 @@ def test_the_scripts_commands_run_one_after_the_other(
     """As a reader would run them, in the order of the pages, at toy size."""
     pytest.importorskip("matplotlib", reason="the plots need matplotlib: pip install 'eagle-fsd[train]'")
     monkeypatch.setattr(hub, "load_target", cache(hub.load_target))  # the target of each dtype once
+    monkeypatch.setattr(weight_formats, "in_own_process", lambda work, *given: work(*given))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Why is the sky blue?"}\n')
     named = [re.match(r"python \w+/(\w+)\.py", line).group(1) for line in SCRIPTS]
@@ -276,6 +279,7 @@ SOURCES = {  # the log that has a table's rows
     "sampling": "eval/SPEED.md",
     "largest": "eval/SPEED.md",
     "peers": "eval/SPEED.md",
+    "formats": "eval/RUNTIMES.md",
     "tau": "eval/results/tau.md",
     "second_halves": "eval/results/tau.md",
     "frontier": "eval/QUALITY.md",

@@ -138,7 +138,8 @@ def measure_forwards(
 
     calls = {("verify", width): verify(width) for width in (1, *WIDTHS)}
     calls |= {("draft", (beam, depth)): draft(beam, depth) for beam in beams for depth in (1, LEVELS)}
-    repeats = time_in_turn(calls, target.device, RECORDED if target.stepper.view else 1)
+    with target.stepper.running(batch):
+        repeats = time_in_turn(calls, target.device, RECORDED if target.stepper.view else 1)
     median = {key: statistics.median(seconds) for key, seconds in repeats.items()}
     drafts = {}
     for beam in beams:

@@ -32,6 +32,7 @@ class Group(NamedTuple):
 TRAIN = "eagle_fsd.training.commands"
 EVAL = "eagle_fsd.evaluation.commands"
 GPU = "eagle_fsd.evaluation.gpu"
+FORMATS = "eagle_fsd.evaluation.weight_formats"
 LM_EVAL = "eagle_fsd.integrations.lm_eval"
 
 COMMANDS: dict[str, Command | Group] = {
@@ -61,6 +62,7 @@ COMMANDS: dict[str, Command | Group] = {
             "calibrate": Command(f"{EVAL}.calibrate:main", "find thresholds for budgets of quality"),
             "exchange": Command(f"{EVAL}.exchange:main", "compare what rules gain with what they cost"),
             "limits": Command(f"{EVAL}.limits:main", "measure how fast the hardware could be at best"),
+            "weight-formats": Command(f"{FORMATS}.command:main", "compare weight formats with float32"),
             "gpu-check": Command(f"{GPU}.command:main", "check what only a GPU can show"),
             "harness": Command(f"{LM_EVAL}.command:main", "run lm-evaluation-harness with this engine"),
         },

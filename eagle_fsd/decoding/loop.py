@@ -101,6 +101,10 @@ class Batch:
 
         keep_done: keep the rows of finished texts, for waiting texts to take their places.
         """
+        with self.accept_step.stepper.running(len(self.texts)):
+            return self._step(keep_done)
+
+    def _step(self, keep_done: bool) -> dict[Text, list[int]]:
         watch, before = self.watch, self.active
         with watch("draft"):
             tree = self.drafter.draft(self.roots, self.tree)

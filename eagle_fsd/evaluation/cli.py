@@ -54,13 +54,18 @@ def model_parser(description: str | None, dtype: str | None = None) -> argparse.
 def parser_of(description: str | None, dtype: str | None = None) -> argparse.ArgumentParser:
     """Return a parser with the arguments of the models and of the prompts; dtype: see `model_parser`."""
     parser = model_parser(description, dtype)
+    add_prompts(parser)
+    return parser
+
+
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the prompts, and of how long an answer may be."""
     add = parser.add_argument
     files = "JSONL files of `prompt`, `turns`, `messages` ..."
     add("--prompts", type=Path, nargs="+", required=True, help=files)
     add("--limit", type=int, help="at most LIMIT prompts of every file")
     add("--skip", type=int, default=0, help="leave out the first SKIP prompts of every file")
     add("--max-new-tokens", type=int, default=64, help="default: %(default)s")
-    return parser
 
 
 def load_engine(arguments: argparse.Namespace) -> EagleFSD:

@@ -11,6 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum, auto
 from types import MethodType
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 VIEW = 256  # a cache's view grows by this many slots at a time, so that few shapes occur
 MOST = 32  # recordings of one piece of work: enough for a text of 8,192 tokens
+FEW_ROWS = 2  # of a batch, whose work beside the graphs one thread does
 SHAPES = 8  # result shapes of one piece of work, each with memory of its own
 
 
@@ -65,6 +67,9 @@ class Stepper(Protocol):
     @property
     def records(self) -> bool: ...
 
+    def running(self, rows: int) -> AbstractContextManager[None]:
+        """Return the context that a step on a batch of this size runs in."""
+
     def wrap(
         self,
         work: Work,
@@ -87,6 +92,9 @@ class Eager:
 
     view, records = 0, False
 
+    def running(self, rows: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def wrap(
         self,
         work: Work,
@@ -101,9 +109,27 @@ EAGER = Eager()
 
 
 class FixedShapes(Eager):
-    """A stepper that records nothing, for a runtime that has some work to do whenever shapes change."""
+    """A stepper that records nothing, for a runtime that has some work to do whenever shapes change.
+
+    The runtime has threads of its own. After each parallel piece of torch's work, torch's threads wait busily
+    for the next one and take the processor from them. So torch gets one thread where it has little to do.
+    """
 
     view, records = VIEW, True
+
+    def running(self, rows: int) -> AbstractContextManager[None]:
+        return one_thread() if rows <= FEW_ROWS else nullcontext()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread here, in the thread that calls."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 class Graphs:
@@ -126,6 +152,9 @@ class Graphs:
     @property
     def records(self) -> bool:
         return self.record is not None
+
+    def running(self, rows: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def wrap(
         self,

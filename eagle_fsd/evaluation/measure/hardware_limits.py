@@ -130,6 +130,19 @@ def resident_memory(device: torch.device) -> int:
     return int(statm.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
+def process_memory() -> dict[str, int]:
+    """Return the bytes of this process that are in memory now, "resident", and the most so far, "peak".
+
+    On Linux they are the process's own. What `getrusage` calls its peak begins with that of its parent.
+    """
+    resident, status = resident_memory(torch.device("cpu")), Path("/proc/self/status")
+    if not status.exists():
+        return {"resident": resident, "peak": peak_memory(torch.device("cpu"))}
+    lines = status.read_text(encoding="utf-8").splitlines()
+    (kilobytes,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
+    return {"resident": resident, "peak": max(resident, 1024 * int(kilobytes))}
+
+
 def forward_table(found: Sequence[Behind]) -> str:
     """Write the forwards as Markdown, in milliseconds."""
     titles = ["context", "nodes", "reading", "multiplying", "verify", "of the limit", "of one node's"]

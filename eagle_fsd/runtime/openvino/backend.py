@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from eagle_fsd.core.checks import require_choice
@@ -41,12 +42,13 @@ DRAFT = ("head", "draft_lm_head")  # the names of networks that only draft
 class OpenVINO:
     """Compiles networks for the CPU. weight_format: one of FORMATS. packed: finds a file's own blocks.
 
-    weight_bytes: of all that was compiled so far.
+    weight_bytes: of all that was compiled so far. threads: of its own; as many as torch has by default.
     """
 
     weight_format: str
     packed: Encoder | None = None
     weight_bytes: int = 0
+    threads: int = field(default_factory=torch.get_num_threads)
     name: ClassVar[str] = "openvino"
 
     def __post_init__(self) -> None:
@@ -77,7 +79,7 @@ class OpenVINO:
                 made.reshape([*sizes, weight.shape[1]])
             return compile_graph(made)
 
-        return Product(Variants(compile_for, how_many(graph)))
+        return Product(Variants(compile_for, how_many(graph)), len(weight))
 
     def encode(self, weight: np.ndarray, draft: bool = False) -> Blocks | None:
         """Return a weight's blocks in this format; None if it stays as it is.
@@ -106,7 +108,7 @@ class OpenVINO:
         graph, folder = find_or_make(name, weights, [self.weight_format, parts], make_graph)
         self.weight_bytes += constant_bytes(graph)
         precision = "bf16" if self.weight_format == BFLOAT16 else "f32"
-        return graph, lambda graph: library.compile_graph(graph, precision, few_bits, folder)
+        return graph, lambda graph: library.compile_graph(graph, precision, few_bits, self.threads, folder)
 
 
 def constant_bytes(model: Any) -> int:

@@ -30,6 +30,7 @@ class BlockCache(KVCache):
     def __init__(self, batch: int, capacity: int, members: Sequence[tuple[int, int]]) -> None:
         super().__init__(batch, capacity, torch.device("cpu"), step=BLOCK)
         self.members = list(members)
+        self._offset = 0  # of the tokens last placed, past the committed ones
         self._touched = 0  # how many blocks may hold something
         self.sizes = list(dict.fromkeys(self.members))  # of heads, in the order in which they occur
         self.stores = {size: self._allocate(size, self.capacity, batch) for size in self.sizes}
@@ -38,12 +39,12 @@ class BlockCache(KVCache):
     def nbytes(self) -> int:
         return sum(store.nbytes for store in self.stores.values())
 
-    def blocks(self) -> list[Tensor]:
-        """Return every member's blocks in view, [blocks, rows, H, BLOCK, D], in the buffers' own memory."""
+    def blocks(self, count: int) -> list[Tensor]:
+        """Return every member's first blocks, [count, rows, H, BLOCK, D], in the buffers' own memory."""
         places = dict.fromkeys(self.sizes, 0)
         found = []
         for size in self.members:
-            found.append(self.stores[size][places[size], : self.view // BLOCK])
+            found.append(self.stores[size][places[size], :count])
             places[size] += 1
         return found
 
@@ -51,6 +52,15 @@ class BlockCache(KVCache):
         super().reserve(width, offset)  # a view of whole blocks, whether it was to be exact or not
         self.exact = exact
         self._touched = max(self._touched, self.view // BLOCK)
+
+    def place(self, width: int, offset: int = 0) -> Tensor:
+        self._offset = offset
+        return super().place(width, offset)
+
+    @property
+    def committed_blocks(self) -> int:
+        """How many blocks hold slots before those last placed, in any row."""
+        return -(-(max(self.row_lengths) + self._offset) // BLOCK)
 
     def write(self, news: Sequence[Tensor]) -> None:
         """Write the keys and values of the tokens last placed: [M, B, H, n, D] for each size of heads."""
@@ -70,8 +80,8 @@ class BlockCache(KVCache):
 
     def row_start(self) -> int | None:
         """Return the slot of the first token last placed if it is the same in all rows, else None."""
-        first = self.slots[:, 0].tolist()
-        return first[0] if min(first) == max(first) else None
+        alike = min(self.row_lengths) == max(self.row_lengths)
+        return self.row_lengths[0] + self._offset if alike else None
 
     def compact(self, path: Tensor, slots: Tensor) -> None:
         path = path[:, 1 : slots.shape[1]]  # the first token is in place

@@ -59,26 +59,28 @@ def convert(network: Any, examples: tuple[torch.Tensor, ...]) -> Any:
         root.filters[:], root.handlers[:] = filters, handlers
 
 
-def compile_graph(model: Any, precision: str, rounded_activations: bool, folder: Path | None = None) -> Any:
+def compile_graph(
+    model: Any, precision: str, rounded_activations: bool, threads: int, folder: Path | None = None
+) -> Any:
     """Compile an openvino.Model for this processor, or read its compiled form from a folder that has it.
 
     precision: "f32" or "bf16", of products and activations. rounded_activations: let products with weights of
     few bits round their other factor to 8 bits.
     """
-    config = settings(precision, rounded_activations)
+    config = settings(precision, rounded_activations, threads)
     if folder is not None:
         config["CACHE_DIR"] = str(folder)
     return core().compile_model(model, "CPU", config)
 
 
-def settings(precision: str, rounded_activations: bool) -> dict[str, Any]:
+def settings(precision: str, rounded_activations: bool, threads: int) -> dict[str, Any]:
     return {
         "INFERENCE_PRECISION_HINT": precision,
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(ACTIVATION_GROUP if rounded_activations else 0),
         "KV_CACHE_PRECISION": "f32",
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
-        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "INFERENCE_NUM_THREADS": threads,
         # The system may move threads away from a core that another program uses.
         "ENABLE_CPU_PINNING": False,
     }

@@ -9,10 +9,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -112,13 +111,29 @@ def with_sizes(model: Any, layout: Layout, sizes: tuple[int, ...] | None) -> Any
     return made
 
 
-@dataclass
 class Request:
-    """One caller's use of a compiled network. bound: the buffers and the view that it reads now."""
+    """One caller's use of a compiled graph, with memory for its inputs."""
 
-    infer: Any
-    bound: tuple[object, int] | None = None
-    keep: list[Any] = field(default_factory=list)
+    def __init__(self, compiled: Any) -> None:
+        self.infer = compiled.create_infer_request()
+        self.bound: tuple[object, int] | None = None  # the cache's buffers and the blocks that it reads now
+        self._given: dict[int, Tensor] = {}
+
+    def give(self, place: int, value: Tensor) -> None:
+        """Copy a value to an input. Only a value of another shape than the last one gets new memory."""
+        memory = self._given.get(place)
+        if memory is None or memory.shape != value.shape:
+            memory = self._given[place] = torch.empty(value.shape, dtype=value.dtype)
+            self.infer.set_input_tensor(place, shared(memory))
+        memory.copy_(value)
+
+    def bind(self, first: int, cache: BlockCache) -> None:
+        """Let the inputs from `first` on be the committed blocks of a cache, in its own memory."""
+        state = (cache.buffers, cache.committed_blocks)
+        if self.bound != state:
+            for place, blocks in enumerate(cache.blocks(cache.committed_blocks)):
+                self.infer.set_input_tensor(first + place, shared(blocks))
+            self.bound = state
 
 
 class Variants:
@@ -174,64 +189,63 @@ class Network:
         # Prompts have any length, so they never come often enough.
         graph = self.variants.open if cache.exact else self.variants.choose(tuple(inputs[0].shape[:2]))
         request = self._request(cache, graph)
-        masks = [split_mask(mask, cache.slots) for mask in visible]
-        request.keep = [np.ascontiguousarray(tensor.detach().numpy()) for tensor in (*inputs, *masks)]
-        for place, array in enumerate(request.keep):
-            request.infer.set_input_tensor(place, shared(array))
+        slots, committed = cache.slots, cache.committed_blocks * BLOCK
+        for place, value in enumerate(inputs):
+            request.give(place, value)
+        for place, mask in enumerate(visible, start=len(inputs)):
+            request.give(place, split_mask(mask, slots, committed))
+        request.bind(len(inputs) + len(visible), cache)
         request.infer.infer()
-        news = [
-            torch.from_numpy(request.infer.get_output_tensor(1 + place).data)
-            for place in range(len(cache.sizes))
+        outputs = [
+            torch.from_numpy(request.infer.get_output_tensor(place).data)
+            for place in range(1 + len(cache.sizes))
         ]
-        cache.write(news)
-        return torch.from_numpy(request.infer.get_output_tensor(0).data).clone()
+        cache.write(outputs[1:])
+        return outputs[0].clone()  # the next call overwrites it
 
     def _request(self, cache: BlockCache, compiled: Any) -> Request:
         requests = self._requests.setdefault(cache, weakref.WeakKeyDictionary())
         request = requests.get(compiled)
         if request is None:
-            request = requests[compiled] = Request(compiled.create_infer_request())
-        if request.bound != (cache.buffers, cache.view):
-            first = len(self.layout.inputs) + self.layout.masks
-            for place, blocks in enumerate(cache.blocks()):
-                request.infer.set_input_tensor(first + place, shared(blocks.numpy()))
-            request.bound = (cache.buffers, cache.view)
+            request = requests[compiled] = Request(compiled)
         return request
 
 
 class Product:
-    """A compiled product with one weight: rows [..., in] -> [..., out] float32, for many threads."""
+    """A compiled product with one weight: rows [..., in] -> [..., width] float32, for many threads."""
 
-    def __init__(self, variants: Variants) -> None:
-        self.variants = variants
+    def __init__(self, variants: Variants, width: int) -> None:
+        self.variants, self.width = variants, width
         self._mine = threading.local()
 
     def __call__(self, rows: Tensor) -> Tensor:
-        flat = np.ascontiguousarray(rows.detach().flatten(0, -2).numpy())
+        flat = rows.detach().flatten(0, -2)
         compiled = self.variants.choose((len(flat),))
         requests = self._mine.__dict__.setdefault("requests", weakref.WeakKeyDictionary())
-        infer = requests.get(compiled)
-        if infer is None:
-            infer = requests[compiled] = compiled.create_infer_request()
-        infer.set_input_tensor(0, shared(flat))
-        infer.infer()
-        made = torch.from_numpy(infer.get_output_tensor(0).data).clone()  # the next call overwrites it
-        return made.unflatten(0, rows.shape[:-1])
+        request = requests.get(compiled)
+        if request is None:
+            request = requests[compiled] = Request(compiled)
+        request.give(0, flat)
+        made = torch.empty(*rows.shape[:-1], self.width)
+        request.infer.set_output_tensor(0, shared(made.flatten(0, -2)))
+        request.infer.infer()
+        return made
 
 
-def split_mask(visible: Tensor, slots: Tensor) -> Tensor:
-    """Return the additive mask [B, 1, n, S + n] of visible slots [B, n, S]: committed ones, then new tokens.
+def split_mask(visible: Tensor, slots: Tensor, committed: int) -> Tensor:
+    """Return the additive mask [B, 1, n, committed + n] of visible slots [B, n, S]: of `committed` slots from
+    the first on, and of the new tokens.
 
     slots: [B, n], of the new tokens. Slots from the first of them on are not committed.
     """
-    committed = torch.arange(visible.shape[-1]) < slots[:, :1]  # [B, S]
+    before = torch.arange(committed) < slots[:, :1]  # [B, committed]
     own = visible.gather(2, slots[:, None, :].expand(-1, visible.shape[1], -1))
-    seen = torch.cat((visible & committed[:, None], own), dim=2)
-    return torch.zeros(seen.shape).masked_fill_(~seen, HIDDEN)[:, None]
+    seen = torch.cat((visible[:, :, :committed] & before[:, None], own), dim=2)
+    return torch.where(seen, 0.0, HIDDEN)[:, None]
 
 
-def shared(array: np.ndarray) -> Any:
-    """Return an openvino.Tensor on an array's own memory."""
+def shared(tensor: Tensor) -> Any:
+    """Return an openvino.Tensor on a contiguous tensor's own memory."""
     import openvino
 
-    return openvino.Tensor(array, shared_memory=True)
+    return openvino.Tensor(tensor.numpy(), shared_memory=True)

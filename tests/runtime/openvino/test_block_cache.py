@@ -77,7 +77,7 @@ class Pair:
 
 def flattened(cache: BlockCache) -> list[Tensor]:
     """Return the slots in view of every member, [rows, H, view, D], as a copy."""
-    return [blocks.permute(1, 2, 0, 3, 4).flatten(2, 3) for blocks in cache.blocks()]
+    return [blocks.permute(1, 2, 0, 3, 4).flatten(2, 3) for blocks in cache.blocks(cache.view // BLOCK)]
 
 
 def random_path(draw: torch.Generator, width: int, count: int) -> list[int]:
@@ -170,7 +170,7 @@ def test_a_write_that_crosses_the_border_of_a_block() -> None:
 def test_blocks_are_the_memory_of_the_buffers() -> None:
     cache = BlockCache(3, 2 * BLOCK, LAYOUTS["mixed"])
     cache.reserve(BLOCK + 1)
-    blocks = cache.blocks()
+    blocks = cache.blocks(cache.view // BLOCK)
     assert [tuple(one.shape) for one in blocks] == [
         (2, 3, heads, BLOCK, size) for heads, size in LAYOUTS["mixed"]
     ]

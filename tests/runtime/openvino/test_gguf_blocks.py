@@ -112,7 +112,7 @@ def test_products_with_the_blocks_are_right(kind: str, rounded: bool, allowed: f
     given = openvino.opset13.parameter([-1, 512], np.float32)
     model = openvino.Model([multiply_blocks(given, unpack(kind, packed))], [given], "product")
     rows = np.random.default_rng(0).normal(size=(8, 512)).astype(np.float32)
-    made = library.compile_graph(model, "f32", rounded)(rows)[0]
+    made = library.compile_graph(model, "f32", rounded, 1)(rows)[0]
     wanted = rows.astype(np.float64) @ weight.T.astype(np.float64)
     assert np.abs(made - wanted).max() <= allowed * np.abs(wanted).max()
 

@@ -44,7 +44,7 @@ class Maker:
     def check(self, graph: Any, folder: Path | None) -> None:
         """Check that a graph computes this product."""
         rows = torch.randn(3, self.weight.shape[1])
-        compiled = library.compile_graph(graph, "f32", False, folder)
+        compiled = library.compile_graph(graph, "f32", False, 1, folder)
         made = torch.from_numpy(compiled([rows.numpy()])[0].copy())
         torch.testing.assert_close(made, rows @ self.weight.T)
 
@@ -199,6 +199,6 @@ def test_a_graph_lives_on_when_its_folder_is_deleted(cache: Path) -> None:
     graph, folder = maker.find()
     assert folder is not None
     shutil.rmtree(folder)
-    compiled = library.compile_graph(graph, "f32", False, None)
+    compiled = library.compile_graph(graph, "f32", False, 1)
     rows = np.ones((2, 8), dtype=np.float32)
     np.testing.assert_allclose(compiled([rows])[0], rows @ maker.weight.numpy().T, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,129 @@
+"""The two passes over every weight format, each in a process of its own, and the rows that they append.
+
+The first lets the format read the reference's answers beside the reference, and compares their distributions.
+It converts what a runtime must convert. The second holds the format alone, started from what was kept on disk
+as a user's second start is, decodes the prompts and notes the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from eagle_fsd import hub
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.measure.hardware_limits import process_memory
+from eagle_fsd.evaluation.prompt_sets import answer
+from eagle_fsd.evaluation.weight_formats.reading import NODES, READINGS, distances
+from eagle_fsd.files.fingerprints import digest_json
+from eagle_fsd.files.jsonl import append_row
+from eagle_fsd.files.provenance import provenance
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.chat import encode
+
+DECODE, READ = "decode", "read"
+CPU = torch.device("cpu")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt. sample: its set and number, as gsm8k/3. answer: the reference's token ids, once known."""
+
+    sample: str
+    text: str
+    answer: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A weight format on a runtime, and how it is measured. output: JSONL of rows."""
+
+    runtime: str
+    weight_format: str
+    base_model: str
+    ea_model: str | None
+    tree: str
+    max_new_tokens: int
+    output: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.runtime}/{self.weight_format}"
+
+    def settings(self) -> Row:
+        """Return what every row of this job says of it."""
+        names = ("runtime", "weight_format", "base_model", "ea_model", "tree", "max_new_tokens")
+        return {name: getattr(self, name) for name in names}
+
+    def key(self, measure: str, question: Question) -> str:
+        """Return what a row depends on. Reading depends on the answer, decoding does not."""
+        text = [*question.answer, NODES] if measure == READ else []
+        return digest_json(measure, self.settings(), question.text, text)
+
+
+def read_answers(job: Job, questions: Sequence[Question]) -> None:
+    """Append a row for each question: how far the format's distributions are from the reference's, by place.
+
+    The reference is Hugging Face's model in float32, with its own layers, which reads each answer at once.
+    """
+    engine = load_engine(job)
+    reference = load_reference(job.base_model)
+    made = provenance(CPU)
+    for question in tqdm(questions, desc=f"{job.name}: reading", unit="answer"):
+        prompt = prompt_ids(engine, question)
+        wanted = READINGS["at_once"](reference, prompt, question.answer)
+        row: Row = {"tv": {}, "same": {}}
+        for name, read in READINGS.items():
+            found = distances(read(engine.target, prompt, question.answer), wanted)
+            row["tv"][name] = [float(f"{value:.4g}") for value in found[0]]
+            row["same"][name] = sum(found[1])
+        append(job, READ, question, row | made)
+
+
+def decode_prompts(job: Job, questions: Sequence[Question]) -> None:
+    """Append a row for each question: greedy texts of plain and lossless decoding, their steps, the memory.
+
+    libraries: bytes that the process had before it loaded anything.
+    """
+    libraries = process_memory()["resident"]
+    engine, tree = load_engine(job), TreeConfig.parse(job.tree)
+    made = {"weight_bytes": engine.target.weight_bytes, "libraries": libraries, **provenance(CPU)}
+    for question in tqdm(questions, desc=f"{job.name}: decoding", unit="prompt"):
+        prompt = [prompt_ids(engine, question)]
+        plain = answer(engine, prompt, max_new_tokens=job.max_new_tokens, tree=TreeConfig(1))
+        lossless = answer(engine, prompt, max_new_tokens=job.max_new_tokens, tree=tree)
+        row = {
+            "plain": plain.new_tokens[0],
+            "lossless": lossless.new_tokens[0],
+            "steps": lossless.stats[0].steps,
+            "new_tokens": lossless.stats[0].new_tokens,
+            **process_memory(),
+        }
+        append(job, DECODE, question, row | made)
+
+
+def append(job: Job, measure: str, question: Question, row: Row) -> None:
+    about = {"key": job.key(measure, question), "sample": question.sample, "seed": 0, "measure": measure}
+    append_row(job.output, about | job.settings() | row)
+
+
+def load_engine(job: Job) -> EagleFSD:
+    """Load target and head in the job's format, on the CPU."""
+    how = {"runtime": job.runtime, "weight_format": job.weight_format, "device": "cpu"}
+    return EagleFSD.from_pretrained(job.base_model, job.ea_model, **how)
+
+
+def load_reference(base_model: str) -> TargetModel:
+    """Load the target in float32 as Hugging Face runs it."""
+    return TargetModel(hub.load_target(base_model, torch.float32, CPU)[0])
+
+
+def prompt_ids(engine: EagleFSD, question: Question) -> list[int]:
+    return encode(engine.tokenizer, question.text)[0].tolist()
