@@ -31,10 +31,10 @@ from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, TokenStrea
 from eagle_fsd.decoding.request import GenerationOptions, Prompts, Request, end_token_ids
 from eagle_fsd.decoding.workspace import Workspaces
 from eagle_fsd.drafting.drafter import DrafterSpec
-from eagle_fsd.drafting.eagle3.drafter import Eagle3Spec, place_eagle3
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
-from eagle_fsd.drafting.eagle_drafter import EagleSpec, place_head, require_fit
+from eagle_fsd.drafting.eagle_drafter import EagleSpec
 from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.drafting.specs import spec_for
 from eagle_fsd.hub.load_pair import load_pair
 from eagle_fsd.runtime.packed_linear import repack_changed
 from eagle_fsd.target.hf_generate import generate_alone
@@ -63,17 +63,8 @@ class EagleFSD:
         head_folder: Path | None = None,
     ) -> None:
         self.target = target
-        self.head: DraftHead | None = None
-        self.drafter: DrafterSpec | None = None
-        if isinstance(head, DraftHead):
-            require_fit(head, target)
-            self.head = place_head(head, target.device, head_dtype or target.dtype)
-            self.drafter = EagleSpec.for_target(self.head, target)
-        elif isinstance(head, Eagle3Head):
-            head = place_eagle3(head, target.device, head_dtype or target.dtype)
-            self.drafter = Eagle3Spec.for_target(head, target)
-        else:
-            self.drafter = head
+        self.drafter = spec_for(head, target, head_dtype or target.dtype)
+        self.head = self.drafter.head if isinstance(self.drafter, EagleSpec) else None
         self.tokenizer = tokenizer
         self.base_model = base_model
         self.ea_model = ea_model
