@@ -80,7 +80,12 @@ def paths_of(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
     return paths
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+# What only the network knows is tested with the network; these differ in what the drafter does with it.
+DRAFTED = ["plain", "norm_output", "whole vocabulary", "target's lm_head", "another width", "two layers"]
+DRAFTED += ["window", "no taps", "logit_scale"]
+
+
+@pytest.mark.parametrize("name", DRAFTED)
 @torch.no_grad()
 def test_trees_carry_the_distributions_of_the_plain_recursion(name: str) -> None:
     """log q at every node with children, the best children of the root, and only drafted tokens."""
@@ -99,7 +104,7 @@ def test_trees_carry_the_distributions_of_the_plain_recursion(name: str) -> None
                 torch.testing.assert_close(tree.log_q[row, place], wanted, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3.1", "window", "no taps", "another width"])
+@pytest.mark.parametrize("name", ["plain", "eagle3.1", "window", "no taps"])
 @pytest.mark.parametrize("chunk", [2, 512])
 @torch.no_grad()
 def test_the_state_after_any_steps_is_that_of_a_fresh_drafter(
