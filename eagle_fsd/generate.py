@@ -207,6 +207,7 @@ def load_model(args: Namespace) -> EagleFSD:
         weights_cache=args.weights_cache,
         runtime=args.runtime,
         weight_format=args.weight_format,
+        lookup=args.lookup,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.core.devices import resolve_device, resolve_dtype
+from eagle_fsd.drafting.drafter import NO_HEAD
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.choose_runtime import AUTO, TORCH, plan_runtime, settle
 from eagle_fsd.hub.resolve import load_head, load_target, resolve_head, resolve_target
@@ -26,14 +27,14 @@ from eagle_fsd.target.model import TargetModel
 
 @dataclass(frozen=True)
 class Pair:
-    """A loaded target and head. base_model, ea_model: their sources. folder: has the head's files."""
+    """A loaded target and head. base_model, ea_model: their sources. folder: has the head's files, if any."""
 
     target: TargetModel
-    head: DraftHead
+    head: DraftHead | None
     tokenizer: PreTrainedTokenizerBase | None
     base_model: str
     ea_model: str
-    folder: Path
+    folder: Path | None
 
 
 def load_pair(
@@ -53,12 +54,12 @@ def load_pair(
     runtime: str,
     weight_format: str | None,
 ) -> Pair:
-    """Load a target and its head; see EagleFSD.from_pretrained."""
+    """Load a target and its head, if it has one; see EagleFSD.from_pretrained."""
     # First the checks that are faster than a download.
     place, movable = resolve_device(device), device_map is not None
     if head_dtype is not None:
         head_dtype = resolve_dtype(head_dtype, place)
-    head_source = resolve_head(ea_model, base_model)
+    head_source = None if ea_model == NO_HEAD else resolve_head(ea_model, base_model)
     source = resolve_target(base_model, trust_remote_code=trust_remote_code)
     plan = plan_runtime(runtime, weight_format, dtype, place, movable, source.gguf_file is not None)
     load = functools.partial(
@@ -94,6 +95,8 @@ def load_pair(
         target = settle(plan, model, on_torch, on_openvino)
     else:
         target = on_torch() if plan.runtime == TORCH else on_openvino()
+    if head_source is None:
+        return Pair(target, None, tokenizer, source.name, NO_HEAD, None)
     head = load_head(
         head_source, target.hidden_size, target.vocab_size, head_dtype or target.dtype, target.device
     )

@@ -49,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         require_matplotlib()
         made_by = provenance()  # now: the checkout may change while the prompts are answered
         engine = load_engine(arguments)
+        if engine.head is None:
+            raise ValueError(
+                f"ea_model is {engine.ea_model!r}: this command looks at a head's drafts; name a head"
+            )
         sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
         prompts = [ids for prompts in sets.values() for ids in prompts]
         report, answers = observe(engine, prompts, tree, arguments.max_new_tokens, arguments.batch_size)
