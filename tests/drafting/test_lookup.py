@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,10 +55,15 @@ def prompts() -> list[list[int]]:
     return [*prompts_of([7, 1, 12], seed=3), loop * 4]
 
 
+@cache
+def targets_own() -> list[list[int]]:
+    return greedy_alone(tiny_model(), prompts(), 40)
+
+
 @every_source
 @pytest.mark.parametrize("tree", TREES, ids=str)
 def test_greedy_text_is_the_targets_own_in_any_batch(sources: Sources, tree: TreeConfig) -> None:
-    model, ends = engine(sources), greedy_alone(tiny_model(), prompts(), 40)
+    model, ends = engine(sources), targets_own()
     for row, prompt in enumerate(prompts()):
         assert model.generate([prompt], max_new_tokens=40, tree=tree).new_tokens == [ends[row]]
     padded = [[0] * (16 - len(prompt)) + prompt for prompt in prompts()]
@@ -96,7 +103,7 @@ class ListingChain(ChainTarget):
         return self.chain.table[before, last]
 
 
-def worst_fit(rule: AcceptanceRule, rows: int = 1500, length: int = 12) -> float:
+def worst_fit(rule: AcceptanceRule, rows: int = 600, length: int = 12) -> float:
     """Sample many texts of a chain with looked-up drafts; return the least p-value over its contexts."""
     chain = Chain.random(5, seed=1, scale=1.2)
     request = Request(
@@ -119,13 +126,13 @@ def worst_fit(rule: AcceptanceRule, rows: int = 1500, length: int = 12) -> float
             counts[context] += 1
     law = chain.table.double().softmax(-1) * counts.sum(-1, keepdim=True)
     pairs = [(first, second) for first in range(5) for second in range(5) if law[first, second].min() >= 5]
-    assert len(pairs) > 15
+    assert len(pairs) > 12
     return min(chisquare(counts[pair].numpy(), law[pair].numpy()).pvalue for pair in pairs)
 
 
 def test_sampled_texts_have_the_targets_distribution() -> None:
     assert worst_fit(Lossless()) > 1e-4
-    assert worst_fit(Fuzzy(0.2), rows=400) < 1e-6, "this test would see nothing"
+    assert worst_fit(Fuzzy(0.2), rows=200) < 1e-6, "this test would see nothing"
 
 
 @dataclass
@@ -165,7 +172,8 @@ def test_its_state_is_that_of_a_fresh_one_that_saw_the_same(sources: Sources) ->
         nodes = mine.tokens.shape[1]
         assert torch.equal(mine.tokens, step.tokens[:1, :nodes])
         assert torch.equal(mine.parents, step.parents[:1, :nodes]) and (step.parents[0, nodes:] == -1).all()
-        assert torch.allclose(mine.scores, step.scores[:1, :nodes])
+        if nodes > 1:  # plain decoding has no scores
+            assert torch.allclose(mine.scores, step.scores[:1, :nodes])
         lists = seen.next_tokens and NextTokens(seen.next_tokens.ids[:1], seen.next_tokens.log_p[:1])
         fresh.extend(Seen(seen.tokens[:1], seen.counts[:1], None, lists))
     one, other = recorded.inner.memories[0], fresh.memories[0]
@@ -241,7 +249,7 @@ def test_all_tokens_that_a_row_does_not_list_are_one_outcome(name: str, seed: in
 def grown_tree(fixed_shapes: bool, rows: int = 2) -> tuple[DraftTree, Tensor]:
     """Return a tree of rows with copies and lists, and logits [B, N, V] by the tokens of its nodes."""
     drafter = LookupSpec(96, CPU).make(rows, 64, TREES[1])
-    tokens = torch.tensor([prompts()[3], [5, 6, 5, 6, 7, 5, 6, *range(40, 49)]])[-rows:]
+    tokens = torch.tensor([prompts()[3], [*range(40, 49), 5, 6, 5, 6, 7, 5, 6]])[-rows:]
     rng = torch.Generator().manual_seed(0)
     lists = NextTokens.from_logits(torch.randn(2, 15, 96, generator=rng)[-rows:] * 2, 8)
     drafter.begin(Seen(tokens, [16] * rows, None, lists))
@@ -296,7 +304,7 @@ def test_a_runtime_of_fixed_shapes_gets_the_same_text() -> None:
     spec = LookupSpec.for_target(target)
     assert spec.fixed_shapes
     made = run_loop(target, prompts(), spec.make(4, 64, TREES[1]), 30, tree=TREES[1])
-    assert made.texts == greedy_alone(tiny_model(), prompts(), 30)
+    assert made.texts == [text[:30] for text in targets_own()]
 
 
 # --- surfaces ---
@@ -308,6 +316,21 @@ def test_divergences_that_need_every_token_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"divergence is '{name}': .* choose one of reverse_kl, js, tv"):
         model.generate([[1, 2]], rule=Fuzzy(0.3, name))
     model.require_rule(Fuzzy(0.0, name))
+
+
+def test_the_pages_floors_are_those_of_the_divergences() -> None:
+    """docs/concepts.md: what a threshold means for a copied token, whose q is 1."""
+    page = (Path(__file__).parents[2] / "docs" / "concepts.md").read_text(encoding="utf-8")
+    for name in ("js", "reverse_kl"):
+        found = re.search(rf"\| `{name}` at most \|(.*)\|\n.*\n\| p\(x\) at least \|(.*)\|\n", page)
+        assert found is not None
+        limits, floors = ([float(cell) for cell in line.split("|")] for line in found.groups())
+        assert len(limits) == len(floors) == 6
+        for limit, floor in zip(limits, floors, strict=True):
+            p = torch.tensor([[floor - 0.0051, floor + 0.0051]]).T
+            logits = torch.cat((p, 1 - p), dim=1).log()
+            value = sparse_divergence(name, logits, torch.zeros(2, 1), torch.tensor([0]))
+            assert value[0] > limit > value[1]
 
 
 def test_a_calibration_of_another_drafter_is_refused(tmp_path: Path) -> None:
