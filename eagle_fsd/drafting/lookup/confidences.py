@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Mapping
 
 WEIGHT = 8.0  # candidates that the prior counts for
 
@@ -33,13 +34,17 @@ CELLS = 2 * (len(LENGTHS) + 1) * LIST_CLASSES
 
 
 def cell_of(length: int, contested: bool, listed: int) -> int:
-    """Return the cell of a candidate. length: of its match, 0 if it is not copied. listed: see list_class."""
+    """Return the cell of a candidate. length: of its match, 0 if not copied. listed: its list's class."""
     return (2 * bisect_right(LENGTHS, length) + contested) * LIST_CLASSES + listed
 
 
-def list_class(prob: float, order: int) -> int:
-    """Return the class of a token that a list of this order gives this probability."""
-    return LISTED[order] + bisect_right(PROBS, prob)
+def list_classes(probs: Mapping[int, float], order: int) -> dict[int, int]:
+    """Return the classes of the tokens of a list of this order, given their probabilities.
+
+    The class of a token is also its cell if it is not copied.
+    """
+    first = LISTED[order]
+    return {token: first + bisect_right(PROBS, prob) for token, prob in probs.items()}
 
 
 def prior(cell: int) -> float:

@@ -60,7 +60,7 @@ class LookupSpec:
             **asdict(self.sources),
             "copied_most": COPIED,
             "list": LENGTH,
-            "match": [suffix_store.LONGEST, suffix_store.RECENT],
+            "match": [suffix_store.LONGEST, suffix_store.RECENT, suffix_store.ALONE],
             "prior": [confidences.WEIGHT, *(round(rate, 6) for rate in confidences.PRIORS)],
         }
         return f"lookup-{digest_json(settings)}"

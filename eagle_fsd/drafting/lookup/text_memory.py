@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.drafting.lookup.confidences import NO_LIST, NOT_LISTED, Confidences, cell_of, list_class
+from eagle_fsd.drafting.lookup.confidences import NO_LIST, NOT_LISTED, Confidences, cell_of, list_classes
 from eagle_fsd.drafting.lookup.recycled_lists import FoundList, NextList, RecycledLists
 from eagle_fsd.drafting.lookup.suffix_store import Continuation, Match, SuffixStore
 
@@ -128,17 +128,14 @@ class TextMemory:
         """Return the candidates for the token after `token`, of a path with these matches."""
         copied = self.store.continuations(matches, COPIED) if matches else {}
         found = self.lists.find(before, token) if self.sources.recycled else None
-        listed = {} if found is None else found.probs
+        listed = {} if found is None else list_classes(found.probs, found.order)
         missing = NO_LIST if found is None else NOT_LISTED
-        cells = {}
-        for candidate, (length, contested) in copied.items():
-            prob = listed.get(candidate)
-            known = missing if found is None or prob is None else list_class(prob, found.order)
-            cells[candidate] = cell_of(length, contested, known)
-        if found is not None:
-            for candidate, prob in listed.items():
-                if candidate not in copied:
-                    cells[candidate] = cell_of(0, False, list_class(prob, found.order))
+        cells = {
+            candidate: cell_of(length, contested, listed.get(candidate, missing))
+            for candidate, (length, contested) in copied.items()
+        }
+        for candidate, cell in listed.items():
+            cells.setdefault(candidate, cell)
         rates = self.confidences.rates
         chances = {candidate: rates[cell] for candidate, cell in cells.items()}
         # Cells are learned one by one, so nothing else keeps the sum over siblings below 1.
@@ -179,6 +176,8 @@ class TextMemory:
             tree.parents.append(parent)
             tree.depths.append(tree.depths[parent] + 1)
             tree.chances.append(-chance)
+            if len(tree.tokens) == config.total_tokens:
+                break
             if self.sources.copied:
                 matches[node] = self.store.follow(matches[parent], token)
             else:
