@@ -24,8 +24,9 @@ from eagle_fsd.decoding.request import Observer, Request, Terms, Text
 from eagle_fsd.drafting.drafter import Drafter, NextTokens, Seen
 from eagle_fsd.target.session import TargetSession
 
-LISTED = 256  # tokens at the end of a prompt whose next-token lists are shown to a drafter that needs lists
-LISTED_AT_ONCE = 64  # of them: bounds the logits to this many times the vocabulary
+# Tokens at the end of a prompt whose next-token lists are shown to a drafter that needs lists. More of them
+# were measured to bring little, and each costs a row of logits over the vocabulary.
+LISTED = 64
 
 
 class NonFiniteLogits(FloatingPointError):
@@ -227,10 +228,7 @@ def list_next_tokens(
     ends = on_device(counts, features.device)[:, None]
     places = (ends - width + torch.arange(width, device=features.device)).clamp(min=0)  # [B, X]
     few = features.gather(1, places[:, :, None].expand(-1, -1, features.shape[-1]))
-    parts = [NextTokens.from_logits(target.logits(part), length) for part in few.split(LISTED_AT_ONCE, dim=1)]
-    return NextTokens(
-        torch.cat([part.ids for part in parts], dim=1), torch.cat([part.log_p for part in parts], dim=1)
-    )
+    return NextTokens.from_logits(target.logits(few), length)
 
 
 def keep(

@@ -307,6 +307,18 @@ def test_a_runtime_of_fixed_shapes_gets_the_same_text() -> None:
     assert made.texts == [text[:30] for text in targets_own()]
 
 
+def test_it_drafts_beside_openvino() -> None:
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    from eagle_fsd.runtime.openvino.backend import OpenVINO
+
+    target = TargetModel(tiny_model(), runtime=OpenVINO("float32"))
+    model = EagleFSD(target, None, lookup=True)
+    assert model.drafter.fixed_shapes is target.stepper.records
+    made = [model.generate([prompt], max_new_tokens=30, tree=TREES[1]) for prompt in prompts()]
+    assert [one.new_tokens[0] for one in made] == [text[:30] for text in targets_own()]
+    assert sum(one.stats[0].exact_accepts for one in made) > 0
+
+
 # --- surfaces ---
 
 
