@@ -89,10 +89,12 @@ class DraftTree:
     def node_log_q(self) -> Tensor:
         """Return log q of every node's token at its parent: [B, N]; -inf at the root."""
         parents, owners = self.parents, self.owners
+        if not owners.shape[1]:
+            return torch.full(parents.shape, -torch.inf, device=parents.device)
         columns = self.tokens if self.columns is None else self.columns
         owned = (owners[:, None, :] == parents[:, :, None]) & (owners >= 0)[:, None, :]  # [B, N, M]
         # A parent owns at most one row, and argmax finds it; without one it returns 0, which is masked below.
-        row = owned.to(torch.uint8).argmax(-1) if owners.shape[1] else torch.zeros_like(parents)
+        row = owned.to(torch.uint8).argmax(-1)
         rows = torch.arange(len(columns), device=columns.device)[:, None]
         return torch.where(owned.any(-1), self.log_q[rows, row, columns], -torch.inf)
 

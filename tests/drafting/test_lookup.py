@@ -21,7 +21,8 @@ from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified, acce
 from eagle_fsd.acceptance.accept_step import GivenUniforms
 from eagle_fsd.acceptance.calibration import FILE, Calibration
 from eagle_fsd.acceptance.divergence import DIVERGENCES, LISTED_DIVERGENCES, sparse_divergence
-from eagle_fsd.autotune.tree_search import path_scores
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
+from eagle_fsd.autotune.tree_search import TreeObserver, path_scores
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.core.sampling import RowRandom
@@ -297,6 +298,16 @@ def test_every_row_of_q_sums_to_one_and_scores_are_the_chances() -> None:
     assert (tree.node_log_q() > -math.inf)[tree.parents >= 0].all(), "q of every drafted token is above 0"
     some = tree.filled_up().select([1])
     assert torch.equal(some.rest, tree.rest[1:]) and some.scores.shape == some.tokens.shape
+
+
+@pytest.mark.parametrize("rule", [Cactus(), Ensemble(), Fuzzy(0.3)], ids=str)
+def test_a_step_may_have_nothing_to_draft(rule: AcceptanceRule) -> None:
+    """At a text's first token the tree is the root alone, for every rule and for what observes it."""
+    observer, model = TreeObserver(), engine(SOURCES["suffix"])
+    keywords = {"tree": TREES[1], "rule": rule, "seed": 1, "observer": observer, **SAMPLING}
+    made = model.generate([prompts()[1]], max_new_tokens=6, **keywords)
+    assert made.stats[0].new_tokens == 6
+    assert [0.0] in [one.scores for one in observer.observations]
 
 
 def test_a_runtime_of_fixed_shapes_gets_the_same_text() -> None:
