@@ -30,10 +30,11 @@ from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, TokenStream
 from eagle_fsd.decoding.request import GenerationOptions, Prompts, Request, end_token_ids
 from eagle_fsd.decoding.workspace import Workspaces
-from eagle_fsd.drafting.drafter import DrafterSpec
+from eagle_fsd.drafting.drafter import NO_HEAD, DrafterSpec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import EagleSpec
 from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec, require_no_head
 from eagle_fsd.drafting.specs import spec_for
 from eagle_fsd.hub.load_pair import load_pair
 from eagle_fsd.runtime.packed_linear import repack_changed
@@ -49,7 +50,8 @@ class EagleFSD:
     target: a TargetModel. head: a DraftHead or Eagle3Head that fits it, another DrafterSpec, or None for
     plain decoding only. A head is never changed; it is copied if it has another device or dtype. tokenizer:
     for callers. base_model, ea_model: the sources of target and head, for reports. head_dtype: the dtype of
-    drafts; None means the target's. head_folder: has the head's calibration.
+    drafts; None means the target's. head_folder: has the head's calibration. lookup: draft with tokens
+    looked up in the text and in the target's own earlier distributions, for a target without a head.
     """
 
     def __init__(
@@ -61,10 +63,15 @@ class EagleFSD:
         ea_model: str = "",
         head_dtype: torch.dtype | None = None,
         head_folder: Path | None = None,
+        lookup: bool = False,
     ) -> None:
         self.target = target
         self.drafter = spec_for(head, target, head_dtype or target.dtype)
         self.head = self.drafter.head if isinstance(self.drafter, EagleSpec) else None
+        if lookup:
+            require_no_head(NO_HEAD if head is None else ea_model)
+            self.drafter = LookupSpec.for_target(target)
+            ea_model = self.drafter.name
         self.tokenizer = tokenizer
         self.base_model = base_model
         self.ea_model = ea_model
@@ -91,24 +98,31 @@ class EagleFSD:
         weight_format: str | None = None,
         head_taps: Sequence[int] | None = None,
         norm_output: bool | None = None,
+        lookup: bool = False,
     ) -> EagleFSD:
         """Load a target and its head.
 
         base_model: a Hub id (optionally `@revision`), a folder, a .gguf file, or "smollm2-135m". ea_model: a
-        Hub id, a folder, or None for the head that ships with the package. dtype: None means float32 on a CPU
-        and bfloat16 on CUDA. head_dtype: None means the target's. A head in bfloat16 drafts faster beside a
-        target in float32; q is rounded, and lossless decoding stays lossless. pack: on a CPU, keep a second,
-        blocked copy of the weights if a short measurement finds it faster; not with a device_map. graphs: on
-        CUDA, record the parts of a step as CUDA graphs when they come a second time; not with a device_map.
-        full_vocabulary: draft over all of the target's tokens, even if the head has a list of frequent ones.
-        weights_cache: keep the converted weights of a .gguf file, and graphs, on disk for the next time.
-        weight_format: "float32", "bfloat16", "int8" or "packed", which keeps a .gguf file's own blocks; None
-        means dtype. int8 and packed also round activations. runtime: "torch", "openvino" (on a CPU, with the
-        extra of that name), or "auto", the faster one that has the format, measured once on each machine.
-        head_taps, norm_output: how to read an EAGLE-3 head's config, where that is measured otherwise: the
-        layers that it reads, numbered by what enters them, and whether its carried state is normed.
+        Hub id, a folder, "none" for no head, or None for the head that ships with the package. dtype: None
+        means float32 on a CPU and bfloat16 on CUDA. head_dtype: None means the target's. A head in bfloat16
+        drafts faster beside a target in float32; q is rounded, and lossless decoding stays lossless. pack: on
+        a CPU, keep a second, blocked copy of the weights if a short measurement finds it faster; not with a
+        device_map. graphs: on CUDA, record the parts of a step as CUDA graphs when they come a second time;
+        not with a device_map. full_vocabulary: draft over all of the target's tokens, even if the head has a
+        list of frequent ones. weights_cache: keep the converted weights of a .gguf file, and graphs, on disk
+        for the next time. weight_format: "float32", "bfloat16", "int8" or "packed", which keeps a .gguf
+        file's own blocks; None means dtype. int8 and packed also round activations. runtime: "torch",
+        "openvino" (on a CPU, with the extra of that name), or "auto", the faster one that has the format,
+        measured once on each machine. head_taps, norm_output: how to read an EAGLE-3 head's config, where
+        that is measured otherwise: the layers that it reads, numbered by what enters them, and whether its
+        carried state is normed. lookup: with ea_model "none", look drafts up in the text and in the target's
+        earlier distributions.
         Raises ValueError for anything that is missing, does not fit or is not supported.
         """
+        if lookup:
+            require_no_head(
+                None if ea_model is None else os.fspath(ea_model)
+            )  # before anything is downloaded
         pair = load_pair(
             os.fspath(base_model),
             None if ea_model is None else os.fspath(ea_model),
@@ -129,9 +143,9 @@ class EagleFSD:
         )
         if isinstance(pair.head, Eagle3Head):
             settle_head(pair.head, pair.target, pair.tokenizer)
-        drafts_in = next(pair.head.parameters()).dtype
+        drafts_in = None if pair.head is None else next(pair.head.parameters()).dtype
         names = (pair.base_model, pair.ea_model)
-        return cls(pair.target, pair.head, pair.tokenizer, *names, drafts_in, pair.folder)
+        return cls(pair.target, pair.head, pair.tokenizer, *names, drafts_in, pair.folder, lookup)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -209,6 +209,7 @@ def load_model(args: Namespace) -> EagleFSD:
         weight_format=args.weight_format,
         head_taps=args.head_taps,
         norm_output=args.norm_output,
+        lookup=args.lookup,
     )
 
 

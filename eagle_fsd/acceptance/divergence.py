@@ -26,6 +26,10 @@ if a row is not a distribution at all (a NaN or +inf logit, or nothing but -inf)
 A head with a draft vocabulary gives most tokens no probability, so it meets that infinity: in forward_kl and
 ag always, because p is above zero on some of those tokens; in their top variants where one of the ten best
 tokens is not drafted, however unlikely it is. SPARSE_DIVERGENCES are the others, which stay finite.
+
+A draft may also say how much probability its other tokens have together, and not how it is spread. They are
+then one outcome, as they are for p. The value is a lower bound of the divergence, since merging outcomes
+never raises it, and exact where q has the same ratio to p on all of them. LISTED_DIVERGENCES allow this.
 """
 
 import math
@@ -115,6 +119,8 @@ SPARSE_DIVERGENCES: tuple[str, ...] = tuple(
 )
 
 
+LISTED_DIVERGENCES: tuple[str, ...] = tuple(f.__name__ for f in _FULL if f.__name__ in SPARSE_DIVERGENCES)
+
 _LARGEST = {"js": _LN2, "tv": 1.0}
 
 
@@ -131,8 +137,12 @@ def get_divergence(name: str) -> Divergence:
     return DIVERGENCES[name]
 
 
-def sparse_divergence(name: str, p_logits: Tensor, log_q: Tensor, drafted: Tensor | None) -> Tensor:
+def sparse_divergence(
+    name: str, p_logits: Tensor, log_q: Tensor, drafted: Tensor | None, rest: Tensor | None = None
+) -> Tensor:
     """Return the divergence of p_logits [..., V] and log_q [..., W] of the tokens drafted [W]; None: all V.
+
+    rest: [...], the log of q's mass on tokens without log_q; None: no mass. See DraftTree.
 
     All of _FULL are f-divergences, which do not change when outcomes with the same ratio p / q are merged.
     The outcomes with q = 0 are such a set, so W + 1 outcomes replace V. The top variants rank single tokens
@@ -141,6 +151,8 @@ def sparse_divergence(name: str, p_logits: Tensor, log_q: Tensor, drafted: Tenso
     divergence = get_divergence(name)
     if drafted is None:
         return divergence(p_logits, log_q)
+    if rest is not None:
+        return _listed_divergence(divergence, p_logits, log_q, drafted, rest)
     if divergence not in _FULL:
         whole = log_q.new_full((*log_q.shape[:-1], p_logits.shape[-1]), -math.inf)
         return divergence(p_logits, whole.index_copy_(-1, drafted, log_q))
@@ -150,6 +162,29 @@ def sparse_divergence(name: str, p_logits: Tensor, log_q: Tensor, drafted: Tenso
     rest = (p_logits.float() - largest).exp_().index_fill_(-1, drafted, 0.0).sum(-1, keepdim=True)
     nothing = torch.full_like(log_q[..., :1], -math.inf)
     return divergence(torch.cat((listed, rest.log()), dim=-1), torch.cat((log_q, nothing), dim=-1))
+
+
+def _listed_divergence(
+    divergence: Divergence, p_logits: Tensor, log_q: Tensor, drafted: Tensor, rest: Tensor
+) -> Tensor:
+    """Return the divergence over the tokens with log_q, and one outcome for all others."""
+    largest = p_logits.amax(-1, keepdim=True).float()
+    weights = (p_logits.float() - largest).exp_()
+    listed = weights.gather(-1, drafted.expand(*p_logits.shape[:-1], -1))  # [..., W]
+    # Every row has a list of its own; tokens that only other rows list are among its others.
+    mine = log_q > -math.inf
+    others = weights.index_fill_(-1, drafted, 0.0).sum(-1) + listed.masked_fill(mine, 0.0).sum(-1)
+    p = torch.cat((listed.masked_fill(~mine, 0.0), others[..., None]), dim=-1).log()
+    return divergence(p, torch.cat((log_q, rest[..., None]), dim=-1))
+
+
+def require_listed(name: str) -> None:
+    """Raise ValueError if a divergence does not work for drafts that list a few tokens of their own."""
+    if name not in LISTED_DIVERGENCES:
+        raise ValueError(
+            f"divergence is {name!r}: a looked-up draft lists only a few tokens, and nothing is known of the "
+            f"others; choose one of {', '.join(LISTED_DIVERGENCES)}"
+        )
 
 
 def require_sparse(name: str, tokens: int) -> None:

@@ -127,5 +127,5 @@ class Fuzzy:
         owners = tree.owners.clamp(min=0) + verified.rows * tree.tokens.shape[1]
         logits = verified.logits.flatten(0, 1).index_select(0, owners.flatten())
         logits = logits.unflatten(0, owners.shape)  # [B, M, V]
-        measured = sparse_divergence(self.divergence, logits, tree.log_q, tree.drafted)
+        measured = sparse_divergence(self.divergence, logits, tree.log_q, tree.drafted, tree.rest)
         return scatter_to_owners(tree, measured, torch.inf)

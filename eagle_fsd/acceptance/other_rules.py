@@ -190,7 +190,8 @@ class Ensemble:
             owned = tree.owners[:, :, None] == tree.parents[:, None, :]  # [B, M, N]
             return (allowed & (owned & (best[:, :, None] == tree.tokens[:, None, :])).any(1)).float()
         # The draft's distributions are at temperature 1; temper them like the target's.
-        log_q = (tree.log_q / verified.sampling.temperature).log_softmax(-1)  # [B, M, W]
+        log_q = tree.log_q if tree.rest is None else torch.cat((tree.log_q, tree.rest[..., None]), dim=-1)
+        log_q = (log_q / verified.sampling.temperature).log_softmax(-1)  # [B, M, W], or W + 1 with the rest
         drafted = replace(tree, log_q=log_q).node_log_q().exp()  # [B, N]
         return torch.where(allowed, (1 - self.weight) * drafted, 0.0)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.calibration import FILE, Calibration, read_calibration
-from eagle_fsd.acceptance.divergence import require_sparse
+from eagle_fsd.acceptance.divergence import require_listed, require_sparse
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.autotune.tree_chooser import TreeChooser
 from eagle_fsd.autotune.tree_search import Choice
@@ -83,7 +83,10 @@ class Settler:
     ) -> Choice:
         """Choose the draft tree with the most tokens per second; see EagleFSD.choose_tree."""
         if self.drafter is None:
-            raise ValueError("there is no draft head to choose a tree for: pass one to EagleFSD")
+            raise ValueError(
+                "there is no draft head to choose a tree for: name one, turn lookup on (--lookup), or take a "
+                "tree of one node (--total-tokens 1)"
+            )
         self.check_beam(wanted.top_k or 1)
         with self._choosing:
             if self._chooser is None:
@@ -117,7 +120,11 @@ class Settler:
         """Raise ValueError unless this is an acceptance rule that works with this drafter's drafts."""
         if isinstance(rule, type) or not hasattr(rule, "chances"):
             raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
-        if isinstance(rule, Fuzzy) and rule.threshold > 0 and self.drafts_some_tokens:
+        if not isinstance(rule, Fuzzy) or rule.threshold == 0:
+            return
+        if self.drafter is not None and self.drafter.sparse:
+            require_listed(rule.divergence)
+        elif self.drafts_some_tokens:
             require_sparse(rule.divergence, self.tokens)
 
     def check_tree(self, tree: TreeConfig, lengths: Sequence[int]) -> None:
@@ -126,7 +133,8 @@ class Settler:
             return
         if self.drafter is None:
             raise ValueError(
-                "there is no draft head: pass one to EagleFSD, or a tree of one node, TreeConfig(1)"
+                "there is no draft head: pass one to EagleFSD, or lookup=True, or a tree of one node, "
+                "TreeConfig(1)"
             )
         self.check_beam(tree.top_k)
         trained = self.drafter.trained_positions

@@ -235,7 +235,9 @@ class TreeObserver:
 
 
 def path_scores(tree: DraftTree) -> Tensor:
-    """Return the cumulative log q [B, N] of every node's path; 0 at the root."""
+    """Return the score [B, N] of every node's path, its cumulative log q unless the tree says otherwise."""
+    if tree.scores is not None:
+        return tree.scores.masked_fill(tree.depths == 0, 0.0)
     # Walk up from every node at once, one level per pass; `above` is -1 once a walk has passed the root.
     own = tree.node_log_q().masked_fill(tree.depths == 0, 0.0)
     total, above = own, tree.parents

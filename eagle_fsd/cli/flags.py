@@ -77,7 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--ea-model",
         "--ea-model-path",
         metavar="H",
-        help="EAGLE-1/2/3 head: Hub id[@revision] or folder (default: the shipped head of a known target)",
+        help="EAGLE-1/2/3 head: Hub id[@revision] or folder; none: no head (default: the shipped head of a "
+        "known target)",
     )
     group.add_argument(
         "--head-taps",
@@ -90,6 +91,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--norm-output",
         action=argparse.BooleanOptionalAction,
         help="whether an EAGLE-3 head carries the normed state on (default: likewise)",
+    )
+    group.add_argument(
+        "--lookup",
+        action="store_true",
+        help="with --ea-model none: look drafts up in the text and in the target's own earlier "
+        "distributions, for any target",
     )
     group.add_argument("--dtype", help="float32, float16 or bfloat16 (default: chosen by the device)")
     group.add_argument(

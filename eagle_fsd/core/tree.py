@@ -29,6 +29,10 @@ class DraftTree:
       A drafter that copies tokens lists those that it copied, and its log_q is 0 at one token, else -inf.
     columns: [B, N] int64, the column of each node's token in log_q; None if the column is the token's id.
     most: the number of nodes that the tree's config allows, if this tree may have fewer.
+    rest: [B, M] float32, the log of the mass that q has on tokens which log_q gives none, without saying how
+      it is spread over them; None: no mass.
+    scores: [B, N] float32, the log of each path's confidence, if that is not the sum of its log q; -inf at
+      fillers.
     """
 
     tokens: Tensor
@@ -40,6 +44,8 @@ class DraftTree:
     drafted: Tensor | None = None
     columns: Tensor | None = None
     most: int = 0
+    rest: Tensor | None = None
+    scores: Tensor | None = None
 
     @property
     def largest(self) -> int:
@@ -57,6 +63,7 @@ class DraftTree:
             parents=torch.constant_pad_nd(self.parents, (0, more), -1),
             depths=torch.constant_pad_nd(self.depths, (0, more), 0),
             columns=None if self.columns is None else torch.constant_pad_nd(self.columns, (0, more), 0),
+            scores=None if self.scores is None else torch.constant_pad_nd(self.scores, (0, more), -torch.inf),
         )
 
     def select(self, rows: Sequence[int]) -> DraftTree:
@@ -70,6 +77,8 @@ class DraftTree:
             log_q=self.log_q[index],
             owners=self.owners[index],
             columns=None if self.columns is None else self.columns[index],
+            rest=None if self.rest is None else self.rest[index],
+            scores=None if self.scores is None else self.scores[index],
         )
 
     @property
@@ -80,10 +89,12 @@ class DraftTree:
     def node_log_q(self) -> Tensor:
         """Return log q of every node's token at its parent: [B, N]; -inf at the root."""
         parents, owners = self.parents, self.owners
+        if not owners.shape[1]:
+            return torch.full(parents.shape, -torch.inf, device=parents.device)
         columns = self.tokens if self.columns is None else self.columns
         owned = (owners[:, None, :] == parents[:, :, None]) & (owners >= 0)[:, None, :]  # [B, N, M]
         # A parent owns at most one row, and argmax finds it; without one it returns 0, which is masked below.
-        row = owned.to(torch.uint8).argmax(-1) if owners.shape[1] else torch.zeros_like(parents)
+        row = owned.to(torch.uint8).argmax(-1)
         rows = torch.arange(len(columns), device=columns.device)[:, None]
         return torch.where(owned.any(-1), self.log_q[rows, row, columns], -torch.inf)
 

@@ -21,8 +21,12 @@ from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.request import Observer, Request, Terms, Text
-from eagle_fsd.drafting.drafter import Drafter, Seen
+from eagle_fsd.drafting.drafter import Drafter, NextTokens, Seen
 from eagle_fsd.target.session import TargetSession
+
+# Tokens at the end of a prompt whose next-token lists are shown to a drafter that needs lists. More of them
+# were measured to bring little, and each costs a row of logits over the vocabulary.
+LISTED = 64
 
 
 class NonFiniteLogits(FloatingPointError):
@@ -121,7 +125,7 @@ class Batch:
         with watch("keep"):
             if self.active:
                 kept = [0 if text.done else steps[text].count for text in self.texts]
-                self.roots = keep(self.target, self.drafter, verdict, features, kept)
+                self.roots = keep(self.target, self.drafter, verdict, features, kept, logits)
                 if not keep_done:
                     self._drop_done_rows()
         return emitted
@@ -209,17 +213,39 @@ def prefill(tokens: Tensor, lengths: Sequence[int], target: TargetSession, draft
     before = None
     if drafter.needs.features:  # no feature comes before a text's first token
         before = torch.cat((features.new_zeros(len(counts), 1, features.shape[-1]), features), dim=1)
-    drafter.begin(Seen(tokens, lengths, before))
+    lists = list_next_tokens(target, features, counts, drafter.needs.next_tokens)
+    drafter.begin(Seen(tokens, lengths, before, lists))
     last = on_device(counts, tokens.device)[:, None]
     return tokens.gather(1, last)[:, 0]
 
 
-def keep(
-    target: TargetSession, drafter: Drafter, verdict: Verdict, features: Tensor, counts: Sequence[int]
-) -> Tensor:
-    """Commit the path, show the drafter its tokens and features, and return the next roots [B].
+def list_next_tokens(
+    target: TargetSession, features: Tensor, counts: Sequence[int], length: int
+) -> NextTokens | None:
+    """Return the target's lists after the last LISTED tokens of each row.
 
-    features: [B, N, d], of all nodes. counts: the nodes of each row's path to commit.
+    features: [B, L, d], of the rows' tokens. counts: the tokens of each row.
+    """
+    width = min(LISTED, features.shape[1])
+    if not length or not width:
+        return None
+    ends = on_device(counts, features.device)[:, None]
+    places = (ends - width + torch.arange(width, device=features.device)).clamp(min=0)  # [B, X]
+    few = features.gather(1, places[:, :, None].expand(-1, -1, features.shape[-1]))
+    return NextTokens.from_logits(target.logits(few), length)
+
+
+def keep(
+    target: TargetSession,
+    drafter: Drafter,
+    verdict: Verdict,
+    features: Tensor,
+    counts: Sequence[int],
+    logits: Tensor | None = None,
+) -> Tensor:
+    """Commit the path, show the drafter what it needs of the step, and return the next roots [B].
+
+    features: [B, N, d], and logits: [B, N, V], of all nodes. counts: the nodes of each row's path to commit.
     """
     target.keep(verdict.path, counts)
     before = None
@@ -227,7 +253,10 @@ def keep(
         # The token after a node was chosen from the node's feature.
         nodes = verdict.path.clamp(min=0)[:, :, None].expand(-1, -1, features.shape[-1])
         before = features.gather(1, nodes)
-    drafter.extend(Seen(verdict.tokens.clamp(min=0), counts, before))
+    lists = None
+    if drafter.needs.next_tokens and logits is not None:
+        lists = NextTokens.from_logits(logits, drafter.needs.next_tokens)
+    drafter.extend(Seen(verdict.tokens.clamp(min=0), counts, before, lists))
     return verdict.next_token
 
 

@@ -13,7 +13,10 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.long_rows import topk
 from eagle_fsd.core.tree import DraftTree, root_only
+
+NO_HEAD = "none"  # the name that asks for no head
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,27 @@ class Needs:
     """The data of the target that a drafter needs beside its tokens.
 
     features: the target's hidden state at every token. taps: which ones, side by side: tap i is what enters
-    the target's layer i, counted from 0. Empty: the state after its last norm.
+    the target's layer i, counted from 0. Empty: the state after its last norm. next_tokens: the length of the
+    lists of the target's best next tokens; 0: none.
     """
 
     features: bool = False
     taps: tuple[int, ...] = ()
+    next_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """The target's best next tokens after X tokens: ids [B, X, k], and log_p [B, X, k] at temperature 1."""
+
+    ids: Tensor
+    log_p: Tensor
+
+    @classmethod
+    def from_logits(cls, logits: Tensor, count: int) -> NextTokens:
+        """Return lists of `count` tokens from logits [B, X, V]."""
+        values, ids = topk(logits, count)
+        return cls(ids, values - logits.logsumexp(-1, keepdim=True))
 
 
 @dataclass(frozen=True)
@@ -36,12 +55,15 @@ class Seen:
     tokens that a step emitted. A row's last token is its next root. counts: the tokens of each row.
     features: [B, P, d], or [B, P, taps * d], or None if the drafter needs none. features[:, j] is the
     target's feature at the token before tokens[:, j], from which tokens[:, j] was chosen; zero for a text's
-    first token.
+    first token. next_tokens: None unless the drafter needs them. At first, the lists after the X tokens
+    before each root, in order; a text of fewer tokens has meaningless lists first. Later, those at all nodes
+    of the step's tree.
     """
 
     tokens: Tensor
     counts: Sequence[int]
     features: Tensor | None = None
+    next_tokens: NextTokens | None = None
 
 
 class Drafter(Protocol):
@@ -78,7 +100,8 @@ class DrafterSpec(Protocol):
 
     name: its kind, for reports. tokens: the number of tokens that it can propose, which limits a tree's
     top_k. trained_positions: the longest text that it was trained on; None if there is no such limit.
-    network: its weights; None if it has none.
+    network: its weights; None if it has none. sparse: whether its q lists a few tokens of its own at every
+    node.
     """
 
     @property
@@ -92,6 +115,9 @@ class DrafterSpec(Protocol):
 
     @property
     def network(self) -> nn.Module | None: ...
+
+    @property
+    def sparse(self) -> bool: ...
 
     @property
     def identity(self) -> str | None:
@@ -109,6 +135,7 @@ class NoDrafter:
     trained_positions = None
     network = None
     identity = None
+    sparse = False
 
     def __init__(self, vocab_size: int, rows: int = 0) -> None:
         self.tokens = vocab_size

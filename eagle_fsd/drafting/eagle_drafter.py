@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +69,7 @@ class EagleSpec:
     stepper: Stepper = EAGER
     graph: Network | None = None
     name: str = "eagle"
+    sparse: ClassVar[bool] = False
 
     @classmethod
     def for_target(cls, head: DraftHead, target: Verifier) -> EagleSpec:

@@ -39,7 +39,8 @@ def model_parser(description: str | None, dtype: str | None = None) -> argparse.
     parser = plain_parser(description)
     add = parser.add_argument
     add("--base-model", default=DEFAULT_TARGET, help="target: Hub id, folder or .gguf file")
-    add("--ea-model", help="draft head: Hub id or folder (default: the shipped one)")
+    add("--ea-model", help="draft head: Hub id or folder, or none (default: the shipped one)")
+    add("--lookup", action="store_true", help="with --ea-model none: drafts are looked up")
     add("--dtype", default=dtype, help=f"default: {dtype or 'float32 on a CPU, bfloat16 on CUDA'}")
     add("--head-dtype", help="what drafts are computed in; default: the target's dtype")
     add("--device", help="default: CUDA where there is one, else the CPU")
@@ -71,7 +72,7 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
 def load_engine(arguments: argparse.Namespace) -> EagleFSD:
     """Load the target and head that a parser's arguments name."""
     names = ("dtype", "head_dtype", "device", "pack", "graphs", "full_vocabulary", "runtime", "weight_format")
-    options = {name: getattr(arguments, name) for name in names}
+    options = {name: getattr(arguments, name) for name in (*names, "lookup")}
     return EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, **options)
 
 

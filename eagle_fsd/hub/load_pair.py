@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.core.devices import resolve_device, resolve_dtype
+from eagle_fsd.drafting.drafter import NO_HEAD
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.choose_runtime import AUTO, OPENVINO, TORCH, plan_runtime, settle
@@ -29,14 +30,14 @@ from eagle_fsd.target.model import TargetModel
 
 @dataclass(frozen=True)
 class Pair:
-    """A loaded target and head. base_model, ea_model: their sources. folder: has the head's files."""
+    """A loaded target and head. base_model, ea_model: their sources. folder: has the head's files, if any."""
 
     target: TargetModel
-    head: DraftHead | Eagle3Head
+    head: DraftHead | Eagle3Head | None
     tokenizer: PreTrainedTokenizerBase | None
     base_model: str
     ea_model: str
-    folder: Path
+    folder: Path | None
 
 
 def load_pair(
@@ -58,13 +59,13 @@ def load_pair(
     head_taps: Sequence[int] | None = None,
     norm_output: bool | None = None,
 ) -> Pair:
-    """Load a target and its head; see EagleFSD.from_pretrained."""
+    """Load a target and its head, if it has one; see EagleFSD.from_pretrained."""
     # First the checks that are faster than a download.
     place, movable = resolve_device(device), device_map is not None
     if head_dtype is not None:
         head_dtype = resolve_dtype(head_dtype, place)
-    head_source = resolve_head(ea_model, base_model)
-    if is_eagle3(head_source.file, head_source.name):
+    head_source = None if ea_model == NO_HEAD else resolve_head(ea_model, base_model)
+    if head_source is not None and is_eagle3(head_source.file, head_source.name):
         runtime = runtime_for_taps(runtime, weight_format, head_source.name)
     source = resolve_target(base_model, trust_remote_code=trust_remote_code)
     plan = plan_runtime(runtime, weight_format, dtype, place, movable, source.gguf_file is not None)
@@ -101,6 +102,8 @@ def load_pair(
         target = settle(plan, model, on_torch, on_openvino)
     else:
         target = on_torch() if plan.runtime == TORCH else on_openvino()
+    if head_source is None:
+        return Pair(target, None, tokenizer, source.name, NO_HEAD, None)
     head = load_any_head(
         head_source,
         target.hidden_size,

@@ -91,6 +91,10 @@ class TargetSession:
         self.cache.advance(lengths)
         return torch.cat(parts, dim=1)
 
+    def logits(self, features: Tensor) -> Tensor:
+        """Return the target's logits [B, n, V] float32 of features [B, n, d]."""
+        return self.target.logits(features)
+
     def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
         """Run one forward over all nodes under the tree mask.
 

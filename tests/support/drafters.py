@@ -61,6 +61,7 @@ class StandInSpec:
     trained_positions: int | None = None
     network: None = None
     identity: str | None = "stand-in"
+    sparse: bool = False
 
     def make(self, batch: int, tokens: int, tree: TreeConfig) -> Drafter:
         return self.maker(batch, tokens, tree)

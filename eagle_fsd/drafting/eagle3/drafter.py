@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +69,7 @@ class Eagle3Spec:
     device: torch.device
     stepper: Stepper = EAGER
     name: str = "eagle3"
+    sparse: ClassVar[bool] = False
 
     @classmethod
     def for_target(cls, head: Eagle3Head, target: TappedVerifier) -> Eagle3Spec:

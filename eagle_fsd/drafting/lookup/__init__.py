@@ -1,0 +1,1 @@
+"""Learning-free drafts: tokens that followed before, in the text or in the target's own distributions."""

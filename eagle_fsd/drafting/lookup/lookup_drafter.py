@@ -1,0 +1,136 @@
+"""The drafter that looks its tokens up, for a target without any head. Trees are made on the host.
+
+Every row has a memory of its own; see text_memory.py. Nothing here runs a network, so it works beside any
+runtime. Shapes: B rows, N nodes, M draft distributions, W drafted tokens, k tokens of a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.drafting.drafter import NO_HEAD, Drafter, Needs, NextTokens, Seen
+from eagle_fsd.drafting.lookup import confidences, suffix_store
+from eagle_fsd.drafting.lookup.packing import pack_trees
+from eagle_fsd.drafting.lookup.recycled_lists import LENGTH, NextList, next_lists
+from eagle_fsd.drafting.lookup.text_memory import COPIED, Sources, TextMemory
+from eagle_fsd.files.fingerprints import digest_json
+from eagle_fsd.runtime.step_recorder import Stepper
+
+
+class Verifier(Protocol):
+    """The part of a TargetModel that looking up for it uses."""
+
+    vocab_size: int
+    device: torch.device
+    stepper: Stepper
+
+
+@dataclass(frozen=True)
+class LookupSpec:
+    """A way to draft without a network. tokens: the target's vocabulary size.
+
+    fixed_shapes: whether trees of one config always have the same shapes, for a target that records steps.
+    """
+
+    tokens: int
+    device: torch.device
+    fixed_shapes: bool = False
+    sources: Sources = field(default_factory=Sources)
+    name: ClassVar[str] = "lookup"
+    trained_positions: ClassVar[None] = None
+    network: ClassVar[None] = None
+    sparse: ClassVar[bool] = True
+
+    @classmethod
+    def for_target(cls, target: Verifier, sources: Sources | None = None) -> LookupSpec:
+        """Return the spec that drafts for this target."""
+        return cls(target.vocab_size, target.device, target.stepper.records, sources or Sources())
+
+    @property
+    def identity(self) -> str:
+        """A digest of everything that decides which trees a text gets."""
+        settings: dict[str, Any] = {
+            **asdict(self.sources),
+            "copied_most": COPIED,
+            "list": LENGTH,
+            "match": [suffix_store.LONGEST, suffix_store.RECENT, suffix_store.ALONE],
+            "prior": [confidences.WEIGHT, *(round(rate, 6) for rate in confidences.PRIORS)],
+        }
+        return f"lookup-{digest_json(settings)}"
+
+    def make(self, batch: int, tokens: int, tree: TreeConfig) -> LookupDrafter:
+        return LookupDrafter(self, batch)
+
+
+def require_no_head(name: str | None) -> None:
+    """Raise ValueError unless the head's name, as the user gave it, asks for no head, as lookup does."""
+    if name != NO_HEAD:
+        given = "the one that ships with the target" if name is None else repr(name)
+        raise ValueError(
+            f"the draft head is {given} with lookup: drafts are the head's or they are looked up; give "
+            f"{NO_HEAD!r} as the head (ea_model, --ea-model), or leave lookup out"
+        )
+
+
+class LookupDrafter:
+    """Looks tokens up in the texts of one batch and in the target's earlier lists of next tokens."""
+
+    def __init__(self, spec: LookupSpec, batch: int) -> None:
+        self.spec = spec
+        self.needs = Needs(next_tokens=min(LENGTH, spec.tokens) if spec.sources.recycled else 0)
+        self.memories = [TextMemory(spec.sources) for _ in range(batch)]
+
+    @property
+    def rows(self) -> int:
+        return len(self.memories)
+
+    def begin(self, seen: Seen) -> None:
+        rows = zip(self.memories, *to_host(seen), strict=True)
+        for memory, tokens, lists in rows:
+            memory.begin(tokens, lists)
+
+    def extend(self, seen: Seen) -> None:
+        for memory, tokens, lists in zip(self.memories, *to_host(seen), strict=True):
+            if tokens:
+                memory.extend(tokens, lists)
+
+    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+        """Propose a tree below roots [B], from what the host knows: only its tensors go to the device."""
+        grown = [memory.grow(memory.store.text[-1], config) for memory in self.memories]
+        return pack_trees(grown, roots, self.spec.tokens, config, self.spec.fixed_shapes)
+
+    def select(self, rows: Sequence[int]) -> None:
+        taken: set[int] = set()
+        # A row may be taken more than once, and its texts go on separately.
+        before, self.memories = self.memories, []
+        for row in rows:
+            self.memories.append(before[row].copy() if row in taken else before[row])
+            taken.add(row)
+
+    def replace(self, rows: Sequence[int], other: Drafter) -> None:
+        assert isinstance(other, LookupDrafter)
+        for row, memory in zip(rows, other.memories, strict=True):
+            self.memories[row] = memory
+
+    def reset(self, longest: int, tree: TreeConfig) -> None:
+        self.memories = [TextMemory(self.spec.sources) for _ in self.memories]
+
+
+def to_host(seen: Seen) -> tuple[list[list[int]], list[list[NextList]]]:
+    """Return the tokens of each row without padding, and its lists, if any were asked for."""
+    tokens = [row[:count] for row, count in zip(seen.tokens.tolist(), seen.counts, strict=True)]
+    return tokens, lists_of(seen.next_tokens, len(tokens))
+
+
+def lists_of(found: NextTokens | None, rows: int) -> list[list[NextList]]:
+    if found is None:
+        return [[] for _ in range(rows)]
+    ids, log_p = found.ids.cpu().numpy(), found.log_p.float().cpu().numpy()
+    return [next_lists(*row) for row in zip(ids, log_p, strict=True)]
