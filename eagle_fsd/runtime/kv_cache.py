@@ -25,7 +25,10 @@ class KVCache:
     have room for; the rows still running are always the first ones. limit: how many slots the texts need at
     most, beyond which capacity does not double; None: unknown. step: views are multiples of it and writes go
     by index, so that a recorded forward serves other lengths too; 0: views end where the tokens end.
+    widest: how many tokens a forward had best read at most.
     """
+
+    widest = 2**31
 
     def __init__(self, batch: int, capacity: int, device: torch.device, step: int = 0) -> None:
         self.step = step

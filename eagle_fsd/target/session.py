@@ -81,8 +81,9 @@ class TargetSession:
         batch, width = tokens.shape
         size = self.target.hidden_size * max(len(self.taps), 1)
         parts = [torch.empty(batch, 0, size, dtype=self.target.dtype, device=self.target.device)]
-        for start in range(0, width, PREFILL_CHUNK):
-            chunk = tokens[:, start : start + PREFILL_CHUNK]
+        widest = min(PREFILL_CHUNK, self.cache.widest)
+        for start in range(0, width, widest):
+            chunk = tokens[:, start : start + widest]
             self.cache.reserve(chunk.shape[1], offset=start, exact=True)
             slots = self.cache.place(chunk.shape[1], offset=start)  # [B, q]
             slot_positions = torch.arange(self.cache.view, device=slots.device).expand(batch, -1)

@@ -313,6 +313,7 @@ SAMPLINGS = [SamplingConfig(), WARM, SAMPLED, SamplingConfig(1.0, top_p=0.9), Sa
 
 def poison_logits(monkeypatch: pytest.MonkeyPatch, poison: Callable[[Tensor, int], None]) -> None:
     """Change every tree's logits [B, N, V] in place; the number of the step counts from 1."""
+    target()  # made now, since its admission verifies trees too
     right, steps = TargetSession.verify, itertools.count(1)
 
     def verify(session: TargetSession, tree: DraftTree) -> tuple[Tensor, Tensor]:
