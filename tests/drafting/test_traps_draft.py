@@ -336,9 +336,9 @@ def test_trap_20_feature_of_the_wrong_token(monkeypatch: pytest.MonkeyPatch) -> 
     right = loop.keep
 
     def keep(
-        target: TargetSession, drafter: BeamDrafter, verdict: object, features: Tensor, counts: Sequence[int]
+        target: TargetSession, drafter: BeamDrafter, verdict: object, features: Tensor, *rest: object
     ) -> Tensor:
-        return right(target, drafter, verdict, features.roll(1, dims=1), counts)
+        return right(target, drafter, verdict, features.roll(1, dims=1), *rest)
 
     monkeypatch.setattr(loop, "keep", keep)
     assert tau(engine) < LOST

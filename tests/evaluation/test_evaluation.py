@@ -271,4 +271,5 @@ def test_the_models_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch) 
         "full_vocabulary": True,
         "runtime": "auto",
         "weight_format": None,
+        "lookup": False,
     }
