@@ -50,18 +50,13 @@ class HeadConfig:
             require_integer("trained_positions", self.trained_positions, 1, CHECK, LARGEST)
         if self.draft_vocab_size is not None:
             require_integer("draft_vocab_size", self.draft_vocab_size, 1, CHECK, LARGEST)
-            if self.draft_vocab_size > self.vocab_size:
-                raise ValueError(
-                    f"draft_vocab_size is {self.draft_vocab_size}: it must be at most the vocab_size "
-                    f"({self.vocab_size}); {CHECK}"
-                )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads is {self.num_key_value_heads}: it must divide num_attention_heads "
-                f"({self.num_attention_heads}); {CHECK}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}: rotary positions need it even; {CHECK}")
+        require_consistent(
+            self.num_attention_heads,
+            self.num_key_value_heads,
+            self.head_dim,
+            self.vocab_size,
+            self.draft_vocab_size,
+        )
         if self.hidden_act != "silu":
             raise ValueError(
                 f"hidden_act is {format_value(self.hidden_act)}: EAGLE heads use 'silu'; {CHECK}"
@@ -172,3 +167,20 @@ class HeadConfig:
             "tie_word_embeddings": False,
             **{name: value for name, value in notes.items() if value is not None},
         }
+
+
+def require_consistent(
+    heads: int, kv_heads: int, head_dim: int, vocab_size: int, draft_vocab_size: int | None
+) -> None:
+    """Raise ValueError unless a head's sizes fit each other; see HeadConfig."""
+    if draft_vocab_size is not None and draft_vocab_size > vocab_size:
+        raise ValueError(
+            f"draft_vocab_size is {draft_vocab_size}: it must be at most the vocab_size "
+            f"({vocab_size}); {CHECK}"
+        )
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_key_value_heads is {kv_heads}: it must divide num_attention_heads ({heads}); {CHECK}"
+        )
+    if head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim}: rotary positions need it even; {CHECK}")

@@ -11,11 +11,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import on_device
@@ -31,6 +31,8 @@ from eagle_fsd.runtime.openvino.block_cache import BlockCache
 from eagle_fsd.runtime.openvino.network import Layout, Network
 from eagle_fsd.runtime.openvino.traced_attention import attend_blocks
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
+
+Head = TypeVar("Head", bound=nn.Module)
 
 EXTEND_CHUNK = 512  # pairs per forward while a prompt is read: bounds the mask to chunk x context
 
@@ -249,18 +251,20 @@ def pair_prompts(seen: Seen) -> tuple[Tensor, Tensor, list[int]]:
 
 def require_fit(head: DraftHead, target: Verifier) -> None:
     """Raise ValueError unless the head has the target's sizes."""
-    for name, mine, its in (
-        ("hidden_size", head.config.hidden_size, target.hidden_size),
-        ("vocab_size", head.config.vocab_size, target.vocab_size),
-    ):
-        if mine != its:
-            raise ValueError(
-                f"the head's {name} is {mine} and the target's is {its}: a head drafts only for the "
-                "target it was trained on; choose the head of this target"
-            )
+    require_equal("hidden_size", head.config.hidden_size, target.hidden_size)
+    require_equal("vocab_size", head.config.vocab_size, target.vocab_size)
 
 
-def place_head(head: DraftHead, device: torch.device, dtype: torch.dtype) -> DraftHead:
+def require_equal(name: str, mine: int, its: int) -> None:
+    """Raise ValueError unless a size of a head is the target's."""
+    if mine != its:
+        raise ValueError(
+            f"the head's {name} is {mine} and the target's is {its}: a head drafts only for the "
+            "target it was trained on; choose the head of this target"
+        )
+
+
+def place_head(head: Head, device: torch.device, dtype: torch.dtype) -> Head:
     """Return the head on this device and in this dtype: itself, or a copy that leaves it to other engines."""
-    weight = head.fc.weight
+    weight = next(head.parameters())
     return head if (weight.device, weight.dtype) == (device, dtype) else copy.deepcopy(head).to(device, dtype)

@@ -79,9 +79,16 @@ class DraftHead(nn.Module):
         """Return cos and sin [B, 1, n, head_dim] of the rotary embedding, computed in float32."""
         if self.inverse_frequencies.device != position_ids.device:
             self.inverse_frequencies = self.inverse_frequencies.to(position_ids.device)
-        angles = position_ids[:, None, :, None].float() * self.inverse_frequencies
-        angles = torch.cat((angles, angles), dim=-1)  # both halves of a head turn by the same angles
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return cos_and_sin(position_ids, self.inverse_frequencies, dtype)
+
+
+def cos_and_sin(
+    position_ids: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [B, 1, n, head_dim] of rotary angles, computed in float32, of positions [B, n]."""
+    angles = position_ids[:, None, :, None].float() * inverse_frequencies
+    angles = torch.cat((angles, angles), dim=-1)  # both halves of a head turn by the same angles
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class DecoderLayer(nn.Module):

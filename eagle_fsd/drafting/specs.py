@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from eagle_fsd.drafting.drafter import DrafterSpec
-from eagle_fsd.drafting.eagle3.drafter import Eagle3Spec, TappedVerifier, place_eagle3
+from eagle_fsd.drafting.eagle3.drafter import Eagle3Spec, TappedVerifier
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import EagleSpec, place_head, require_fit
 from eagle_fsd.drafting.eagle_head import DraftHead
@@ -22,5 +22,5 @@ def spec_for(
         require_fit(head, target)
         return EagleSpec.for_target(place_head(head, target.device, dtype), target)
     if isinstance(head, Eagle3Head):
-        return Eagle3Spec.for_target(place_eagle3(head, target.device, dtype), target)
+        return Eagle3Spec.for_target(place_head(head, target.device, dtype), target)
     return head

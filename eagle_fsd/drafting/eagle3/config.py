@@ -13,7 +13,7 @@ from typing import Any
 
 from eagle_fsd.core.checks import format_value, require_choice, require_integer, require_number
 from eagle_fsd.drafting.eagle3.rope import Rope
-from eagle_fsd.drafting.eagle_config import CHECK, LARGEST, LEAST, MOST
+from eagle_fsd.drafting.eagle_config import CHECK, LARGEST, LEAST, MOST, require_consistent
 
 NESTED = "transformer_layer_config"  # of the speculators library
 TYPE = "speculators_model_type"
@@ -110,18 +110,13 @@ class Eagle3Config:
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: it must be true or false; {CHECK}")
-        if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size}: it must be at most the vocab_size "
-                f"({self.vocab_size}); {CHECK}"
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads is {self.num_key_value_heads}: it must divide num_attention_heads "
-                f"({self.num_attention_heads}); {CHECK}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}: rotary positions need it even; {CHECK}")
+        require_consistent(
+            self.num_attention_heads,
+            self.num_key_value_heads,
+            self.head_dim,
+            self.vocab_size,
+            self.draft_vocab_size,
+        )
         if self.norm_before_fc and self.fc_norm:
             raise ValueError(f"norm_before_fc and fc_norm are both true: one of them must be false; {CHECK}")
         if not self.fc and self.fc_inputs != self.hidden_size:

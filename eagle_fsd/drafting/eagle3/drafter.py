@@ -8,7 +8,6 @@ own states stand in their place.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Protocol
@@ -21,7 +20,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import within_window
 from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
-from eagle_fsd.drafting.eagle_drafter import Verifier, commit_in_chunks, pair_prompts
+from eagle_fsd.drafting.eagle_drafter import Verifier, commit_in_chunks, pair_prompts, require_equal
 from eagle_fsd.drafting.tree_growth import BeamDrafter, slots_per_row
 from eagle_fsd.files.fingerprints import digest_json, digest_tensors
 from eagle_fsd.runtime.grouped_attention import grouped_attention
@@ -182,18 +181,5 @@ class Eagle3Predictor:
 
 def require_fit(head: Eagle3Head, target: Verifier) -> None:
     """Raise ValueError unless the head has the target's sizes."""
-    for name, mine, its in (
-        ("target hidden_size", head.config.target_size, target.hidden_size),
-        ("vocab_size", head.config.vocab_size, target.vocab_size),
-    ):
-        if mine != its:
-            raise ValueError(
-                f"the head's {name} is {mine} and the target's is {its}: a head drafts only for the target "
-                "it was trained on; choose the head of this target"
-            )
-
-
-def place_eagle3(head: Eagle3Head, device: torch.device, dtype: torch.dtype) -> Eagle3Head:
-    """Return the head on this device and in this dtype: itself, or a copy that leaves it to other engines."""
-    weight = head.norm.weight
-    return head if (weight.device, weight.dtype) == (device, dtype) else copy.deepcopy(head).to(device, dtype)
+    require_equal("target hidden_size", head.config.target_size, target.hidden_size)
+    require_equal("vocab_size", head.config.vocab_size, target.vocab_size)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_fsd.drafting.eagle3.config import Eagle3Config, Reading
-from eagle_fsd.drafting.eagle_head import MLP, RMSNorm, rotate
+from eagle_fsd.drafting.eagle_head import MLP, RMSNorm, cos_and_sin, rotate
 
 # Takes the layer's number, q [B, H, n, D], k and v [B, Hkv, n, D], q and k rotated; returns [B, H, n, D]. The
 # caller owns masks and caches.
@@ -91,9 +91,7 @@ class Eagle3Head(nn.Module):
         """Return cos and sin [B, 1, n, head_dim] of the rotary embedding, computed in float32."""
         if self.inverse_frequencies.device != position_ids.device:
             self.inverse_frequencies = self.inverse_frequencies.to(position_ids.device)
-        angles = position_ids[:, None, :, None].float() * self.inverse_frequencies
-        angles = torch.cat((angles, angles), dim=-1)  # both halves of a head turn by the same angles
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return cos_and_sin(position_ids, self.inverse_frequencies, dtype)
 
 
 class Layer(nn.Module):

@@ -136,6 +136,14 @@ class Request:
             self.bound = state
 
 
+def request_for(compiled: Any, requests: weakref.WeakKeyDictionary[Any, Request]) -> Request:
+    """Return the request of a compiled graph among a caller's, made if there is none."""
+    request = requests.get(compiled)
+    if request is None:
+        request = requests[compiled] = Request(compiled)
+    return request
+
+
 class Variants:
     """A graph compiled for open sizes, and for the sizes that come often.
 
@@ -188,7 +196,7 @@ class Network:
         """
         # Prompts have any length, so they never come often enough.
         graph = self.variants.open if cache.exact else self.variants.choose(tuple(inputs[0].shape[:2]))
-        request = self._request(cache, graph)
+        request = request_for(graph, self._requests.setdefault(cache, weakref.WeakKeyDictionary()))
         slots, committed = cache.slots, cache.committed_blocks * BLOCK
         for place, value in enumerate(inputs):
             request.give(place, value)
@@ -203,13 +211,6 @@ class Network:
         cache.write(outputs[1:])
         return outputs[0].clone()  # the next call overwrites it
 
-    def _request(self, cache: BlockCache, compiled: Any) -> Request:
-        requests = self._requests.setdefault(cache, weakref.WeakKeyDictionary())
-        request = requests.get(compiled)
-        if request is None:
-            request = requests[compiled] = Request(compiled)
-        return request
-
 
 class Product:
     """A compiled product with one weight: rows [..., in] -> [..., width] float32, for many threads."""
@@ -222,9 +223,7 @@ class Product:
         flat = rows.detach().flatten(0, -2)
         compiled = self.variants.choose((len(flat),))
         requests = self._mine.__dict__.setdefault("requests", weakref.WeakKeyDictionary())
-        request = requests.get(compiled)
-        if request is None:
-            request = requests[compiled] = Request(compiled)
+        request = request_for(compiled, requests)
         request.give(0, flat)
         made = torch.empty(*rows.shape[:-1], self.width)
         request.infer.set_output_tensor(0, shared(made.flatten(0, -2)))
