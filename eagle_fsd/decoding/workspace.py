@@ -72,6 +72,7 @@ class Workspaces:
             session = TargetSession(self.target, batch, first + tree.total_tokens, made.needs.taps)
             workspace = Workspace(session, made, AcceptStep(self.target.stepper), batch, spec)
         workspace.reset(longest, tree)
+        self.target.expect(batch, tree.total_tokens)
         return workspace
 
     def decode(

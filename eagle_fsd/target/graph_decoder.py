@@ -145,6 +145,11 @@ class GraphDecoder:
     def new_cache(self, batch: int, capacity: int) -> BlockCache:
         return BlockCache(batch, capacity, self.members)
 
+    def expect(self, rows: int, nodes: int) -> None:
+        """Compile ahead for trees of so many nodes, since many are about to come."""
+        self._decoder.variants.expect((rows, nodes))
+        self._lm_head.variants.expect((rows * nodes,))
+
     def features(
         self, tokens: Tensor, positions: Tensor, visible: Mapping[str, Tensor], cache: KVCache
     ) -> Tensor:

@@ -240,6 +240,11 @@ class TargetModel:
             return self.graphs.new_cache(batch, capacity)
         return KVCache(batch, capacity, self.device, self.stepper.view)
 
+    def expect(self, rows: int, nodes: int) -> None:
+        """Prepare for many forwards over trees of so many nodes each."""
+        if self.graphs is not None:
+            self.graphs.expect(rows, nodes)
+
     @torch.inference_mode()
     def _run_on(self, runtime: OpenVINO) -> None:
         """Let a runtime compute features and logits. Raises ValueError if it cannot run this model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,10 +20,10 @@ from eagle_fsd.runtime.openvino.network import (
     Network,
     Product,
     Traceable,
-    Variants,
     trace,
     with_sizes,
 )
+from eagle_fsd.runtime.openvino.variants import Variants
 from eagle_fsd.runtime.openvino.weight_formats import (
     BFLOAT16,
     FORMATS,
@@ -64,14 +65,17 @@ class OpenVINO:
         """
         weights = [*module.parameters(), *module.buffers()]
         parts = [made_of, layout.masks, layout.members, [list(one.shape[2:]) for one in layout.inputs]]
-        graph, compile_graph = self._graph(name, weights, parts, lambda: trace(module, work, layout))
-        variants = Variants(lambda sizes: compile_graph(with_sizes(graph, layout, sizes)), how_many(graph))
-        return Network(variants, layout)
+        graph, compile_graph, folder = self._graph(name, weights, parts, lambda: trace(module, work, layout))
+
+        def compile_for(sizes: tuple[int, ...] | None) -> Any:
+            return compile_graph(with_sizes(graph, layout, sizes))
+
+        return Network(Variants(compile_for, how_many(graph), folder), layout)
 
     def product(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Compile the product with a weight [out, in]."""
         weights = [weight] if bias is None else [weight, bias]
-        graph, compile_graph = self._graph(name, weights, None, lambda: product_model(weight, bias))
+        graph, compile_graph, folder = self._graph(name, weights, None, lambda: product_model(weight, bias))
 
         def compile_for(sizes: tuple[int, ...] | None) -> Any:
             made = graph if sizes is None else graph.clone()
@@ -79,7 +83,7 @@ class OpenVINO:
                 made.reshape([*sizes, weight.shape[1]])
             return compile_graph(made)
 
-        return Product(Variants(compile_for, how_many(graph)), len(weight))
+        return Product(Variants(compile_for, how_many(graph), folder), len(weight))
 
     def encode(self, weight: np.ndarray, draft: bool = False) -> Blocks | None:
         """Return a weight's blocks in this format; None if it stays as it is.
@@ -95,8 +99,8 @@ class OpenVINO:
 
     def _graph(
         self, name: str, weights: Sequence[Tensor], parts: object, make: Callable[[], Any]
-    ) -> tuple[Any, Callable[[Any], Any]]:
-        """Return a graph in this format, made or read from disk, and the function that compiles it."""
+    ) -> tuple[Any, Callable[[Any], Any], Path | None]:
+        """Return a graph in this format, made or read from disk, what compiles it, and its folder on disk."""
         few_bits = self.weight_format in (INT8, PACKED)
 
         def make_graph() -> Any:
@@ -108,7 +112,11 @@ class OpenVINO:
         graph, folder = find_or_make(name, weights, [self.weight_format, parts], make_graph)
         self.weight_bytes += constant_bytes(graph)
         precision = "bf16" if self.weight_format == BFLOAT16 else "f32"
-        return graph, lambda graph: library.compile_graph(graph, precision, few_bits, self.threads, folder)
+
+        def compile_graph(graph: Any) -> Any:
+            return library.compile_graph(graph, precision, few_bits, self.threads, folder)
+
+        return graph, compile_graph, folder
 
 
 def constant_bytes(model: Any) -> int:

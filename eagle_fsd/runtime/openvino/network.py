@@ -6,7 +6,6 @@ Shapes: B rows, n new tokens, S slots in view.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 
 from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache
 from eagle_fsd.runtime.openvino.library import convert
+from eagle_fsd.runtime.openvino.variants import Variants
 
-AGAIN, OFTEN = 3, 50  # how often sizes come before they get a graph of their own; see Variants
 HIDDEN = torch.finfo(torch.float32).min  # the additive mask where nothing is seen
 
 # Gets the inputs, the masks by kind, and each layer's (keys, values) blocks; returns the output and each
@@ -142,40 +141,6 @@ def request_for(compiled: Any, requests: weakref.WeakKeyDictionary[Any, Request]
     if request is None:
         request = requests[compiled] = Request(compiled)
     return request
-
-
-class Variants:
-    """A graph compiled for open sizes, and for the sizes that come often.
-
-    A graph whose sizes are open takes half as long again as one of known sizes. So sizes that come AGAIN get
-    a graph of their own while there are fewer than `most`; later they must come OFTEN, and the one that was
-    not used for longest goes. compile_for: compiles for some sizes, or for all if it is given None.
-    """
-
-    def __init__(self, compile_for: Callable[[tuple[int, ...] | None], Any], most: int) -> None:
-        self.compile_for, self.most = compile_for, most
-        self.open = compile_for(None)
-        self.compiled: dict[tuple[int, ...], Any] = {}
-        self._seen: dict[tuple[int, ...], int] = {}
-        self._used: dict[tuple[int, ...], float] = {}
-        self._lock = threading.Lock()
-
-    def choose(self, sizes: tuple[int, ...]) -> Any:
-        """Return the compiled graph for these sizes, after compiling it if they came often enough."""
-        self._used[sizes] = time.monotonic()
-        found = self.compiled.get(sizes)
-        if found is not None:
-            return found
-        with self._lock:
-            self._seen[sizes] = self._seen.get(sizes, 0) + 1
-            if self._seen[sizes] < (AGAIN if len(self.compiled) < self.most else OFTEN):
-                return self.open
-            if sizes not in self.compiled:
-                if len(self.compiled) >= self.most:
-                    oldest = min(self.compiled, key=self._used.__getitem__)
-                    del self.compiled[oldest], self._seen[oldest]
-                self.compiled[sizes] = self.compile_for(sizes)
-            return self.compiled[sizes]
 
 
 class Network:

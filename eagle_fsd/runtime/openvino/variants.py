@@ -1,0 +1,112 @@
+"""One graph compiled for several sizes: when to compile, and what to compile ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from eagle_fsd.files.atomic import read_records, write_atomically
+
+AGAIN, OFTEN = 3, 50  # how often sizes come before they get a graph of their own
+FIRST = "first.json"  # beside a kept graph: the sizes that were expected first in the last process
+
+
+class Variants:
+    """A graph compiled for open sizes, and for the sizes that come often.
+
+    A graph whose sizes are open takes half as long again as one of known sizes. So sizes that come AGAIN get
+    a graph of their own while there are fewer than `most`; later they must come OFTEN, and the one that was
+    not used for longest goes. Expected sizes are compiled ahead in a thread: those that a caller names, and
+    those that were named first in the last process. `choose` waits for them, so that no race decides which
+    graph computes a text. compile_for: compiles for some sizes, or for all if it is given None. folder: where
+    the graph is kept, if it is.
+    """
+
+    def __init__(
+        self, compile_for: Callable[[tuple[int, ...] | None], Any], most: int, folder: Path | None = None
+    ) -> None:
+        self.compile_for, self.most, self.folder = compile_for, most, folder
+        self.open = compile_for(None)
+        self.compiled: dict[tuple[int, ...], Future[Any]] = {}  # finished or under way
+        self._seen: dict[tuple[int, ...], int] = {}
+        self._used: dict[tuple[int, ...], float] = {}
+        self._lock = threading.Lock()  # of these dictionaries; nobody compiles under it
+        self._last_time = None if folder is None else read_first(folder)
+        self._first: tuple[int, ...] | None = None
+        if self._last_time is not None:
+            self._compile_ahead(self._last_time)
+
+    def choose(self, sizes: tuple[int, ...]) -> Any:
+        """Return the compiled graph for these sizes, after compiling it if they came often enough."""
+        self._used[sizes] = time.monotonic()
+        known = self.compiled.get(sizes)
+        if known is not None:
+            return known.result()
+        with self._lock:
+            self._seen[sizes] = self._seen.get(sizes, 0) + 1
+            if self._seen[sizes] < (AGAIN if len(self.compiled) < self.most else OFTEN):
+                return self.open
+            mine, graph = self._entry(sizes)
+        if mine:
+            self._compile(sizes, graph)
+        return graph.result()
+
+    def expect(self, sizes: tuple[int, ...]) -> None:
+        """Compile ahead for sizes that are about to come often, unless there are as many graphs as may be."""
+        self._remember(sizes)
+        self._compile_ahead(sizes)
+
+    def _compile_ahead(self, sizes: tuple[int, ...]) -> None:
+        with self._lock:
+            if sizes in self.compiled or len(self.compiled) >= self.most:
+                return
+            self._used[sizes] = time.monotonic()
+            _, graph = self._entry(sizes)
+        # No daemon: the interpreter must not end while a graph is compiled.
+        threading.Thread(target=self._compile, args=(sizes, graph), name="compile ahead").start()
+
+    def _entry(self, sizes: tuple[int, ...]) -> tuple[bool, Future[Any]]:
+        """Return whether an entry for sizes is new, so that the caller has to compile it, and the entry.
+
+        The lock is held.
+        """
+        if sizes in self.compiled:
+            return False, self.compiled[sizes]
+        if len(self.compiled) >= self.most:
+            oldest = min(self.compiled, key=self._used.__getitem__)
+            del self.compiled[oldest]
+            self._seen.pop(oldest, None)
+        graph = self.compiled[sizes] = Future()
+        return True, graph
+
+    def _compile(self, sizes: tuple[int, ...], graph: Future[Any]) -> None:
+        """Compile for sizes. An error is raised where the result is asked for; later calls try again."""
+        try:
+            graph.set_result(self.compile_for(sizes))
+        except BaseException as error:  # noqa: BLE001 (nobody may wait for ever)
+            with self._lock:
+                if self.compiled.get(sizes) is graph:
+                    del self.compiled[sizes]
+            graph.set_exception(error)
+
+    def _remember(self, sizes: tuple[int, ...]) -> None:
+        """Note the sizes that are expected first, for the next process."""
+        if self._first is None:
+            self._first = sizes
+            if self.folder is not None and sizes != self._last_time:
+                with contextlib.suppress(OSError):
+                    write_atomically(self.folder / FIRST, f'{{"sizes": {list(sizes)}}}\n')
+
+
+def read_first(folder: Path) -> tuple[int, ...] | None:
+    """Return the sizes that were expected first in the last process; None if none are known."""
+    with contextlib.suppress(OSError):
+        sizes = read_records(folder / FIRST).get("sizes")
+        if isinstance(sizes, list) and sizes and all(type(size) is int and size > 0 for size in sizes):
+            return tuple(sizes)
+    return None

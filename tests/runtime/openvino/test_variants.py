@@ -1,0 +1,99 @@
+"""Graphs by their sizes: what is compiled, when, and what is remembered. No OpenVINO is needed."""
+
+import threading
+
+import pytest
+
+from eagle_fsd.runtime.openvino.variants import AGAIN, FIRST, OFTEN, Variants
+
+OPEN = "open"
+
+
+class Compiler:
+    """Compiles names of graphs. While `gate` is shut, graphs of known sizes take for ever."""
+
+    def __init__(self) -> None:
+        self.made = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error = None
+
+    def __call__(self, sizes):
+        if sizes is None:
+            return OPEN
+        self.gate.wait(10)
+        self.made.append((sizes, threading.current_thread()))
+        if self.error is not None:
+            raise self.error
+        return sizes
+
+
+@pytest.fixture
+def compiler():
+    return Compiler()
+
+
+def test_sizes_that_come_again_get_a_graph(compiler):
+    variants = Variants(compiler, most=2)
+    assert [variants.choose((1, 8)) for _ in range(AGAIN + 1)] == [OPEN] * (AGAIN - 1) + [(1, 8)] * 2
+    assert len(compiler.made) == 1
+
+
+def test_where_there_are_most_graphs_only_frequent_sizes_replace_the_least_used(compiler):
+    variants = Variants(compiler, most=2)
+    for sizes in ((1, 8), (2, 8)):
+        for _ in range(AGAIN):
+            variants.choose(sizes)
+    variants.choose((1, 8))  # so (2, 8) is the one that was not used for longest
+    variants.expect((3, 8))
+    assert [variants.choose((3, 8)) for _ in range(OFTEN)] == [OPEN] * (OFTEN - 1) + [(3, 8)]
+    assert set(variants.compiled) == {(1, 8), (3, 8)}
+    assert variants.choose((2, 8)) == OPEN
+
+
+def test_expected_sizes_are_compiled_ahead_and_waited_for(compiler):
+    compiler.gate.clear()
+    variants = Variants(compiler, most=2)
+    variants.expect((1, 8))
+    assert not compiler.made and variants.choose((1, 5)) == OPEN  # nobody else waits
+    threading.Timer(0.05, compiler.gate.set).start()
+    assert variants.choose((1, 8)) == (1, 8)
+    variants.expect((1, 8))
+    [(_, thread)] = compiler.made
+    assert thread is not threading.current_thread() and not thread.daemon
+
+
+def test_an_error_is_raised_where_the_graph_is_asked_for(compiler):
+    compiler.error = RuntimeError("no memory")
+    compiler.gate.clear()
+    variants = Variants(compiler, most=2)
+    variants.expect((1, 8))
+    asked = variants.compiled[1, 8]
+    compiler.gate.set()
+    with pytest.raises(RuntimeError, match="no memory"):
+        asked.result(10)
+    compiler.error = None
+    assert [variants.choose((1, 8)) for _ in range(AGAIN)][-1] == (1, 8)  # it is tried again
+
+
+def test_what_was_expected_first_is_compiled_in_the_next_process(compiler, tmp_path):
+    variants = Variants(compiler, 4, tmp_path)
+    for _ in range(AGAIN):
+        variants.choose((1, 5))  # measured in passing
+    for nodes in (8, 16):
+        variants.expect((1, nodes))
+    later = Compiler()
+    assert Variants(later, 4, tmp_path).choose((1, 8)) == (1, 8)
+    assert [sizes for sizes, _ in later.made] == [(1, 8)]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"sizes": []}', '{"sizes": [1, "8"]}', '{"sizes": [0]}'])
+def test_a_damaged_note_is_ignored(compiler, tmp_path, text):
+    (tmp_path / FIRST).write_text(text)
+    assert Variants(compiler, 4, tmp_path).compiled == {}
+
+
+def test_notes_that_cannot_be_written_are_left_out(compiler, tmp_path):
+    variants = Variants(compiler, 4, tmp_path / "gone")
+    variants.expect((1, 8))
+    assert variants.choose((1, 8)) == (1, 8)
