@@ -8,7 +8,7 @@ W the tokens that are drafted (all V, or a list of frequent ones), S cache slots
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -80,6 +80,11 @@ class DraftTree:
             rest=None if self.rest is None else self.rest[index],
             scores=None if self.scores is None else self.scores[index],
         )
+
+    def to(self, device: torch.device) -> DraftTree:
+        """Return the trees on another device."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: x.to(device) for name, x in found.items() if isinstance(x, Tensor)})
 
     @property
     def children(self) -> Tensor:
