@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,8 +84,9 @@ class DraftTree:
 
     def to(self, device: torch.device) -> DraftTree:
         """Return the trees on another device."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: x.to(device) for name, x in found.items() if isinstance(x, Tensor)})
+        found: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: part.to(device) for name, part in found.items() if isinstance(part, Tensor)}
+        return DraftTree(**(found | moved))
 
     @property
     def children(self) -> Tensor:

@@ -1,13 +1,13 @@
 """Drafting with a second language model: which tokens it reads, and where.
 
 Token t of a text is in slot t of the model's cache, at position t, from the text's first token on. The last
-token of a text is the root of its next tree. The root is committed with the others, so for a root at position
-L, a tree node of depth i is read at position L + i. After a step, the tokens that it emitted are read again as
-text, over whatever the tree left behind them. A predictor's state is the model's last hidden state at a token.
+token of a text, the root of its next tree, is committed with the others, so a node of depth i below a root at
+position L is read at position L + i. After a step, the tokens that it emitted are read again as text, over
+whatever the tree left behind it. A predictor's state is the model's last hidden state at a token.
 
 The model may be any that can be a target: another one with the same vocabulary, or the target's own first
-layers. Its vocabulary may be padded differently: only tokens that both have are drafted, and logits are cut to
-them before the softmax. Shapes: B rows, K top_k, d hidden size, S cache slots, W drafted tokens.
+layers. Its vocabulary may be padded differently: only tokens that both have are drafted, and logits are cut
+to them before the softmax. Shapes: B rows, K top_k, d hidden size, S cache slots, W drafted tokens.
 """
 
 from __future__ import annotations
@@ -79,10 +79,8 @@ class DraftModelSpec:
     sparse: ClassVar[bool] = False
 
     @classmethod
-    def for_target(
-        cls, draft: LanguageModel, target: Verifier, name: str = "draft-model"
-    ) -> DraftModelSpec:
-        """Return the spec that drafts for this target. That their tokens mean the same is the caller's part."""
+    def for_target(cls, draft: LanguageModel, target: Verifier, name: str = "draft-model") -> DraftModelSpec:
+        """Return the spec that drafts for a target. That their tokens mean the same is up to the caller."""
         tokens = min(draft.vocab_size, target.vocab_size)
         return cls(draft, tokens, tokens < target.vocab_size, target.stepper.records, name)
 

@@ -194,8 +194,8 @@ def commit_in_chunks(
 ) -> Tensor:
     """Read pairs [B, P] in chunks, commit counts[row] of them and return the outputs [B, d] at the last ones.
 
-    inputs: the tensors [B, P, ...] that the pairs are made of. read: takes chunks of them and their offset past
-    the committed slots, and returns outputs [B, q, d].
+    inputs: the tensors [B, P, ...] that the pairs are made of. read: takes chunks of them and their offset
+    past the committed slots, and returns outputs [B, q, d].
     """
     outputs, total = [], inputs[0].shape[1]
     for start in range(0, total, widest := min(EXTEND_CHUNK, cache.widest)):

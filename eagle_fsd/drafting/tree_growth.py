@@ -60,8 +60,8 @@ class Predictor(Protocol):
 class BeamDrafter:
     """A drafter that grows EAGLE-2 trees with a predictor, for one batch of texts.
 
-    stepper: runs the growth. whole_trees: whether all trees of a config must have the same shapes. A predictor
-    may be on another device than the roots; its trees are then brought to theirs.
+    stepper: runs the growth. whole_trees: whether all trees of a config must have the same shapes. If the
+    predictor is on another device than the roots, its trees are brought to theirs.
     """
 
     def __init__(self, predictor: Predictor, stepper: Stepper = EAGER, whole_trees: bool = False) -> None:
@@ -113,9 +113,9 @@ class BeamDrafter:
     ) -> DraftTree:
         """Grow levels of `top_k` beam nodes by cumulative log-probability, then keep the best nodes of all.
 
-        root_states: [B, d]. fits: [B] bool, whether the predictor can read a row's text; the other rows get no
-        nodes. None: it reads all. The ancestors of a kept node are kept, so no node beyond level `config.reach`
-        could be in the tree.
+        root_states: [B, d]. fits: [B] bool, whether the predictor can read a row's text; other rows get no
+        nodes. None: it reads all. The ancestors of a kept node are kept, so no node beyond level
+        `config.reach` could be in the tree.
         """
         predictor, cache = self.predictor, self.cache
         top_k, depth, batch = config.top_k, config.reach, len(roots)
@@ -214,8 +214,8 @@ def read_view(cache: KVCache, width: int, start: int) -> tuple[Tensor, Tensor, T
 def level_positions(cache: KVCache, tokens: Tensor, level: int) -> tuple[Tensor, Tensor]:
     """Return the positions [B, K] of a level of drafted tokens, and of all slots: [B, S].
 
-    What was committed last is the root's, so its children, level 1, are at the first position behind it. Every
-    level takes K slots behind the committed ones.
+    What was committed last is the root's, so its children, level 1, are at the first position behind it.
+    Every level takes K slots behind the committed ones.
     """
     committed, top_k = cache.lengths[:, None], tokens.shape[1]
     slots = torch.arange(cache.view, device=tokens.device)

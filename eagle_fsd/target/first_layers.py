@@ -32,7 +32,9 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     mine._compiled_call_impl = decoder._compiled_call_impl = None  # compiled code would run all layers
     del find_layers(decoder, layers)[count:]
     # The parts of a model may have configs of their own.
-    for config in {id(part.config): part.config for part in mine.modules() if hasattr(part, "config")}.values():
+    for config in {
+        id(part.config): part.config for part in mine.modules() if hasattr(part, "config")
+    }.values():
         config = config.get_text_config(decoder=True)
         if getattr(config, "num_hidden_layers", None) == layers:
             for name in BY_LAYER:
