@@ -210,6 +210,9 @@ def load_model(args: Namespace) -> EagleFSD:
         head_taps=args.head_taps,
         norm_output=args.norm_output,
         lookup=args.lookup,
+        draft_model=args.draft_model,
+        draft_layers=args.draft_layers,
+        draft_device=args.draft_device,
     )
 
 

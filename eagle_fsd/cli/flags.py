@@ -98,9 +98,23 @@ def build_parser() -> argparse.ArgumentParser:
         help="with --ea-model none: look drafts up in the text and in the target's own earlier "
         "distributions, for any target",
     )
+    group.add_argument(
+        "--draft-model",
+        metavar="M",
+        help="instead of a head: a smaller language model of the target's family, named as --base-model is",
+    )
+    group.add_argument(
+        "--draft-layers",
+        type=int,
+        metavar="N",
+        help="instead of a head: the target's own first N layers, with its lm_head",
+    )
+    group.add_argument("--draft-device", help="device of the draft model (default: the target's)")
     group.add_argument("--dtype", help="float32, float16 or bfloat16 (default: chosen by the device)")
     group.add_argument(
-        "--head-dtype", metavar="DTYPE", help="dtype of the draft head (default: the target's dtype)"
+        "--head-dtype",
+        metavar="DTYPE",
+        help="dtype of the draft head or draft model (default: the target's dtype)",
     )
     group.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is a GPU, else cpu)")
     group.add_argument("--device-map", metavar="MAP", help="spread the target over devices, e.g. auto")
