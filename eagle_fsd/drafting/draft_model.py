@@ -119,7 +119,8 @@ class DraftModelPredictor:
 
     def commit(self, seen: Seen, first: bool) -> Tensor:
         """Read committed text, the root included, and return the states [B, d] at the roots."""
-        tokens = seen.tokens.to(self.cache.device)
+        # A target with more tokens may write one that the model does not know. Any will do in its place.
+        tokens = seen.tokens.to(self.cache.device).clamp(max=self.draft.vocab_size - 1)
         if not first and not self._fixed_shapes:  # the tokens of a step are padded to the tree's depth
             tokens = tokens[:, : max(1, *seen.counts)]
         # Prompts have any length, so a recording for one would hardly ever be replayed.
