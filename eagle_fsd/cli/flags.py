@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
+from eagle_fsd.cli.flag_types import AUTO, PRESETS, OneLineParser, parse_auto_or, parse_taps
 from eagle_fsd.core.config import CHILDREN, AutoThreshold, SamplingConfig, TreeConfig
 from eagle_fsd.version import __version__
 
-AUTO = "auto"
-USAGE = 2  # the exit code of a user's mistake
-
 # The names of acceptance.rule_names.RULES, repeated here because that module imports torch.
-RULE_NAMES = ("fuzzy", "lossless", "typical", "relaxed_topk", "sglang", "cactus", "ensemble")
+RULE_NAMES = ("fuzzy", "lossless", "typical", "relaxed_topk", "sglang", "cactus", "ensemble", "fsd_paper")
 
 DESCRIPTION = """\
 Answer a prompt with a target model, several tokens per step: a small draft head proposes a tree of tokens
@@ -31,13 +27,6 @@ examples:
 
 A threshold belongs to its divergence: 0.3 means something else in js than in reverse_kl. In EAGLE's own
 scripts --depth is one less than here, and --top-k is the tree's (here --tree-top-k)."""
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, without the usage block."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: error: {message} (--help lists the flags)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -156,6 +145,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     group = parser.add_argument_group("acceptance")
+    group.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="fsd-paper: the FSD paper's algorithm and settings: --rule fsd_paper, a chain of 5 drafted "
+        "tokens, --temperature 0.6 --top-k 50 --top-p 0.9. Flags beside it override it",
+    )
     group.add_argument(
         "--threshold",
         type=parse_auto_or(float, "a number"),
@@ -311,25 +306,3 @@ def build_parser() -> argparse.ArgumentParser:
         "--verbose", action="store_true", help="show libraries' messages, and tracebacks of all errors"
     )
     return parser
-
-
-def parse_auto_or(kind: Callable[[str], float], what: str) -> Callable[[str], float | str]:
-    """Return the argparse type of a flag that takes `what`, or auto."""
-
-    def read(text: str) -> float | str:
-        if text == AUTO:
-            return AUTO
-        try:
-            return kind(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r} is neither {what} nor {AUTO}") from error
-
-    return read
-
-
-def parse_taps(text: str) -> tuple[int, ...]:
-    """Return the numbers of a comma-separated list of taps; an argparse type."""
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdecimal() and len(part) < 6 and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I,J,K: they must be layer numbers from 1 on")
-    return tuple(map(int, parts))
