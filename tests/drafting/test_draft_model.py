@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from support.fake_flash import FakeFlash
 from support.op_recorder import OpRecorder
 from support.tiny_models import VOCAB, greedy_alone, prompts_of, run_loop, tiny_model
@@ -17,13 +16,11 @@ from torch import Tensor
 
 import eagle_fsd.core.tree as tree_module
 import eagle_fsd.drafting.eagle_drafter as chunks_module
-from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
+from eagle_fsd import EagleFSD, Fuzzy, TreeConfig
 from eagle_fsd.autotune.settle import Settler
 from eagle_fsd.core import sampling
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.decoding.request import Terms, Text
-from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.drafting import tree_growth
 from eagle_fsd.drafting.draft_model import DraftModelSpec, require_one_drafter
 from eagle_fsd.drafting.drafter import Seen
@@ -206,62 +203,6 @@ def test_the_target_as_its_own_draft_model_accepts_every_token(family: str) -> N
         assert found.new_tokens == [text] and found.stats[0].steps == 4
     together = run_loop(target, prompts, model.drafter.make(3, 4, CHAIN), 24, tree=CHAIN)
     assert together.texts == wanted and len(together.steps) == 4
-
-
-def sample_alone(model: EagleFSD, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-    """Return the texts of prompts that are sampled one by one, each from its own stream."""
-    keywords = {"max_new_tokens": 14, "temperature": 0.9, "tree": TREE, **options}
-    return [
-        model.generate([prompt], seed=[(3, row)], **keywords).new_tokens[0]
-        for row, prompt in enumerate(prompts)
-    ]
-
-
-@pytest.mark.parametrize("rule", [None, Fuzzy(0.4)], ids=["lossless", "fuzzy"])
-def test_texts_do_not_depend_on_their_batch(rule: Fuzzy | None) -> None:
-    """Padded on the left beside others, and joining and leaving a batch that is under way."""
-    model = EagleFSD(TARGET, DraftModelSpec.for_target(other_model(), TARGET))
-    prompts = prompts_of([7, 1, 12, 4])
-    alone = sample_alone(model, prompts, rule=rule)
-    ids = torch.tensor([[0] * (12 - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (12 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    options = {"max_new_tokens": 14, "temperature": 0.9, "tree": TREE, "rule": rule}
-    together = model.generate(ids, mask, seed=[(3, row) for row in range(4)], **options)
-    assert together.new_tokens == alone
-    scheduler = Scheduler(TARGET, model.drafter, TREE, 2)
-    terms = Terms((), rule or Lossless(), SamplingConfig(0.9))
-    for row, prompt in enumerate(prompts):
-        scheduler.admit(Text(row, 14 - 3 * (row % 2), terms, prompt=prompt, stream=(3, row)))
-    found: dict[int, list[int]] = {}
-    for one, tokens in scheduler.run():
-        found.setdefault(one.number, []).extend(tokens)
-    assert [found[row] for row in range(4)] == [text[: 14 - 3 * (row % 2)] for row, text in enumerate(alone)]
-
-
-def test_sampled_tokens_have_the_targets_distribution() -> None:
-    """The first two tokens over 1200 texts, temperature 1, against the target's own product."""
-    draft = TargetModel(first_layers(TARGET.model, 1))
-    model = EagleFSD(TARGET, DraftModelSpec.for_target(draft, TARGET))
-    prompt, count = prompts_of([5])[0], 1200
-    made = model.generate(
-        torch.tensor([prompt]).expand(count, -1),
-        max_new_tokens=2,
-        temperature=1.0,
-        seed=3,
-        tree=TreeConfig(5, 3, 2),
-    )
-    assert sum(row.exact_accepts for row in made.stats) > 100
-    first = plain_log_q(TARGET, prompt).exp().double()
-    likely = int(first.argmax())
-    second = plain_log_q(TARGET, [*prompt, likely]).exp().double()
-    follows = [row[1] for row in made.new_tokens if row[0] == likely]
-    for tokens, p in (([row[0] for row in made.new_tokens], first), (follows, second)):
-        expected = p * len(tokens)
-        seen = torch.tensor(tokens).bincount(minlength=VOCAB).double()
-        large = expected >= 5
-        observed = torch.cat((seen[large], seen[~large].sum()[None]))
-        wanted = torch.cat((expected[large], expected[~large].sum()[None]))
-        assert len(wanted) > 2 and chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-3
 
 
 def test_recorded_steps_and_another_dtype_give_the_same_greedy_text(
