@@ -58,7 +58,10 @@ def published(
 
 
 # About the medians of what the two models are apart.
-SETTINGS = [("js", 0.12), ("tv", 0.4), ("ag", 0.15), ("reverse_kl", 0.5), ("js_top10", 0.05)]
+SETTINGS = [
+    *(("js", 0.12), ("ag", 0.15)),
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in (("tv", 0.4), ("reverse_kl", 0.5))),
+]
 
 
 @pytest.mark.parametrize("temperature", [0.6, 0.0])

@@ -50,7 +50,10 @@ SPECS: dict[str, Callable[[], DrafterSpec]] = {
     "first layers": lambda: draft_model_spec(first_layers(TARGET.model, 1), "first-layers"),
     "lookup": lambda: LookupSpec.for_target(TARGET),
 }
-every_drafter = pytest.mark.parametrize("name", SPECS)
+SLOW = ("eagle, some tokens", "narrow draft model")
+every_drafter = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SPECS]
+)
 
 
 @cache
@@ -78,7 +81,7 @@ def padded() -> tuple[Tensor, Tensor]:
 
 
 @every_drafter
-@pytest.mark.parametrize("tree", [TREE, CONFIDENT], ids=str)
+@pytest.mark.parametrize("tree", [TREE, pytest.param(CONFIDENT, marks=pytest.mark.slow)], ids=str)
 def test_greedy_text_is_the_targets_own(name: str, tree: TreeConfig) -> None:
     """Alone, and padded beside others."""
     for prompt, wanted in zip(texts(), targets_own(), strict=True):
@@ -90,7 +93,9 @@ def test_greedy_text_is_the_targets_own(name: str, tree: TreeConfig) -> None:
 
 
 @every_drafter
-@pytest.mark.parametrize("rule", [Lossless(), Fuzzy(0.4)], ids=["lossless", "fuzzy"])
+@pytest.mark.parametrize(
+    "rule", [pytest.param(Lossless(), marks=pytest.mark.slow), Fuzzy(0.4)], ids=["lossless", "fuzzy"]
+)
 def test_sampled_text_does_not_depend_on_its_batch(name: str, rule: AcceptanceRule) -> None:
     """Alone, padded beside others, and joining and leaving a batch that is under way."""
     model = engine(name)

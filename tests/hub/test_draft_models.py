@@ -116,9 +116,8 @@ def test_a_calibration_is_the_draft_models_own(folders: Path, tmp_path: Path) ->
                 other.generate([[1, 2]], rule=AutoThreshold())
 
 
-@pytest.mark.parametrize(
-    "options", [{"draft_layers": 1}, pytest.param({"draft": "padded"}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"draft_layers": 1}, {"draft": "padded"}], ids=str)
 def test_it_drafts_on_openvino(folders: Path, options: dict[str, Any]) -> None:
     pytest.importorskip("openvino", reason="the extra openvino is not installed")
     prompts = prompts_of([6, 9])
