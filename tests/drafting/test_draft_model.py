@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -32,6 +32,7 @@ from eagle_fsd.target.first_layers import first_layers
 from eagle_fsd.target.model import TargetModel
 
 TREE, CHAIN = TreeConfig(10, 4, 3), TreeConfig(6, 5, 1)
+DEEP = TreeConfig(43, 11, 2)  # all of its candidates, whose paths outgrow the families' windows
 TARGET = TargetModel(tiny_model())
 # Full attention, windows of 8 tokens in all layers or in some, learned positions, a soft-cap.
 FAMILIES = {"llama": "sdpa", "mistral": "sdpa", "gemma3": "sdpa", "gpt2": "sdpa", "gemma2": "eager"}
@@ -73,7 +74,7 @@ def plain_log_q(model: TargetModel, text: Sequence[int], tokens: int = VOCAB) ->
 # --- trees ---
 
 
-@pytest.mark.parametrize(("tree_config", "chunk"), [(TREE, 3), (CHAIN, 512)], ids=str)
+@pytest.mark.parametrize(("tree_config", "chunk"), [(TREE, 3), (CHAIN, 512), (DEEP, 512)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_trees_carry_the_distributions_of_plain_forwards(
@@ -186,6 +187,17 @@ def test_flash_attention_never_reads_a_level_of_a_tree(monkeypatch: pytest.Monke
         wanted = start(DraftModelSpec.for_target(draft, TARGET), text).draft(roots_of(text), TREE)
     assert flash.called == ["causal"] * 2 and torch.equal(tree.tokens, wanted.tokens)
     torch.testing.assert_close(tree.log_q, wanted.log_q, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_tree_moves_to_another_device_as_a_whole() -> None:
+    texts = prompts_of([5])
+    spec = DraftModelSpec.for_target(other_model(vocab_size=VOCAB - 16), TARGET)
+    tree = start(spec, texts).draft(roots_of(texts), TREE)
+    moved = tree.to(torch.device("meta"))
+    parts = [getattr(moved, field.name) for field in fields(moved)]
+    assert {part.device.type for part in parts if isinstance(part, Tensor)} == {"meta"}
+    assert (moved.depth, moved.most, moved.log_q.shape) == (tree.depth, tree.most, tree.log_q.shape)
 
 
 # --- in the loop ---
