@@ -99,6 +99,9 @@ class EagleFSD:
         head_taps: Sequence[int] | None = None,
         norm_output: bool | None = None,
         lookup: bool = False,
+        draft_model: str | os.PathLike[str] | None = None,
+        draft_layers: int | None = None,
+        draft_device: torch.device | str | None = None,
     ) -> EagleFSD:
         """Load a target and its head.
 
@@ -116,13 +119,11 @@ class EagleFSD:
         measured once on each machine. head_taps, norm_output: how to read an EAGLE-3 head's config, where
         that is measured otherwise: the layers that it reads, numbered by what enters them, and whether its
         carried state is normed. lookup: with ea_model "none", look drafts up in the text and in the target's
-        earlier distributions.
+        earlier distributions. draft_model: in place of a head, a language model with the target's vocabulary,
+        named as base_model is, in head_dtype on draft_device; None means the target's. draft_layers: in place
+        of a head, this many of the target's own first layers, with its lm_head.
         Raises ValueError for anything that is missing, does not fit or is not supported.
         """
-        if lookup:
-            require_no_head(
-                None if ea_model is None else os.fspath(ea_model)
-            )  # before anything is downloaded
         pair = load_pair(
             os.fspath(base_model),
             None if ea_model is None else os.fspath(ea_model),
@@ -140,12 +141,15 @@ class EagleFSD:
             weight_format=weight_format,
             head_taps=head_taps,
             norm_output=norm_output,
+            lookup=lookup,
+            draft_model=None if draft_model is None else os.fspath(draft_model),
+            draft_layers=draft_layers,
+            draft_device=draft_device,
         )
         if isinstance(pair.head, Eagle3Head):
             settle_head(pair.head, pair.target, pair.tokenizer)
-        drafts_in = None if pair.head is None else next(pair.head.parameters()).dtype
         names = (pair.base_model, pair.ea_model)
-        return cls(pair.target, pair.head, pair.tokenizer, *names, drafts_in, pair.folder, lookup)
+        return cls(pair.target, pair.head, pair.tokenizer, *names, pair.head_dtype, pair.folder)
 
     @property
     def dtype(self) -> torch.dtype:

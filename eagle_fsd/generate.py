@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from eagle_fsd.cli.answer_report import Answer, summary, to_json
 from eagle_fsd.cli.arguments import generation_options
-from eagle_fsd.cli.flags import USAGE, build_parser
+from eagle_fsd.cli.flag_types import USAGE
+from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.text.prompt_files import decode_text, read_prompts
 
@@ -210,6 +211,9 @@ def load_model(args: Namespace) -> EagleFSD:
         head_taps=args.head_taps,
         norm_output=args.norm_output,
         lookup=args.lookup,
+        draft_model=args.draft_model,
+        draft_layers=args.draft_layers,
+        draft_device=args.draft_device,
     )
 
 

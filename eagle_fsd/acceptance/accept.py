@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.checks import require_choice, require_integer
-from eagle_fsd.core.config import HYBRID, PAPER, SamplingConfig
+from eagle_fsd.core.config import FIRST_FAILURE, HYBRID, PAPER, SamplingConfig
 from eagle_fsd.core.long_rows import first_largest
 from eagle_fsd.core.sampling import Uniforms, Warped
 from eagle_fsd.core.tree import DraftTree, with_last, with_root
@@ -148,7 +148,8 @@ class Verified:
 class AcceptanceRule(Protocol):
     """Decides when a drafted token may be emitted although the target did not draw it.
 
-    mode: "hybrid" asks the rule only where the draw is not a child; "paper" asks it first.
+    mode: "hybrid" asks the rule only where the draw is not a child; "paper" asks it first. "first-failure"
+    asks it first as well, and where it follows no child, the step ends with the draw.
     max_consecutive: the most relaxed accepts in a row; the target's draw that ends a step resets the count.
     exact_prefix: how many tokens at the start of a text are the target's draws only.
     """
@@ -313,6 +314,8 @@ def next_states(
     relaxed = with_last(relaxed, -1)
     if rule.mode == PAPER:
         followed = torch.where(relaxed < 0, exact, relaxed)
+    elif rule.mode == FIRST_FAILURE:
+        followed = torch.where(relaxed < 0, width - 1, relaxed)
     else:
         followed = torch.where(exact == width - 1, relaxed, exact)
         followed = torch.where(followed < 0, width - 1, followed)

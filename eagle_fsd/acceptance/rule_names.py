@@ -10,6 +10,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.divergence import DIVERGENCES
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
+from eagle_fsd.acceptance.published_fsd import PublishedFSD
 
 RULES: dict[str, type[Any]] = {
     "lossless": Lossless,
@@ -19,6 +20,7 @@ RULES: dict[str, type[Any]] = {
     "sglang": SGLang,
     "cactus": Cactus,
     "ensemble": Ensemble,
+    "fsd_paper": PublishedFSD,
 }
 NAMES = {rule: name for name, rule in RULES.items()}
 

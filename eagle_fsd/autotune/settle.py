@@ -14,6 +14,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.calibration import FILE, Calibration, read_calibration
 from eagle_fsd.acceptance.divergence import require_listed, require_sparse
 from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.acceptance.published_fsd import PublishedFSD
 from eagle_fsd.autotune.tree_chooser import TreeChooser
 from eagle_fsd.autotune.tree_search import Choice
 from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
@@ -120,7 +121,7 @@ class Settler:
         """Raise ValueError unless this is an acceptance rule that works with this drafter's drafts."""
         if isinstance(rule, type) or not hasattr(rule, "chances"):
             raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
-        if not isinstance(rule, Fuzzy) or rule.threshold == 0:
+        if not isinstance(rule, (Fuzzy, PublishedFSD)) or rule.threshold == 0:
             return
         if self.drafter is not None and self.drafter.sparse:
             require_listed(rule.divergence)

@@ -111,7 +111,7 @@ def summary(answer: Answer) -> str:
     stats = answer.stats
     fields = rule_fields(answer.rule)
     if fields["divergence"] and fields["threshold"]:
-        name = f"{fields['divergence']} <= {fields['threshold']} {fields['mode']}"
+        name = f"{fields['divergence']} <= {fields['threshold']} {fields['mode'] or fields['rule']}"
     else:
         name = "lossless" if fields["threshold"] == 0 else fields["rule"]
     line = format_speed(stats, len(answer.token_ids))

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from eagle_fsd.cli.flags import AUTO
+from eagle_fsd.cli.flag_types import AUTO
 from eagle_fsd.core.config import AutoThreshold, AutoTree, TreeConfig
 
 if TYPE_CHECKING:
@@ -127,6 +127,13 @@ def ensemble(args: argparse.Namespace) -> AcceptanceRule:
     return Ensemble(weight=given(args.weight, Ensemble().weight))
 
 
+def fsd_paper(args: argparse.Namespace) -> AcceptanceRule:
+    from eagle_fsd.acceptance.published_fsd import PublishedFSD
+
+    usual = PublishedFSD()
+    return PublishedFSD(given(args.threshold, usual.threshold), given(args.divergence, usual.divergence))
+
+
 def lossless(_args: argparse.Namespace) -> AcceptanceRule:
     from eagle_fsd.acceptance.accept import Lossless
 
@@ -141,6 +148,7 @@ MAKERS: dict[str, Callable[[argparse.Namespace], AcceptanceRule]] = {
     "sglang": sglang,
     "cactus": cactus,
     "ensemble": ensemble,
+    "fsd_paper": fsd_paper,
 }
 
 

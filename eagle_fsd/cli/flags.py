@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
+from eagle_fsd.cli.flag_types import AUTO, PRESETS, OneLineParser, parse_auto_or, parse_taps
 from eagle_fsd.core.config import CHILDREN, AutoThreshold, SamplingConfig, TreeConfig
 from eagle_fsd.version import __version__
 
-AUTO = "auto"
-USAGE = 2  # the exit code of a user's mistake
-
 # The names of acceptance.rule_names.RULES, repeated here because that module imports torch.
-RULE_NAMES = ("fuzzy", "lossless", "typical", "relaxed_topk", "sglang", "cactus", "ensemble")
+RULE_NAMES = ("fuzzy", "lossless", "typical", "relaxed_topk", "sglang", "cactus", "ensemble", "fsd_paper")
 
 DESCRIPTION = """\
 Answer a prompt with a target model, several tokens per step: a small draft head proposes a tree of tokens
@@ -31,13 +27,6 @@ examples:
 
 A threshold belongs to its divergence: 0.3 means something else in js than in reverse_kl. In EAGLE's own
 scripts --depth is one less than here, and --top-k is the tree's (here --tree-top-k)."""
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, without the usage block."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: error: {message} (--help lists the flags)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -98,9 +87,23 @@ def build_parser() -> argparse.ArgumentParser:
         help="with --ea-model none: look drafts up in the text and in the target's own earlier "
         "distributions, for any target",
     )
+    group.add_argument(
+        "--draft-model",
+        metavar="M",
+        help="instead of a head: a smaller language model of the target's family, named as --base-model is",
+    )
+    group.add_argument(
+        "--draft-layers",
+        type=int,
+        metavar="N",
+        help="instead of a head: the target's own first N layers, with its lm_head",
+    )
+    group.add_argument("--draft-device", help="device of the draft model (default: the target's)")
     group.add_argument("--dtype", help="float32, float16 or bfloat16 (default: chosen by the device)")
     group.add_argument(
-        "--head-dtype", metavar="DTYPE", help="dtype of the draft head (default: the target's dtype)"
+        "--head-dtype",
+        metavar="DTYPE",
+        help="dtype of the draft head or draft model (default: the target's dtype)",
     )
     group.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is a GPU, else cpu)")
     group.add_argument("--device-map", metavar="MAP", help="spread the target over devices, e.g. auto")
@@ -142,6 +145,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     group = parser.add_argument_group("acceptance")
+    group.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="fsd-paper: the FSD paper's algorithm and settings: --rule fsd_paper, a chain of 5 drafted "
+        "tokens, --temperature 0.6 --top-k 50 --top-p 0.9. Flags beside it override it",
+    )
     group.add_argument(
         "--threshold",
         type=parse_auto_or(float, "a number"),
@@ -297,25 +306,3 @@ def build_parser() -> argparse.ArgumentParser:
         "--verbose", action="store_true", help="show libraries' messages, and tracebacks of all errors"
     )
     return parser
-
-
-def parse_auto_or(kind: Callable[[str], float], what: str) -> Callable[[str], float | str]:
-    """Return the argparse type of a flag that takes `what`, or auto."""
-
-    def read(text: str) -> float | str:
-        if text == AUTO:
-            return AUTO
-        try:
-            return kind(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r} is neither {what} nor {AUTO}") from error
-
-    return read
-
-
-def parse_taps(text: str) -> tuple[int, ...]:
-    """Return the numbers of a comma-separated list of taps; an argparse type."""
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdecimal() and len(part) < 6 and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I,J,K: they must be layer numbers from 1 on")
-    return tuple(map(int, parts))

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from eagle_fsd.core.checks import require_choice, require_integer, require_number
 
 HYBRID, PAPER = "hybrid", "paper"  # which comes first, the target's draw or the rule; see acceptance
+FIRST_FAILURE = "first-failure"  # the rule alone decides, and a step ends where it follows no child
 CHILDREN = ("draft", "likeliest", "target")  # which child a fuzzy accept follows; see acceptance.Fuzzy
 
 
@@ -181,3 +182,8 @@ class AutoThreshold:
         require_choice("mode", self.mode, (HYBRID, PAPER))
         require_choice("child", self.child, CHILDREN)
         require_number("min_gain", self.min_gain, 0.0, math.inf, "0 turns the guard off")
+
+
+# The settings of the FSD paper's experiments (arXiv 2502.20704): five drafted tokens, one after the other.
+FSD_PAPER_TREE = TreeConfig(6, 5, 1)
+FSD_PAPER_SAMPLING = SamplingConfig(0.6, 50, 0.9)

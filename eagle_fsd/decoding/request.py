@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from numbers import Integral
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified
+from eagle_fsd.acceptance.published_fsd import PublishedFSD
 from eagle_fsd.core.checks import require_integer
-from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
+from eagle_fsd.core.config import (
+    FSD_PAPER_SAMPLING,
+    FSD_PAPER_TREE,
+    AutoThreshold,
+    AutoTree,
+    SamplingConfig,
+    TreeConfig,
+)
 from eagle_fsd.core.padding import infer_mask, unpad
 from eagle_fsd.core.sampling import Seed
 from eagle_fsd.core.stats import GenerationStats
@@ -57,6 +65,18 @@ class GenerationOptions:
     seed: Seed | None = None
     eos_token_id: int | Sequence[int] | None = None
     observer: Observer | None = None
+
+    @classmethod
+    def fsd_paper(cls, threshold: float = 0.3, divergence: str = "js", **fields: Any) -> GenerationOptions:
+        """Return the algorithm of the FSD paper as published, with the settings of its experiments.
+
+        A chain of five greedy drafts, accepted while divergence(p, q) <= threshold on raw distributions; the
+        first failure ends the step. The paper drafts with a draft model. fields: others of this class, which
+        override these settings.
+        """
+        sampling = asdict(FSD_PAPER_SAMPLING)
+        rule = PublishedFSD(threshold, divergence)
+        return cls(**{"rule": rule, "tree": FSD_PAPER_TREE, **sampling, **fields})
 
     def __post_init__(self) -> None:
         require_integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token")

@@ -22,7 +22,7 @@ from eagle_fsd.core.padding import on_device
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, TargetVocabulary
 from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle_head import DraftHead
-from eagle_fsd.drafting.tree_growth import BeamDrafter, slots_per_row
+from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter, slots_per_row
 from eagle_fsd.files.fingerprints import digest_tensors
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.runtime.kv_cache import KVCache
@@ -113,6 +113,7 @@ class EaglePredictor:
     """An EAGLE-1/2 head as a predictor. Its states are features [..., d], the target's or its own."""
 
     needs = Needs(features=True)
+    longest = NO_LIMIT
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class EaglePredictor:
         """
         # Prompts have any length, so a recording for one would hardly ever be replayed.
         read = self._read_pairs if first else self._read
-        return commit_in_chunks(self.cache, read, features, tokens, counts, first)
+        return commit_in_chunks(self.cache, read, (features, tokens), counts, first)
 
     def _read_pairs(self, features: Tensor, tokens: Tensor, start: int) -> Tensor:
         """Return the features [B, q, d] predicted at pairs [B, q], `start` slots past the committed ones."""
@@ -186,23 +187,23 @@ class EaglePredictor:
 
 def commit_in_chunks(
     cache: KVCache,
-    read: Callable[[Tensor, Tensor, int], Tensor],
-    features: Tensor,
-    tokens: Tensor,
+    read: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
     counts: Sequence[int],
     first: bool,
 ) -> Tensor:
     """Read pairs [B, P] in chunks, commit counts[row] of them and return the outputs [B, d] at the last ones.
 
-    read: takes features, tokens and their offset past the committed slots, and returns outputs [B, q, d].
+    inputs: the tensors [B, P, ...] that the pairs are made of. read: takes chunks of them and their offset
+    past the committed slots, and returns outputs [B, q, d].
     """
-    outputs = []
-    for start in range(0, tokens.shape[1], EXTEND_CHUNK):
-        chunk = slice(start, start + EXTEND_CHUNK)
-        cache.reserve(tokens[:, chunk].shape[1], offset=start, exact=first)
-        outputs.append(read(features[:, chunk], tokens[:, chunk], start))
+    outputs, total = [], inputs[0].shape[1]
+    for start in range(0, total, widest := min(EXTEND_CHUNK, cache.widest)):
+        end = min(total, start + widest)
+        cache.reserve(end - start, offset=start, exact=first)
+        outputs.append(read(*(one[:, start:end] for one in inputs), start))
     # A row that is done commits nothing; its output is read at place 0 and never used.
-    last = on_device([max(count, 1) for count in counts], tokens.device)[:, None, None] - 1
+    last = on_device([max(count, 1) for count in counts], cache.device)[:, None, None] - 1
     output = torch.cat(outputs, dim=1)
     cache.advance(counts)
     return output.gather(1, last.expand(-1, -1, output.shape[-1]))[:, 0]

@@ -16,10 +16,14 @@ from torch import Tensor
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.long_rows import topk
-from eagle_fsd.core.tree import Candidates, DraftTree, build_tree
+from eagle_fsd.core.padding import on_device
+from eagle_fsd.core.tree import Candidates, DraftTree, build_tree, root_only
 from eagle_fsd.drafting.drafter import Drafter, Needs, Seen
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
+
+NO_LIMIT = 2**31 - 1  # positions of a predictor that reads texts of any length
+LOWEST = -1e30  # the score of what is never drafted is below it, any other is above it
 
 
 class Predictor(Protocol):
@@ -27,13 +31,17 @@ class Predictor(Protocol):
 
     A state [..., d] is its output at one token; `log_q` reads the next token's distribution from it.
     needs: see Drafter. drafted: the target's ids [W] of the tokens that it proposes; None: all, in order.
-    cache: its own cache, which holds the committed text and after it a growing tree. width: d.
+    cache: its own cache, which holds the committed text and after it a growing tree. width: d. longest: how
+    many tokens it can read; nothing is drafted for a text that has more.
     """
 
     needs: Needs
     cache: KVCache
     drafted: Tensor | None
     width: int
+
+    @property
+    def longest(self) -> int: ...
 
     def commit(self, seen: Seen, first: bool) -> Tensor:
         """Read committed text and return the state [B, d] at each row's root. first: whole prompts."""
@@ -50,15 +58,19 @@ class Predictor(Protocol):
 
 
 class BeamDrafter:
-    """A drafter that grows EAGLE-2 trees with a predictor, for one batch of texts."""
+    """A drafter that grows EAGLE-2 trees with a predictor, for one batch of texts.
 
-    def __init__(self, predictor: Predictor, stepper: Stepper = EAGER) -> None:
+    stepper: runs the growth. whole_trees: whether all trees of a config must have the same shapes. If the
+    predictor is on another device than the roots, its trees are brought to theirs.
+    """
+
+    def __init__(self, predictor: Predictor, stepper: Stepper = EAGER, whole_trees: bool = False) -> None:
         self.predictor = predictor
         self.cache = predictor.cache
         self.needs = predictor.needs
         self.root_states = torch.zeros(self.cache.rows, predictor.width, device=self.cache.device)
         self._grow = stepper.wrap(self.grow, self.cache)
-        self._whole_trees = stepper.records
+        self._whole_trees = whole_trees or stepper.records
 
     @property
     def rows(self) -> int:
@@ -72,9 +84,17 @@ class BeamDrafter:
 
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
         """Propose a tree below roots [B]."""
-        self.cache.reserve(slots_for_beams(config))
-        tree = self._grow(roots, self.root_states, config)
-        return tree.filled_up() if self._whole_trees else tree
+        fits = [length <= self.predictor.longest for length in self.cache.row_lengths]
+        here = roots.to(self.cache.device)
+        if any(fits):
+            self.cache.reserve(slots_for_beams(config))
+            some = None if all(fits) else on_device(fits, here.device).bool()
+            tree = self._grow(here, self.root_states, config, some)
+        else:
+            width = self.predictor.log_q(self.root_states[:1]).shape[-1]
+            tree = root_only(here, width, config.total_tokens)
+        tree = tree.filled_up() if self._whole_trees else tree
+        return tree if roots.device == here.device else tree.to(roots.device)
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)
@@ -88,11 +108,14 @@ class BeamDrafter:
     def reset(self, longest: int, tree: TreeConfig) -> None:
         self.cache.reset(slots_per_row(longest, tree))
 
-    def grow(self, roots: Tensor, root_states: Tensor, config: TreeConfig) -> DraftTree:
+    def grow(
+        self, roots: Tensor, root_states: Tensor, config: TreeConfig, fits: Tensor | None = None
+    ) -> DraftTree:
         """Grow levels of `top_k` beam nodes by cumulative log-probability, then keep the best nodes of all.
 
-        root_states: [B, d]. The ancestors of a kept node are kept, so no node beyond level `config.reach`
-        could be in the tree.
+        root_states: [B, d]. fits: [B] bool, whether the predictor can read a row's text; other rows get no
+        nodes. None: it reads all. The ancestors of a kept node are kept, so no node beyond level
+        `config.reach` could be in the tree.
         """
         predictor, cache = self.predictor, self.cache
         top_k, depth, batch = config.top_k, config.reach, len(roots)
@@ -101,6 +124,8 @@ class BeamDrafter:
 
         log_q = predictor.log_q(root_states[:, None])  # [B, 1, W]
         scores, columns = (best[:, 0] for best in best_children(log_q, top_k))  # [B, K] of the beam
+        if fits is not None:
+            scores = scores.masked_fill(~fits[:, None], -torch.inf)
         pool_scores, pool_columns, log_qs, beams = [scores], [columns], [log_q], []
         beam = torch.arange(top_k, device=roots.device).expand(batch, -1)  # [B, K] indices of candidates
         parents = root_states[:, None].expand(-1, top_k, -1)  # [B, K, d], of each beam node's parent
@@ -156,7 +181,7 @@ class BeamDrafter:
             [log_q for level in log_qs for log_q in level.unbind(1)],
             expanded,
             predictor.drafted,
-            config.min_score,
+            config.min_score if fits is None else max(config.min_score, LOWEST),
         )
 
     def _tokens(self, columns: Tensor) -> Tensor:
@@ -173,6 +198,30 @@ def slots_per_row(tokens: int, tree: TreeConfig) -> int:
 def slots_for_beams(tree: TreeConfig) -> int:
     """Return the slots that a growing tree needs: a beam for each level that has children."""
     return tree.top_k * (tree.reach - 1)
+
+
+def read_view(cache: KVCache, width: int, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Place `width` tokens of a text, `start` slots past the committed ones. A text's token t is in slot t.
+
+    Returns their slots [B, width], which slots each of them sees, [B, width, S] bool: all up to its own, and
+    the position of every slot, [B, S].
+    """
+    slots = cache.place(width, offset=start)
+    slot_positions = torch.arange(cache.view, device=slots.device).expand(len(slots), -1)
+    return slots, slot_positions[:, None, :] <= slots[:, :, None], slot_positions
+
+
+def level_positions(cache: KVCache, tokens: Tensor, level: int) -> tuple[Tensor, Tensor]:
+    """Return the positions [B, K] of a level of drafted tokens, and of all slots: [B, S].
+
+    What was committed last is the root's, so its children, level 1, are at the first position behind it.
+    Every level takes K slots behind the committed ones.
+    """
+    committed, top_k = cache.lengths[:, None], tokens.shape[1]
+    slots = torch.arange(cache.view, device=tokens.device)
+    below = (slots - committed).clamp(min=0) // top_k
+    slot_positions = torch.where(slots < committed, slots, committed + below)
+    return (committed + level - 1).expand_as(tokens), slot_positions
 
 
 def best_children(log_q: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

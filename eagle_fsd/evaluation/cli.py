@@ -41,6 +41,8 @@ def model_parser(description: str | None, dtype: str | None = None) -> argparse.
     add("--base-model", default=DEFAULT_TARGET, help="target: Hub id, folder or .gguf file")
     add("--ea-model", help="draft head: Hub id or folder, or none (default: the shipped one)")
     add("--lookup", action="store_true", help="with --ea-model none: drafts are looked up")
+    add("--draft-model", help="instead of a head: a smaller language model of the target's family")
+    add("--draft-layers", type=int, help="instead of a head: the target's own first layers")
     add("--dtype", default=dtype, help=f"default: {dtype or 'float32 on a CPU, bfloat16 on CUDA'}")
     add("--head-dtype", help="what drafts are computed in; default: the target's dtype")
     add("--device", help="default: CUDA where there is one, else the CPU")
@@ -72,7 +74,8 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
 def load_engine(arguments: argparse.Namespace) -> EagleFSD:
     """Load the target and head that a parser's arguments name."""
     names = ("dtype", "head_dtype", "device", "pack", "graphs", "full_vocabulary", "runtime", "weight_format")
-    options = {name: getattr(arguments, name) for name in (*names, "lookup")}
+    names += ("lookup", "draft_model", "draft_layers")
+    options = {name: getattr(arguments, name) for name in names}
     return EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, **options)
 
 

@@ -1,23 +1,26 @@
-"""A target and its draft head, loaded and made ready to run on this machine."""
+"""A target and what drafts for it, loaded and made ready to run on this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from eagle_fsd.core.devices import resolve_device, resolve_dtype
-from eagle_fsd.drafting.drafter import NO_HEAD
+from eagle_fsd.drafting.draft_model import DraftModelSpec, require_one_drafter
+from eagle_fsd.drafting.drafter import NO_HEAD, DrafterSpec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec, require_no_head
 from eagle_fsd.hub.choose_runtime import AUTO, OPENVINO, TORCH, plan_runtime, settle
 from eagle_fsd.hub.eagle3_checkpoint import is_eagle3
 from eagle_fsd.hub.resolve import load_any_head, load_target, resolve_head, resolve_target
-from eagle_fsd.hub.target_loader import show_progress
+from eagle_fsd.hub.target_loader import Loaded, TargetSource, show_progress
 from eagle_fsd.runtime.cuda_graphs import cuda_recorder
 from eagle_fsd.runtime.matmul_backends import find_fastest_backend
 from eagle_fsd.runtime.openvino.backend import OpenVINO
@@ -25,19 +28,26 @@ from eagle_fsd.runtime.openvino.gguf_blocks import GGUFBlocks
 from eagle_fsd.runtime.openvino.weight_formats import INT8, PACKED
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
+from eagle_fsd.target.first_layers import first_layers
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.same_vocabulary import require_same_vocabulary
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A loaded target and head. base_model, ea_model: their sources. folder: has the head's files, if any."""
+    """A loaded target and what drafts for it, if anything does.
+
+    base_model, ea_model: their sources. folder: has the drafter's files, its calibration among them, if any.
+    head_dtype: of a head; None: of anything else.
+    """
 
     target: TargetModel
-    head: DraftHead | Eagle3Head | None
+    head: DraftHead | Eagle3Head | DrafterSpec | None
     tokenizer: PreTrainedTokenizerBase | None
     base_model: str
     ea_model: str
-    folder: Path | None
+    folder: Path | None = None
+    head_dtype: torch.dtype | None = None
 
 
 def load_pair(
@@ -58,52 +68,71 @@ def load_pair(
     weight_format: str | None,
     head_taps: Sequence[int] | None = None,
     norm_output: bool | None = None,
+    lookup: bool = False,
+    draft_model: str | None = None,
+    draft_layers: int | None = None,
+    draft_device: torch.device | str | None = None,
 ) -> Pair:
-    """Load a target and its head, if it has one; see EagleFSD.from_pretrained."""
+    """Load a target and what drafts for it; see EagleFSD.from_pretrained."""
     # First the checks that are faster than a download.
+    if lookup and draft_model is None and draft_layers is None:
+        require_no_head(ea_model)
+    require_one_drafter(ea_model, draft_model, draft_layers, lookup)
+    if draft_device is not None and draft_model is None:
+        raise ValueError(
+            f"draft_device is {str(draft_device)!r} without a draft model: heads and the target's own layers "
+            "are where the target is; name a draft model (draft_model, --draft-model), or leave it out"
+        )
     place, movable = resolve_device(device), device_map is not None
+    draft_place = place if draft_device is None else resolve_device(draft_device)
     if head_dtype is not None:
         head_dtype = resolve_dtype(head_dtype, place)
+    if draft_model is not None or draft_layers is not None:
+        ea_model = NO_HEAD
     head_source = None if ea_model == NO_HEAD else resolve_head(ea_model, base_model)
     if head_source is not None and is_eagle3(head_source.file, head_source.name):
         runtime = runtime_for_taps(runtime, weight_format, head_source.name)
     source = resolve_target(base_model, trust_remote_code=trust_remote_code)
+    draft_source = None
+    if draft_model is not None:
+        with errors_of_draft_model():
+            draft_source = resolve_target(draft_model, trust_remote_code=trust_remote_code)
     plan = plan_runtime(runtime, weight_format, dtype, place, movable, source.gguf_file is not None)
     load = functools.partial(
         load_target,
-        source,
-        device=device,
-        device_map=device_map,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         weights_cache=weights_cache,
     )
-    model, tokenizer = load(dtype=plan.dtype)
+    load_here = functools.partial(load, source, device=device, device_map=device_map)
+    model, tokenizer = load_here(dtype=plan.dtype)
+    packs = pack and not movable  # a packed layer that moves would be packed again each time
 
     def on_torch() -> TargetModel:
-        # A packed layer that moves would be packed again each time.
-        pack_linears(model, find_fastest_backend(model) if pack and not movable else None)
+        pack_linears(model, find_fastest_backend(model) if packs else None)
         records = graphs and not movable and model.device.type == "cuda"
         return TargetModel(model, Graphs(cuda_recorder(model.device)) if records else EAGER)
 
     def on_openvino() -> TargetModel:
-        whole = model if plan.dtype == torch.float32 else load(dtype=torch.float32)[0]
-        show_progress(
-            f"preparing {source.name} in {plan.weight_format} for OpenVINO; "
-            "the first time takes half a minute ..."
-        )
-        own = None
-        if plan.weight_format == PACKED:
-            assert source.gguf_file is not None
-            own = GGUFBlocks(source.folder / source.gguf_file)
-        return TargetModel(whole, runtime=OpenVINO(plan.weight_format, own))
+        whole = model if plan.dtype == torch.float32 else load_here(dtype=torch.float32)[0]
+        return compile_target(whole, source, plan.weight_format)
 
     if plan.runtime == AUTO:
         target = settle(plan, model, on_torch, on_openvino)
     else:
         target = on_torch() if plan.runtime == TORCH else on_openvino()
+    pair = functools.partial(Pair, target, tokenizer=tokenizer, base_model=source.name)
+    if lookup:
+        spec = LookupSpec.for_target(target)
+        return pair(spec, ea_model=spec.name)
+    if draft_layers is not None:
+        return pair(spec_of_layers(target, draft_layers), ea_model=f"first {draft_layers} layers")
+    if draft_source is not None:
+        with errors_of_draft_model():
+            draft = load_draft_model(draft_source, target, tokenizer, load, head_dtype, draft_place, packs)
+        return pair(draft, ea_model=draft_source.name, folder=draft_source.folder)
     if head_source is None:
-        return Pair(target, None, tokenizer, source.name, NO_HEAD, None)
+        return pair(None, ea_model=NO_HEAD)
     head = load_any_head(
         head_source,
         target.hidden_size,
@@ -117,8 +146,76 @@ def load_pair(
     if full_vocabulary:
         use_full_vocabulary(head, head_source.name)
     if target.runtime is None:
-        pack_linears(head, find_fastest_backend(target.model) if pack and not movable else None)
-    return Pair(target, head, tokenizer, source.name, head_source.name, head_source.folder)
+        pack_linears(head, find_fastest_backend(target.model) if packs else None)
+    drafts_in = next(head.parameters()).dtype
+    return pair(head, ea_model=head_source.name, folder=head_source.folder, head_dtype=drafts_in)
+
+
+def compile_target(model: PreTrainedModel, source: TargetSource, weight_format: str) -> TargetModel:
+    """Return a model in float32 as a target that OpenVINO computes."""
+    show_progress(
+        f"preparing {source.name} in {weight_format} for OpenVINO; the first time takes half a minute ..."
+    )
+    own = None
+    if weight_format == PACKED:
+        assert source.gguf_file is not None
+        own = GGUFBlocks(source.folder / source.gguf_file)
+    return TargetModel(model, runtime=OpenVINO(weight_format, own))
+
+
+# -- draft models ----------------------------------------
+
+
+def spec_of_layers(target: TargetModel, count: int) -> DraftModelSpec:
+    """Return the spec that drafts with the target's own first layers, on its runtime."""
+    model = first_layers(target.model, count)
+    if target.runtime is None:
+        draft = TargetModel(model, target.stepper)
+    else:
+        draft = TargetModel(model, runtime=OpenVINO(target.runtime.weight_format, target.runtime.packed))
+    return DraftModelSpec.for_target(draft, target, "first-layers")
+
+
+def load_draft_model(
+    source: TargetSource,
+    target: TargetModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    load: Callable[..., Loaded],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    pack: bool,
+) -> DraftModelSpec:
+    """Load a language model that drafts for a target, and return its spec.
+
+    It runs on the target's runtime if it is on the CPU too and no dtype is asked for; dtype: None is the
+    target's. load: loads a source. Raises ValueError if its tokens are not the target's.
+    """
+    runtime = target.runtime if device.type == "cpu" and dtype is None else None
+    model, own = load(source, dtype=dtype or target.dtype, device=device)
+    sizes = (target.vocab_size, model.get_output_embeddings().weight.shape[0])
+    require_same_vocabulary(tokenizer, own, sizes, source.name)
+    model.generation_config = GenerationConfig()  # its own is for answers, and it only drafts
+    if runtime is None:
+        pack_linears(model, find_fastest_backend(model) if pack else None)
+        draft = TargetModel(model, target.stepper if model.device == target.device else EAGER)
+    else:
+        few_bits = runtime.weight_format == PACKED and source.gguf_file is None
+        draft = compile_target(model, source, INT8 if few_bits else runtime.weight_format)
+    return DraftModelSpec.for_target(draft, target)
+
+
+@contextlib.contextmanager
+def errors_of_draft_model() -> Iterator[None]:
+    """Say of an error that it is about the draft model: the loaders name what they load a target."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(
+            f"draft model: {error}".replace("draft model: draft model ", "draft model ")
+        ) from error
+
+
+# -- heads ----------------------------------------
 
 
 def runtime_for_taps(runtime: str, weight_format: str | None, name: str) -> str:

@@ -158,7 +158,10 @@ def test_greedy_ensemble_takes_the_mixtures_best(weight: float) -> None:
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("sampling", [GREEDY, *SAMPLINGS], ids=["greedy", "warm", "narrow"])
 def test_chances_of_siblings_are_chances(name: str, sampling: SamplingConfig) -> None:
-    """None negative, siblings at most 1 together, none for what p rules out or for an end token."""
+    """None negative, siblings at most 1 together, none for what p rules out or for an end token.
+
+    The published algorithm alone has no such guards.
+    """
     for seed in range(10):
         verified = case(seed, sampling)
         eos = verified.tree.tokens[:, 1].unique()
@@ -173,7 +176,7 @@ def test_chances_of_siblings_are_chances(name: str, sampling: SamplingConfig) ->
         if verified.probs is not None:
             mine |= verified.at_token(verified.probs) == 0
         mine[:, 0] = False
-        assert (chances[mine] == 0).all()
+        assert (chances[mine] == 0).all() or name == "fsd_paper"
 
 
 LIMITS = [

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from support.drafters import feed
 from support.eagle3 import VARIANTS, Eagle3Twin, eagle3_head
 from support.op_recorder import OpRecorder
@@ -17,8 +16,6 @@ from torch import Tensor
 import eagle_fsd.drafting.eagle_drafter as draft_module
 from eagle_fsd import EagleFSD, Fuzzy, TreeConfig
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.decoding.request import Terms, Text
-from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.drafting.eagle3.drafter import Eagle3Spec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.tree_growth import BeamDrafter
@@ -181,40 +178,6 @@ def test_recorded_steps_give_the_same_text() -> None:
     assert model.drafter is not None
     found = run_loop(model.target, prompts, model.drafter.make(2, 8, TREE), 12)
     assert found.texts == wanted.texts
-
-
-def test_texts_join_and_leave() -> None:
-    model = engine()
-    scheduler = Scheduler(model.target, model.drafter, TREE, 2)
-    prompts = [prompts_of([1 + 3 * number], seed=number)[0] for number in range(5)]
-    for number, prompt in enumerate(prompts):
-        scheduler.admit(Text(number, 5 + 3 * number, Terms(()), prompt=prompt))
-    found: dict[int, list[int]] = {}
-    for one, tokens in scheduler.run():
-        found.setdefault(one.number, []).extend(tokens)
-    for number, prompt in enumerate(prompts):
-        assert found[number] == greedy_alone(tiny_model(), [prompt], 5 + 3 * number)[0]
-
-
-@pytest.mark.parametrize("name", ["plain", "eagle3.1"])
-def test_sampled_tokens_have_the_targets_distribution(name: str) -> None:
-    """The first two tokens over 1200 texts, temperature 1, against the target's own product."""
-    model, prompt, count = engine(name), prompts_of([5])[0], 1200
-    ids = torch.tensor([prompt]).expand(count, -1)
-    tree = TreeConfig(5, 3, 2)
-    made = model.generate(ids, max_new_tokens=2, temperature=1.0, seed=3, tree=tree).new_tokens
-    with torch.no_grad():
-        first = model.target.model(torch.tensor([prompt])).logits[0, -1].softmax(-1).double()
-        likely = int(first.argmax())
-        second = model.target.model(torch.tensor([[*prompt, likely]])).logits[0, -1].softmax(-1).double()
-    follows = [row[1] for row in made if row[0] == likely]
-    for tokens, p in (([row[0] for row in made], first), (follows, second)):
-        expected = p * len(tokens)
-        seen = torch.tensor(tokens).bincount(minlength=VOCAB).double()
-        large = expected >= 5
-        observed = torch.cat((seen[large], seen[~large].sum()[None]))
-        wanted = torch.cat((expected[large], expected[~large].sum()[None]))
-        assert len(wanted) > 2 and chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-3
 
 
 def test_fuzzy_rules_ask_for_a_divergence_of_sparse_drafts() -> None:

@@ -21,7 +21,7 @@ from eagle_fsd.core.tree import within_window
 from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import Verifier, commit_in_chunks, pair_prompts, require_equal
-from eagle_fsd.drafting.tree_growth import BeamDrafter, slots_per_row
+from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter, level_positions, read_view, slots_per_row
 from eagle_fsd.files.fingerprints import digest_json, digest_tensors
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.runtime.kv_cache import KVCache
@@ -112,6 +112,8 @@ class Eagle3Spec:
 class Eagle3Predictor:
     """An EAGLE-3 head as a predictor. Its states are those that one draft step hands to the next."""
 
+    longest = NO_LIMIT
+
     def __init__(
         self, head: Eagle3Head, vocabulary: Eagle3Vocabulary, cache: KVCache, stepper: Stepper = EAGER
     ) -> None:
@@ -135,14 +137,12 @@ class Eagle3Predictor:
         """Commit the first counts[row] pairs of features and tokens; see EaglePredictor.commit_pairs."""
         # Prompts have any length, so a recording for one would hardly ever be replayed.
         read = self._read_pairs if first else self._read
-        return commit_in_chunks(self.cache, read, features, tokens, counts, first)
+        return commit_in_chunks(self.cache, read, (features, tokens), counts, first)
 
     def _read_pairs(self, features: Tensor, tokens: Tensor, start: int) -> Tensor:
         """Return the states [B, q, d] at pairs [B, q], `start` slots past the committed ones."""
-        slots = self.cache.place(tokens.shape[1], offset=start)  # [B, q]
-        # Pair j is in slot j, so causal order is the order of the slots: each pair sees up to its own.
-        slot_positions = torch.arange(self.cache.view, device=slots.device).expand(len(slots), -1)
-        visible = slot_positions[:, None, :] <= slots[:, :, None]
+        # Pair j is in slot j, at position j.
+        slots, visible, slot_positions = read_view(self.cache, tokens.shape[1], start)
         states = self.head.project(features.to(self.head.dtype))
         return self.forward(states, tokens, slots, visible, slot_positions)
 
@@ -153,12 +153,7 @@ class Eagle3Predictor:
     def step(self, tokens: Tensor, parents: Tensor, level: int, visible: Tensor) -> Tensor:
         """Read a level of pairs: drafted tokens [B, K] with the states at their parents."""
         # The root's pair is committed at position L - 1, so its children, level 1, are at position L.
-        committed, top_k = self.cache.lengths[:, None], tokens.shape[1]
-        positions = (committed + level - 1).expand_as(tokens)
-        slots = torch.arange(self.cache.view, device=tokens.device)
-        # Every level of the tree takes top_k slots behind the committed ones.
-        below = (slots - committed).clamp(min=0) // top_k
-        slot_positions = torch.where(slots < committed, slots, committed + below)
+        positions, slot_positions = level_positions(self.cache, tokens, level)
         return self.forward(parents.to(self.head.dtype), tokens, positions, visible, slot_positions)
 
     def forward(

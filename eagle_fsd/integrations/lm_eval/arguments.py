@@ -17,7 +17,10 @@ from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.hub.resolve import DEFAULT_TARGET
 from eagle_fsd.integrations.lm_eval.answers import Ending
 
-MODELS = ("base_model", "ea_model", "dtype", "head_dtype", "device", "device_map", "attn_implementation")
+MODELS = (
+    *("base_model", "ea_model", "draft_model", "dtype", "head_dtype"),
+    *("device", "draft_device", "device_map", "attn_implementation"),
+)
 SWITCHES = ("trust_remote_code", "pack", "graphs", "full_vocabulary")
 RULE = ("rule", *(field.name for field in dataclasses.fields(Fuzzy)))
 TREE = tuple(field.name for field in dataclasses.fields(TreeConfig))

@@ -1,0 +1,232 @@
+"""What every drafter must keep, tested on all of them: drafts change the speed of a text and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from support.eagle3 import eagle3_head
+from support.tiny_models import VOCAB, greedy_alone, prompts_of, run_loop, tiny_head, tiny_model
+from torch import Tensor
+
+from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
+from eagle_fsd.acceptance.accept import AcceptanceRule
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding.request import Terms, Text
+from eagle_fsd.decoding.scheduler import Scheduler
+from eagle_fsd.drafting.draft_model import DraftModelSpec
+from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, NoDrafter, Seen
+from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec
+from eagle_fsd.drafting.specs import spec_for
+from eagle_fsd.target.first_layers import first_layers
+from eagle_fsd.target.model import TargetModel
+
+TARGET = TargetModel(tiny_model())
+TREE, CONFIDENT = TreeConfig(10, 4, 3), TreeConfig(12, 5, 4, 0.05)
+SAMPLING = SamplingConfig(0.7, 12)
+
+
+def head_spec(head: object) -> DrafterSpec:
+    spec = spec_for(head, TARGET, torch.float32)
+    assert spec is not None
+    return spec
+
+
+def draft_model_spec(model: object, name: str = "draft-model") -> DrafterSpec:
+    return DraftModelSpec.for_target(TargetModel(model), TARGET, name)
+
+
+SPECS: dict[str, Callable[[], DrafterSpec]] = {
+    "none": lambda: NoDrafter(VOCAB),
+    "eagle": lambda: head_spec(tiny_head(4)),
+    "eagle, some tokens": lambda: head_spec(tiny_head(4).restrict(torch.arange(0, VOCAB, 2))),
+    "eagle3": lambda: head_spec(eagle3_head(4)),
+    "draft model": lambda: draft_model_spec(tiny_model("mistral", seed=5)),
+    "narrow draft model": lambda: draft_model_spec(tiny_model(seed=5, vocab_size=VOCAB - 6)),
+    "first layers": lambda: draft_model_spec(first_layers(TARGET.model, 1), "first-layers"),
+    "lookup": lambda: LookupSpec.for_target(TARGET),
+}
+SLOW = ("eagle, some tokens", "narrow draft model")
+every_drafter = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SPECS]
+)
+
+
+@cache
+def engine(name: str) -> EagleFSD:
+    return EagleFSD(TARGET, SPECS[name]())
+
+
+@cache
+def texts() -> list[list[int]]:
+    """Prompts of several lengths, one of them a single token and one that repeats itself."""
+    return [*prompts_of([7, 1, 12], seed=3), prompts_of([4], seed=9)[0] * 4]
+
+
+@cache
+def targets_own() -> list[list[int]]:
+    return greedy_alone(TARGET.model, texts(), 20)
+
+
+def padded() -> tuple[Tensor, Tensor]:
+    ids = [[0] * (16 - len(text)) + text for text in texts()]
+    return torch.tensor(ids), torch.tensor([[0] * (16 - len(text)) + [1] * len(text) for text in texts()])
+
+
+# --- texts ---
+
+
+@every_drafter
+@pytest.mark.parametrize("tree", [TREE, pytest.param(CONFIDENT, marks=pytest.mark.slow)], ids=str)
+def test_greedy_text_is_the_targets_own(name: str, tree: TreeConfig) -> None:
+    """Alone, and padded beside others."""
+    for prompt, wanted in zip(texts(), targets_own(), strict=True):
+        assert engine(name).generate([prompt], max_new_tokens=20, tree=tree).new_tokens == [wanted]
+    together = engine(name).generate(*padded(), max_new_tokens=20, tree=tree)
+    assert together.new_tokens == targets_own()
+    if name != "none":
+        assert sum(row.exact_accepts for row in together.stats) > 0, "nothing was accepted"
+
+
+@every_drafter
+@pytest.mark.parametrize(
+    "rule", [pytest.param(Lossless(), marks=pytest.mark.slow), Fuzzy(0.4)], ids=["lossless", "fuzzy"]
+)
+def test_sampled_text_does_not_depend_on_its_batch(name: str, rule: AcceptanceRule) -> None:
+    """Alone, padded beside others, and joining and leaving a batch that is under way."""
+    model = engine(name)
+    options = {"max_new_tokens": 14, "tree": TREE, "rule": rule, "temperature": 0.7, "top_k": 12}
+    alone = [
+        model.generate([prompt], seed=[(5, row)], **options).new_tokens[0]
+        for row, prompt in enumerate(texts())
+    ]
+    assert model.generate(*padded(), seed=[(5, row) for row in range(4)], **options).new_tokens == alone
+    scheduler = Scheduler(TARGET, model.drafter, TREE, 2)
+    for row, prompt in enumerate(texts()):
+        terms = Terms((), rule, SAMPLING)
+        scheduler.admit(Text(row, 14 - 3 * (row % 2), terms, prompt=prompt, stream=(5, row)))
+    found: dict[int, list[int]] = {}
+    for one, tokens in scheduler.run():
+        found.setdefault(one.number, []).extend(tokens)
+    assert [found[row] for row in range(4)] == [text[: 14 - 3 * (row % 2)] for row, text in enumerate(alone)]
+
+
+@every_drafter
+def test_sampled_tokens_have_the_targets_distribution(name: str) -> None:
+    """The first two tokens over 1200 texts, temperature 1, against the target's own product."""
+    prompt, count = prompts_of([5])[0], 1200
+    made = engine(name).generate(
+        torch.tensor([prompt]).expand(count, -1),
+        max_new_tokens=2,
+        temperature=1.0,
+        seed=3,
+        tree=TreeConfig(5, 3, 2),
+    )
+    with torch.no_grad():
+        first = TARGET.model(torch.tensor([prompt])).logits[0, -1].softmax(-1).double()
+        likely = int(first.argmax())
+        second = TARGET.model(torch.tensor([[*prompt, likely]])).logits[0, -1].softmax(-1).double()
+    follows = [row[1] for row in made.new_tokens if row[0] == likely]
+    for tokens, p in (([row[0] for row in made.new_tokens], first), (follows, second)):
+        expected = p * len(tokens)
+        seen = torch.tensor(tokens).bincount(minlength=VOCAB).double()
+        large = expected >= 5
+        observed = torch.cat((seen[large], seen[~large].sum()[None]))
+        wanted = torch.cat((expected[large], expected[~large].sum()[None]))
+        assert len(wanted) > 2 and chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-3
+
+
+# --- trees and states ---
+
+
+@dataclass
+class Recorded:
+    """A drafter that keeps what it was shown and what it proposed, and drafts every tree twice."""
+
+    inner: Drafter
+    trees: list[DraftTree] = field(default_factory=list)
+    shown: list[Seen] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+        tree, again = (self.inner.draft(roots, config) for _ in range(2))
+        assert torch.equal(tree.tokens, again.tokens) and torch.equal(tree.log_q, again.log_q)
+        self.trees.append(tree)
+        return tree
+
+    def begin(self, seen: Seen) -> None:
+        self.shown = [seen]
+        self.inner.begin(seen)
+
+    def extend(self, seen: Seen) -> None:
+        self.shown.append(seen)
+        self.inner.extend(seen)
+
+
+def run_recorded(name: str, prompts: Sequence[Sequence[int]]) -> Recorded:
+    """Decode, at first with few accepts and then with many, and return what happened."""
+    spec = engine(name).drafter
+    recorded = Recorded(spec.make(len(prompts), 8, TREE))
+    run_loop(TARGET, prompts, recorded, 16, tree=TREE, rule=Fuzzy(0.6, exact_prefix=6), sampling=SAMPLING)
+    return recorded
+
+
+@every_drafter
+def test_a_trees_children_are_distinct_and_its_distributions_whole(name: str) -> None:
+    """Parents first, no child twice, log q with its rest sums to 1, and no score exceeds its parent's."""
+    drafted = 0
+    for tree in run_recorded(name, texts()).trees:
+        rows, nodes = tree.tokens.shape
+        total = tree.log_q.exp().sum(-1)
+        total = total if tree.rest is None else total + tree.rest.exp()
+        owned = tree.owners >= 0
+        torch.testing.assert_close(total[owned], torch.ones(int(owned.sum())), atol=1e-4, rtol=0)
+        log_q = tree.node_log_q()
+        for row in range(rows):
+            parents = tree.parents[row].tolist()
+            pairs = [(p, t) for p, t in zip(parents, tree.tokens[row].tolist(), strict=True) if p >= 0]
+            assert len(set(pairs)) == len(pairs)
+            assert all(parent < node for node, parent in enumerate(parents))
+            for node in range(1, nodes):
+                if parents[node] < 0:
+                    continue
+                drafted += 1
+                assert int(tree.depths[row, node]) == int(tree.depths[row, parents[node]]) + 1
+                assert log_q[row, node] > -torch.inf
+                if tree.scores is not None and parents[node]:
+                    assert tree.scores[row, node] <= tree.scores[row, parents[node]] + 1e-6
+    assert drafted > 50 or name == "none"
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "lookup"])  # which learns as it goes
+def test_the_state_after_any_accepts_is_that_of_a_fresh_drafter(name: str) -> None:
+    """At every step, a drafter that is shown the whole text at once proposes the same tree."""
+    recorded = run_recorded(name, texts()[:1])
+    spec = engine(name).drafter
+    assert len({seen.counts[0] for seen in recorded.shown[1:]}) > 1 or name == "none"
+    for step, tree in enumerate(recorded.trees):
+        parts = recorded.shown[: step + 1]
+        counts = [seen.counts[0] for seen in parts]
+        tokens = [seen.tokens[:1, :count] for seen, count in zip(parts, counts, strict=True)]
+        features = None
+        if parts[0].features is not None:
+            features = [seen.features[:1, :count] for seen, count in zip(parts, counts, strict=True)]
+        fresh = spec.make(1, 64, TREE)
+        with torch.inference_mode():
+            fresh.begin(Seen(torch.cat(tokens, 1), [sum(counts)], features and torch.cat(features, 1)))
+            mine = fresh.draft(tree.tokens[:, 0], TREE)
+            assert torch.equal(mine.tokens, tree.tokens) and torch.equal(mine.parents, tree.parents)
+            torch.testing.assert_close(mine.log_q, tree.log_q, atol=2e-3, rtol=2e-3)
+            if step == 0:  # a drafter that forgets its texts is a fresh one
+                again = recorded.inner
+                again.reset(64, TREE)
+                again.begin(parts[0])
+                torch.testing.assert_close(
+                    again.draft(tree.tokens[:, 0], TREE).log_q, tree.log_q, atol=1e-4, rtol=1e-4
+                )
