@@ -30,11 +30,12 @@ from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, TokenStream
 from eagle_fsd.decoding.request import GenerationOptions, Prompts, Request, end_token_ids
 from eagle_fsd.decoding.workspace import Workspaces
-from eagle_fsd.drafting.drafter import NO_HEAD, DrafterSpec
+from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import EagleSpec
 from eagle_fsd.drafting.eagle_head import DraftHead
-from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec, require_no_head
+from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec
+from eagle_fsd.drafting.lookup.merged_drafter import MergedSpec
 from eagle_fsd.drafting.specs import spec_for
 from eagle_fsd.hub.load_pair import load_pair
 from eagle_fsd.runtime.packed_linear import repack_changed
@@ -51,7 +52,7 @@ class EagleFSD:
     plain decoding only. A head is never changed; it is copied if it has another device or dtype. tokenizer:
     for callers. base_model, ea_model: the sources of target and head, for reports. head_dtype: the dtype of
     drafts; None means the target's. head_folder: has the head's calibration. lookup: draft with tokens
-    looked up in the text and in the target's own earlier distributions, for a target without a head.
+    that the text repeats as well; without a head, with them and the target's own earlier distributions.
     """
 
     def __init__(
@@ -68,10 +69,11 @@ class EagleFSD:
         self.target = target
         self.drafter = spec_for(head, target, head_dtype or target.dtype)
         self.head = self.drafter.head if isinstance(self.drafter, EagleSpec) else None
-        if lookup:
-            require_no_head(NO_HEAD if head is None else ea_model)
+        if lookup and self.drafter is None:
             self.drafter = LookupSpec.for_target(target)
             ea_model = self.drafter.name
+        elif lookup and self.drafter is not None:
+            self.drafter = MergedSpec.for_target(self.drafter, target)
         self.tokenizer = tokenizer
         self.base_model = base_model
         self.ea_model = ea_model
@@ -115,14 +117,10 @@ class EagleFSD:
         "openvino" (on a CPU, with the extra of that name), or "auto", the faster one that has the format,
         measured once on each machine. head_taps, norm_output: how to read an EAGLE-3 head's config, where
         that is measured otherwise: the layers that it reads, numbered by what enters them, and whether its
-        carried state is normed. lookup: with ea_model "none", look drafts up in the text and in the target's
-        earlier distributions.
+        carried state is normed. lookup: look drafts up in the text too, and put them into one tree with the
+        head's; with ea_model "none" also in the target's earlier distributions.
         Raises ValueError for anything that is missing, does not fit or is not supported.
         """
-        if lookup:
-            require_no_head(
-                None if ea_model is None else os.fspath(ea_model)
-            )  # before anything is downloaded
         pair = load_pair(
             os.fspath(base_model),
             None if ea_model is None else os.fspath(ea_model),

@@ -8,6 +8,7 @@ Shapes: B rows, K top_k, W drafted tokens, d the width of a predictor's states.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -49,6 +50,20 @@ class Predictor(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Grown:
+    """All that was drafted for a tree, before its best nodes are chosen. E nodes were expanded.
+
+    pool: the candidates, top_k of each expanded node, in the order of `expanded` [B, E], which are their
+    parents. log_q: [B, W] of each expanded node. depth: the most drafted tokens on a path.
+    """
+
+    pool: Candidates
+    log_q: tuple[Tensor, ...]
+    expanded: Tensor
+    depth: int
+
+
 class BeamDrafter:
     """A drafter that grows EAGLE-2 trees with a predictor, for one batch of texts."""
 
@@ -58,6 +73,7 @@ class BeamDrafter:
         self.needs = predictor.needs
         self.root_states = torch.zeros(self.cache.rows, predictor.width, device=self.cache.device)
         self._grow = stepper.wrap(self.grow, self.cache)
+        self._grow_candidates = stepper.wrap(self.grow_candidates, self.cache)
         self._whole_trees = stepper.records
 
     @property
@@ -76,6 +92,13 @@ class BeamDrafter:
         tree = self._grow(roots, self.root_states, config)
         return tree.filled_up() if self._whole_trees else tree
 
+    def candidates(self, roots: Tensor, config: TreeConfig) -> Grown:
+        """Draft as `draft` does, for a caller that chooses the best nodes itself."""
+        self.cache.reserve(slots_for_beams(config))
+        grown = self._grow_candidates(roots, self.root_states, config)
+        assert isinstance(grown, Grown)
+        return grown
+
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)
         self.root_states = self.root_states[list(rows)]
@@ -89,7 +112,21 @@ class BeamDrafter:
         self.cache.reset(slots_per_row(longest, tree))
 
     def grow(self, roots: Tensor, root_states: Tensor, config: TreeConfig) -> DraftTree:
-        """Grow levels of `top_k` beam nodes by cumulative log-probability, then keep the best nodes of all.
+        """Grow candidates below root_states [B, d], and keep the best nodes of all."""
+        grown = self.grow_candidates(roots, root_states, config)
+        return build_tree(
+            roots,
+            grown.pool,
+            config.total_tokens,
+            grown.depth,
+            grown.log_q,
+            grown.expanded,
+            self.predictor.drafted,
+            config.min_score,
+        )
+
+    def grow_candidates(self, roots: Tensor, root_states: Tensor, config: TreeConfig) -> Grown:
+        """Grow levels of `top_k` beam nodes by cumulative log-probability.
 
         root_states: [B, d]. The ancestors of a kept node are kept, so no node beyond level `config.reach`
         could be in the tree.
@@ -148,16 +185,7 @@ class BeamDrafter:
             scores=torch.cat(pool_scores, dim=1),
             depths=(torch.arange(parents.shape[1], device=roots.device) - top_k) // top_k**2 + 2,
         )
-        return build_tree(
-            roots,
-            pool,
-            config.total_tokens,
-            depth,
-            [log_q for level in log_qs for log_q in level.unbind(1)],
-            expanded,
-            predictor.drafted,
-            config.min_score,
-        )
+        return Grown(pool, tuple(log_q for level in log_qs for log_q in level.unbind(1)), expanded, depth)
 
     def _tokens(self, columns: Tensor) -> Tensor:
         """Return the target's token ids for columns, which are places among the W drafted tokens."""

@@ -40,7 +40,7 @@ def model_parser(description: str | None, dtype: str | None = None) -> argparse.
     add = parser.add_argument
     add("--base-model", default=DEFAULT_TARGET, help="target: Hub id, folder or .gguf file")
     add("--ea-model", help="draft head: Hub id or folder, or none (default: the shipped one)")
-    add("--lookup", action="store_true", help="with --ea-model none: drafts are looked up")
+    add("--lookup", action="store_true", help="drafts are looked up too; with --ea-model none, all are")
     add("--dtype", default=dtype, help=f"default: {dtype or 'float32 on a CPU, bfloat16 on CUDA'}")
     add("--head-dtype", help="what drafts are computed in; default: the target's dtype")
     add("--device", help="default: CUDA where there is one, else the CPU")
