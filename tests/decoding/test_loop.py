@@ -363,7 +363,7 @@ def test_every_node_of_the_path_counts_and_no_other(
     """The first step's path, with NaN at each of its nodes, or at all the others."""
     paths, right = [], loop.to_host
 
-    def noted(verdict: Verdict) -> list[loop.Step]:
+    def noted(verdict: Verdict, *rest: Any) -> list[loop.Step]:
         paths.append(verdict.path)
         return right(verdict)
 

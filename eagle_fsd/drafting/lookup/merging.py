@@ -23,7 +23,7 @@ from eagle_fsd.drafting.lookup.confidences import CELLS, LENGTHS, NO_LIST, PRIOR
 from eagle_fsd.drafting.lookup.suffix_store import Continuation, Match
 from eagle_fsd.drafting.lookup.text_memory import COPIED, GrownTree, Proposal, TextMemory
 
-LEAST = 2  # tokens of a match whose continuations compete with a head's
+LEAST = 2  # tokens of a match whose continuations count beside a head
 DEEPEST = 16  # copied chains may be this deep where the config's depth, which is for the head, is less
 SURE = 0.7  # the head is not asked where a copied chain as deep as its tree has this confidence
 MOST = 0.999  # the most weight of copies beside a head's distribution
@@ -160,15 +160,16 @@ def merge(memory: TextMemory, root: int, head: HeadDraft, config: TreeConfig) ->
         if tree.depths[node] >= reach:
             return
         place = head.expanded(candidate_of[node])
+        long = [match for match in matches[node] if match[1] >= LEAST]
         children: list[tuple[float, int, int | None, int]] = []  # confidence, token, candidate, source
         if place is None:
             before = tree.tokens[tree.parents[node]] if node else memory.before_root
-            proposal = memory.propose(before, tree.tokens[node], matches[node])
+            proposal = memory.propose(before, tree.tokens[node], long)
             for token, chance in proposal.chances.items():
                 source = SUFFIX if token in proposal.copied else RECYCLED
                 children.append((chance, token, None, source))
         else:
-            proposal, children = beside(node, place)
+            proposal, children = beside(node, place, long)
         if not children:
             return
         tree.proposals[node] = proposal
@@ -178,8 +179,9 @@ def merge(memory: TextMemory, root: int, head: HeadDraft, config: TreeConfig) ->
             if whole >= config.min_confidence and whole > 0.0:
                 heapq.heappush(heap, (-whole, next(order), node, token, candidate, source))
 
-    def beside(node: int, place: int) -> tuple[Proposal, list[tuple[float, int, int | None, int]]]:
-        long = [match for match in matches[node] if match[1] >= LEAST]
+    def beside(
+        node: int, place: int, long: list[Match]
+    ) -> tuple[Proposal, list[tuple[float, int, int | None, int]]]:
         copied = store.continuations(long, COPIED) if long else {}
         probs = {token: head.prob(place, token) for token in copied}
         proposal = propose_beside(memory, copied, probs)

@@ -69,8 +69,8 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
     lookup. llama.cpp: that program on the target's .gguf file. plain: our own loop with the tree of one node.
     Else a rule as `parse_rule` reads it: draft trees of the setting's size, or of the size behind an "@"
     (`tree_of`). A rule with "+lookup" behind it drafts what the text repeats too, and lookup with an "@" is
-    lossless decoding with looked-up drafts alone. stock: the target untouched by us, loaded where a method needs it. Raises ValueError for any
-    other name, and where llama.cpp cannot run.
+    lossless decoding with looked-up drafts alone. stock: the target untouched by us, loaded where a method
+    needs it. Raises ValueError for any other name, and where llama.cpp cannot run.
     """
     most, seed, sampling, endless = setting.max_new_tokens, setting.seed, setting.sampling, setting.endless
     if name in HUGGING_FACE:
@@ -89,8 +89,8 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
         ends = () if endless else engine.target.eos_token_ids
         return lambda prompts: Answers(*peer.answer(prompts, most, sampling, seed, ends))
     word, own, size = name.partition("@")
-    word, beside, _ = word.partition(BESIDE_HEAD)
-    alone = word == LOOKUP and not beside
+    beside, alone = word.endswith(BESIDE_HEAD), word == LOOKUP
+    word = word.removesuffix(BESIDE_HEAD)
     try:
         rule = Lossless() if name == "plain" or alone else parse_rule(word)
     except ValueError as error:
