@@ -63,7 +63,8 @@ COMMANDS: dict[str, Command | Group] = {
             "exchange": Command(f"{EVAL}.exchange:main", "compare what rules gain with what they cost"),
             "limits": Command(f"{EVAL}.limits:main", "measure how fast the hardware could be at best"),
             "repeating-prompts": Command(
-                f"{EVAL}.repeating_prompts:main", "make prompts whose answers repeat most of the prompt"
+                "eagle_fsd.evaluation.repeating_prompts:main",
+                "make prompts whose answers repeat most of the prompt",
             ),
             "weight-formats": Command(f"{FORMATS}.command:main", "compare weight formats with float32"),
             "gpu-check": Command(f"{GPU}.command:main", "check what only a GPU can show"),

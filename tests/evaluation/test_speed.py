@@ -16,7 +16,7 @@ from support.tiny_models import prompts_of, tiny_head, tiny_model
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.commands import repeating_prompts
+from eagle_fsd.evaluation import repeating_prompts
 from eagle_fsd.evaluation.commands import speed as script
 from eagle_fsd.evaluation.measure.observers import likelihood
 from eagle_fsd.evaluation.measure.speed import Answers, Method, Setting, method, race, stretched, with_lookup
@@ -246,7 +246,7 @@ def test_prompts_that_repeat_themselves(tmp_path: Path, capsys: pytest.CaptureFi
     made = read_prompts(tmp_path / "out" / "prompts_repeating.jsonl")
     assert "3 prompts in" in capsys.readouterr().out and len(made) == 3
     assert made[0].startswith("Rename the function `add`") and "return a + b" in made[0]
-    assert "thnigs" in made[1] and "#### 7" not in made[1] and made[1].count("There") == 14
+    assert "seevn" in made[1] and "#### 7" not in made[1] and made[1].count("things") == 14
     assert made[2].startswith("A passage") and made[2].endswith("then answer.")
     with pytest.raises(SystemExit):
         repeating_prompts.main([*argv, "--count", "4"])

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.tree import RECYCLED, SUFFIX
+from eagle_fsd.core.tree import HEAD, RECYCLED, SUFFIX
 from eagle_fsd.drafting.lookup.confidences import (
     NO_LIST,
     NOT_LISTED,
@@ -80,7 +80,7 @@ class GrownTree:
     depths: list[int] = field(default_factory=lambda: [0])
     chances: list[float] = field(default_factory=lambda: [1.0])
     proposals: dict[int, Proposal] = field(default_factory=dict)
-    sources: list[int] = field(default_factory=lambda: [SUFFIX])
+    sources: list[int] = field(default_factory=lambda: [HEAD])  # the root's means nothing
 
     def add(self, parent: int, token: int, chance: float, source: int) -> int:
         """Append a node and return its number."""
