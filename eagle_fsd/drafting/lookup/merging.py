@@ -29,12 +29,14 @@ SURE = 0.7  # the head is not asked where a copied chain as deep as its tree has
 MOST = 0.999  # the most weight of copies beside a head's distribution
 
 # The prior of a copied token beside a head: the log-odds are the sum of one number for each part of the
-# evidence. Classes of the head's probability: it cannot propose the token, then those of PROBS.
+# evidence. They were fitted to greedy answers of SmolLM2-135M-Instruct with its shipped head, to 55 prompts,
+# two thirds of which ask to repeat most of the prompt. Classes of the head's probability: it cannot propose
+# the token, then those of PROBS.
 UNKNOWN = 0
 HEAD_CLASSES = 2 + len(PROBS)
-OF_LENGTH = (-1.2, -0.7, -0.2, 0.2, 0.8, 1.6)
-OF_CONTESTED = -1.0
-OF_HEAD = (0.5, -1.6, -0.6, 0.4, 1.4, 3.0)
+OF_LENGTH = (-1.2, -0.23, 0.05, 0.59, 1.25, 2.58)
+OF_CONTESTED = -1.32
+OF_HEAD = (0.34, -1.27, 0.17, 0.62, 2.08, 3.69)
 
 
 def cell_beside_head(length: int, contested: bool, known: int) -> int:
