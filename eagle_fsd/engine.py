@@ -30,12 +30,11 @@ from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, TokenStream
 from eagle_fsd.decoding.request import GenerationOptions, Prompts, Request, end_token_ids
 from eagle_fsd.decoding.workspace import Workspaces
-from eagle_fsd.drafting.drafter import NO_HEAD, DrafterSpec
+from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import EagleSpec
 from eagle_fsd.drafting.eagle_head import DraftHead
-from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec, require_no_head
-from eagle_fsd.drafting.specs import spec_for
+from eagle_fsd.drafting.specs import spec_for, with_lookup
 from eagle_fsd.hub.load_pair import load_pair
 from eagle_fsd.runtime.packed_linear import repack_changed
 from eagle_fsd.target.hf_generate import generate_alone
@@ -51,7 +50,7 @@ class EagleFSD:
     plain decoding only. A head is never changed; it is copied if it has another device or dtype. tokenizer:
     for callers. base_model, ea_model: the sources of target and head, for reports. head_dtype: the dtype of
     drafts; None means the target's. head_folder: has the head's calibration. lookup: draft with tokens
-    looked up in the text and in the target's own earlier distributions, for a target without a head.
+    that the text repeats as well; without a head, with them and the target's own earlier distributions.
     """
 
     def __init__(
@@ -69,9 +68,8 @@ class EagleFSD:
         self.drafter = spec_for(head, target, head_dtype or target.dtype)
         self.head = self.drafter.head if isinstance(self.drafter, EagleSpec) else None
         if lookup:
-            require_no_head(NO_HEAD if head is None else ea_model)
-            self.drafter = LookupSpec.for_target(target)
-            ea_model = self.drafter.name
+            self.drafter = with_lookup(self.drafter, target)
+            ea_model = self.drafter.name if head is None else ea_model
         self.tokenizer = tokenizer
         self.base_model = base_model
         self.ea_model = ea_model
@@ -118,10 +116,11 @@ class EagleFSD:
         "openvino" (on a CPU, with the extra of that name), or "auto", the faster one that has the format,
         measured once on each machine. head_taps, norm_output: how to read an EAGLE-3 head's config, where
         that is measured otherwise: the layers that it reads, numbered by what enters them, and whether its
-        carried state is normed. lookup: with ea_model "none", look drafts up in the text and in the target's
-        earlier distributions. draft_model: in place of a head, a language model with the target's vocabulary,
-        named as base_model is, in head_dtype on draft_device; None means the target's. draft_layers: in place
-        of a head, this many of the target's own first layers, with its lm_head.
+        carried state is normed. lookup: look drafts up in the text too, and put them into one tree with the
+        head's; with ea_model "none" also in the target's earlier distributions. draft_model: in place of a
+        head, a language model with the target's vocabulary, named as base_model is, in head_dtype on
+        draft_device; None means the target's. draft_layers: in place of a head, this many of the target's own
+        first layers, with its lm_head.
         Raises ValueError for anything that is missing, does not fit or is not supported.
         """
         pair = load_pair(
@@ -141,7 +140,6 @@ class EagleFSD:
             weight_format=weight_format,
             head_taps=head_taps,
             norm_output=norm_output,
-            lookup=lookup,
             draft_model=None if draft_model is None else os.fspath(draft_model),
             draft_layers=draft_layers,
             draft_device=draft_device,
@@ -149,7 +147,7 @@ class EagleFSD:
         if isinstance(pair.head, Eagle3Head):
             settle_head(pair.head, pair.target, pair.tokenizer)
         names = (pair.base_model, pair.ea_model)
-        return cls(pair.target, pair.head, pair.tokenizer, *names, pair.head_dtype, pair.folder)
+        return cls(pair.target, pair.head, pair.tokenizer, *names, pair.head_dtype, pair.folder, lookup)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -62,6 +62,10 @@ COMMANDS: dict[str, Command | Group] = {
             "calibrate": Command(f"{EVAL}.calibrate:main", "find thresholds for budgets of quality"),
             "exchange": Command(f"{EVAL}.exchange:main", "compare what rules gain with what they cost"),
             "limits": Command(f"{EVAL}.limits:main", "measure how fast the hardware could be at best"),
+            "repeating-prompts": Command(
+                "eagle_fsd.evaluation.repeating_prompts:main",
+                "make prompts whose answers repeat most of the prompt",
+            ),
             "weight-formats": Command(f"{FORMATS}.command:main", "compare weight formats with float32"),
             "gpu-check": Command(f"{GPU}.command:main", "check what only a GPU can show"),
             "harness": Command(f"{LM_EVAL}.command:main", "run lm-evaluation-harness with this engine"),

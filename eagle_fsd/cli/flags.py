@@ -84,8 +84,8 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--lookup",
         action="store_true",
-        help="with --ea-model none: look drafts up in the text and in the target's own earlier "
-        "distributions, for any target",
+        help="also draft what the text repeats, in one tree with the head's drafts; with --ea-model none: "
+        "look all drafts up, in the text and in the target's own earlier distributions, for any target",
     )
     group.add_argument(
         "--draft-model",

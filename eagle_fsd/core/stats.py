@@ -8,10 +8,15 @@ tau = new_tokens / steps counts the target's own token of every step: plain deco
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from eagle_fsd.core.tree import HEAD, SOURCES
+
 PHASES = ("prefill", "draft", "verify", "accept", "keep")
+
+
+TARGET = "target"  # the source of a token that was not drafted
 
 
 class Stopwatch:
@@ -49,6 +54,7 @@ class GenerationStats:
     exact_accepts: int = 0  # emitted draft tokens that equal the target's own draw
     fuzzy_accepts: int = 0  # emitted draft tokens let through by the rule, not the draw
     accept_histogram: list[int] = dataclasses.field(default_factory=list)  # [k]: steps that emitted k tokens
+    accepted_of: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -67,8 +73,16 @@ class GenerationStats:
         """new_tokens / seconds, prefill included; 0.0 before any time was recorded."""
         return self.new_tokens / self.seconds if self.seconds > 0.0 else 0.0
 
-    def record(self, emitted: int, exact: int, fuzzy: int) -> None:
-        """Count one step: how many tokens it emitted, and how many of them were exact and fuzzy accepts."""
+    @property
+    def sources(self) -> dict[str, int]:
+        """Where the new tokens come from: accepted ones by the source of their draft, others the target."""
+        return {TARGET: self.new_tokens - sum(self.accepted_of.values()), **self.accepted_of}
+
+    def record(self, emitted: int, exact: int, fuzzy: int, sources: Sequence[int] | None = None) -> None:
+        """Count one step: how many tokens it emitted, and how many of them were exact and fuzzy accepts.
+
+        sources: of each accepted token, as a place in SOURCES; None: all from a head.
+        """
         if emitted < 1 or exact < 0 or fuzzy < 0 or exact + fuzzy > emitted:
             raise ValueError(
                 f"a step with emitted={emitted}, exact={exact}, fuzzy={fuzzy}: a step emits at least "
@@ -78,6 +92,8 @@ class GenerationStats:
         self.new_tokens += emitted
         self.exact_accepts += exact
         self.fuzzy_accepts += fuzzy
+        for source in [HEAD] * (exact + fuzzy) if sources is None else sources:
+            self.accepted_of[SOURCES[source]] += 1
         self.accept_histogram.extend([0] * (emitted + 1 - len(self.accept_histogram)))
         self.accept_histogram[emitted] += 1
 
@@ -88,8 +104,11 @@ class GenerationStats:
             setattr(self, f"{phase}_seconds", watch.seconds.get(phase, 0.0))
 
     def to_dict(self) -> dict[str, object]:
-        """Return all fields and the two derived numbers, ready for JSON."""
-        return {**dataclasses.asdict(self), "tau": self.tau, "tokens_per_second": self.tokens_per_second}
+        """Return all fields and the derived numbers, ready for JSON."""
+        fields = dataclasses.asdict(self)
+        fields["sources"] = self.sources  # says what accepted_of says, and more
+        del fields["accepted_of"]
+        return {**fields, "tau": self.tau, "tokens_per_second": self.tokens_per_second}
 
     @classmethod
     def total(cls, parts: Iterable["GenerationStats"], concurrent: bool = False) -> "GenerationStats":
@@ -105,6 +124,8 @@ class GenerationStats:
         for name in ("seconds", *(f"{phase}_seconds" for phase in PHASES)):
             values = [getattr(part, name) for part in parts]
             setattr(whole, name, max(values, default=0.0) if concurrent else sum(values))
+        for source in SOURCES:
+            whole.accepted_of[source] = sum(part.accepted_of[source] for part in parts)
         width = max((len(part.accept_histogram) for part in parts), default=0)
         whole.accept_histogram = [0] * width
         for part in parts:

@@ -16,6 +16,11 @@ from torch import Tensor
 
 from eagle_fsd.core.devices import host_can_read
 
+# Where a drafted token comes from, by its number in DraftTree.sources: a network, a copy of the text, or one
+# of the target's own earlier lists.
+HEAD, SUFFIX, RECYCLED = range(3)
+SOURCES = ("head", "suffix", "recycled")
+
 
 @dataclass(frozen=True)
 class DraftTree:
@@ -34,6 +39,7 @@ class DraftTree:
       it is spread over them; None: no mass.
     scores: [B, N] float32, the log of each path's confidence, if that is not the sum of its log q; -inf at
       fillers.
+    sources: [B, N] int64, where each node's token comes from, as a place in SOURCES; None: all from a head.
     """
 
     tokens: Tensor
@@ -47,6 +53,7 @@ class DraftTree:
     most: int = 0
     rest: Tensor | None = None
     scores: Tensor | None = None
+    sources: Tensor | None = None
 
     @property
     def largest(self) -> int:
@@ -65,6 +72,7 @@ class DraftTree:
             depths=torch.constant_pad_nd(self.depths, (0, more), 0),
             columns=None if self.columns is None else torch.constant_pad_nd(self.columns, (0, more), 0),
             scores=None if self.scores is None else torch.constant_pad_nd(self.scores, (0, more), -torch.inf),
+            sources=None if self.sources is None else torch.constant_pad_nd(self.sources, (0, more), HEAD),
         )
 
     def select(self, rows: Sequence[int]) -> DraftTree:
@@ -80,6 +88,7 @@ class DraftTree:
             columns=None if self.columns is None else self.columns[index],
             rest=None if self.rest is None else self.rest[index],
             scores=None if self.scores is None else self.scores[index],
+            sources=None if self.sources is None else self.sources[index],
         )
 
     def to(self, device: torch.device) -> DraftTree:

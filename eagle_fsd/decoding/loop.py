@@ -19,7 +19,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
-from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.core.tree import HEAD, DraftTree
 from eagle_fsd.decoding.request import Observer, Request, Terms, Text
 from eagle_fsd.drafting.drafter import Drafter, NextTokens, Seen
 from eagle_fsd.target.session import TargetSession
@@ -116,7 +116,8 @@ class Batch:
             logits, features = self.target.verify(tree)
         with watch("accept"):
             groups, verdict = self._accept(tree, logits)
-            steps = dict(zip(self.texts, to_host(verdict), strict=True))  # the one place where a step waits
+            on_host = to_host(verdict, tree.sources)  # the one place where a step waits
+            steps = dict(zip(self.texts, on_host, strict=True))
             emitted = {text: emit(text, steps[text]) for text in before}
         if self.observer is not None:
             for rows, verified, part in groups:
@@ -279,24 +280,29 @@ class Step:
     """One row's part of a verdict, on the host.
 
     count: the nodes on the path. tokens: the `count` tokens that it emits. fuzzy: for each token but the
-    last, whether it was a fuzzy accept. finite: see Verdict.
+    last, whether it was a fuzzy accept. finite: see Verdict. sources: of the same tokens; see DraftTree.
     """
 
     count: int
     tokens: list[int]
     fuzzy: list[bool]
     finite: bool
+    sources: list[int]
 
 
-def to_host(verdict: Verdict) -> list[Step]:
-    """Copy the parts of a verdict that the host needs, in one transfer."""
-    parts = (verdict.finite[:, None], verdict.length[:, None], verdict.tokens, verdict.fuzzy[:, 1:])
+def to_host(verdict: Verdict, sources: Tensor | None = None) -> list[Step]:
+    """Copy the parts of a verdict that the host needs, in one transfer. sources: the tree's."""
+    parts = [verdict.finite[:, None], verdict.length[:, None], verdict.tokens, verdict.fuzzy[:, 1:]]
+    if sources is not None:
+        parts.append(sources.gather(1, verdict.path[:, 1:].clamp(min=0)))
     packed = torch.cat([part.long() for part in parts], dim=1).tolist()
     width = verdict.tokens.shape[1]
-    return [
-        Step(count, row[:count], [bool(flag) for flag in row[width : width + count - 1]], bool(finite))
-        for finite, count, *row in packed
-    ]
+    steps = []
+    for finite, count, *row in packed:
+        fuzzy = [bool(flag) for flag in row[width : width + count - 1]]
+        of_row = [HEAD] * (count - 1) if sources is None else row[2 * width - 1 : 2 * width + count - 2]
+        steps.append(Step(count, row[:count], fuzzy, bool(finite), of_row))
+    return steps
 
 
 def emit(text: Text, step: Step) -> list[int]:
@@ -309,7 +315,7 @@ def emit(text: Text, step: Step) -> list[int]:
     emitted = step.tokens[: min(limit, end + 1)]
     accepted = min(len(emitted), step.count - 1)  # the last token is the target's own, not an accepted one
     relaxed = sum(step.fuzzy[:accepted])
-    stats.record(len(emitted), accepted - relaxed, relaxed)
+    stats.record(len(emitted), accepted - relaxed, relaxed, step.sources[:accepted])
     if emitted[-1] in ends:
         stats.finish_reason = "stop"
     elif stats.new_tokens == text.limit:

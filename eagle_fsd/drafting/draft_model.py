@@ -147,15 +147,12 @@ class DraftModelPredictor:
         return self.draft.features(tokens, positions, visible, slot_positions, self.cache)
 
 
-def require_one_drafter(
-    ea_model: str | None, draft_model: str | None, draft_layers: int | None, lookup: bool = False
-) -> None:
+def require_one_drafter(ea_model: str | None, draft_model: str | None, draft_layers: int | None) -> None:
     """Raise ValueError if more than one way to draft is asked for."""
     asked = {
         f"the head {ea_model!r} (ea_model, --ea-model)": ea_model not in (None, NO_HEAD),
         f"the draft model {draft_model!r} (--draft-model)": draft_model is not None,
         f"the first {draft_layers} layers (--draft-layers)": draft_layers is not None,
-        "lookup (--lookup)": lookup,
     }
     given = [name for name, is_asked in asked.items() if is_asked]
     if len(given) > 1:

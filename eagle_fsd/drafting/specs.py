@@ -9,6 +9,8 @@ from eagle_fsd.drafting.eagle3.drafter import Eagle3Spec, TappedVerifier
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import EagleSpec, place_head, require_fit
 from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec
+from eagle_fsd.drafting.lookup.merged_drafter import MergedSpec
 
 
 def spec_for(
@@ -24,3 +26,8 @@ def spec_for(
     if isinstance(head, Eagle3Head):
         return Eagle3Spec.for_target(place_head(head, target.device, dtype), target)
     return head
+
+
+def with_lookup(spec: DrafterSpec | None, target: TappedVerifier) -> DrafterSpec:
+    """Return the spec that also looks drafts up, in one tree with the given one's; None: all are looked up."""
+    return LookupSpec.for_target(target) if spec is None else MergedSpec.for_target(spec, target)

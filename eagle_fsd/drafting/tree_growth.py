@@ -7,8 +7,9 @@ Shapes: B rows, K top_k, W drafted tokens, d the width of a predictor's states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.tree import Candidates, DraftTree, build_tree, root_only
 from eagle_fsd.drafting.drafter import Drafter, Needs, Seen
 from eagle_fsd.runtime.kv_cache import KVCache
-from eagle_fsd.runtime.step_recorder import EAGER, Stepper
+from eagle_fsd.runtime.step_recorder import EAGER, Stepper, leaves, with_leaves
 
 NO_LIMIT = 2**31 - 1  # positions of a predictor that reads texts of any length
 LOWEST = -1e30  # the score of what is never drafted is below it, any other is above it
@@ -57,6 +58,20 @@ class Predictor(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Grown:
+    """All that was drafted for a tree, before its best nodes are chosen. E nodes were expanded.
+
+    pool: the candidates, top_k of each expanded node, in the order of `expanded` [B, E], which are their
+    parents. log_q: [B, W] of each expanded node. depth: the most drafted tokens on a path.
+    """
+
+    pool: Candidates
+    log_q: tuple[Tensor, ...]
+    expanded: Tensor
+    depth: int
+
+
 class BeamDrafter:
     """A drafter that grows EAGLE-2 trees with a predictor, for one batch of texts.
 
@@ -70,6 +85,7 @@ class BeamDrafter:
         self.needs = predictor.needs
         self.root_states = torch.zeros(self.cache.rows, predictor.width, device=self.cache.device)
         self._grow = stepper.wrap(self.grow, self.cache)
+        self._grow_candidates = stepper.wrap(self.grow_candidates, self.cache)
         self._whole_trees = whole_trees or stepper.records
 
     @property
@@ -84,17 +100,32 @@ class BeamDrafter:
 
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
         """Propose a tree below roots [B]."""
-        fits = [length <= self.predictor.longest for length in self.cache.row_lengths]
         here = roots.to(self.cache.device)
-        if any(fits):
-            self.cache.reserve(slots_for_beams(config))
-            some = None if all(fits) else on_device(fits, here.device).bool()
-            tree = self._grow(here, self.root_states, config, some)
-        else:
+        tree = self._run(self._grow, here, config)
+        if tree is None:
             width = self.predictor.log_q(self.root_states[:1]).shape[-1]
             tree = root_only(here, width, config.total_tokens)
-        tree = tree.filled_up() if self._whole_trees else tree
+        tree = cast(DraftTree, tree.filled_up() if self._whole_trees else tree)
         return tree if roots.device == here.device else tree.to(roots.device)
+
+    def candidates(self, roots: Tensor, config: TreeConfig) -> Grown | None:
+        """Draft as `draft` does, for a caller that chooses the best nodes itself; None: nothing fits.
+
+        The candidates are on the roots' device.
+        """
+        grown = self._run(self._grow_candidates, roots.to(self.cache.device), config)
+        if grown is None or roots.device == self.cache.device:
+            return grown
+        return cast(Grown, with_leaves(grown, (tensor.to(roots.device) for tensor in leaves(grown))))
+
+    def _run(self, grow: Callable[..., Any], roots: Tensor, config: TreeConfig) -> Any:
+        """Grow for the rows whose text the predictor can read; None if there are none."""
+        fits = [length <= self.predictor.longest for length in self.cache.row_lengths]
+        if not any(fits):
+            return None
+        self.cache.reserve(slots_for_beams(config))
+        some = None if all(fits) else on_device(fits, roots.device).bool()
+        return grow(roots, self.root_states, config, some)
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)
@@ -111,7 +142,23 @@ class BeamDrafter:
     def grow(
         self, roots: Tensor, root_states: Tensor, config: TreeConfig, fits: Tensor | None = None
     ) -> DraftTree:
-        """Grow levels of `top_k` beam nodes by cumulative log-probability, then keep the best nodes of all.
+        """Grow candidates below root_states [B, d], and keep the best nodes of all; see grow_candidates."""
+        grown = self.grow_candidates(roots, root_states, config, fits)
+        return build_tree(
+            roots,
+            grown.pool,
+            config.total_tokens,
+            grown.depth,
+            grown.log_q,
+            grown.expanded,
+            self.predictor.drafted,
+            config.min_score if fits is None else max(config.min_score, LOWEST),
+        )
+
+    def grow_candidates(
+        self, roots: Tensor, root_states: Tensor, config: TreeConfig, fits: Tensor | None = None
+    ) -> Grown:
+        """Grow levels of `top_k` beam nodes by cumulative log-probability.
 
         root_states: [B, d]. fits: [B] bool, whether the predictor can read a row's text; other rows get no
         nodes. None: it reads all. The ancestors of a kept node are kept, so no node beyond level
@@ -173,16 +220,7 @@ class BeamDrafter:
             scores=torch.cat(pool_scores, dim=1),
             depths=(torch.arange(parents.shape[1], device=roots.device) - top_k) // top_k**2 + 2,
         )
-        return build_tree(
-            roots,
-            pool,
-            config.total_tokens,
-            depth,
-            [log_q for level in log_qs for log_q in level.unbind(1)],
-            expanded,
-            predictor.drafted,
-            config.min_score if fits is None else max(config.min_score, LOWEST),
-        )
+        return Grown(pool, tuple(log_q for level in log_qs for log_q in level.unbind(1)), expanded, depth)
 
     def _tokens(self, columns: Tensor) -> Tensor:
         """Return the target's token ids for columns, which are places among the W drafted tokens."""

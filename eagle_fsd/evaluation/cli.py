@@ -40,7 +40,7 @@ def model_parser(description: str | None, dtype: str | None = None) -> argparse.
     add = parser.add_argument
     add("--base-model", default=DEFAULT_TARGET, help="target: Hub id, folder or .gguf file")
     add("--ea-model", help="draft head: Hub id or folder, or none (default: the shipped one)")
-    add("--lookup", action="store_true", help="with --ea-model none: drafts are looked up")
+    add("--lookup", action="store_true", help="drafts are looked up too; with --ea-model none, all are")
     add("--draft-model", help="instead of a head: a smaller language model of the target's family")
     add("--draft-layers", type=int, help="instead of a head: the target's own first layers")
     add("--dtype", default=dtype, help=f"default: {dtype or 'float32 on a CPU, bfloat16 on CUDA'}")

@@ -16,7 +16,6 @@ from eagle_fsd.drafting.draft_model import DraftModelSpec, require_one_drafter
 from eagle_fsd.drafting.drafter import NO_HEAD, DrafterSpec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_head import DraftHead
-from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec, require_no_head
 from eagle_fsd.hub.choose_runtime import AUTO, OPENVINO, TORCH, plan_runtime, settle
 from eagle_fsd.hub.eagle3_checkpoint import is_eagle3
 from eagle_fsd.hub.resolve import load_any_head, load_target, resolve_head, resolve_target
@@ -68,16 +67,13 @@ def load_pair(
     weight_format: str | None,
     head_taps: Sequence[int] | None = None,
     norm_output: bool | None = None,
-    lookup: bool = False,
     draft_model: str | None = None,
     draft_layers: int | None = None,
     draft_device: torch.device | str | None = None,
 ) -> Pair:
     """Load a target and what drafts for it; see EagleFSD.from_pretrained."""
     # First the checks that are faster than a download.
-    if lookup and draft_model is None and draft_layers is None:
-        require_no_head(ea_model)
-    require_one_drafter(ea_model, draft_model, draft_layers, lookup)
+    require_one_drafter(ea_model, draft_model, draft_layers)
     if draft_device is not None and draft_model is None:
         raise ValueError(
             f"draft_device is {str(draft_device)!r} without a draft model: heads and the target's own layers "
@@ -122,9 +118,6 @@ def load_pair(
     else:
         target = on_torch() if plan.runtime == TORCH else on_openvino()
     pair = functools.partial(Pair, target, tokenizer=tokenizer, base_model=source.name)
-    if lookup:
-        spec = LookupSpec.for_target(target)
-        return pair(spec, ea_model=spec.name)
     if draft_layers is not None:
         return pair(spec_of_layers(target, draft_layers), ea_model=f"first {draft_layers} layers")
     if draft_source is not None:

@@ -86,7 +86,7 @@ def test_to_dict_is_json_and_complete() -> None:
     assert set(data) == {
         "steps", "new_tokens", "tau", "exact_accepts", "fuzzy_accepts", "accept_histogram", "seconds",
         "prefill_seconds", "draft_seconds", "verify_seconds", "accept_seconds", "keep_seconds",
-        "tokens_per_second", "finish_reason",
+        "tokens_per_second", "finish_reason", "sources",
     }  # fmt: skip
     assert data["tokens_per_second"] == stats.new_tokens / 2.0
     assert data["tau"] == stats.tau

@@ -363,9 +363,9 @@ def test_every_node_of_the_path_counts_and_no_other(
     """The first step's path, with NaN at each of its nodes, or at all the others."""
     paths, right = [], loop.to_host
 
-    def noted(verdict: Verdict) -> list[loop.Step]:
+    def noted(verdict: Verdict, sources: torch.Tensor | None) -> list[loop.Step]:
         paths.append(verdict.path)
-        return right(verdict)
+        return right(verdict, sources)
 
     monkeypatch.setattr(loop, "to_host", noted)
     settings = {"sampling": sampling, "rule": Fuzzy(threshold=float("inf"), mode="paper", child="target")}

@@ -304,5 +304,5 @@ def test_only_one_way_to_draft_may_be_asked_for() -> None:
         require_one_drafter(*given)
     with pytest.raises(ValueError, match=r"the head 'h' .* and of the draft model 'm' .*one of them drafts"):
         require_one_drafter("h", "m", None)
-    with pytest.raises(ValueError, match=r"the first 3 layers .* and of lookup"):
-        require_one_drafter(None, None, 3, lookup=True)
+    with pytest.raises(ValueError, match=r"the draft model 'm' .* and of the first 3 layers"):
+        require_one_drafter(None, "m", 3)

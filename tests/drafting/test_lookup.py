@@ -371,15 +371,10 @@ def test_a_calibration_of_another_drafter_is_refused(tmp_path: Path) -> None:
                 other.generate([[1, 2]], rule=AutoThreshold())
 
 
-def test_lookup_takes_the_place_of_a_head() -> None:
+def test_lookup_without_a_head_takes_its_place() -> None:
     target = TargetModel(tiny_model())
     model = EagleFSD(target, None, lookup=True)
     assert model.drafter == LookupSpec.for_target(target) and (model.ea_model, model.head) == ("lookup", None)
-    with pytest.raises(ValueError, match=r"the draft head is 'mine' with lookup: .* give 'none' as the head"):
-        EagleFSD(target, tiny_head(), ea_model="mine", lookup=True)
-    for name, given in ((None, "the one that ships with the target"), ("owner/head", "'owner/head'")):
-        with pytest.raises(ValueError, match=f"the draft head is {given} with lookup"):
-            EagleFSD.from_pretrained("no/such-model", name, lookup=True)
 
 
 def test_a_saved_target_needs_no_head(tmp_path: Path) -> None:

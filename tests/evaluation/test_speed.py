@@ -16,13 +16,15 @@ from support.tiny_models import prompts_of, tiny_head, tiny_model
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation import repeating_prompts
 from eagle_fsd.evaluation.commands import speed as script
 from eagle_fsd.evaluation.measure.observers import likelihood
-from eagle_fsd.evaluation.measure.speed import Answers, Method, Setting, method, race, stretched
+from eagle_fsd.evaluation.measure.speed import Answers, Method, Setting, method, race, stretched, with_lookup
 from eagle_fsd.evaluation.report.speed_ratios import quartiles, results, table
 from eagle_fsd.files import provenance
 from eagle_fsd.runtime.packed_linear import PackedLinear, pack_linears
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.prompt_files import read_prompts
 
 SETTING = Setting(8, SamplingConfig(), TreeConfig(6, 3, 2))
 
@@ -210,3 +212,42 @@ def test_a_row_names_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "read_text", refuse)
     assert provenance.processor() == platform.machine()
+
+
+def test_methods_with_looked_up_drafts() -> None:
+    model = engine()
+    prompts = prompts_of([5, 9])
+    wanted = model.generate(prompts[:1], max_new_tokens=8).new_tokens
+    for name, drafter in (("lossless+lookup@4/2/2", "eagle+lookup"), ("lookup@4/2/2", "lookup")):
+        for lookup in (False, True):
+            loaded = with_lookup(model, alone=False) if lookup else model
+            one = method(name, loaded, lambda: pytest.fail("no other model is needed"), SETTING)
+            assert one(prompts[:1]).tokens == wanted and one(prompts[:1]).tree == TreeConfig(4, 2, 2)
+            assert with_lookup(loaded, drafter == "lookup").drafter.name == drafter
+    with pytest.raises(ValueError, match=r"method is 'hf\+lookup'"):
+        method("hf+lookup", model, lambda: pytest.fail("no model is needed to refuse"), SETTING)
+
+
+def test_prompts_that_repeat_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = {"prompt": "def add(a, b):\n" + "    # it adds\n" * 25, "canonical_solution": "    return a + b\n"}
+    rows = {
+        "humaneval": code | {"entry_point": "add"},
+        "gsm8k_train": {
+            "question": "There were seven things. " * 14,
+            "answer": "So there are seven.\n#### 7",
+        },
+        "p3_text": {"task": "qa_based_on", "prompt": "A passage about something. " * 15},
+    }
+    for name, row in rows.items():
+        lines = [json.dumps(row), json.dumps(row | {"prompt": "", "question": "", "canonical_solution": ""})]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    argv = ["--data", str(tmp_path), "--output", str(tmp_path / "out" / "prompts_repeating.jsonl")]
+    repeating_prompts.main([*argv, "--count", "3"])
+    made = read_prompts(tmp_path / "out" / "prompts_repeating.jsonl")
+    assert "3 prompts in" in capsys.readouterr().out and len(made) == 3
+    assert made[0].startswith("Rename the function `add`") and "return a + b" in made[0]
+    assert "seevn" in made[1] and "#### 7" not in made[1] and made[1].count("things") == 14
+    assert made[2].startswith("A passage") and made[2].endswith("then answer.")
+    with pytest.raises(SystemExit):
+        repeating_prompts.main([*argv, "--count", "4"])
+    assert "count is 4" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 WEIGHT = 8.0  # candidates that the prior counts for
 
@@ -60,21 +60,22 @@ PRIORS = tuple(prior(cell) for cell in range(CELLS))
 
 
 class Confidences:
-    """The confidences of one text: `rates` by cell, each in (0, 1)."""
+    """The confidences of one text: `rates` by cell, each in (0, 1). priors: the rates at first."""
 
-    def __init__(self) -> None:
-        self.rates = list(PRIORS)
-        self.right = [0] * CELLS
-        self.seen = [0] * CELLS
+    def __init__(self, priors: Sequence[float] = PRIORS) -> None:
+        self.priors = priors
+        self.rates = list(priors)
+        self.right = [0] * len(priors)
+        self.seen = [0] * len(priors)
 
     def learn(self, cell: int, right: bool) -> None:
         """Count a candidate whose place in the text has been decided."""
         self.right[cell] += right
         self.seen[cell] += 1
-        self.rates[cell] = (WEIGHT * PRIORS[cell] + self.right[cell]) / (WEIGHT + self.seen[cell])
+        self.rates[cell] = (WEIGHT * self.priors[cell] + self.right[cell]) / (WEIGHT + self.seen[cell])
 
     def copy(self) -> Confidences:
         """Return the same counts, to be continued on their own."""
-        other = Confidences()
+        other = Confidences(self.priors)
         other.rates, other.right, other.seen = list(self.rates), list(self.right), list(self.seen)
         return other

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.drafting.drafter import NO_HEAD, Drafter, Needs, NextTokens, Seen
+from eagle_fsd.drafting.drafter import Drafter, Needs, NextTokens, Seen
 from eagle_fsd.drafting.lookup import confidences, suffix_store
 from eagle_fsd.drafting.lookup.packing import pack_trees
 from eagle_fsd.drafting.lookup.recycled_lists import LENGTH, NextList, next_lists
@@ -69,23 +69,16 @@ class LookupSpec:
         return LookupDrafter(self, batch)
 
 
-def require_no_head(name: str | None) -> None:
-    """Raise ValueError unless the head's name, as the user gave it, asks for no head, as lookup does."""
-    if name != NO_HEAD:
-        given = "the one that ships with the target" if name is None else repr(name)
-        raise ValueError(
-            f"the draft head is {given} with lookup: drafts are the head's or they are looked up; give "
-            f"{NO_HEAD!r} as the head (ea_model, --ea-model), or leave lookup out"
-        )
-
-
 class LookupDrafter:
-    """Looks tokens up in the texts of one batch and in the target's earlier lists of next tokens."""
+    """Looks tokens up in the texts of one batch and in the target's earlier lists of next tokens.
 
-    def __init__(self, spec: LookupSpec, batch: int) -> None:
-        self.spec = spec
+    priors: the confidences of a text at first, by cell.
+    """
+
+    def __init__(self, spec: LookupSpec, batch: int, priors: Sequence[float] = confidences.PRIORS) -> None:
+        self.spec, self.priors = spec, priors
         self.needs = Needs(next_tokens=min(LENGTH, spec.tokens) if spec.sources.recycled else 0)
-        self.memories = [TextMemory(spec.sources) for _ in range(batch)]
+        self.memories = [TextMemory(spec.sources, priors) for _ in range(batch)]
 
     @property
     def rows(self) -> int:
@@ -120,7 +113,7 @@ class LookupDrafter:
             self.memories[row] = memory
 
     def reset(self, longest: int, tree: TreeConfig) -> None:
-        self.memories = [TextMemory(self.spec.sources) for _ in self.memories]
+        self.memories = [TextMemory(self.spec.sources, self.priors) for _ in self.memories]
 
 
 def to_host(seen: Seen) -> tuple[list[list[int]], list[list[NextList]]]:

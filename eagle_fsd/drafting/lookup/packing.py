@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.tree import DraftTree, root_only
+from eagle_fsd.core.tree import HEAD, DraftTree, root_only
 from eagle_fsd.drafting.lookup.text_memory import GrownTree
 
 STEP = 64  # with fixed shapes, the number of drafted tokens is a multiple of this
@@ -34,6 +34,7 @@ def pack_trees(
     tokens = np.repeat([[tree.tokens[0]] for tree in trees], nodes, axis=1)  # [B, N]
     parents, depths = np.full_like(tokens, -1), np.zeros_like(tokens)
     chances, columns = np.zeros(tokens.shape, dtype=np.float32), np.zeros_like(tokens)
+    sources = np.full_like(tokens, HEAD)
     owned = [sorted(set(tree.parents) - {-1}) for tree in trees]
     owners = np.full((len(trees), nodes - 1 if fixed_shapes else max(map(len, owned))), -1)  # [B, M]
     rest = np.zeros(owners.shape, dtype=np.float32)
@@ -43,6 +44,7 @@ def pack_trees(
         count = len(tree.tokens)
         tokens[row, :count], parents[row, :count] = tree.tokens, tree.parents
         depths[row, :count], chances[row, :count] = tree.depths, tree.chances
+        sources[row, :count] = tree.sources
         owners[row, : len(owned[row])] = owned[row]
         for place, owner in enumerate(owned[row]):
             q, rest[row, place] = tree.proposals[owner].q()
@@ -76,4 +78,5 @@ def pack_trees(
         most=most,
         rest=moved(logs[1]),
         scores=moved(logs[2]),
+        sources=moved(sources),
     )

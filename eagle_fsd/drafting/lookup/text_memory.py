@@ -13,7 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.drafting.lookup.confidences import NO_LIST, NOT_LISTED, Confidences, cell_of, list_classes
+from eagle_fsd.core.tree import HEAD, RECYCLED, SUFFIX
+from eagle_fsd.drafting.lookup.confidences import (
+    NO_LIST,
+    NOT_LISTED,
+    PRIORS,
+    Confidences,
+    cell_of,
+    list_classes,
+)
 from eagle_fsd.drafting.lookup.recycled_lists import FoundList, NextList, RecycledLists
 from eagle_fsd.drafting.lookup.suffix_store import Continuation, Match, SuffixStore
 
@@ -37,13 +45,15 @@ class Proposal:
     """The candidates for the token after one node.
 
     chances: the confidence of each candidate; they sum to at most 1. cells: of the same candidates. copied:
-    those that the text proposed. found: the target's list, if there is one.
+    those that the text proposed. found: the target's list, if there is one. others: cells of other evidence
+    for the same candidates, whose rates are learned too.
     """
 
     chances: dict[int, float]
     cells: dict[int, int]
     copied: dict[int, Continuation]
     found: FoundList | None
+    others: dict[int, int] = field(default_factory=dict)
 
     def q(self) -> tuple[dict[int, float], float]:
         """Return the draft's distribution: the probability of each listed token, and of all others together.
@@ -70,6 +80,16 @@ class GrownTree:
     depths: list[int] = field(default_factory=lambda: [0])
     chances: list[float] = field(default_factory=lambda: [1.0])
     proposals: dict[int, Proposal] = field(default_factory=dict)
+    sources: list[int] = field(default_factory=lambda: [HEAD])  # the root's means nothing
+
+    def add(self, parent: int, token: int, chance: float, source: int) -> int:
+        """Append a node and return its number."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.chances.append(chance)
+        self.sources.append(source)
+        return len(self.tokens) - 1
 
     def path(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield the nodes along emitted tokens, and the token that really followed each of them."""
@@ -83,13 +103,16 @@ class GrownTree:
 
 
 class TextMemory:
-    """What is remembered of one text: its tokens, the target's lists, the confidences and the last tree."""
+    """What is remembered of one text: its tokens, the target's lists, the confidences and the last tree.
 
-    def __init__(self, sources: Sources) -> None:
+    priors: the confidences at first, by cell.
+    """
+
+    def __init__(self, sources: Sources, priors: Sequence[float] = PRIORS) -> None:
         self.sources = sources
         self.store = SuffixStore()
         self.lists = RecycledLists()
-        self.confidences = Confidences()
+        self.confidences = Confidences(priors)
         self.tree: GrownTree | None = None
 
     def begin(self, tokens: Sequence[int], lists: Sequence[NextList]) -> None:
@@ -107,7 +130,7 @@ class TextMemory:
             path = list(tree.path(tokens))
             for node, token in path:
                 if (proposal := tree.proposals.get(node)) is not None:
-                    for candidate, cell in proposal.cells.items():
+                    for candidate, cell in (*proposal.cells.items(), *proposal.others.items()):
                         self.confidences.learn(cell, candidate == token)
             if lists:
                 # The lists of the path come last: they followed this text, others only something like it.
@@ -143,20 +166,22 @@ class TextMemory:
             chances = {candidate: chance / whole for candidate, chance in chances.items()}
         return Proposal(chances, cells, copied, found)
 
-    def grow(self, root: int, config: TreeConfig) -> GrownTree:
+    def grow(self, root: int, config: TreeConfig, reach: int | None = None) -> GrownTree:
         """Return the tree of the likeliest paths: best first, and at most top_k nodes of a level expanded.
 
-        These are the nodes that EAGLE-2's beam and rerank would choose with the same confidences.
+        These are the nodes that EAGLE-2's beam and rerank would choose with the same confidences. reach: the
+        most levels; None: as many as the config allows.
         """
+        reach = config.reach if reach is None else reach
         tree = GrownTree([root])
         matches = {0: self.store.matches() if self.sources.copied else []}
         heap: list[tuple[float, int, int, int]] = []  # -confidence, order, parent, token
-        expanded = [0] * (config.reach + 1)  # by level
+        expanded = [0] * (reach + 1)  # by level
         order = itertools.count()  # equal confidences are taken in the order in which they were found
 
         def expand(node: int) -> None:
             parent, depth = tree.parents[node], tree.depths[node]
-            if depth >= config.reach or expanded[depth] >= config.top_k:
+            if depth >= reach or expanded[depth] >= config.top_k:
                 return
             expanded[depth] += 1
             before = tree.tokens[parent] if node else self.before_root
@@ -171,11 +196,8 @@ class TextMemory:
         expand(0)
         while heap and len(tree.tokens) < config.total_tokens:
             chance, _, parent, token = heapq.heappop(heap)
-            node = len(tree.tokens)
-            tree.tokens.append(token)
-            tree.parents.append(parent)
-            tree.depths.append(tree.depths[parent] + 1)
-            tree.chances.append(-chance)
+            source = SUFFIX if token in tree.proposals[parent].copied else RECYCLED
+            node = tree.add(parent, token, -chance, source)
             if len(tree.tokens) == config.total_tokens:
                 break
             if self.sources.copied:
@@ -188,7 +210,7 @@ class TextMemory:
 
     def copy(self) -> TextMemory:
         """Return a memory of the same text that goes on by itself."""
-        other = TextMemory(self.sources)
+        other = TextMemory(self.sources, self.confidences.priors)
         other.store, other.lists = self.store.copy(), self.lists.copy()
         other.confidences, other.tree = self.confidences.copy(), self.tree
         return other

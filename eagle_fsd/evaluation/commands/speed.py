@@ -8,7 +8,9 @@ Methods: hf, hf-compiled and lookup are Hugging Face's generate, plain, compiled
 prompt lookup; llama.cpp is that program on the target's own .gguf file (pip install llama-cpp-python); plain
 is our own loop without a draft; lossless; and any acceptance rule in a word, such as js:0.3,
 js:0.6:paper:target:min_p=0.2 or cactus:0.1, with a tree of its own behind an @ (lossless@16/5/8,
-js:0.3@auto). Each answers every prompt, in rotating order; nothing else should run on the machine.
+js:0.3@auto). A rule with +lookup drafts what the text repeats beside the head (lossless+lookup@16/5/8), and
+lookup@16/5/8 drafts so alone, with our own loop. Each answers every prompt, in rotating order; nothing else
+should run on the machine.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.core.stats import GenerationStats
+from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec
+from eagle_fsd.drafting.lookup.merged_drafter import MergedSpec
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP, LlamaCpp, gguf_file
 from eagle_fsd.evaluation.prompt_sets import answer, batches
@@ -28,6 +30,7 @@ from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
 
 WARM_UP = 3  # batches: kernels' first calls, and compilation, which takes a second length for a dynamic one
+LOOKUP, BESIDE_HEAD = "lookup", "+lookup"
 LOOKUP_TOKENS = 10  # that prompt lookup proposes, as in Hugging Face's documentation
 
 
@@ -65,8 +68,9 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
     hf, hf-compiled, lookup: Hugging Face's generate, plain, compiled with a static cache, and with prompt
     lookup. llama.cpp: that program on the target's .gguf file. plain: our own loop with the tree of one node.
     Else a rule as `parse_rule` reads it: draft trees of the setting's size, or of the size behind an "@"
-    (`tree_of`). stock: the target untouched by us, loaded where a method needs it. Raises ValueError for any
-    other name, and where llama.cpp cannot run.
+    (`tree_of`). A rule with "+lookup" behind it drafts what the text repeats too, and lookup with an "@" is
+    lossless decoding with looked-up drafts alone. stock: the target untouched by us, loaded where a method
+    needs it. Raises ValueError for any other name, and where llama.cpp cannot run.
     """
     most, seed, sampling, endless = setting.max_new_tokens, setting.seed, setting.sampling, setting.endless
     if name in HUGGING_FACE:
@@ -85,20 +89,32 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
         ends = () if endless else engine.target.eos_token_ids
         return lambda prompts: Answers(*peer.answer(prompts, most, sampling, seed, ends))
     word, own, size = name.partition("@")
+    beside, alone = word.endswith(BESIDE_HEAD), word == LOOKUP
+    word = word.removesuffix(BESIDE_HEAD)
     try:
-        rule = Lossless() if name == "plain" else parse_rule(word)
+        rule = Lossless() if name == "plain" or alone else parse_rule(word)
     except ValueError as error:
         others = ", ".join((*PEERS, "plain"))
         raise ValueError(f"method is {name!r}: it is none of {others}, and {error}") from error
     tree = TreeConfig(1) if name == "plain" else tree_of(size) if own else setting.tree
     ours: dict[str, Any] = {"max_new_tokens": most, "rule": rule, "tree": tree, "seed": seed}
     ours["eos_token_id"] = () if endless else None
+    if alone or beside:
+        engine = with_lookup(engine, alone)
 
     def run(prompts: Prompts) -> Answers:
         output = answer(engine, prompts, sampling, **ours)
         return Answers(output.new_tokens, output.stats, output.tree)
 
     return run
+
+
+def with_lookup(engine: EagleFSD, alone: bool) -> EagleFSD:
+    """Return an engine on the same target that looks drafts up, alone or beside the head of this one."""
+    drafter = engine.drafter.head if isinstance(engine.drafter, MergedSpec) else engine.drafter
+    head = None if alone or isinstance(drafter, LookupSpec) else drafter
+    parts = (engine.tokenizer, engine.base_model, engine.ea_model)
+    return EagleFSD(engine.target, head, *parts, lookup=True)
 
 
 def tree_of(text: str) -> TreeConfig | AutoTree:
@@ -116,7 +132,7 @@ def compiled() -> dict[str, Any]:
 HUGGING_FACE: dict[str, Callable[[], dict[str, Any]]] = {
     "hf": dict,
     "hf-compiled": compiled,
-    "lookup": lambda: {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
+    LOOKUP: lambda: {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
 }
 PEERS = (*HUGGING_FACE, LLAMA_CPP)  # the methods that are other programs
 

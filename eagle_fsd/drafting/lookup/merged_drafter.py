@@ -1,0 +1,180 @@
+"""The drafter of merged trees: a head grows candidates, and what the text repeats joins them.
+
+The head runs wherever its own spec runs it; merging is on the host, after it. A text whose next tokens a
+copied chain tells with confidence is drafted without the head. Whether it is depends on that text alone, so
+that its trees do not depend on the texts beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.devices import host_can_read
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, Seen
+from eagle_fsd.drafting.lookup.lookup_drafter import LookupDrafter, LookupSpec, Verifier
+from eagle_fsd.drafting.lookup.merged_packing import Vocabulary, pack_merged
+from eagle_fsd.drafting.lookup.merging import (
+    ALL_PRIORS,
+    DEEPEST,
+    LEAST,
+    MOST,
+    SURE,
+    HeadDraft,
+    MergedTree,
+    deepest,
+    is_sure,
+    merge,
+)
+from eagle_fsd.drafting.lookup.text_memory import Sources
+from eagle_fsd.drafting.tree_growth import BeamDrafter, Grown
+from eagle_fsd.files.fingerprints import digest_json
+
+# Beside a head, only copies: a head knows more than lists of earlier next tokens, and these cost a pass over
+# all logits in every step.
+COPIES = Sources(recycled=False)
+
+
+@dataclass(frozen=True)
+class MergedSpec:
+    """A way to draft with a head and with what is looked up. head: makes a BeamDrafter."""
+
+    head: DrafterSpec
+    lookup: LookupSpec
+    sparse: ClassVar[bool] = True
+
+    @classmethod
+    def for_target(cls, head: DrafterSpec, target: Verifier, sources: Sources = COPIES) -> MergedSpec:
+        """Return the spec that drafts for this target, for which the head's spec was made."""
+        return cls(head, LookupSpec.for_target(target, sources))
+
+    @property
+    def name(self) -> str:
+        return f"{self.head.name}+{self.lookup.name}"
+
+    @property
+    def tokens(self) -> int:
+        return self.head.tokens
+
+    @property
+    def trained_positions(self) -> int | None:
+        return self.head.trained_positions
+
+    @property
+    def network(self) -> nn.Module | None:
+        return self.head.network
+
+    @property
+    def identity(self) -> str:
+        """A digest of the head's weights, and of everything else that decides which trees a text gets."""
+        settings = {
+            "head": self.head.identity,
+            "lookup": self.lookup.identity,
+            "priors": [round(rate, 6) for rate in ALL_PRIORS],
+            "limits": [DEEPEST, LEAST, MOST, SURE],
+        }
+        return f"merged-{digest_json(settings)}"
+
+    def make(self, batch: int, tokens: int, tree: TreeConfig) -> MergedDrafter:
+        made = self.head.make(batch, tokens, tree)
+        if not isinstance(made, BeamDrafter):
+            raise ValueError(
+                f"lookup beside the drafter {self.head.name!r}: it must be one that grows trees with a "
+                "network; leave lookup out"
+            )
+        return MergedDrafter(made, LookupDrafter(self.lookup, batch, ALL_PRIORS))
+
+
+class MergedDrafter:
+    """Merges a head's candidates and looked-up tokens into one tree for each text of a batch."""
+
+    def __init__(self, head: BeamDrafter, lookup: LookupDrafter) -> None:
+        self.head, self.lookup = head, lookup
+        self.needs = replace(head.needs, next_tokens=lookup.needs.next_tokens)
+        self.vocabulary = Vocabulary(head.predictor.drafted, lookup.spec.tokens)
+
+    @property
+    def rows(self) -> int:
+        return self.head.rows
+
+    def begin(self, seen: Seen) -> None:
+        self.head.begin(seen)
+        self.lookup.begin(seen)
+
+    def extend(self, seen: Seen) -> None:
+        self.head.extend(seen)
+        self.lookup.extend(seen)
+
+    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+        """Propose a tree below roots [B]. A row whose copies are sure has only looked-up nodes."""
+        memories = self.lookup.memories
+        sure = [is_sure(memory, config) for memory in memories]
+        grown = None if all(sure) else self.head.candidates(roots, config)
+        nothing = HeadDraft((), (), 0, {}, lambda place, token: None)
+        drafts = [nothing] * len(sure) if grown is None else self.to_host(grown)
+        trees: list[MergedTree] = []
+        for memory, alone, draft in zip(memories, sure, drafts, strict=True):
+            trees.append(merge(memory, memory.store.text[-1], nothing if alone else draft, config))
+        fixed = self.lookup.spec.fixed_shapes
+        return pack_merged(
+            trees,
+            roots,
+            () if grown is None else grown.log_q,
+            self.vocabulary,
+            config.total_tokens,
+            deepest(config),
+            with_rest=self.lookup.spec.sources.recycled,
+            filled=fixed,
+            recorded=fixed and not host_can_read(roots),
+        )
+
+    def to_host(self, grown: Grown) -> list[HeadDraft]:
+        """Return what the head drafted for each text."""
+        pool, width = grown.pool, grown.pool.scores.shape[1] // grown.expanded.shape[1]
+        columns = self.vocabulary.tokens(pool.columns).tolist()
+        scores = torch.nan_to_num(pool.scores, nan=-math.inf).tolist()
+        rows = zip(columns, scores, grown.expanded.tolist(), strict=True)
+        return [
+            HeadDraft(tokens, values, width, places_of(expanded), self._prob(grown, row))
+            for row, (tokens, values, expanded) in enumerate(rows)
+        ]
+
+    def _prob(self, grown: Grown, row: int) -> Prob:
+        return Prob(grown.log_q, row, self.vocabulary)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.head.select(rows)
+        self.lookup.select(rows)
+
+    def replace(self, rows: Sequence[int], other: Drafter) -> None:
+        assert isinstance(other, MergedDrafter)
+        self.head.replace(rows, other.head)
+        self.lookup.replace(rows, other.lookup)
+
+    def reset(self, longest: int, tree: TreeConfig) -> None:
+        self.head.reset(longest, tree)
+        self.lookup.reset(longest, tree)
+
+
+@dataclass(frozen=True)
+class Prob:
+    """The head's probabilities for one row; see HeadDraft.prob."""
+
+    log_q: Sequence[Tensor]
+    row: int
+    vocabulary: Vocabulary
+
+    def __call__(self, place: int, token: int) -> float | None:
+        column = self.vocabulary.column(token)
+        return None if column is None else math.exp(float(self.log_q[place][self.row, column]))
+
+
+def places_of(expanded: Sequence[int]) -> dict[int, int]:
+    return {candidate: place for place, candidate in enumerate(expanded)}
