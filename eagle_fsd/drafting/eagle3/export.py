@@ -18,6 +18,7 @@ from eagle_fsd.drafting.eagle3.rope import DEFAULT, LLAMA3
 
 EAGLE, SPECULATORS = "eagle3", "speculators"
 LAYOUTS = (EAGLE, SPECULATORS)
+NO_TAPS: dict[str, Any] = {"eagle_config": {"use_aux_hidden_state": False}}
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -65,7 +66,7 @@ def exported_config(
             "norm_before_residual": config.norm_before_residual,
             "target_hidden_size": None,
             **notes,
-            IDS: list(config.taps),
+            **({IDS: list(config.taps)} if config.taps else NO_TAPS),
         }
     return {"architectures": ["LlamaForCausalLMEagle3"], **layer_fields(config), **notes} | tap_fields(
         config.taps, target_layers
@@ -111,7 +112,7 @@ def tap_fields(taps: tuple[int, ...], target_layers: int) -> dict[str, Any]:
     A file with both leaves nothing open here.
     """
     if not taps:
-        return {"eagle_config": {"use_aux_hidden_state": False}}
+        return NO_TAPS
     if taps == usual_taps(target_layers):
         return {}
     return {"eagle_config": {IDS: [tap - 1 for tap in taps]}, IDS: list(taps)}
