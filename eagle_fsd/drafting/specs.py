@@ -29,5 +29,5 @@ def spec_for(
 
 
 def with_lookup(spec: DrafterSpec | None, target: TappedVerifier) -> DrafterSpec:
-    """Return the spec that also looks drafts up, in one tree with the given one's; None: all are looked up."""
+    """Return the spec that also looks drafts up, in one tree with the given one's. None: all are."""
     return LookupSpec.for_target(target) if spec is None else MergedSpec.for_target(spec, target)

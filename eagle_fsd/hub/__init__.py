@@ -1,5 +1,6 @@
 """Loads targets and draft heads by name: Hub ids, folders and .gguf files."""
 
+from eagle_fsd.hub.eagle3_checkpoint import save_eagle3_head
 from eagle_fsd.hub.head_checkpoint import save_head
 from eagle_fsd.hub.resolve import (
     DEFAULT_TARGET,
@@ -22,5 +23,6 @@ __all__ = [
     "load_text",
     "resolve_head",
     "resolve_target",
+    "save_eagle3_head",
     "save_head",
 ]

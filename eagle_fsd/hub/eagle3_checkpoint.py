@@ -23,6 +23,7 @@ from eagle_fsd.drafting.eagle3.config import (
     layer_fields,
     possible_readings,
 )
+from eagle_fsd.drafting.eagle3.export import EAGLE, exported_config, exported_tensors
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.files.tensor_files import read_shapes, read_tensors
 from eagle_fsd.hub.head_checkpoint import (
@@ -34,6 +35,7 @@ from eagle_fsd.hub.head_checkpoint import (
     kind_by_tensors,
     read_config,
     refuse_kind,
+    write_head,
 )
 
 D2T, T2D = "d2t", "t2d"  # target id minus draft id, [W]; which target ids are drafted, [V]
@@ -206,3 +208,24 @@ def drafted_tokens(maps: Mapping[str, Tensor], config: Eagle3Config) -> Tensor |
     if marked is not None and not torch.equal(tokens, marked):
         raise ValueError(f"{D2T} and {T2D} name different tokens: {rule}, and {T2D} marks them; {WHOLE}")
     return None if count == vocab else tokens
+
+
+def save_eagle3_head(
+    head: Eagle3Head,
+    folder: str | Path,
+    target_layers: int,
+    layout: str = EAGLE,
+    dtype: torch.dtype | None = None,
+    target: str = "",
+) -> Path:
+    """Write an EAGLE-3 head in one of export.LAYOUTS and return the folder; see save_head for how.
+
+    target_layers: of the target. dtype: of the weights. target: its name, for speculators files.
+    """
+    tensors = {
+        key: (value.to(dtype) if value.is_floating_point() else value).contiguous()
+        for key, value in exported_tensors(head, layout).items()
+    }
+    config = exported_config(head.config, layout, target_layers, target)
+    config["torch_dtype"] = str(tensors["norm.weight"].dtype).removeprefix("torch.")
+    return write_head(Path(folder), config, tensors)

@@ -303,23 +303,28 @@ def save_head(
     taken = sorted(config.keys() & (extra or {}).keys())
     if taken:
         raise ValueError(f"extra has {format_keys(taken)}: it may not replace the head's fields; rename them")
-    config |= extra or {}
+    return write_head(folder, config | (extra or {}), tensors, head.draft_tokens)
+
+
+def write_head(
+    folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor], vocabulary: Tensor | None = None
+) -> Path:
+    """Write the files of a head as `save_head` describes, and return the folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         partial.chmod(0o755)  # mkdtemp's 0700 would hide a shipped head from other users
         (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, partial / SAFETENSORS_NAME, metadata={"format": "pt"})
-        if head.draft_tokens is not None:
-            tokens = {TOKENS_KEY: head.draft_tokens.cpu()}
-            save_file(tokens, partial / VOCABULARY_NAME, metadata={"format": "pt"})
+        if vocabulary is not None:
+            save_file({TOKENS_KEY: vocabulary.cpu()}, partial / VOCABULARY_NAME, metadata={"format": "pt"})
         for file in partial.glob("*.safetensors"):
             file.chmod(0o644)  # safetensors writes with 0600
         if not folder.exists():
             partial.rename(folder)
             return folder
         os.replace(partial / SAFETENSORS_NAME, folder / SAFETENSORS_NAME)
-        if head.draft_tokens is None:
+        if vocabulary is None:
             (folder / VOCABULARY_NAME).unlink(missing_ok=True)
         else:
             os.replace(partial / VOCABULARY_NAME, folder / VOCABULARY_NAME)

@@ -28,19 +28,17 @@ class Lesson:
 
 def collate(sequences: Sequence[FeatureSequence]) -> Batch:
     """Pad sequences on the right and pair them. Padding carries no loss, and no real position sees it."""
-    longest = max(len(sequence.tokens) for sequence in sequences)
-    width = sequences[0].features.shape[1]
-    tokens = torch.zeros(len(sequences), longest, dtype=torch.int64)
-    learn = torch.zeros(len(sequences), longest, dtype=torch.bool)
-    features = sequences[0].features.new_zeros(len(sequences), longest, width)
-    for row, sequence in enumerate(sequences):
-        length = len(sequence.tokens)
-        tokens[row, :length], learn[row, :length], features[row, :length] = (
-            sequence.tokens,
-            sequence.learn,
-            sequence.features,
-        )
-    return pair(tokens, features, learn)
+    tokens, learn, features = (
+        pad_right([getattr(sequence, name) for sequence in sequences])
+        for name in ("tokens", "learn", "features")
+    )
+    taps = None if sequences[0].taps is None else pad_right([sequence.inputs for sequence in sequences])
+    return pair(tokens.long(), features, learn.bool(), taps)
+
+
+def pad_right(rows: Sequence[Tensor]) -> Tensor:
+    """Return rows [n, ...] of different lengths as one tensor [B, n, ...], with zeros behind them."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
 def batch_plan(
@@ -83,16 +81,19 @@ def features_std(sequences: Sequence[FeatureSequence]) -> float:
     return max(learned.std().item(), 1e-6)
 
 
-def input_sizes(sequences: Sequence[FeatureSequence], embedding: Tensor) -> Tensor:
-    """Return the root mean squares [2 d] of what `fc` reads: of token embeddings first, then of features.
+def input_sizes(sequences: Sequence[FeatureSequence], embedding: Tensor | None) -> Tensor:
+    """Return the root mean squares of what `fc` reads: of token embeddings first, then of features, [2 d].
 
-    A dimension that is hardly used gets a hundredth of its half's, so that no size is near zero.
+    Without an embedding: of the taps or features alone, as an EAGLE-3 head's `fc` reads them. A dimension
+    that is hardly used gets a hundredth of its part's, so that no size is near zero.
     """
-    tokens = torch.cat([sequence.tokens for sequence in sequences])
-    embeddings = embedding[tokens.to(embedding.device)].cpu()
-    features = torch.cat([sequence.features for sequence in sequences]).cpu()
-    halves = [root_mean_square(half) for half in (embeddings, features)]
-    return torch.cat([half.clamp_min(max(0.01 * root_mean_square(half).item(), 1e-6)) for half in halves])
+    inputs = torch.cat([sequence.inputs for sequence in sequences]).cpu()
+    parts = list(inputs.split(sequences[0].features.shape[1], dim=1))
+    if embedding is not None:
+        tokens = torch.cat([sequence.tokens for sequence in sequences])
+        parts.insert(0, embedding[tokens.to(embedding.device)].cpu())
+    sizes = [root_mean_square(part) for part in parts]
+    return torch.cat([size.clamp_min(max(0.01 * root_mean_square(size).item(), 1e-6)) for size in sizes])
 
 
 def split_held_out(total: int, count: int, seed: int, first_source: int) -> tuple[list[int], list[int]]:

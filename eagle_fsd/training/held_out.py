@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.training.data.shards import FeatureSequence
-from eagle_fsd.training.loss import learn_masks, unroll
+from eagle_fsd.training.loss import Head, embed, learn_masks, unroll
 from eagle_fsd.training.readout import Readout
 
-# The k most likely tokens [N, k], best first, for features [N, d].
+# The k most likely tokens [N, k], best first, for a head's predictions [N, d].
 Best = Callable[[Tensor, int], Tensor]
 
 
@@ -46,18 +45,20 @@ def hold_out(
     readout: Readout,
     depth: int = 5,
     device: torch.device | str = "cpu",
+    best: Best | None = None,
 ) -> HeldOut:
     """Prepare held-out sequences: compute the target's greedy tokens, once.
 
-    In float32, as the head is measured: rounded to bfloat16, the best two logits are often equal.
+    In float32, as the head is measured: rounded to bfloat16, the best two logits are often equal. best: how a
+    head's predictions are ranked; by default as the target's features are.
     """
-    best = partial(best_tokens, readout=readout.to(device, torch.float32))
+    greedy = partial(best_tokens, readout=readout.to(device, torch.float32))
     moved = [one.to(device) for one in sequences]
-    return HeldOut(moved, [best(one.features, 1).squeeze(1) for one in moved], best, depth)
+    return HeldOut(moved, [greedy(one.features, 1).squeeze(1) for one in moved], best or greedy, depth)
 
 
 @torch.no_grad()
-def evaluate(head: DraftHead, held_out: HeldOut, embedding: Tensor, k: int = 8) -> dict[str, Any]:
+def evaluate(head: Head, held_out: HeldOut, embedding: Tensor, k: int = 8) -> dict[str, Any]:
     """Measure the accuracy of drafting along the text, by depth 1..depth.
 
     A draft starts at a learned position and follows the text on its own features while the positions are
@@ -75,8 +76,8 @@ def evaluate(head: DraftHead, held_out: HeldOut, embedding: Tensor, k: int = 8) 
     for sequence, greedy in zip(held_out.sequences, held_out.greedy, strict=True):
         if len(sequence.tokens) < 3:
             continue
-        features = sequence.features[None, :-1].float()
-        predictions = unroll(head, features, F.embedding(sequence.tokens[None, 1:], embedding).float(), depth)
+        embeddings = embed(head, sequence.tokens[None, 1:], embedding)
+        predictions = unroll(head, sequence.inputs[None, :-1].float(), embeddings, depth)
         masks = learn_masks(sequence.learn[None, 1:], depth)
         goal = greedy[1:]  # at index j: the target's token after x_{j+1}
         alive = torch.ones(

@@ -2,13 +2,14 @@
 
 Pairing: index j takes (feature f_j, embedding of x_{j+1}) at position j and predicts f_{j+1}; the target's
 readout turns that into the distribution of x_{j+2}. Shapes: B sequences, n = tokens - 1 pairs, d features, N
-positions that carry loss, S tokens in the softmax. Pure functions, no files, no text.
+positions that carry loss, S tokens in the softmax. Pure functions, no files, no text. EAGLE-3 heads are
+unrolled here too; what they learn from is in eagle3.loss.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from eagle_fsd.core.checks import require_number
+from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.target.architecture import PLAIN
 from eagle_fsd.training.readout import Readout
@@ -26,8 +28,9 @@ from eagle_fsd.training.readout import Readout
 class Batch:
     """Padded sequences, paired.
 
-    features [B, n, d]; next_tokens [B, n]; goals [B, n, d], f_{j+1}; learn [B, n], of token j+1. `learn`
-    stays on the host, which must know how many positions are learned without waiting for a device.
+    features [B, n, D], what the head reads: f_j with D = d, or the taps of token j for EAGLE-3; next_tokens
+    [B, n]; goals [B, n, d], f_{j+1}; learn [B, n], of token j+1. `learn` stays on the host, which must know
+    how many positions are learned without waiting for a device.
     """
 
     features: Tensor
@@ -53,9 +56,13 @@ def moved_to(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def pair(tokens: Tensor, features: Tensor, learn: Tensor) -> Batch:
-    """Pair padded sequences: tokens [B, n + 1], features [B, n + 1, d], learn [B, n + 1] (no padding)."""
-    return Batch(features[:, :-1], tokens[:, 1:], features[:, 1:], learn[:, 1:])
+def pair(tokens: Tensor, features: Tensor, learn: Tensor, taps: Tensor | None = None) -> Batch:
+    """Pair padded sequences: tokens [B, n + 1], features [B, n + 1, d], learn [B, n + 1] (no padding).
+
+    taps: [B, n + 1, D], read in place of the features, which remain the goals.
+    """
+    inputs = features if taps is None else taps
+    return Batch(inputs[:, :-1], tokens[:, 1:], features[:, 1:], learn[:, 1:])
 
 
 SCORES = 2**26  # attention scores held at once: 256 MB in float32
@@ -127,23 +134,36 @@ def shift(x: Tensor, steps: int) -> Tensor:
     return F.pad(x, (0, 0, steps, 0))[..., : x.shape[-2], :] if steps else x
 
 
-def unroll(head: DraftHead, features: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
+Head = DraftHead | Eagle3Head
+
+
+def unroll(head: Head, features: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
     """Compute the head's predictions [B, n, d] at drafting steps 1..steps.
 
     Step 1 reads true features, and each later step reads what the step before it predicted.
     Entry k - 1 holds at index j the prediction of f_{j+1} by a draft that left the true features at position
-    j - k + 1.
+    j - k + 1. An EAGLE-3 head projects true features once, and its own states take their place.
     """
     positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
-    attend = UnrollAttention()
+    attend: Callable[..., Tensor] = UnrollAttention()
+    inputs = first = features
+    if isinstance(head, Eagle3Head):
+        inputs = first = head.project(features)
+        layers = [UnrollAttention() for _ in head.layers]
+        attend = lambda number, q, k, v: layers[number](q, k, v)  # noqa: E731
     predictions: list[Tensor] = []
-    inputs = features
     for _ in range(steps):
         predictions.append(head(inputs, embeddings, positions, attend))
         # The input of position j at the next step is what was just predicted for it, at index j - 1;
         # position 0 keeps its true feature.
-        inputs = torch.cat((features[:, :1].to(predictions[-1].dtype), predictions[-1][:, :-1]), dim=1)
+        inputs = torch.cat((first[:, :1].to(predictions[-1].dtype), predictions[-1][:, :-1]), dim=1)
     return predictions
+
+
+def embed(head: Head, tokens: Tensor, embedding: Tensor) -> Tensor:
+    """Return embeddings [..., d] float32 of tokens, constant: from the head's own table, if it has one."""
+    own = head.embed_tokens if isinstance(head, Eagle3Head) else None
+    return F.embedding(tokens, (embedding if own is None else own.weight).detach()).float()
 
 
 def learn_masks(learn: Tensor, steps: int) -> list[Tensor]:
@@ -163,41 +183,67 @@ class SoftCrossEntropy(torch.autograd.Function):
 
     t is the readout of the predicted feature g: W g + b, scaled and soft-capped as the target's is. The
     gradient ((softmax(t) - p) * dt/dz) W / N is computed in the same pass, where dt/dz is the transform's
-    slope. The readout is frozen. Cf. EAGLE (arXiv 2401.15077), section 4.2, L_cls.
+    slope. Cf. EAGLE (arXiv 2401.15077), section 4.2, L_cls. The readout is frozen, unless its weight is given
+    once more as `trained` [S, d], which then gets its gradient. kept: [N] float, 0 for the rows that do not
+    count; the mean is over the others.
     """
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, predicted: Tensor, p: Tensor, readout: Readout, rows: int
+        ctx: torch.autograd.function.FunctionCtx,
+        predicted: Tensor,
+        p: Tensor,
+        trained: Tensor | None,
+        kept: Tensor | None,
+        readout: Readout,
+        rows: int,
     ) -> Tensor:
         weight, transform = readout.weight, readout.transform
         total = torch.zeros((), dtype=torch.float32, device=predicted.device)
         gradient = torch.empty_like(predicted)
+        of_weight = None if trained is None else torch.zeros_like(trained)
         for start in range(0, len(predicted), rows):
             block = slice(start, start + rows)
             logits = readout.logits(predicted[block])
             log_q = logits.log_softmax(-1)
             goal = p[block].float()
+            if kept is not None:
+                goal = goal * kept[block, None]
             total -= torch.dot(goal.flatten(), log_q.flatten())
-            error = log_q.exp_().sub_(goal)
+            error = log_q.exp_() if kept is None else log_q.exp_().mul_(kept[block, None])
+            error = error.sub_(goal)
             if transform != PLAIN:
                 error *= transform.slope(logits)
-            gradient[block] = (error.to(weight.dtype) @ weight).to(predicted.dtype)
-        count = max(len(predicted), 1)
-        ctx.save_for_backward(gradient / count)
+            error = error.to(weight.dtype)
+            gradient[block] = (error @ weight).to(predicted.dtype)
+            if of_weight is not None:
+                of_weight += error.T @ predicted[block].to(weight.dtype)
+        count = max(len(predicted), 1) if kept is None else kept.sum().clamp_min(1.0)
+        ctx.save_for_backward(gradient / count, None if of_weight is None else of_weight / count)
         return total / count
 
     @staticmethod
     def backward(
         ctx: torch.autograd.function.FunctionCtx, upstream: Tensor
-    ) -> tuple[Tensor, None, None, None]:
-        (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return gradient * upstream.to(gradient.dtype), None, None, None
+    ) -> tuple[Tensor, None, Tensor | None, None, None, None]:
+        gradient, of_weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        scaled = None if of_weight is None else of_weight * upstream
+        return gradient * upstream.to(gradient.dtype), None, scaled, None, None, None
 
 
-def soft_cross_entropy(predicted: Tensor, p: Tensor, readout: Readout, rows: int = 256) -> Tensor:
-    """Return the mean cross-entropy, a scalar: predicted [N, d], p [N, S], readout of S tokens."""
-    return SoftCrossEntropy.apply(predicted, p, readout, rows)
+def soft_cross_entropy(
+    predicted: Tensor,
+    p: Tensor,
+    readout: Readout,
+    rows: int = 256,
+    trained: Tensor | None = None,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """Return the mean cross-entropy, a scalar: predicted [N, d], p [N, S], readout of S tokens.
+
+    trained, kept: see SoftCrossEntropy.
+    """
+    return SoftCrossEntropy.apply(predicted, p, trained, kept, readout, rows)
 
 
 @torch.no_grad()
@@ -248,7 +294,7 @@ def head_loss(
     """
     # In the head's own dtype; autocast lowers it where it is on.
     features = batch.features.detach().float()
-    embeddings = F.embedding(batch.next_tokens, embedding.detach()).float()
+    embeddings = embed(head, batch.next_tokens, embedding)
     goals = batch.goals.detach()
     predictions = unroll(head, features, embeddings, steps)
     goals = goals.flatten(0, 1)  # [B n, d]

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
-from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.drafting.eagle3.head import Eagle3Head
+from eagle_fsd.training.loss import Head
+from eagle_fsd.training.schedule import root_mean_square
 
 MOMENTUM = 0.95
+PACE = "pace"  # of a group of weights: its learning rate relative to the others'
 
 
 class HeadOptimizer:
@@ -20,13 +23,22 @@ class HeadOptimizer:
     at the same rate (Liu et al., arXiv 2502.16982). `fc` reads embeddings and features of very different
     sizes, and would learn slowest from the smallest. Therefore Muon works on a copy of `fc` that is scaled
     for inputs of unit size; the head itself stays unscaled. Only the matrices after `fc` have weight decay.
+
+    The lm_head of an EAGLE-3 head has a row for each token, most of which are rare. Muon would move them all
+    equally far, so it takes AdamW, at the rate times its root mean square at the start: Adam moves each
+    number by about the rate, and its numbers are far smaller than a norm's.
     """
 
-    def __init__(self, head: DraftHead, weight_decay: float, input_sizes: Tensor) -> None:
-        """Divide the head's weights among both. input_sizes [2 d]: root mean squares of what `fc` reads."""
+    def __init__(self, head: Head, weight_decay: float, input_sizes: Tensor) -> None:
+        """Divide the head's weights among both, except frozen ones.
+
+        input_sizes: root mean squares [D] of what `fc` reads.
+        """
         self.fc, self.sizes = head.fc.weight, input_sizes.to(head.fc.weight)
         self.unit = nn.Parameter(torch.empty_like(self.fc))  # fc, for inputs of unit size
-        rest = [parameter for parameter in head.parameters() if parameter is not self.fc]
+        rows = head.lm_head.weight if isinstance(head, Eagle3Head) else None
+        trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        rest = [parameter for parameter in trained if parameter is not self.fc and parameter is not rows]
         vectors = [parameter for parameter in rest if parameter.ndim != 2]
         behind = [parameter for parameter in rest if parameter.ndim == 2]
         groups = [
@@ -37,6 +49,9 @@ class HeadOptimizer:
             Muon(groups, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"),
             AdamW(vectors, betas=(0.9, 0.95), weight_decay=0.0),
         ]
+        if rows is not None:
+            pace = root_mean_square(rows.detach().flatten()).item()
+            self.parts[1].add_param_group({"params": [rows], PACE: max(pace, 1e-6)})
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
@@ -45,7 +60,7 @@ class HeadOptimizer:
         self.unit.grad = self.fc.grad / self.sizes
         for part in self.parts:
             for group in part.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group.get(PACE, 1.0)
             part.step()
         self.fc.copy_(self.unit / self.sizes)
 

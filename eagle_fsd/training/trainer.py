@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.files.fingerprints import differences, digest_tensors, sample_values
 from eagle_fsd.files.jsonl import append_row
 from eagle_fsd.training.batching import (
@@ -37,8 +37,9 @@ from eagle_fsd.training.batching import (
 )
 from eagle_fsd.training.data.prefetch import prefetch
 from eagle_fsd.training.data.shards import Features, FeatureSequence
+from eagle_fsd.training.eagle3.loss import best_drafted, eagle3_loss
 from eagle_fsd.training.held_out import evaluate, hold_out
-from eagle_fsd.training.loss import Batch, LossWeights, head_loss, moved_to
+from eagle_fsd.training.loss import Batch, Head, LossWeights, head_loss, moved_to
 from eagle_fsd.training.optimizer import HeadOptimizer
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.run.folder import (
@@ -67,11 +68,13 @@ SAMPLE = 64  # sequences that the sizes of features and embeddings are measured 
 class HeadLoss(nn.Module):
     """The head and its loss as one module: data-parallel wrappers need one forward per batch."""
 
-    def __init__(self, head: DraftHead, weights: LossWeights, feature_std: float) -> None:
+    def __init__(self, head: Head, weights: LossWeights, feature_std: float) -> None:
         super().__init__()
         self.head, self.weights, self.feature_std = head, weights, feature_std
 
     def forward(self, batch: Batch, embedding: Tensor, readout: Readout, steps: int) -> tuple[Tensor, Tensor]:
+        if isinstance(self.head, Eagle3Head):
+            return eagle3_loss(self.head, batch, embedding, readout, steps, self.weights)
         return head_loss(self.head, batch, embedding, readout, self.feature_std, steps, self.weights)
 
 
@@ -80,7 +83,7 @@ class Trainer:
 
     def __init__(
         self,
-        head: DraftHead,
+        head: Head,
         data: Features,
         numbers: Sequence[int],
         held_out: Sequence[FeatureSequence],
@@ -94,20 +97,24 @@ class Trainer:
         """Prepare a run.
 
         numbers: the examples of `data` to train on. held_out: others, to measure the head on. common: the
-        softmax's tokens (see softmax_tokens).
+        softmax's tokens (see softmax_tokens); for an EAGLE-3 head those that it drafts.
         """
         sample = data.read(numbers[:SAMPLE])
-        width = sample[0].features.shape[1]
-        if width != head.config.hidden_size or width != embedding.shape[1]:
+        self.eagle3 = isinstance(head, Eagle3Head)
+        width, wanted = sample[0].inputs.shape[1], head.config.hidden_size
+        if isinstance(head, Eagle3Head):
+            wanted = head.config.fc_inputs
+        if width != wanted or sample[0].features.shape[1] != embedding.shape[1]:
             raise ValueError(
-                f"features are {width} wide, head {head.config.hidden_size}, embedding {embedding.shape[1]}; "
+                f"features are {width} wide, head {wanted}, embedding {embedding.shape[1]}; "
                 "extract the features with the target that the head is made for"
             )
         self.accelerator = accelerator or Accelerator()
         self.device = self.accelerator.device
         self.data, self.numbers, self.config = data, list(numbers), config
         self.embedding, self.readout = embedding.to(self.device), readout.to(self.device)
-        self.held_out = hold_out(held_out, self.readout, device=self.device)
+        best = best_drafted(head) if isinstance(head, Eagle3Head) else None
+        self.held_out = hold_out(held_out, self.readout, device=self.device, best=best)
         self.common = common.cpu()  # where batches are made
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +124,8 @@ class Trainer:
         self.head = head.to(self.device)
         self.batches_per_step = config.accumulate * self.accelerator.num_processes
         self.identity = self.run_identity()
-        self.optimizer = HeadOptimizer(self.head, config.weight_decay, input_sizes(sample, embedding))
+        sizes = input_sizes(sample, None if self.eagle3 else embedding)
+        self.optimizer = HeadOptimizer(self.head, config.weight_decay, sizes)
         self.model = self.accelerator.prepare(HeadLoss(self.head, config.loss, self.feature_std))
         plan = batch_plan(self.lengths, config.batch_tokens, config.seed, 0)
         self.steps_per_epoch = len(plan) / self.batches_per_step
@@ -158,7 +166,7 @@ class Trainer:
         batch = collate(self.data.read(numbers))
         seed = self.config.seed * 1_000_003 + place
         batch = add_noise(batch, self.config.noise, self.feature_std, seed)
-        tokens = tokens_of_batch(self.common, batch)
+        tokens = self.common if self.eagle3 else tokens_of_batch(self.common, batch)
         lesson = Lesson(batch, tokens)
         return lesson.pinned() if self.device.type == "cuda" else lesson
 
@@ -210,7 +218,8 @@ class Trainer:
         """Compute the loss of one batch, and the cross-entropy [depth] of every drafting step."""
         batch, tokens = lesson.batch.to(self.device), moved_to(self.device, lesson.tokens)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.bfloat16):
-            readout = self.readout.restrict(tokens).to(self.dtype)
+            # Whether a token is the target's best is a question of all of them.
+            readout = (self.readout if self.eagle3 else self.readout.restrict(tokens)).to(self.dtype)
             return self.model(batch, self.embedding, readout, depth)
 
     def run(self) -> dict[str, Any]:

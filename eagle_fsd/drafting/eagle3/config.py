@@ -68,6 +68,7 @@ class Eagle3Config:
     norm_before_residual: the residual is the normed state. norm_before_fc: one norm over all taps. fc_norm: a
     norm for each tap. norm_output: the state that is carried on is the normed one ("EAGLE-3.1"). logit_scale:
     a factor of the draft's logits. lm_head, embeddings: whether it has its own; else the target's are used.
+    trained_positions: the longest text it was trained on; None if unknown.
     """
 
     hidden_size: int
@@ -96,12 +97,15 @@ class Eagle3Config:
     qk_norm: bool = False
     lm_head: bool = True
     embeddings: bool = False
+    trained_positions: int | None = None
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "target_size", "intermediate_size", "num_attention_heads")
         for name in (*sizes, "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size"):
             require_integer(name, getattr(self, name), 1, CHECK, LARGEST)
         require_integer("max_position_embeddings", self.max_position_embeddings, 1, CHECK, LARGEST)
+        if self.trained_positions is not None:
+            require_integer("trained_positions", self.trained_positions, 1, CHECK, LARGEST)
         require_number("rms_norm_eps", self.rms_norm_eps, LEAST, MOST, CHECK)
         require_number("logit_scale", self.logit_scale, LEAST, MOST, CHECK)
         require_choice("hidden_act", self.hidden_act, ("silu",))
@@ -183,6 +187,7 @@ class Eagle3Config:
             qk_norm=found.qk_norm,
             lm_head=found.draft_vocab_size is not None,
             embeddings=found.embeddings,
+            trained_positions=data.get("trained_positions"),
         )
 
 
@@ -282,12 +287,19 @@ def tap_readings(data: Mapping[str, Any], count: int, target_layers: int) -> lis
                 f"config.json names no taps and the head reads {count}: only {USUAL_TAPS} have usual places; "
                 f"{REMEDY}"
             )
-        return [(2, target_layers // 2, target_layers - 3)]
+        return [usual_taps(target_layers)]
     if not isinstance(named, list) or any(isinstance(tap, bool) or not isinstance(tap, int) for tap in named):
         raise ValueError(f"{IDS} is {format_value(named)}: it must be a list of integers; {CHECK}")
     as_taps, as_outputs = tuple(named), tuple(tap + 1 for tap in named)
+    if not top and data.get(IDS) == list(as_outputs):  # a file with both says which is which
+        return [as_outputs]
     likely_outputs = bool(named) and named[0] < (1 if top else 2)
     return [as_outputs, as_taps] if likely_outputs else [as_taps, as_outputs]
+
+
+def usual_taps(target_layers: int) -> tuple[int, ...]:
+    """Return the taps of a head whose files name none, low, middle and high, for this many layers."""
+    return (2, target_layers // 2, target_layers - 3)
 
 
 def norm_output_readings(data: Mapping[str, Any]) -> list[bool]:

@@ -95,7 +95,7 @@ class Eagle3Spec:
 
     @property
     def trained_positions(self) -> int:
-        return self.head.config.max_position_embeddings
+        return self.head.config.trained_positions or self.head.config.max_position_embeddings
 
     @property
     def identity(self) -> str:

@@ -4,7 +4,7 @@
     eagle-fsd train evaluate --base-model owner/target --ea-model owner/head --prompts held_out.jsonl \\
         --tree 60/6/10 --output runs/evaluation
 
-Works on any EAGLE-1/2 head. Writes report.json and calibration.png, and prints the report.
+Works on any EAGLE-1/2 and EAGLE-3 head. Writes report.json and calibration.png, and prints the report.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.drafting.eagle3.drafter import Eagle3Spec
+from eagle_fsd.drafting.eagle_drafter import EagleSpec
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, parser_of
 from eagle_fsd.evaluation.measure.head_quality import HeadReport, observe
@@ -49,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         require_matplotlib()
         made_by = provenance()  # now: the checkout may change while the prompts are answered
         engine = load_engine(arguments)
-        if engine.head is None:
+        if not isinstance(engine.drafter, EagleSpec | Eagle3Spec):
             raise ValueError(
-                f"ea_model is {engine.ea_model!r}: this command looks at an EAGLE-1/2 head's drafts; name one"
+                f"ea_model is {engine.ea_model!r}: this command looks at an EAGLE head's drafts; name one"
             )
         sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
         prompts = [ids for prompts in sets.values() for ids in prompts]
@@ -85,6 +87,8 @@ def along_text(
 
     Earlier drafts may have been right or wrong; `chain` is the same given that they were right.
     """
+    spec = engine.drafter
+    assert isinstance(spec, EagleSpec | Eagle3Spec)
     target, ends = engine.target, frozenset(engine.target.eos_token_ids)
     examples = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -92,17 +96,19 @@ def along_text(
         if answer:
             learn = [False] * (len(prompt) - 1) + [True] * (len(answer) + 1)
             examples.append(Example([*prompt, *answer], learn))
-    sequences = OnlineFeatures(target.decoder, examples).read(range(len(examples)))
+    taps = spec.head.config.taps if isinstance(spec, Eagle3Spec) else ()
+    sequences = OnlineFeatures(target.decoder, examples, taps=taps).read(range(len(examples)))
     on_device = [one.to(engine.device) for one in sequences]
 
     def best(features: Tensor, k: int) -> Tensor:
-        places = engine.drafter.vocabulary.logits(features.to(engine.dtype)).topk(k, dim=-1).indices
-        return places if engine.head.draft_tokens is None else engine.head.draft_tokens[places]
+        dtype = spec.head.dtype if isinstance(spec, Eagle3Spec) else engine.dtype
+        places = spec.vocabulary.logits(features.to(dtype)).topk(k, dim=-1).indices
+        return places if spec.head.draft_tokens is None else spec.head.draft_tokens[places]
 
     with torch.inference_mode():
         greedy = [target.logits(one.features.to(engine.dtype)).argmax(-1) for one in on_device]
         embedding = target.model.get_input_embeddings().weight.to(engine.device)
-        head = copy.deepcopy(engine.head).float()
+        head = copy.deepcopy(spec.head).float()
         return evaluate(head, HeldOut(on_device, greedy, best), embedding, k=3)
 
 

@@ -4,7 +4,9 @@
     eagle-fsd train head --shards runs/features/answers --output runs/head
 
 Says how much disk and time it needs before it starts. Every file gets a folder of its own under --output. A
-run that was stopped continues at the first missing shard. Several processes divide the shards:
+run that was stopped continues at the first missing shard. --eagle3 stores the target's taps too: with three
+of them the shards are four times as large. They serve EAGLE-1/2 heads as well. Several processes divide the
+shards:
 
     accelerate launch -m eagle_fsd.training.commands.features --data runs/answers.jsonl --output runs/features
 """
@@ -24,6 +26,8 @@ from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.training.cli import add_compute_arguments, add_text_arguments, read_examples, run_command
 from eagle_fsd.training.data.features import estimate, extract_all
+from eagle_fsd.training.eagle3.new_head import choose_taps
+from eagle_fsd.training.eagle3.options import add_eagle3, taps_need_eagle3
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_text_arguments(parser)
     add_compute_arguments(parser)
+    add_eagle3(parser, "store what EAGLE-3 heads read too, the taps")
     parser.add_argument("--output", type=Path, required=True, help="folder that gets a folder for every file")
     parser.add_argument(
         "--batch-tokens",
@@ -52,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(args: argparse.Namespace) -> None:
     if not (args.data or args.text):
         raise ValueError("no data: give --data or --text")
+    taps_need_eagle3(args)
     state = PartialState(cpu=args.cpu)
     source = hub.resolve_target(args.base_model)
     model, tokenizer = hub.load_target(source, args.extract_dtype, state.device)
@@ -59,7 +65,8 @@ def run(args: argparse.Namespace) -> None:
     target, identity = TargetModel(model), target_identity(source.name, model)
     read = read_examples(args, tokenizer, source.name, target.max_positions)
     files = {args.output / name: examples for name, examples in read.items()}
-    settings = {"dtype": target.dtype, "batch_tokens": args.batch_tokens}
+    taps = choose_taps(target, args.taps) if args.eagle3 else ()
+    settings = {"dtype": target.dtype, "batch_tokens": args.batch_tokens, "taps": taps}
     if state.is_main_process:
         logger.info("features: %s", estimate(target.decoder, files, **settings))
     if not args.dry_run:

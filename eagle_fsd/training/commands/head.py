@@ -1,6 +1,7 @@
-"""Train an EAGLE-1/2 draft head for a target on text, and export it in EAGLE's layout.
+"""Train an EAGLE-1/2 or EAGLE-3 draft head for a target on text, and export it for other engines.
 
     eagle-fsd train head --data runs/answers.jsonl --output runs/head --export runs/head/export
+    eagle-fsd train head --eagle3 --data runs/answers.jsonl --output runs/head3 --export runs/head3/export
     accelerate launch -m eagle_fsd.training.commands.head --shards runs/features/answers --output runs/head
 
 Rows: {"conversations": [{"role", "content"}, ...]}, the same as "messages" or in ShareGPT's {"from",
@@ -29,7 +30,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
+from eagle_fsd.autotune.head_reading import settle_head
 from eagle_fsd.core.checks import require_integer
+from eagle_fsd.drafting.eagle3.export import LAYOUTS
+from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.atomic import write_atomically
@@ -51,10 +55,13 @@ from eagle_fsd.training.cli import (
 from eagle_fsd.training.data.features import OnlineFeatures, estimate, extract_all
 from eagle_fsd.training.data.shards import Features, StoredFeatures
 from eagle_fsd.training.data.token_counts import learned_tokens
-from eagle_fsd.training.loss import LossWeights
+from eagle_fsd.training.eagle3.new_head import LARGEST_VOCABULARY, choose_taps, make_trainable, new_head
+from eagle_fsd.training.eagle3.options import add_eagle3, check_training
+from eagle_fsd.training.loss import Head, LossWeights
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.run.curves import plot_curves
 from eagle_fsd.training.run.folder import BEST, CHECKPOINT, flatten, read_checkpoint, sole_run
+from eagle_fsd.training.run.settings import add_settings, settle_defaults
 from eagle_fsd.training.schedule import TrainConfig, initialise
 from eagle_fsd.training.trainer import Trainer
 
@@ -71,62 +78,39 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add_compute_arguments(parser)
     add_shards(parser)
+    add_eagle3(parser, "train an EAGLE-3 head, which reads the target's taps and has its own lm_head")
     add("--online", action="store_true", help="compute features batch by batch and store none")
     add("--features", type=Path, help="folder of stored features (default: OUTPUT/features)")
     add("--output", type=Path, required=True, help="the run's folder: checkpoint, best head, log, curves")
     add("--export", type=Path, help="write the best head there in EAGLE's layout at the end")
+    add(
+        "--layout",
+        default=LAYOUTS[0],
+        choices=LAYOUTS,
+        help="names in an exported EAGLE-3 head: those of EAGLE, which vLLM and SGLang read, or those of "
+        "the speculators library, which vLLM reads too; default: %(default)s",
+    )
     add("--init-head", help="a head to start from, a folder or a Hub id (default: a new one for the target)")
     add("--held-out", type=int, default=48, help="sequences kept for evaluation, drawn from the first source")
     add(
         "--softmax-tokens",
         type=int,
         default=8192,
-        help="frequent tokens in the loss's softmax, beside the batch's own; default: %(default)s",
+        help="frequent tokens in the loss's softmax, beside the batch's own; with --eagle3 it runs over the "
+        "drafted tokens; default: %(default)s",
     )
     add(
         "--draft-vocab-size",
         type=int,
         help="tokens that the exported head drafts, those learned most often (FR-Spec); a finished run "
-        "exports again without training (default: all tokens)",
+        "exports again without training (default: all tokens). With --eagle3: the tokens that the head knows "
+        f"at all (default: {LARGEST_VOCABULARY}, or all if there are fewer)",
     )
     add("--threads", type=int, default=0, help="torch's threads; 0: torch's own number")
     add("--report-to", default="none", choices=("none", *TRACKERS), help="a tracker; default: %(default)s")
-    defaults = TrainConfig()
-    for name, text in SETTINGS.items():
-        value = getattr(defaults, name)
-        add(
-            f"--{name.replace('_', '-')}",
-            type=type(value),
-            default=value,
-            help=f"{text}; default: %(default)s",
-        )
-    for name, text in LOSS_SETTINGS.items():
-        add(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults.loss, name), help=text)
+    add_settings(parser)
     add("--float32", action="store_true", help="train without bfloat16 autocast")
     return parser
-
-
-SETTINGS = {
-    "epochs": "how often the data is seen",
-    "minutes": "end the schedule after MINUTES, if the epochs take longer; 0: off",
-    "batch_tokens": "tokens of a padded batch",
-    "accumulate": "batches that each process adds up for one update",
-    "learning_rate": "the highest learning rate",
-    "warmup": "share of the run in which the rate grows",
-    "weight_decay": "weight decay of the matrices after fc",
-    "clip": "largest norm of the gradient",
-    "noise": "width of the uniform noise on features, in stds; EAGLE-1 takes 0.2",
-    "unroll": "drafting steps per batch",
-    "unroll_after": "share of the run with one drafting step, which is more than twice as fast",
-    "eval_every": "steps between held-out evaluations",
-    "checkpoint_every": "steps between checkpoints",
-    "seed": "seed of the order, the noise and a new head",
-}
-LOSS_SETTINGS = {
-    "regression": "weight of SmoothL1 on features, as in EAGLE-1; default: %(default)s",
-    "cross_entropy": "weight of the soft cross-entropy; default: %(default)s",
-    "decay": "weight of a drafting step relative to the one before; default: %(default)s",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -134,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    settle_defaults(args)
     config = TrainConfig(
         **{field.name: getattr(args, field.name) for field in fields(TrainConfig) if field.name in args},
         loss=LossWeights(args.regression, args.cross_entropy, args.decay),
@@ -163,30 +148,37 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     model, tokenizer = hub.load_target(source, args.extract_dtype, accelerator.device)
     pack_linears(model)
     target = TargetModel(model)
-    head = starting_head(args, target, source.name)
-    data, first_source = prepare_features(args, target, tokenizer, source.name, accelerator)
+    head = starting_head(args, target, tokenizer, source.name)
+    taps = head.config.taps if isinstance(head, Eagle3Head) else ()
+    if head is None:
+        taps = choose_taps(target, args.taps)
+    data, first_source = prepare_features(args, target, tokenizer, source.name, accelerator, taps)
     longest = max(len(tokens) for tokens in data.tokens)
-    head.config = replace(head.config, trained_positions=max(head.config.trained_positions or 0, longest))
     train, held = split_held_out(len(data.tokens), args.held_out, config.seed, first_source)
     embedding = model.get_input_embeddings().weight.detach().clone()
     readout = Readout.from_target(target)
-    keep = softmax_tokens(
-        [data.tokens[number] for number in train],
-        target.vocab_size,
-        args.softmax_tokens,
-        target.eos_token_ids,
-    )
+    size, drafted = args.draft_vocab_size, None
+    if head is None and size is None:
+        size = min(LARGEST_VOCABULARY, target.vocab_size)
+    if size is not None:
+        often = learned_tokens(((data.tokens[one], data.learn[one]) for one in train), target, tokenizer)
+        drafted = often.best(size)
+        share = 100 * often.coverage(drafted)
+        logger.info("%d tokens to draft, %.2f %% of what is learned", len(drafted), share)
+    if head is None:
+        head = new_head(target, taps, drafted, args.seed)
+    if isinstance(head, Eagle3Head):
+        make_trainable(head, longest)
+        keep = torch.arange(target.vocab_size) if head.draft_tokens is None else head.draft_tokens
+    else:
+        texts = [data.tokens[number] for number in train]
+        keep = softmax_tokens(texts, target.vocab_size, args.softmax_tokens, target.eos_token_ids)
+    head.config = replace(head.config, trained_positions=max(head.config.trained_positions or 0, longest))
     tokens, learned = counts(data, train)
     logger.info(
         "%d sequences, %d tokens, %d learned; softmax over %d", len(train), tokens, learned, len(keep)
     )
-    drafted = None
-    if args.draft_vocab_size is not None:
-        often = learned_tokens(((data.tokens[one], data.learn[one]) for one in train), target, tokenizer)
-        drafted = often.best(args.draft_vocab_size)
-        share = 100 * often.coverage(drafted)
-        logger.info("%d tokens to draft, %.2f %% of what is learned", len(drafted), share)
-    held_out = data.read(held)
+    held_out, layers = data.read(held), target.config.num_hidden_layers
     del model, target
     trainer = Trainer(head, data, train, held_out, embedding, readout, keep, config, args.output, accelerator)
     accelerator.init_trackers("eagle_fsd", flatten(trainer.identity["config"]))
@@ -207,7 +199,7 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
             "softmax_tokens": len(keep),
             "processes": accelerator.num_processes,
         }
-        finish(args, trainer, drafted, record)
+        finish(args, trainer, drafted, record, layers)
     return trainer.stop
 
 
@@ -217,7 +209,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("no data: give --data, --text or --shards")
     if args.online and args.shards:
         raise ValueError("--online with --shards: stored features need no target in the loop; drop one")
-    if args.draft_vocab_size is not None and args.export is None:
+    check_training(args)
+    if args.draft_vocab_size is not None and args.export is None and not args.eagle3:
         raise ValueError(
             "--draft-vocab-size without --export: it says what an exported head drafts; add --export"
         )
@@ -227,9 +220,9 @@ def check(args: argparse.Namespace) -> None:
 
 
 def finish(
-    args: argparse.Namespace, trainer: Trainer, drafted: Tensor | None, record: dict[str, Any]
+    args: argparse.Namespace, trainer: Trainer, drafted: Tensor | None, record: dict[str, Any], layers: int
 ) -> None:
-    """Write the run's record and, if the run has ended, export the best head."""
+    """Write the run's record and, if the run has ended, export the best head. layers: of the target."""
     record |= {**provenance(), "steps": trainer.step, "training_seconds": round(trainer.seconds)}
     if trainer.stop:
         record["stopped"] = True
@@ -241,7 +234,11 @@ def finish(
     write_atomically(args.output / "provenance.json", json.dumps(record, indent=1) + "\n")
     if args.export and not trainer.stop:
         trainer.head.load_state_dict(best["head"])
-        hub.save_head(trainer.head.restrict(drafted), args.export, dtype=torch.float16)
+        if isinstance(trainer.head, Eagle3Head):
+            half = torch.float16
+            hub.save_eagle3_head(trainer.head, args.export, layers, args.layout, half, args.base_model)
+        else:
+            hub.save_head(trainer.head.restrict(drafted), args.export, dtype=torch.float16)
         logger.info("exported step %d to %s", best["step"], args.export)
 
 
@@ -251,33 +248,51 @@ def prepare_features(
     tokenizer: PreTrainedTokenizerBase | None,
     target_name: str,
     accelerator: Accelerator,
+    taps: Sequence[int],
 ) -> tuple[Features, int]:
     """Return the features of all sources, after computing missing ones, and the first source's examples."""
     files = read_examples(args, tokenizer, target_name, target.max_positions)
     if args.online:
         sources = list(files.values())
-        return OnlineFeatures(target.decoder, [one for source in sources for one in source]), len(sources[0])
+        examples = [one for source in sources for one in source]
+        return OnlineFeatures(target.decoder, examples, taps=taps), len(sources[0])
     identity = target_identity(target_name, target.model)
     root = args.features or args.output / "features"
     folders = {root / name: examples for name, examples in files.items()}
-    main = accelerator.is_main_process
-    if main and (cost := estimate(target.decoder, folders, dtype=target.dtype)).tokens:
+    main, settings = accelerator.is_main_process, {"dtype": target.dtype, "taps": taps}
+    if main and (cost := estimate(target.decoder, folders, **settings)).tokens:
         logger.info("features: %s", cost)
     share = (accelerator.process_index, accelerator.num_processes)
-    made = extract_all(target.decoder, folders, identity, share=share, dtype=target.dtype)
+    made = extract_all(target.decoder, folders, identity, share=share, **settings)
     accelerator.wait_for_everyone()
-    stored = StoredFeatures([*made, *args.shards], identity)
+    stored = StoredFeatures([*made, *args.shards], identity, taps)
     return stored, stored.counts[0]
 
 
-def starting_head(args: argparse.Namespace, target: TargetModel, target_name: str) -> DraftHead:
-    """Make a new head for the target, or load --init-head."""
+def starting_head(
+    args: argparse.Namespace,
+    target: TargetModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    target_name: str,
+) -> Head | None:
+    """Make a new head for the target, or load --init-head. None: a new EAGLE-3 head, made after counting."""
+    if args.init_head is None and args.eagle3:
+        return None
     if args.init_head is None:
         head = DraftHead(replace(head_config(target), fc_bias=begun_with_bias(args.output)))
         initialise(head, args.seed, target.model.get_input_embeddings().weight)
         return head
     found = hub.resolve_head(args.init_head, target_name)
     logger.info("starting from head %s", found.name)
+    if args.eagle3:
+        layers = target.config.num_hidden_layers
+        head = hub.load_any_head(found, target.hidden_size, target.vocab_size, layers, device=target.device)
+        if not isinstance(head, Eagle3Head):
+            raise ValueError(
+                f"--init-head {found.name} with --eagle3: it is an EAGLE-1/2 head; leave one out"
+            )
+        settle_head(head, target, tokenizer)
+        return head
     return hub.load_head(found, target.hidden_size, target.vocab_size).train().restrict(None)
 
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.fingerprints import differences, digest_json
+from eagle_fsd.target.taps import TappedDecoder
 from eagle_fsd.training.data.examples import Example, batches_by_length
 from eagle_fsd.training.data.shards import MANIFEST, FeatureSequence, read_manifest, shard_path, write_shard
 
@@ -24,9 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
-def compute_features(base_model: nn.Module, examples: Sequence[Example], batch_tokens: int) -> list[Tensor]:
+def compute_features(
+    base_model: nn.Module, examples: Sequence[Example], batch_tokens: int, tapped: TappedDecoder | None = None
+) -> list[Tensor]:
     """Compute the final-norm features [n, d] of every example, in order.
 
+    tapped: a decoder of the same weights whose taps follow the features side by side, [n, (1 + taps) * d].
     Rows are padded on the right and attention is causal: no real token sees padding, so it needs no mask.
     """
     device = next(base_model.parameters()).device
@@ -36,29 +40,51 @@ def compute_features(base_model: nn.Module, examples: Sequence[Example], batch_t
         ids = torch.zeros(len(group), longest, dtype=torch.int64)  # [B, L]
         for row, index in enumerate(group):
             ids[row, : len(examples[index].tokens)] = torch.tensor(examples[index].tokens)
-        hidden = base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state.cpu()  # [B, L, d]
+        inputs = {"input_ids": ids.to(device), "use_cache": False}
+        output, taps = (base_model(**inputs), []) if tapped is None else tapped(**inputs)
+        hidden = torch.cat([state.cpu() for state in (output.last_hidden_state, *taps)], dim=-1)  # [B, L, D]
         for row, index in enumerate(group):
             result[index] = hidden[row, : len(examples[index].tokens)].clone()
     return [features for features in result if features is not None]
 
 
-class OnlineFeatures:
-    """Examples whose features the target computes each time they are read. Nothing is stored."""
+def tapped_decoder(base_model: nn.Module, taps: Sequence[int]) -> TappedDecoder | None:
+    """Return a decoder that shows these taps; None if there are none. See target.taps."""
+    return TappedDecoder(base_model, base_model.config.num_hidden_layers, taps, plain=True) if taps else None
 
-    def __init__(self, base_model: nn.Module, examples: Sequence[Example], batch_tokens: int = 2048) -> None:
+
+class OnlineFeatures:
+    """Examples whose features the target computes each time they are read. Nothing is stored.
+
+    taps: those to compute beside the features.
+    """
+
+    def __init__(
+        self,
+        base_model: nn.Module,
+        examples: Sequence[Example],
+        batch_tokens: int = 2048,
+        taps: Sequence[int] = (),
+    ) -> None:
         self.base_model, self.examples, self.batch_tokens = base_model, examples, batch_tokens
+        self.tapped, self.parts = tapped_decoder(base_model, taps), 1 + len(taps)
         self.tokens = [torch.tensor(example.tokens) for example in examples]
         self.learn = [torch.tensor(example.learn) for example in examples]
 
     def read(self, numbers: Sequence[int]) -> list[FeatureSequence]:
         """Return the examples of these numbers with their features, in that order."""
         examples = [self.examples[number] for number in numbers]
-        made = compute_features(self.base_model, examples, self.batch_tokens)
+        made = compute_features(self.base_model, examples, self.batch_tokens, self.tapped)
         return [
-            # A tensor made in inference mode cannot take part in training; a copy can.
-            FeatureSequence(self.tokens[number], self.learn[number], rows.clone())
+            FeatureSequence(self.tokens[number], self.learn[number], *self._split(rows))
             for number, rows in zip(numbers, made, strict=True)
         ]
+
+    def _split(self, rows: Tensor) -> list[Tensor]:
+        """Return the features [n, d] of rows [n, (1 + taps) * d], and the taps if there are any."""
+        width = rows.shape[1] // self.parts
+        # A tensor made in inference mode cannot take part in training; a copy can.
+        return [part.clone() for part in (rows[:, :width], rows[:, width:]) if part.shape[1]]
 
 
 @dataclass(frozen=True)
@@ -81,10 +107,12 @@ def estimate(
     dtype: torch.dtype = torch.bfloat16,
     shard_examples: int = 128,
     batch_tokens: int = 2048,
+    taps: Sequence[int] = (),
 ) -> Cost:
     """Estimate what `extract` into these folders still costs, by timing the target on one batch.
 
-    Raises OSError if a folder's disk is too small for all of it.
+    taps: those that are stored too; each takes as much disk as the features. Raises OSError if a folder's
+    disk is too small for all of it.
     """
     left: list[Example] = []
     for folder, examples in files.items():
@@ -96,11 +124,12 @@ def estimate(
         return Cost(0, 0, 0.0)
     last = left[-64:]
     sample = [last[i] for i in next(batches_by_length([len(one.tokens) for one in last], batch_tokens))]
-    width = compute_features(base_model, sample, batch_tokens)[0].shape[1]  # the first call warms up
+    tapped = tapped_decoder(base_model, taps)
+    width = compute_features(base_model, sample, batch_tokens, tapped)[0].shape[1]  # the first call warms up
     started = time.perf_counter()
-    compute_features(base_model, sample, batch_tokens)
+    compute_features(base_model, sample, batch_tokens, tapped)
     per_token = (time.perf_counter() - started) / sum(len(example.tokens) for example in sample)
-    size = tokens * (width * dtype.itemsize + 4 + 1)  # a feature, a token, a flag
+    size = tokens * (width * dtype.itemsize + 4 + 1)  # a feature with its taps, a token, a flag
     cost = Cost(tokens, size, tokens * per_token)
     for folder in files:
         place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -122,12 +151,13 @@ def extract(
     shard_examples: int = 128,
     batch_tokens: int = 2048,
     share: tuple[int, int] = (0, 1),
+    taps: Sequence[int] = (),
 ) -> Path:
     """Write the features of `examples` into `folder`, continue an earlier run there, and return the folder.
 
-    target: who computes them (see target_identity). Features of another target or of other examples are
-    refused. dtype: how they are stored. share: this process's number, and the number of processes; they take
-    the shards in turn.
+    target: who computes them (see target_identity). Features of another target, of other examples or with
+    other taps are refused. dtype: how they are stored. share: this process's number, and the number of
+    processes; they take the shards in turn. taps: those to store beside the features.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,6 +167,7 @@ def extract(
         "count": len(examples),
         "shard_examples": shard_examples,
         "stored": str(dtype).removeprefix("torch."),
+        **({"taps": list(taps)} if taps else {}),
     }
     orphans = any(folder.glob("shard_*"))  # checked first: a manifest is written before its shards
     if (folder / MANIFEST).is_file():
@@ -157,7 +188,7 @@ def extract(
         path = shard_path(folder, number)
         if path.is_file():
             continue
-        part = OnlineFeatures(base_model, examples[start : start + shard_examples], batch_tokens)
+        part = OnlineFeatures(base_model, examples[start : start + shard_examples], batch_tokens, taps)
         write_shard(path, part.read(range(len(part.tokens))), dtype)
     return folder
 

@@ -1,8 +1,9 @@
 """Store sequences with the target's features in shards on disk. It knows no model and no loss.
 
 A shard holds whole examples back to back: `tokens` int32 [T], `learn` bool [T], `features` [T, d] (after the
-target's final norm) and `offsets` int64 [examples + 1]. Shards are written by rename, so a run that was
-stopped continues at the first missing one. A manifest beside them names the target and the data.
+target's final norm) and `offsets` int64 [examples + 1]. For EAGLE-3 heads it also has `taps` [T, taps * d],
+the states between layers side by side. Shards are written by rename, so a run that was stopped continues at
+the first missing one. A manifest beside them names the target, the data and the taps.
 """
 
 from __future__ import annotations
@@ -28,15 +29,25 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class FeatureSequence:
-    """One example with the target's features: tokens [n] int64, learn [n] bool, features [n, d]."""
+    """One example with the target's features: tokens [n] int64, learn [n] bool, features [n, d].
+
+    taps: [n, taps * d], what an EAGLE-3 head reads in place of the features; None for other heads.
+    """
 
     tokens: Tensor
     learn: Tensor
     features: Tensor
+    taps: Tensor | None = None
+
+    @property
+    def inputs(self) -> Tensor:
+        """What a head reads at every token: the taps if there are any, else the features."""
+        return self.features if self.taps is None else self.taps
 
     def to(self, device: torch.device | str) -> FeatureSequence:
         """Return the same sequence on a device."""
-        return FeatureSequence(*(part.to(device) for part in (self.tokens, self.learn, self.features)))
+        parts = (self.tokens, self.learn, self.features, self.taps)
+        return FeatureSequence(*(None if part is None else part.to(device) for part in parts))
 
 
 class Features(Protocol):
@@ -59,23 +70,28 @@ class StoredFeatures:
     memory does not grow with the data.
     """
 
-    def __init__(self, folders: Sequence[str | Path], target: Mapping[str, str]) -> None:
-        """Index the shards. Raises ValueError for a folder without shards, of another target, or damaged.
+    def __init__(
+        self, folders: Sequence[str | Path], target: Mapping[str, str], taps: Sequence[int] = ()
+    ) -> None:
+        """Index the shards.
 
-        target: see target_identity. A field that it lacks is not compared.
+        target: see target_identity. A field that it lacks is not compared. taps: those to read beside the
+        features. Shards may hold taps that are not asked for. Raises ValueError for a folder without shards,
+        of another target, with other taps, or damaged.
         """
+        self.names = ("features", "taps") if taps else ("features",)
         self.tokens: list[Tensor] = []
         self.learn: list[Tensor] = []
         self.places: list[tuple[Path, int, int]] = []  # shard, first token, token after the last
         self.counts: list[int] = []  # sequences of each folder
         for folder in folders:
             before = len(self.places)
-            for path in finished_shards(Path(folder), target):
+            for path in finished_shards(Path(folder), target, taps):
                 self._index(path)
             self.counts.append(len(self.places) - before)
 
     def _index(self, path: Path) -> None:
-        tokens, learn, bounds = read_tensors(path, "tokens", "learn", "offsets")
+        tokens, learn, bounds = read_tensors(path, "tokens", "learn", "offsets", present=self.names)
         for start, end in pairwise(bounds.tolist()):
             self.tokens.append(tokens[start:end].long())
             self.learn.append(learn[start:end])
@@ -84,13 +100,15 @@ class StoredFeatures:
     def read(self, numbers: Sequence[int]) -> list[FeatureSequence]:
         """Return the examples of these numbers with their features, in that order."""
         return [
-            FeatureSequence(self.tokens[number], self.learn[number], read_rows(*self.places[number]))
+            FeatureSequence(
+                self.tokens[number], self.learn[number], *read_rows(*self.places[number], self.names)
+            )
             for number in numbers
         ]
 
 
-def finished_shards(folder: Path, target: Mapping[str, str]) -> list[Path]:
-    """Return a folder's shards. Raises ValueError if shards are missing, or of another target."""
+def finished_shards(folder: Path, target: Mapping[str, str], taps: Sequence[int] = ()) -> list[Path]:
+    """Return a folder's shards. Raises ValueError if some are missing, of another target or other taps."""
     paths = sorted(folder.glob("shard_*.safetensors"))
     if not paths:
         raise ValueError(f"no feature shards in {str(folder)!r}; run the extraction first")
@@ -102,6 +120,12 @@ def finished_shards(folder: Path, target: Mapping[str, str]) -> list[Path]:
     if changed := differences({"target": known}, {"target": target}):
         raise ValueError(
             f"features in {folder} belong to another target ({changed}); extract them with this one"
+        )
+    if taps and (held := manifest.get("taps")) != list(taps):
+        raise ValueError(
+            f"features in {folder} have {f'the taps {held}' if held else 'no taps'}: an EAGLE-3 head that "
+            f"reads the taps {list(taps)} needs these; extract them with --eagle3 and --taps "
+            f"{','.join(map(str, taps))}"
         )
     wanted = -(-manifest.get("count", 0) // manifest.get("shard_examples", 1))
     if len(paths) != wanted or paths != [shard_path(folder, number) for number in range(wanted)]:
@@ -121,22 +145,24 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def read_tensors(path: Path, *names: str) -> list[Tensor]:
-    """Read whole tensors of a shard."""
+def read_tensors(path: Path, *names: str, present: Sequence[str] = ("features",)) -> list[Tensor]:
+    """Read whole tensors of a shard, and make sure that those named in `present` are in it."""
     try:
         with safe_open(path, "pt") as shard:
             found = [shard.get_tensor(name).clone() for name in names]
-            shard.get_slice("features")
+            for name in present:
+                shard.get_slice(name)
             return found
     except (SafetensorError, OSError) as error:
         raise damaged(path, error) from error
 
 
-def read_rows(path: Path, start: int, end: int) -> Tensor:
-    """Read features [end - start, d] of a shard."""
+def read_rows(path: Path, start: int, end: int, names: Sequence[str] = ("features",)) -> list[Tensor]:
+    """Read rows [end - start, ...] of tensors of a shard."""
     try:
         with safe_open(path, "pt") as shard:
-            return shard.get_slice("features")[start:end].clone()  # a view would keep the file mapped
+            # A view would keep the file mapped.
+            return [shard.get_slice(name)[start:end].clone() for name in names]
     except (SafetensorError, OSError) as error:
         raise damaged(path, error) from error
 
@@ -156,6 +182,8 @@ def write_shard(path: Path, sequences: Sequence[FeatureSequence], dtype: torch.d
         "features": torch.cat([sequence.features for sequence in sequences]).to(dtype),
         "offsets": lengths.cumsum(0),
     }
+    if taps := [sequence.taps for sequence in sequences if sequence.taps is not None]:
+        shard["taps"] = torch.cat(taps).to(dtype)
     with atomic_path(path) as partial:
         save_file(shard, partial)
 

@@ -23,15 +23,18 @@ from eagle_fsd.files.tensor_files import read_tensors
 from eagle_fsd.hub.head_checkpoint import (
     BIN_NAME,
     CONFIG_NAME,
+    EAGLE3,
     FC_BIAS_KEY,
     QKV_BIAS_KEY,
     SAFETENSORS_NAME,
     VOCABULARY_NAME,
     find_head_file,
+    kind_by_config,
     read_config,
 )
 
 CARD = "README.md"
+SPECULATORS_FIELD = "speculators_model_type"
 LIBRARY = "eagle-fsd"
 KINDS = {CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, VOCABULARY_NAME, CARD}  # all that a repository has
 SAME = ("base_model", "ea_model", "draft_vocab_size", "dtype", "max_new_tokens")  # equal in a card's rows
@@ -60,17 +63,13 @@ class Card:
             base_model=self.base_model,
             base_model_relation="adapter",
             library_name=LIBRARY,
-            tags=["eagle", "speculative-decoding", "draft-head"],
+            tags=["eagle", *(["eagle3"] if self._eagle3 else []), "speculative-decoding", "draft-head"],
         )
         name = self.base_model.rsplit("/", 1)[-1]
-        dtype = self.config.get("torch_dtype", "float32")
         parts = [
             f"---\n{header.to_yaml()}\n---",
             f"# EAGLE draft head for {name}",
-            f"An EAGLE-1/2 draft head (one decoder layer behind `fc`, {dtype}, EAGLE's "
-            f"own layout) for [{self.base_model}](https://huggingface.co/{self.base_model}). It drafts "
-            "tokens that the target verifies; embedding and lm_head are the target's. Other targets need "
-            "other heads.",
+            self._described(),
             "## Use",
             f"```bash\npip install eagle-fsd\npython -m eagle_fsd.generate --base-model {self.base_model} "
             f'--ea-model {repo_id} "Why is the sky blue?"\n```',
@@ -80,6 +79,26 @@ class Card:
             self._trained(),
         ]
         return "\n\n".join(parts) + "\n"
+
+    @property
+    def _eagle3(self) -> bool:
+        return kind_by_config(self.config) == EAGLE3
+
+    def _described(self) -> str:
+        """Say what kind of head it is and what it needs of the target."""
+        kind, own = "EAGLE-1/2", "embedding and lm_head are the target's"
+        layout, engines = "EAGLE's own layout", ""
+        if self._eagle3:
+            kind, own = "EAGLE-3", "it reads states between the target's layers, and has its own lm_head"
+            engines = " vLLM and SGLang read this layout."
+            if SPECULATORS_FIELD in self.config:
+                layout, engines = "the layout of the speculators library", " vLLM reads this layout."
+        dtype = self.config.get("torch_dtype", "float32")
+        return (
+            f"An {kind} draft head (one decoder layer behind `fc`, {dtype}, {layout}) for "
+            f"[{self.base_model}](https://huggingface.co/{self.base_model}). It drafts tokens that the "
+            f"target verifies; {own}. Other targets need other heads.{engines}"
+        )
 
     def commands(self) -> list[str]:
         """Return the command lines that the card shows: of the measurements, then of the training."""
@@ -170,7 +189,9 @@ def write_repository(head: Path, card: Card, repo_id: str, folder: Path) -> Path
     earlier = refuse_other_folder(folder, head)
     weights = find_head_file(head, str(head))
     files = [weights, head / VOCABULARY_NAME]
-    config = read_config(head, "draft head") | bias_flags(weights)
+    config = read_config(head, "draft head")
+    if kind_by_config(config) != EAGLE3:
+        config |= bias_flags(weights)
     text = card.text(repo_id)
     folder.mkdir(parents=True, exist_ok=True)
     place = folder.resolve()  # follows links, so that files are moved within one disk
@@ -201,7 +222,8 @@ def bias_flags(weights: Path) -> dict[str, bool]:
 
 def bias_warning(folder: Path) -> str:
     """Return a warning about a published head whose `fc` has a bias; empty if it has none."""
-    if not read_config(folder, "draft head")["bias"]:
+    config = read_config(folder, "draft head")
+    if kind_by_config(config) == EAGLE3 or not config["bias"]:
         return ""
     return (
         "fc.bias is in the weights: vLLM makes none for fc, and for bias: true an uninitialised one in its "
