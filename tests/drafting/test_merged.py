@@ -31,7 +31,7 @@ from eagle_fsd.drafting.lookup.merged_packing import Vocabulary, pack_merged
 from eagle_fsd.drafting.lookup.merging import ALL_PRIORS, HeadDraft, MergedTree, merge
 from eagle_fsd.drafting.lookup.recycled_lists import NextList
 from eagle_fsd.drafting.lookup.text_memory import Sources, TextMemory
-from eagle_fsd.drafting.tree_growth import BeamDrafter
+from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.step_recorder import FixedShapes
 from eagle_fsd.target.model import TargetModel
@@ -107,6 +107,7 @@ class ChainPredictor:
     needs = Needs(features=True)
     drafted = None
     width = 2
+    longest = NO_LIMIT
 
     def __init__(self, chain: Chain, rows: int) -> None:
         self.chain, self.cache = chain, KVCache(rows, 64, CPU)
