@@ -21,7 +21,7 @@ from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, NoDrafter, Seen
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec
-from eagle_fsd.drafting.specs import spec_for
+from eagle_fsd.drafting.specs import spec_for, with_lookup
 from eagle_fsd.target.first_layers import first_layers
 from eagle_fsd.target.model import TargetModel
 
@@ -49,7 +49,9 @@ SPECS: dict[str, Callable[[], DrafterSpec]] = {
     "narrow draft model": lambda: draft_model_spec(tiny_model(seed=5, vocab_size=VOCAB - 6)),
     "first layers": lambda: draft_model_spec(first_layers(TARGET.model, 1), "first-layers"),
     "lookup": lambda: LookupSpec.for_target(TARGET),
+    "merged": lambda: with_lookup(head_spec(tiny_head(4).restrict(torch.arange(0, VOCAB, 2))), TARGET),
 }
+LEARNING = ("lookup", "merged")
 SLOW = ("eagle, some tokens", "narrow draft model")
 every_drafter = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SPECS]
@@ -204,7 +206,7 @@ def test_a_trees_children_are_distinct_and_its_distributions_whole(name: str) ->
     assert drafted > 50 or name == "none"
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS if name != "lookup"])  # which learns as it goes
+@pytest.mark.parametrize("name", [name for name in SPECS if name not in LEARNING])
 def test_the_state_after_any_accepts_is_that_of_a_fresh_drafter(name: str) -> None:
     """At every step, a drafter that is shown the whole text at once proposes the same tree."""
     recorded = run_recorded(name, texts()[:1])

@@ -21,8 +21,7 @@ from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import HEAD, SUFFIX, DraftTree
 from eagle_fsd.decoding.loop import decode
-from eagle_fsd.decoding.request import Request, Terms, Text
-from eagle_fsd.decoding.scheduler import Scheduler
+from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.drafter import Needs, NextTokens, Seen
 from eagle_fsd.drafting.lookup import merging
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupDrafter, LookupSpec
@@ -64,7 +63,7 @@ def ends() -> list[list[int]]:
     return greedy_alone(tiny_model(), prompts(), 40)
 
 
-@pytest.mark.parametrize("drafted", [None, 20])
+@pytest.mark.parametrize("drafted", [pytest.param(None, marks=pytest.mark.slow), 20])
 @pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("tree", TREES, ids=str)
 def test_greedy_text_is_the_targets_own_in_any_batch(
@@ -81,24 +80,6 @@ def test_greedy_text_is_the_targets_own_in_any_batch(
     for row in together.stats:
         assert sum(row.sources.values()) == row.new_tokens
         assert row.new_tokens - row.sources["target"] == row.exact_accepts
-
-
-@pytest.mark.parametrize("rule", [None, Fuzzy(0.4)], ids=["lossless", "fuzzy"])
-def test_sampled_text_is_the_same_alone_beside_others_and_joining_late(rule: AcceptanceRule | None) -> None:
-    model, tree = engine(drafted=30), TREES[1]
-    keywords = {"max_new_tokens": 24, "tree": tree, "rule": rule, **SAMPLING}
-    alone = [
-        model.generate([prompt], seed=[(5, row)], **keywords).new_tokens[0]
-        for row, prompt in enumerate(prompts())
-    ]
-    scheduler = Scheduler(model.target, model.drafter, tree, 2)
-    terms = Terms((), rule or Lossless(), SamplingConfig(**SAMPLING))
-    for row, prompt in enumerate([*prompts(), prompts()[0]]):
-        scheduler.admit(Text(row, 24, terms, prompt=prompt, stream=(5, row % 4)))
-    found: dict[int, list[int]] = {}
-    for one, tokens in scheduler.run():
-        found.setdefault(one.number, []).extend(tokens)
-    assert [found[row] for row in range(5)] == [*alone, alone[0]]
 
 
 class ChainPredictor:
