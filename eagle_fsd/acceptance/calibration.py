@@ -82,6 +82,11 @@ class Calibration:
         if not isinstance(self.made, Mapping):
             raise ValueError(f"made is {format_value(self.made)}: it must be an object; {AGAIN}")
 
+    @property
+    def weight_format(self) -> str:
+        """The format of the target's weights that it was made with."""
+        return str(self.made.get("weight_format", self.models["target"].get("dtype")))
+
     def find(
         self, quality_budget: float, divergence: str, mode: str, child: str, min_gain: float = 0.0
     ) -> CalibratedThreshold:

@@ -110,6 +110,15 @@ class Settler:
             )
         found = read_calibration(self.folder / FILE)
         found.require(self.identity(), sampling)
+        made_in, mine = found.weight_format, self.target.weight_format
+        if made_in != mine:
+            logger.warning(
+                "the quality budget was measured with weights in %s, and these are in %s: what a threshold "
+                "costs may differ; eval/calibrate.py --weight-format %s measures it",
+                made_in,
+                mine,
+                mine,
+            )
         return found
 
     def identity(self) -> dict[str, Any]:

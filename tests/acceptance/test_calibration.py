@@ -298,6 +298,22 @@ def test_generate_reads_it_and_says_what_it_chose(tmp_path: Path) -> None:
     assert stream.rule == Fuzzy(0.3) and [t for chunk in stream for t in chunk] == output.new_tokens[0]
 
 
+def test_it_says_when_the_weights_were_in_another_format(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = engine()
+    model.head_folder = tmp_path
+    for made, said in (({}, 0), ({"weight_format": "float32"}, 0), ({"weight_format": "packed"}, 1)):
+        caplog.clear()
+        a_calibration(model, made=made).write(tmp_path / FILE)
+        model.generate(
+            [[1, 2]], rule=AutoThreshold(0.04), temperature=0.9, top_k=20, top_p=0.95, max_new_tokens=1
+        )
+        lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(lines) == said
+        assert all("measured with weights in packed, and these are in float32" in line for line in lines)
+
+
 def test_another_name_is_the_same_target(tmp_path: Path) -> None:
     model = engine()
     models = a_calibration(model).models

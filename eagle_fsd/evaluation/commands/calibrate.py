@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.splits and len(questions.samples) < 2:
             raise ValueError(f"splits is {arguments.splits}: one prompt cannot be halved; give more prompts")
         cell = Cell(questions, Lossless(), sampling, tree, most, arguments.seed)
-        made = provenance(engine.device)
+        made = {**provenance(engine.device), "weight_format": engine.weight_format}
         work = Work(engine, cell, arguments.output, arguments.batch_size, arguments.confidence, made)
         calibration, trials = calibrate(work, kinds, sorted(arguments.quality_budget), arguments.splits)
         calibration.write(arguments.output / FILE)
