@@ -279,6 +279,7 @@ SOURCES = {  # the log that has a table's rows
     "sampling": "eval/SPEED.md",
     "largest": "eval/SPEED.md",
     "peers": "eval/SPEED.md",
+    "repeating": "eval/SPEED.md",
     "formats": "eval/RUNTIMES.md",
     "tau": "eval/results/tau.md",
     "second_halves": "eval/results/tau.md",
