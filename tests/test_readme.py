@@ -20,6 +20,7 @@ import pytest
 
 from eagle_fsd import EagleFSD, generate, hub
 from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.evaluation.repeating_prompts import PASSAGES
 from eagle_fsd.evaluation.weight_formats import command as weight_formats
 from eagle_fsd.hub import load_head
 
@@ -76,7 +77,21 @@ TOY = {  # sizes at which a command does all that it does, in seconds; a later f
     "sweep": "--max-new-tokens 4",
     "report": "",
     "calibrate": "--max-new-tokens 6",
+    "repeating_prompts": "--data toy_data --count 3",
 }
+
+
+def write_toy_data(folder: Path) -> None:
+    """Write a row of each of the files of which prompts that repeat themselves are made."""
+    folder.mkdir()
+    text = "Water falls as rain. " * 20
+    rows = {
+        "humaneval": {"entry_point": "f", "prompt": "def f():\n", "canonical_solution": f'    "{text}"\n'},
+        "gsm8k_train": {"question": text, "answer": "It is wet. #### 1"},
+        "p3_text": {"task": f"p3_{PASSAGES[0]}", "prompt": text},
+    }
+    for name, row in rows.items():
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
 
 
 def arguments(line: str) -> list[str]:
@@ -171,6 +186,7 @@ def test_the_scripts_commands_run_one_after_the_other(
     monkeypatch.setattr(weight_formats, "in_own_process", lambda work, *given: work(*given))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Why is the sky blue?"}\n')
+    write_toy_data(tmp_path / "toy_data")
     named = [re.match(r"python \w+/(\w+)\.py", line).group(1) for line in SCRIPTS]
     assert set(named) == set(TOY) and len(GENERATE) >= 5
     for line, name in zip(SCRIPTS, named, strict=True):

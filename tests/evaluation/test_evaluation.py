@@ -272,4 +272,6 @@ def test_the_models_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch) 
         "runtime": "auto",
         "weight_format": None,
         "lookup": False,
+        "draft_model": None,
+        "draft_layers": None,
     }
