@@ -33,10 +33,10 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the flags. What a preset says are defaults, which other flags override."""
-        found = super().parse_args(args, namespace)
-        if getattr(found, "preset", None) is not None:
-            self.set_defaults(**PRESETS[found.preset])
-            found = super().parse_args(args, namespace)
+        given = {} if namespace is None else dict(vars(namespace))
+        found = super().parse_args(args, argparse.Namespace(**given))
+        if getattr(found, "preset", None) is not None:  # what a namespace holds is a default to argparse
+            found = super().parse_args(args, argparse.Namespace(**{**PRESETS[found.preset], **given}))
         return found
 
 

@@ -152,4 +152,8 @@ def test_the_preset_is_a_set_of_defaults() -> None:
     mine = options(*flags.split())
     assert (mine.rule, mine.tree) == (PublishedFSD(0.4, "ag"), TreeConfig(4, 3, 1)) and mine.sampling.greedy
     assert options("--preset", "fsd-paper", "--rule", "lossless").rule != mine.rule
+    parser = build_parser()
+    usual = parser.parse_args([])
+    parser.parse_args(["--preset", "fsd-paper"])
+    assert parser.parse_args([]) == usual
     assert options().rule == Fuzzy(0.0)
