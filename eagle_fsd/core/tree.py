@@ -8,8 +8,7 @@ W the tokens that are drafted (all V, or a list of frequent ones), S cache slots
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -90,12 +89,6 @@ class DraftTree:
             scores=None if self.scores is None else self.scores[index],
             sources=None if self.sources is None else self.sources[index],
         )
-
-    def to(self, device: torch.device) -> DraftTree:
-        """Return the trees on another device."""
-        found: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: part.to(device) for name, part in found.items() if isinstance(part, Tensor)}
-        return DraftTree(**(found | moved))
 
     @property
     def children(self) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.tree import Candidates, DraftTree, build_tree, root_only
 from eagle_fsd.drafting.drafter import Drafter, Needs, Seen
 from eagle_fsd.runtime.kv_cache import KVCache
-from eagle_fsd.runtime.step_recorder import EAGER, Stepper, leaves, with_leaves
+from eagle_fsd.runtime.step_recorder import EAGER, Stepper, moved
 
 NO_LIMIT = 2**31 - 1  # positions of a predictor that reads texts of any length
 LOWEST = -1e30  # the score of what is never drafted is below it, any other is above it
@@ -100,32 +100,32 @@ class BeamDrafter:
 
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
         """Propose a tree below roots [B]."""
-        here = roots.to(self.cache.device)
-        tree = self._run(self._grow, here, config)
+        tree: DraftTree | None = self._run(self._grow, roots, config)
         if tree is None:
             width = self.predictor.log_q(self.root_states[:1]).shape[-1]
-            tree = root_only(here, width, config.total_tokens)
-        tree = cast(DraftTree, tree.filled_up() if self._whole_trees else tree)
-        return tree if roots.device == here.device else tree.to(roots.device)
+            tree = root_only(roots, width, config.total_tokens)
+        return tree.filled_up() if self._whole_trees else tree
 
     def candidates(self, roots: Tensor, config: TreeConfig) -> Grown | None:
         """Draft as `draft` does, for a caller that chooses the best nodes itself; None: nothing fits.
 
         The candidates are on the roots' device.
         """
-        grown = self._run(self._grow_candidates, roots.to(self.cache.device), config)
-        if grown is None or roots.device == self.cache.device:
-            return grown
-        return cast(Grown, with_leaves(grown, (tensor.to(roots.device) for tensor in leaves(grown))))
+        grown: Grown | None = self._run(self._grow_candidates, roots, config)
+        return grown
 
     def _run(self, grow: Callable[..., Any], roots: Tensor, config: TreeConfig) -> Any:
-        """Grow for the rows whose text the predictor can read; None if there are none."""
+        """Grow for the rows whose text the predictor can read; None if there are none.
+
+        The predictor may be on another device than the roots; what it made is brought to theirs.
+        """
         fits = [length <= self.predictor.longest for length in self.cache.row_lengths]
         if not any(fits):
             return None
         self.cache.reserve(slots_for_beams(config))
-        some = None if all(fits) else on_device(fits, roots.device).bool()
-        return grow(roots, self.root_states, config, some)
+        some = None if all(fits) else on_device(fits, self.cache.device).bool()
+        made = grow(roots.to(self.cache.device), self.root_states, config, some)
+        return made if roots.device == self.cache.device else moved(made, roots.device)
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)

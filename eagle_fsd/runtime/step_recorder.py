@@ -320,6 +320,11 @@ def copied(value: Any) -> Any:
     return with_leaves(value, iter([tensor.clone() for tensor in leaves(value)]))
 
 
+def moved(value: Any, device: torch.device) -> Any:
+    """Return arguments or results on another device."""
+    return with_leaves(value, iter([tensor.to(device) for tensor in leaves(value)]))
+
+
 def recording_key(value: Any) -> Hashable:
     """Return the key of a recording: a tensor's shape and dtype, and anything else itself."""
     if isinstance(value, Tensor):

@@ -26,7 +26,7 @@ from eagle_fsd.drafting.draft_model import DraftModelSpec, require_one_drafter
 from eagle_fsd.drafting.drafter import Seen
 from eagle_fsd.drafting.tree_growth import BeamDrafter
 from eagle_fsd.runtime import kv_cache
-from eagle_fsd.runtime.step_recorder import Graphs
+from eagle_fsd.runtime.step_recorder import Graphs, moved
 from eagle_fsd.target import admission
 from eagle_fsd.target.first_layers import first_layers
 from eagle_fsd.target.model import TargetModel
@@ -194,10 +194,10 @@ def test_a_tree_moves_to_another_device_as_a_whole() -> None:
     texts = prompts_of([5])
     spec = DraftModelSpec.for_target(other_model(vocab_size=VOCAB - 16), TARGET)
     tree = start(spec, texts).draft(roots_of(texts), TREE)
-    moved = tree.to(torch.device("meta"))
-    parts = [getattr(moved, field.name) for field in fields(moved)]
+    there = moved(tree, torch.device("meta"))
+    parts = [getattr(there, field.name) for field in fields(there)]
     assert {part.device.type for part in parts if isinstance(part, Tensor)} == {"meta"}
-    assert (moved.depth, moved.most, moved.log_q.shape) == (tree.depth, tree.most, tree.log_q.shape)
+    assert (there.depth, there.most, there.log_q.shape) == (tree.depth, tree.most, tree.log_q.shape)
 
 
 # --- in the loop ---
