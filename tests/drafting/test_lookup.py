@@ -33,7 +33,6 @@ from eagle_fsd.decoding.request import Request, Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.drafting.drafter import NextTokens, Seen
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupDrafter, LookupSpec
-from eagle_fsd.drafting.lookup.packing import pack_trees
 from eagle_fsd.drafting.lookup.text_memory import Sources
 from eagle_fsd.runtime.step_recorder import FixedShapes
 from eagle_fsd.target.model import TargetModel
@@ -249,13 +248,12 @@ def test_all_tokens_that_a_row_does_not_list_are_one_outcome(name: str, seed: in
 
 def grown_tree(fixed_shapes: bool, rows: int = 2) -> tuple[DraftTree, Tensor]:
     """Return a tree of rows with copies and lists, and logits [B, N, V] by the tokens of its nodes."""
-    drafter = LookupSpec(96, CPU).make(rows, 64, TREES[1])
+    drafter = LookupSpec(96, CPU, fixed_shapes).make(rows, 64, TREES[1])
     tokens = torch.tensor([prompts()[3], [*range(40, 49), 5, 6, 5, 6, 7, 5, 6]])[-rows:]
     rng = torch.Generator().manual_seed(0)
     lists = NextTokens.from_logits(torch.randn(2, 15, 96, generator=rng)[-rows:] * 2, 8)
     drafter.begin(Seen(tokens, [16] * rows, None, lists))
-    grown = [memory.grow(memory.store.text[-1], TREES[1]) for memory in drafter.memories]
-    tree = pack_trees(grown, tokens[:, -1], 96, TREES[1], fixed_shapes)
+    tree = drafter.draft(tokens[:, -1], TREES[1])
     table = torch.randn(96, 96, generator=rng) * 2
     return tree, table[tree.tokens]
 

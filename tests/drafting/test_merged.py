@@ -26,10 +26,10 @@ from eagle_fsd.drafting.drafter import Needs, NextTokens, Seen
 from eagle_fsd.drafting.lookup import merging
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupDrafter, LookupSpec
 from eagle_fsd.drafting.lookup.merged_drafter import COPIES, MergedDrafter, MergedSpec
-from eagle_fsd.drafting.lookup.merged_packing import Vocabulary, pack_merged
-from eagle_fsd.drafting.lookup.merging import ALL_PRIORS, HeadDraft, MergedTree, merge
+from eagle_fsd.drafting.lookup.merging import ALL_PRIORS, HeadDraft, merge
+from eagle_fsd.drafting.lookup.packing import Vocabulary, pack_trees
 from eagle_fsd.drafting.lookup.recycled_lists import NextList
-from eagle_fsd.drafting.lookup.text_memory import Sources, TextMemory
+from eagle_fsd.drafting.lookup.text_memory import GrownTree, Sources, TextMemory
 from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.step_recorder import FixedShapes
@@ -245,7 +245,7 @@ def twin(
     return paths, found
 
 
-def path_of(tree: MergedTree, node: int) -> tuple[int, ...]:
+def path_of(tree: GrownTree, node: int) -> tuple[int, ...]:
     return () if node == 0 else (*path_of(tree, tree.parents[node]), tree.tokens[node])
 
 
@@ -263,13 +263,13 @@ def test_the_tree_is_the_best_of_all_merged_candidates(seed: int, sources: str, 
     assert set(mine) == set(best) and len(tree.tokens) == 1 + len(best)
     for path, chance in mine.items():
         assert chance == pytest.approx(paths[path], rel=1e-4)
-    packed = pack_merged(
+    packed = pack_trees(
         [tree],
         torch.tensor([memory.store.text[-1]]),
-        rows,
         Vocabulary(torch.arange(DRAFTED), VOCAB_SIZE),
         config.total_tokens,
         merging.deepest(config),
+        rows,
         with_rest=SOURCES[sources].recycled,
     )
     require_lawful(packed)
@@ -429,8 +429,8 @@ def test_fixed_shapes_change_no_verdict(rule: AcceptanceRule, sources: Sources) 
     roots = torch.tensor([memory.store.text[-1] for memory in memories])
     vocabulary, verdicts = Vocabulary(torch.arange(DRAFTED), VOCAB_SIZE), []
     for fixed in (False, True):
-        sizes = (config.total_tokens, merging.deepest(config), sources.recycled)
-        tree = pack_merged(trees, roots, rows, vocabulary, *sizes, filled=fixed, recorded=fixed)
+        sizes = (config.total_tokens, merging.deepest(config), rows, sources.recycled)
+        tree = pack_trees(trees, roots, vocabulary, *sizes, filled=fixed, recorded=fixed)
         verified = Verified(
             tree, table[tree.tokens] * 3, SamplingConfig(0.8), torch.tensor([], dtype=torch.int64)
         )

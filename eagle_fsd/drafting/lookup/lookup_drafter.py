@@ -17,7 +17,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting.drafter import Drafter, Needs, NextTokens, Seen
 from eagle_fsd.drafting.lookup import confidences, suffix_store
-from eagle_fsd.drafting.lookup.packing import pack_trees
+from eagle_fsd.drafting.lookup.packing import Vocabulary, pack_trees
 from eagle_fsd.drafting.lookup.recycled_lists import LENGTH, NextList, next_lists
 from eagle_fsd.drafting.lookup.text_memory import COPIED, Sources, TextMemory
 from eagle_fsd.files.fingerprints import digest_json
@@ -79,6 +79,7 @@ class LookupDrafter:
         self.spec, self.priors = spec, priors
         self.needs = Needs(next_tokens=min(LENGTH, spec.tokens) if spec.sources.recycled else 0)
         self.memories = [TextMemory(spec.sources, priors) for _ in range(batch)]
+        self.vocabulary = Vocabulary(torch.empty(0, dtype=torch.int64, device=spec.device), spec.tokens)
 
     @property
     def rows(self) -> int:
@@ -97,7 +98,8 @@ class LookupDrafter:
     def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
         """Propose a tree below roots [B], from what the host knows: only its tensors go to the device."""
         grown = [memory.grow(memory.store.text[-1], config) for memory in self.memories]
-        return pack_trees(grown, roots, self.spec.tokens, config, self.spec.fixed_shapes)
+        fixed, most = self.spec.fixed_shapes, config.total_tokens
+        return pack_trees(grown, roots, self.vocabulary, most, config.reach, filled=fixed, recorded=fixed)
 
     def select(self, rows: Sequence[int]) -> None:
         taken: set[int] = set()

@@ -20,7 +20,6 @@ from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, Seen
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupDrafter, LookupSpec, Verifier
-from eagle_fsd.drafting.lookup.merged_packing import Vocabulary, pack_merged
 from eagle_fsd.drafting.lookup.merging import (
     ALL_PRIORS,
     DEEPEST,
@@ -28,11 +27,11 @@ from eagle_fsd.drafting.lookup.merging import (
     MOST,
     SURE,
     HeadDraft,
-    MergedTree,
     deepest,
     is_sure,
     merge,
 )
+from eagle_fsd.drafting.lookup.packing import Vocabulary, pack_trees
 from eagle_fsd.drafting.lookup.text_memory import Sources
 from eagle_fsd.drafting.tree_growth import BeamDrafter, Grown
 from eagle_fsd.files.fingerprints import digest_json
@@ -40,6 +39,7 @@ from eagle_fsd.files.fingerprints import digest_json
 # Beside a head, only copies: a head knows more than lists of earlier next tokens, and these cost a pass over
 # all logits in every step.
 COPIES = Sources(recycled=False)
+NOTHING = HeadDraft((), (), 0, {}, lambda place, token: None)  # of a text that a head does not draft for
 
 
 @dataclass(frozen=True)
@@ -117,19 +117,19 @@ class MergedDrafter:
         memories = self.lookup.memories
         sure = [is_sure(memory, config) for memory in memories]
         grown = None if all(sure) else self.head.candidates(roots, config)
-        nothing = HeadDraft((), (), 0, {}, lambda place, token: None)
-        drafts = [nothing] * len(sure) if grown is None else self.to_host(grown)
-        trees: list[MergedTree] = []
-        for memory, alone, draft in zip(memories, sure, drafts, strict=True):
-            trees.append(merge(memory, memory.store.text[-1], nothing if alone else draft, config))
+        drafts = [NOTHING] * len(sure) if grown is None else self.to_host(grown)
+        trees = [
+            merge(memory, memory.store.text[-1], NOTHING if alone else draft, config)
+            for memory, alone, draft in zip(memories, sure, drafts, strict=True)
+        ]
         fixed = self.lookup.spec.fixed_shapes
-        return pack_merged(
+        return pack_trees(
             trees,
             roots,
-            () if grown is None else grown.log_q,
             self.vocabulary,
             config.total_tokens,
             deepest(config),
+            () if grown is None else grown.log_q,
             with_rest=self.lookup.spec.sources.recycled,
             filled=fixed,
             recorded=fixed and not host_can_read(roots),
@@ -142,12 +142,9 @@ class MergedDrafter:
         scores = torch.nan_to_num(pool.scores, nan=-math.inf).tolist()
         rows = zip(columns, scores, grown.expanded.tolist(), strict=True)
         return [
-            HeadDraft(tokens, values, width, places_of(expanded), self._prob(grown, row))
+            HeadDraft(tokens, values, width, places_of(expanded), Prob(grown.log_q, row, self.vocabulary))
             for row, (tokens, values, expanded) in enumerate(rows)
         ]
-
-    def _prob(self, grown: Grown, row: int) -> Prob:
-        return Prob(grown.log_q, row, self.vocabulary)
 
     def select(self, rows: Sequence[int]) -> None:
         self.head.select(rows)

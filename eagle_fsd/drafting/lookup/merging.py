@@ -15,13 +15,13 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import HEAD, RECYCLED, SUFFIX
 from eagle_fsd.drafting.lookup.confidences import CELLS, LENGTHS, NO_LIST, PRIORS, PROBS, cell_of
 from eagle_fsd.drafting.lookup.suffix_store import Continuation, Match
-from eagle_fsd.drafting.lookup.text_memory import COPIED, GrownTree, Proposal, TextMemory
+from eagle_fsd.drafting.lookup.text_memory import COPIED, GrownTree, Mixture, Proposal, TextMemory
 
 LEAST = 2  # tokens of a match whose continuations count beside a head
 DEEPEST = 16  # copied chains may be this deep where the config's depth, which is for the head, is less
@@ -85,30 +85,6 @@ class HeadDraft:
         return None if place is None or self.scores[place * self.width] == -math.inf else place
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """The draft's distribution at a node that the head expanded: the head's, and copies beside it.
-
-    place: the node's number e. weights: of the copied tokens; the head has the rest of the weight.
-    """
-
-    place: int
-    weights: dict[int, float]
-
-    @property
-    def kept(self) -> float:
-        """The head's weight."""
-        return 1.0 - sum(self.weights.values())
-
-
-@dataclass
-class MergedTree(GrownTree):
-    """The tree of one text. mixtures: of the nodes that the head expanded, by node."""
-
-    mixtures: dict[int, Mixture] = field(default_factory=dict)
-    probs: dict[tuple[int, int], float] = field(default_factory=dict)  # of copied tokens, by node and token
-
-
 def copies_weights(chances: dict[int, float], probs: dict[int, float | None]) -> dict[int, float]:
     """Return the weights of copied tokens beside a head's distribution.
 
@@ -147,12 +123,12 @@ def is_sure(memory: TextMemory, config: TreeConfig) -> bool:
     return True
 
 
-def merge(memory: TextMemory, root: int, head: HeadDraft, config: TreeConfig) -> MergedTree:
+def merge(memory: TextMemory, root: int, head: HeadDraft, config: TreeConfig) -> GrownTree:
     """Return the tree of the likeliest paths among the head's candidates and the looked-up tokens.
 
     The best nodes of all come first, as EAGLE-2's rerank takes them, and a node has at most top_k children.
     """
-    tree, reach, store = MergedTree([root]), deepest(config), memory.store
+    tree, reach, store = GrownTree([root]), deepest(config), memory.store
     matches: dict[int, list[Match]] = {0: store.matches() if memory.sources.copied else []}
     candidate_of: list[int | None] = [-1]  # by node; None where the head drafted nothing
     heap: list[tuple[float, int, int, int, int | None, int]] = []

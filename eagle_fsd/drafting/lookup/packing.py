@@ -1,82 +1,145 @@
-"""Trees that were grown on the host, as the tensors of a DraftTree."""
+"""Trees that were grown on the host, as the tensors of a DraftTree.
+
+Where a head drafted too, its own rows of q are taken, and copies are mixed in.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.tree import HEAD, DraftTree, root_only
+from eagle_fsd.core.tree import HEAD, DraftTree, root_only, take_rows
 from eagle_fsd.drafting.lookup.text_memory import GrownTree
 
-STEP = 64  # with fixed shapes, the number of drafted tokens is a multiple of this
+STEP = 64  # with fixed shapes, the number of tokens that no head drafts is a multiple of this
+
+
+class Vocabulary:
+    """The tokens that a head drafts.
+
+    drafted: their ids [W], empty where there is no head; None: all of vocab_size, in order.
+    """
+
+    def __init__(self, drafted: Tensor | None, vocab_size: int) -> None:
+        self.drafted, self.size = drafted, vocab_size
+        self.width = vocab_size if drafted is None else len(drafted)
+        self.columns: dict[int, int] | None = None
+        if drafted is not None:
+            self.columns = {token: column for column, token in enumerate(drafted.tolist())}
+
+    def column(self, token: int) -> int | None:
+        """Return the place of a token in the head's rows, None if it has none."""
+        return token if self.columns is None else self.columns.get(token)
+
+    def tokens(self, columns: Tensor) -> Tensor:
+        """Return the tokens at these places."""
+        return columns if self.drafted is None else self.drafted.take(columns)
 
 
 def pack_trees(
     trees: Sequence[GrownTree],
     roots: Tensor,
-    vocab_size: int,
-    config: TreeConfig,
-    fixed_shapes: bool = False,
+    vocabulary: Vocabulary,
+    most: int,
+    depth: int,
+    log_q: Sequence[Tensor] = (),
+    with_rest: bool = True,
+    filled: bool = False,
+    recorded: bool = False,
 ) -> DraftTree:
-    """Return the trees of all rows below roots [B], which were grown with this config.
+    """Return the trees of all rows below roots [B].
 
-    fixed_shapes: fill trees, distributions and drafted tokens up, so that few shapes occur.
+    most, depth: of trees of this config. log_q: [B, W] of each node that a head expanded. with_rest: whether
+    q may have mass outside its tokens. filled: fill every tree up to the most nodes. recorded: also fill up
+    all else, so that few shapes occur.
     """
-    most = config.total_tokens
-    nodes = most if fixed_shapes else max(len(tree.tokens) for tree in trees)
+    nodes = most if filled else max(len(tree.tokens) for tree in trees)
     if nodes == 1:
-        return root_only(roots, vocab_size, most)
+        return root_only(roots, vocabulary.size, most)
+    shape = (len(trees), nodes)
     # A filler has its root's token, and is nobody's child.
     tokens = np.repeat([[tree.tokens[0]] for tree in trees], nodes, axis=1)  # [B, N]
-    parents, depths = np.full_like(tokens, -1), np.zeros_like(tokens)
-    chances, columns = np.zeros(tokens.shape, dtype=np.float32), np.zeros_like(tokens)
-    sources = np.full_like(tokens, HEAD)
+    parents, depths, columns = np.full(shape, -1), np.zeros(shape, int), np.zeros(shape, int)
+    sources, chances = np.full(shape, HEAD), np.zeros(shape)
     owned = [sorted(set(tree.parents) - {-1}) for tree in trees]
-    owners = np.full((len(trees), nodes - 1 if fixed_shapes else max(map(len, owned))), -1)  # [B, M]
-    rest = np.zeros(owners.shape, dtype=np.float32)
-    column_of: dict[int, int] = {}  # the drafted tokens of all rows, in the order in which they are met
+    owners = np.full((len(trees), nodes - 1 if recorded else max(map(len, owned))), -1)  # [B, M]
+    places, kept = np.zeros_like(owners), np.zeros(owners.shape)  # which of log_q, and its weight
+    rest = np.zeros(owners.shape)
+    extra: dict[int, int] = {}  # columns of tokens that the head does not draft
     entries: list[tuple[int, int, int, float]] = []  # row, its distribution, column, q
+
+    def column_of(token: int) -> int:
+        column = vocabulary.column(token)
+        return extra.setdefault(token, vocabulary.width + len(extra)) if column is None else column
+
     for row, tree in enumerate(trees):
         count = len(tree.tokens)
         tokens[row, :count], parents[row, :count] = tree.tokens, tree.parents
-        depths[row, :count], chances[row, :count] = tree.depths, tree.chances
-        sources[row, :count] = tree.sources
+        depths[row, :count], sources[row, :count] = tree.depths, tree.sources
+        chances[row, :count] = tree.chances
         owners[row, : len(owned[row])] = owned[row]
-        for place, owner in enumerate(owned[row]):
-            q, rest[row, place] = tree.proposals[owner].q()
-            for token, prob in q.items():
-                entries.append((row, place, column_of.setdefault(token, len(column_of)), prob))
-        columns[row, 1:count] = [column_of[token] for token in tree.tokens[1:]]
-    drafted = list(column_of)
-    if fixed_shapes:
-        unused = (token for token in range(vocab_size) if token not in column_of)
-        width = min(-(-max(len(drafted), 1) // STEP) * STEP, vocab_size)
-        drafted += [next(unused) for _ in range(width - len(drafted))]
-    q_of = np.zeros((*owners.shape, len(drafted)), dtype=np.float32)  # [B, M, W]
+        for number, owner in enumerate(owned[row]):
+            mixture = tree.mixtures.get(owner)
+            if mixture is None:
+                q, rest[row, number] = tree.proposals[owner].q()
+                entries += [(row, number, column_of(token), prob) for token, prob in q.items()]
+            else:
+                places[row, number], kept[row, number] = mixture.place, mixture.kept
+                for token in mixture.weights:
+                    entries.append((row, number, column_of(token), tree.probs[owner, token]))
+        columns[row, 1:count] = [column_of(token) for token in tree.tokens[1:]]
+    device, drafted = roots.device, vocabulary.drafted
+    if recorded and drafted is not None:
+        fill_up(extra, vocabulary)
+    if log_q:
+        table = take_rows(log_q, torch.from_numpy(places).to(device))  # [B, M, W]
+        if bool((kept != 1.0).any()) or recorded:
+            weights = torch.from_numpy(kept).to(device, torch.float32)[:, :, None]
+            # Where the head has no part its row may hold anything, NaN too.
+            table = torch.where(weights > 0, table + weights.log(), -math.inf)
+    else:
+        table = torch.full((*owners.shape, vocabulary.width), -math.inf, device=device)
+    if extra:
+        table = torch.constant_pad_nd(table, (0, len(extra)), -math.inf)
+        assert drafted is not None
+        drafted = torch.cat((drafted, torch.tensor(list(extra), device=device)))
     if entries:
-        rows, places, cells, probs = zip(*entries, strict=True)
-        q_of[rows, places, cells] = probs
+        *at, probs = zip(*entries, strict=True)
+        index = tuple(torch.tensor(one, device=device) for one in at)
+        table[index] = torch.tensor(probs, device=device).log()
+    if with_rest and drafted is None:  # a row with a rest lists its tokens; see DraftTree
+        drafted = torch.arange(vocabulary.width, device=device)
     with np.errstate(divide="ignore"):
-        logs = [np.log(table) for table in (q_of, rest, chances)]
+        scores, log_rest = np.log(chances), np.log(rest)
 
-    def moved(table: np.ndarray) -> Tensor:
-        return torch.from_numpy(table).to(roots.device, non_blocking=True)
+    def moved(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
 
     return DraftTree(
         tokens=moved(tokens),
         parents=moved(parents),
         depths=moved(depths),
-        log_q=moved(logs[0]),
+        log_q=table,
         owners=moved(owners),
-        depth=config.reach if fixed_shapes else int(depths.max()),
-        drafted=torch.tensor(drafted, device=roots.device),
-        columns=moved(columns),
+        depth=depth if recorded else int(depths.max()),
+        drafted=drafted,
+        columns=None if drafted is None else moved(columns),
         most=most,
-        rest=moved(logs[1]),
-        scores=moved(logs[2]),
+        rest=moved(log_rest.astype(np.float32)) if with_rest else None,
+        scores=moved(scores.astype(np.float32)),
         sources=moved(sources),
     )
+
+
+def fill_up(extra: dict[int, int], vocabulary: Vocabulary) -> None:
+    """Add tokens that the head does not draft until a multiple of STEP are there, or all."""
+    wanted = min(-(-max(len(extra), 1) // STEP) * STEP, vocabulary.size - vocabulary.width)
+    token = 0
+    while len(extra) < wanted:
+        if vocabulary.column(token) is None and token not in extra:
+            extra[token] = vocabulary.width + len(extra)
+        token += 1

@@ -71,9 +71,29 @@ class Proposal:
         return probs, doubt * self.found.rest
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """The draft's distribution at a node that the head expanded: the head's, and copies beside it.
+
+    place: the node's number e. weights: of the copied tokens; the head has the rest of the weight.
+    """
+
+    place: int
+    weights: dict[int, float]
+
+    @property
+    def kept(self) -> float:
+        """The head's weight."""
+        return 1.0 - sum(self.weights.values())
+
+
 @dataclass
 class GrownTree:
-    """The tree of one text, root first. proposals: of the nodes that were expanded, by node."""
+    """The tree of one text, root first. proposals: of the nodes that were expanded, by node.
+
+    Beside a head: mixtures, of the nodes that the head expanded, by node; probs, of the copied tokens there,
+    by node and token.
+    """
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
@@ -81,6 +101,8 @@ class GrownTree:
     chances: list[float] = field(default_factory=lambda: [1.0])
     proposals: dict[int, Proposal] = field(default_factory=dict)
     sources: list[int] = field(default_factory=lambda: [HEAD])  # the root's means nothing
+    mixtures: dict[int, Mixture] = field(default_factory=dict)
+    probs: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def add(self, parent: int, token: int, chance: float, source: int) -> int:
         """Append a node and return its number."""
@@ -166,14 +188,12 @@ class TextMemory:
             chances = {candidate: chance / whole for candidate, chance in chances.items()}
         return Proposal(chances, cells, copied, found)
 
-    def grow(self, root: int, config: TreeConfig, reach: int | None = None) -> GrownTree:
+    def grow(self, root: int, config: TreeConfig) -> GrownTree:
         """Return the tree of the likeliest paths: best first, and at most top_k nodes of a level expanded.
 
-        These are the nodes that EAGLE-2's beam and rerank would choose with the same confidences. reach: the
-        most levels; None: as many as the config allows.
+        These are the nodes that EAGLE-2's beam and rerank would choose with the same confidences.
         """
-        reach = config.reach if reach is None else reach
-        tree = GrownTree([root])
+        tree, reach = GrownTree([root]), config.reach
         matches = {0: self.store.matches() if self.sources.copied else []}
         heap: list[tuple[float, int, int, int]] = []  # -confidence, order, parent, token
         expanded = [0] * (reach + 1)  # by level
