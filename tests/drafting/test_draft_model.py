@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.drafter_laws import require_same_state
 from support.fake_flash import FakeFlash
 from support.op_recorder import OpRecorder
 from support.tiny_models import VOCAB, greedy_alone, prompts_of, run_loop, tiny_model
@@ -136,17 +137,7 @@ def test_the_state_after_any_steps_is_that_of_a_fresh_drafter(family: str) -> No
         texts = [[*text, *new[:count]] for text, new, count in zip(texts, news, counts, strict=True)]
         fresh = start(spec, texts)
         assert drafter.cache.row_lengths == fresh.cache.row_lengths == [len(text) for text in texts]
-        for row, text in enumerate(texts):
-            for layer, buffers in fresh.cache.layers.items():
-                for mine, its in zip(drafter.cache.layers[layer], buffers, strict=True):
-                    count = len(text)
-                    torch.testing.assert_close(
-                        mine[row, :, :count], its[row, :, :count], atol=1e-4, rtol=1e-4
-                    )
-            if counts[row]:
-                torch.testing.assert_close(
-                    drafter.root_states[row], fresh.root_states[row], atol=1e-3, rtol=1e-3
-                )
+        require_same_state(drafter, fresh, [len(text) for text in texts], counts)
         drafter.root_states = fresh.root_states.clone()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.drafter_laws import require_same_state
 from support.drafters import feed
 from support.eagle3 import VARIANTS, Eagle3Twin, eagle3_head
 from support.op_recorder import OpRecorder
@@ -124,17 +125,7 @@ def test_the_state_after_any_steps_is_that_of_a_fresh_drafter(
             news[step % 3] = (news[step % 3][0][:0], news[step % 3][1][:0])
         rows = [(torch.cat((f, g)), torch.cat((t, u))) for (f, t), (g, u) in zip(rows, news, strict=True)]
         fresh = start_drafter(head, rows)
-        for row, pairs in enumerate(rows):
-            for layer, buffers in fresh.cache.layers.items():
-                for mine, its in zip(drafter.cache.layers[layer], buffers, strict=True):
-                    count = len(pairs[1])
-                    torch.testing.assert_close(
-                        mine[row, :, :count], its[row, :, :count], atol=1e-4, rtol=1e-4
-                    )
-            if counts[row]:
-                torch.testing.assert_close(
-                    drafter.root_states[row], fresh.root_states[row], atol=1e-3, rtol=1e-3
-                )
+        require_same_state(drafter, fresh, [len(tokens) for _, tokens in rows], counts)
         drafter.root_states = fresh.root_states.clone()
 
 

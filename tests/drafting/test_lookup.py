@@ -11,25 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from scipy.stats import chisquare
-from support.stubs import Chain, ChainTarget
+from support.drafter_laws import CHAIN_TREE, random_chain, require_own_calibrations, worst_fit
+from support.stubs import ChainTarget
 from support.tiny_models import greedy_alone, prompts_of, run_loop, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import EagleFSD, Fuzzy, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified, accept
 from eagle_fsd.acceptance.accept_step import GivenUniforms
-from eagle_fsd.acceptance.calibration import FILE, Calibration
 from eagle_fsd.acceptance.divergence import DIVERGENCES, LISTED_DIVERGENCES, sparse_divergence
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
 from eagle_fsd.autotune.tree_search import TreeObserver, path_scores
 from eagle_fsd.cli.flags import build_parser
-from eagle_fsd.core.config import AutoThreshold
-from eagle_fsd.core.sampling import RowRandom
-from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.decoding.loop import decode
-from eagle_fsd.decoding.request import Request, Terms, Text
+from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.drafting.drafter import NextTokens, Seen
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupDrafter, LookupSpec
@@ -103,36 +98,17 @@ class ListingChain(ChainTarget):
         return self.chain.table[before, last]
 
 
-def worst_fit(rule: AcceptanceRule, rows: int = 500, length: int = 12) -> float:
-    """Sample many texts of a chain with looked-up drafts; return the least p-value over its contexts."""
-    chain = Chain.random(4, seed=1, scale=0.8)
-    request = Request(
-        tokens=torch.randint(4, (rows, 6), generator=torch.Generator().manual_seed(0)),
-        lengths=[6] * rows,
-        limits=[length] * rows,
-        eos_token_ids=(),
-        rule=rule,
-        tree=TreeConfig(6, 3, 2),
-        sampling=SamplingConfig(1.0),
-    )
-    drafter = LookupSpec(4, CPU).make(rows, 20, request.tree)
-    stats = [GenerationStats() for _ in range(rows)]
-    steps = list(decode(request, ListingChain(chain, rows), drafter, RowRandom(3, rows), stats, Stopwatch()))
+def fit(rule: AcceptanceRule, rows: int = 500) -> float:
+    """Return the worst fit of many texts with looked-up drafts."""
+    target, drafter = ListingChain(random_chain(), rows), LookupSpec(4, CPU).make(rows, 20, CHAIN_TREE)
+    worst, stats = worst_fit(target, drafter, rule, rows)
     assert sum(row.exact_accepts for row in stats) > rows, "too few drafts were accepted to tell anything"
-    counts = torch.zeros(4, 4, 4, dtype=torch.float64)
-    for row, prompt in enumerate(request.tokens.tolist()):
-        text = [*prompt[-2:], *[token for chunks in steps for token in chunks[row]]]
-        for context in zip(text, text[1:], text[2:], strict=False):
-            counts[context] += 1
-    law = chain.table.double().softmax(-1) * counts.sum(-1, keepdim=True)
-    pairs = [(first, second) for first in range(4) for second in range(4) if law[first, second].min() >= 5]
-    assert len(pairs) > 12
-    return min(chisquare(counts[pair].numpy(), law[pair].numpy()).pvalue for pair in pairs)
+    return worst
 
 
 def test_sampled_texts_have_the_targets_distribution() -> None:
-    assert worst_fit(Lossless()) > 1e-4
-    assert worst_fit(Fuzzy(0.45), rows=300) < 1e-6, "this test would see nothing"
+    assert fit(Lossless()) > 1e-4
+    assert fit(Fuzzy(0.45), rows=300) < 1e-6, "this test would see nothing"
 
 
 @dataclass
@@ -357,16 +333,7 @@ def test_the_pages_floors_are_those_of_the_divergences() -> None:
 def test_a_calibration_of_another_drafter_is_refused(tmp_path: Path) -> None:
     target = TargetModel(tiny_model())
     engines = [EagleFSD(target, tiny_head()), engine(), engine(SOURCES["suffix"])]
-    for made in engines:
-        found = Calibration(made.identity(), SamplingConfig(), TreeConfig(), 0.9, 4, [])
-        found.write(tmp_path / FILE)
-        for other in engines:
-            other.head_folder = tmp_path
-            if other is made:
-                assert other.calibration(SamplingConfig()).prompts == 4
-                continue
-            with pytest.raises(ValueError, match="made for another target or head"):
-                other.generate([[1, 2]], rule=AutoThreshold())
+    require_own_calibrations(engines, tmp_path)
 
 
 def test_lookup_without_a_head_takes_its_place() -> None:

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.drafter_laws import require_own_calibrations
 from support.tiny_models import VOCAB, greedy_alone, prompts_of, tiny_head, tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 
 from eagle_fsd import EagleFSD, TreeConfig
-from eagle_fsd.acceptance.calibration import FILE, Calibration
 from eagle_fsd.cli.flags import build_parser
-from eagle_fsd.core.config import AutoThreshold, SamplingConfig
 from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.same_vocabulary import require_same_vocabulary
@@ -103,16 +102,7 @@ def test_a_calibration_is_the_draft_models_own(folders: Path, tmp_path: Path) ->
     drafts = [TargetModel(tiny_model(seed=seed)) for seed in (5, 6)]
     engines = [EagleFSD(target, DraftModelSpec.for_target(one, target)) for one in drafts]
     engines.append(EagleFSD(target, tiny_head()))
-    for made in engines:
-        found = Calibration(made.identity(), SamplingConfig(), TreeConfig(), 0.9, 4, [])
-        found.write(tmp_path / FILE)
-        for other in engines:
-            other.head_folder = tmp_path
-            if other is made:
-                assert other.calibration(SamplingConfig()).prompts == 4
-                continue
-            with pytest.raises(ValueError, match="made for another target or head"):
-                other.generate([[1, 2]], rule=AutoThreshold())
+    require_own_calibrations(engines, tmp_path)
 
 
 @pytest.mark.slow

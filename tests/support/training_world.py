@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.training.data.shards import FeatureSequence
 from eagle_fsd.training.readout import Readout
-from eagle_fsd.training.run.folder import LOG
+from eagle_fsd.training.run.folder import CHECKPOINT, LOG
 from eagle_fsd.training.schedule import TrainConfig
 from eagle_fsd.training.trainer import Trainer
 
@@ -154,3 +156,29 @@ def losses(folder: Path) -> list[float]:
 def run_command(name: str, line: str) -> None:
     """Run a command of `eagle-fsd train` with the arguments of a line."""
     import_module(f"eagle_fsd.training.commands.{name}").main(line.split())
+
+
+def require_exact_resume(make: Callable[[Path], Trainer], folder: Path) -> None:
+    """Assert that a run that is stopped at its fifth step goes on to the losses and weights of a whole one.
+
+    make: a trainer for a folder.
+    """
+    whole = make(folder / "whole")
+    whole.run()
+    first = make(folder / "parts")
+    step = first.train_step
+
+    def stop_after_five(batch: Any) -> Any:
+        report = step(batch)
+        if first.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return report
+
+    first.train_step = stop_after_five
+    first.run()
+    assert first.step == 5 and (folder / "parts" / CHECKPOINT).is_file()
+    second = make(folder / "parts")
+    second.run()
+    assert losses(folder / "whole") == losses(folder / "parts")
+    for name, parameter in whole.head.state_dict().items():
+        assert torch.equal(parameter, second.head.state_dict()[name]), name

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 from support.eagle3 import VARIANTS, eagle3_head
 from support.stubs import generator
 from support.tiny_models import HIDDEN, VOCAB, greedy_alone, prompts_of, tiny_model
-from support.training_world import FAST, InMemory, losses
+from support.training_world import FAST, InMemory, require_exact_resume
 from torch import Tensor
 
 from eagle_fsd.drafting.eagle3.drafter import Eagle3Predictor, Eagle3Vocabulary
@@ -30,7 +28,6 @@ from eagle_fsd.training.held_out import evaluate, hold_out
 from eagle_fsd.training.loss import LossWeights, embed, unroll
 from eagle_fsd.training.optimizer import HeadOptimizer
 from eagle_fsd.training.readout import Readout
-from eagle_fsd.training.run.folder import CHECKPOINT
 from eagle_fsd.training.trainer import Trainer
 
 TAPS = (1, 2, 2)
@@ -176,25 +173,7 @@ def trainer_for(folder: Path, head: Eagle3Head | None = None, **changes: Any) ->
 
 
 def test_a_resumed_run_is_to_the_bit_one_that_was_not_stopped(tmp_path: Path) -> None:
-    whole = trainer_for(tmp_path / "whole")
-    whole.run()
-    first = trainer_for(tmp_path / "parts")
-    step = first.train_step
-
-    def stop_after_five(lessons: Any) -> Any:
-        report = step(lessons)
-        if first.step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return report
-
-    first.train_step = stop_after_five
-    first.run()
-    assert first.step == 5 and (tmp_path / "parts" / CHECKPOINT).is_file()
-    second = trainer_for(tmp_path / "parts")
-    second.run()
-    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
-    for name, parameter in whole.head.state_dict().items():
-        assert torch.equal(parameter, second.head.state_dict()[name]), name
+    require_exact_resume(trainer_for, tmp_path)
 
 
 @pytest.mark.parametrize(

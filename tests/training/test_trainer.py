@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
-import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from support.training_world import (
     Oracle,
     lm_head,
     losses,
+    require_exact_resume,
     sequences,
     tiny_head,
     trainer_for,
@@ -50,25 +49,7 @@ from eagle_fsd.training.schedule import initialise, learning_rate_at
 
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped(tmp_path: Path) -> None:
     config = replace(FAST, noise=0.1)
-    whole = trainer_for(tmp_path / "whole", config)
-    whole.run()
-    first = trainer_for(tmp_path / "parts", config)
-    step = first.train_step
-
-    def stop_after_five(batch: object) -> dict[str, object]:
-        report = step(batch)
-        if first.step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return report
-
-    first.train_step = stop_after_five
-    first.run()
-    assert first.step == 5 and (tmp_path / "parts" / CHECKPOINT).is_file()
-    second = trainer_for(tmp_path / "parts", config)
-    second.run()
-    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
-    for name, parameter in whole.head.state_dict().items():
-        assert torch.equal(parameter, second.head.state_dict()[name]), name
+    require_exact_resume(lambda folder: trainer_for(folder, config), tmp_path)
 
 
 @pytest.mark.parametrize("kill_after", [2, 8])
