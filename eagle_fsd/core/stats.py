@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from eagle_fsd.core.tree import HEAD, SOURCES
 
 PHASES = ("prefill", "draft", "verify", "accept", "keep")
-
-
 TARGET = "target"  # the source of a token that was not drafted
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 from transformers import GenerationConfig, PreTrainedModel
 
 from eagle_fsd.core.checks import require_integer
@@ -41,5 +39,5 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
                 if isinstance(kinds := getattr(config, name, None), list) and len(kinds) == layers:
                     setattr(config, name, kinds[:count])
             config.num_hidden_layers = count
-    mine.generation_config = copy.deepcopy(GenerationConfig())  # it only drafts
+    mine.generation_config = GenerationConfig()  # it only drafts
     return mine
