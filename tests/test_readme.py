@@ -68,7 +68,7 @@ TOY = {  # sizes at which a command does all that it does, in seconds; a later f
     "extract_features": "",
     "rank_tokens": "",
     "evaluate_head": "--max-new-tokens 6",
-    "measure_tau": "--max-new-tokens 6 --temperature 0",
+    "measure_tau": "--prompts prompts.jsonl --max-new-tokens 6 --temperature 0",
     "check_greedy": "--max-new-tokens 6 --tree 16/5/8",
     "publish": "",
     "speed": "--prompts prompts.jsonl --limit 1 --methods hf plain lossless --max-new-tokens 4",
