@@ -7,8 +7,9 @@ children from q and try them one after the other, p being replaced by what is le
 decoded, and p and q of every node on their paths that has children are read. The table has the chance that a
 child is accepted, in per cent, as a mean over the contexts; the module acceptance beside this one says what
 the columns are. All are exact but for draws without replacement of more than two children, which have a
-standard error. Brackets are 95 % intervals of a bootstrap over prompts. "the tree's" has as many children in
-each context as the tree has there. A run that was stopped goes on at the first missing row.
+standard error. Gains are over the likeliest children, and brackets are 95 % intervals of a bootstrap over
+prompts. "the tree's" has as many children in each context as the tree has there. A run that was stopped goes
+on at the first missing row.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Sums, changes
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, parser_of, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run
-from eagle_fsd.evaluation.sampled_children.meter import LIKELIEST, WAYS, WITHOUT, ChildrenMeter
+from eagle_fsd.evaluation.sampled_children.meter import LIKELIEST, MIXED, WAYS, WITHOUT, ChildrenMeter
 from eagle_fsd.files.provenance import provenance
 
 COLUMNS = (
@@ -117,7 +118,8 @@ def table(answers: Mapping[str, Sequence[Row]], numbers: Sequence[int]) -> str:
 
     Raises ValueError where no context was found.
     """
-    titles = ["sampling", "contexts", "children K", *COLUMNS, "drawn without replacement, gain"]
+    gains = {way: f"{COLUMNS[WAYS.index(way)]}: gain" for way in (WITHOUT, MIXED)}
+    titles = ["sampling", "contexts", "children K", *COLUMNS, *gains.values()]
     lines = []
     for sampling, rows in answers.items():
         found = [row["sampled_children"] for row in rows]
@@ -130,10 +132,13 @@ def table(answers: Mapping[str, Sequence[Row]], numbers: Sequence[int]) -> str:
             error = 100 * math.sqrt(sums["variance"].numerator.sum()) / contexts
             if error:
                 cells[WAYS.index(WITHOUT)] += f" ± {error:.2f}"
-            gain = changes({"": sums[WITHOUT]}, {"": sums[LIKELIEST]}, Bootstrap())[""].difference
+            gained = changes(
+                {way: sums[way] for way in gains}, dict.fromkeys(gains, sums[LIKELIEST]), Bootstrap()
+            )
+            cells += [f"{gained[way].difference.scaled(100):+.1f}" for way in gains]
             mean = sum(one["children"] for one in found) / contexts
             shown = f"{TREE}, {mean:.1f}" if number is None else str(number)
-            lines.append([sampling, str(contexts), shown, *cells, f"{gain.scaled(100):+.1f}"])
+            lines.append([sampling, str(contexts), shown, *cells])
     return markdown_table(titles, lines)
 
 
