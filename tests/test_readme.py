@@ -74,6 +74,7 @@ TOY = {  # sizes at which a command does all that it does, in seconds; a later f
     "speed": "--prompts prompts.jsonl --limit 1 --methods hf plain lossless --max-new-tokens 4",
     "limits": "--context 16",
     "weight_formats": "--prompts prompts.jsonl --limit 1 --max-new-tokens 4 --formats torch/float32",
+    "sampled_children": "--prompts prompts.jsonl --limit 1 --max-new-tokens 6 --sampling 1 --draws 2",
     "sweep": "--max-new-tokens 4",
     "report": "",
     "calibrate": "--max-new-tokens 6",
@@ -299,6 +300,7 @@ SOURCES = {  # the log that has a table's rows
     "formats": "eval/RUNTIMES.md",
     "tau": "eval/results/tau.md",
     "second_halves": "eval/results/tau.md",
+    "sampled_children": "eval/results/sampled_children.md",
     "frontier": "eval/QUALITY.md",
     "vocabulary": "train/EXPERIMENTS.md",
 }
