@@ -18,7 +18,7 @@ from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.choose_runtime import AUTO, OPENVINO, TORCH, plan_runtime, settle
 from eagle_fsd.hub.eagle3_checkpoint import is_eagle3
-from eagle_fsd.hub.resolve import load_any_head, load_target, resolve_head, resolve_target
+from eagle_fsd.hub.resolve import is_shipped_head, load_any_head, load_target, resolve_head, resolve_target
 from eagle_fsd.hub.target_loader import Loaded, TargetSource, show_progress
 from eagle_fsd.runtime.cuda_graphs import cuda_recorder
 from eagle_fsd.runtime.matmul_backends import find_fastest_backend
@@ -47,6 +47,11 @@ class Pair:
     ea_model: str
     folder: Path | None = None
     head_dtype: torch.dtype | None = None
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts are looked up too by default: where it was measured to pay, and on no other pair."""
+        return self.target.device.type == "cpu" and is_shipped_head(self.folder)
 
 
 def load_pair(
