@@ -35,11 +35,16 @@ NODES, CONTEXT = (1, 8), 256  # what is timed
 
 @dataclass(frozen=True)
 class Plan:
-    """How a target is computed. runtime: AUTO if it is still to be measured. dtype: of the torch model."""
+    """How a target is computed. runtime: AUTO if it is still to be measured. dtype: of the torch model.
+
+    keeps_blocks: whether OpenVINO reads a .gguf file's weights in the file's own blocks. In float32 these are
+    multiplied as the numbers that they stand for, so that it is as exact without them.
+    """
 
     runtime: str
     weight_format: str
     dtype: torch.dtype
+    keeps_blocks: bool = False
 
 
 def plan_runtime(
@@ -95,10 +100,10 @@ def plan_runtime(
             raise ValueError(
                 f"dtype is {name!r} with runtime openvino: it must be float32 or bfloat16; use one"
             )
-        return Plan(OPENVINO, name, torch.float32)
+        return Plan(OPENVINO, name, torch.float32, gguf and name in (FLOAT32, PACKED))
     if runtime == TORCH or not here or name not in FORMATS or not library.is_installed():
         return Plan(TORCH, name, wanted)
-    return Plan(AUTO, name, wanted)
+    return Plan(AUTO, name, wanted, gguf and name == FLOAT32)
 
 
 def settle(
@@ -115,7 +120,7 @@ def settle(
         return torch_target()
     shapes = [list(weight.shape) for weight in model.parameters()]
     here = [processor(), cores(), torch.get_num_threads(), torch.__version__, library.version()]
-    key = record_key("runtime", here, plan.weight_format, shapes)
+    key = record_key("runtime", here, plan.weight_format, plan.keeps_blocks, shapes)
     known = recall(key, str, BACKENDS_FILE)
     if known == TORCH:
         return torch_target()
