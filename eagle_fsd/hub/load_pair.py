@@ -24,7 +24,7 @@ from eagle_fsd.runtime.cuda_graphs import cuda_recorder
 from eagle_fsd.runtime.matmul_backends import find_fastest_backend
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.gguf_blocks import GGUFBlocks
-from eagle_fsd.runtime.openvino.weight_formats import FLOAT32, INT8, PACKED
+from eagle_fsd.runtime.openvino.weight_formats import INT8, OWN_BLOCKS, PACKED
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.first_layers import first_layers
@@ -116,7 +116,7 @@ def load_pair(
 
     def on_openvino() -> TargetModel:
         whole = model if plan.dtype == torch.float32 else load_here(dtype=torch.float32)[0]
-        return compile_target(whole, source, plan.weight_format, plan.keeps_blocks)
+        return compile_target(whole, source, plan.weight_format)
 
     if plan.runtime == AUTO:
         target = settle(plan, model, on_torch, on_openvino)
@@ -149,16 +149,13 @@ def load_pair(
     return pair(head, ea_model=head_source.name, folder=head_source.folder, head_dtype=drafts_in)
 
 
-def compile_target(
-    model: PreTrainedModel, source: TargetSource, weight_format: str, keeps_blocks: bool
-) -> TargetModel:
-    """Return a model in float32 as a target that OpenVINO computes; keeps_blocks: see Plan."""
+def compile_target(model: PreTrainedModel, source: TargetSource, weight_format: str) -> TargetModel:
+    """Return a model in float32 as a target that OpenVINO computes."""
     show_progress(
         f"preparing {source.name} in {weight_format} for OpenVINO; the first time takes half a minute ..."
     )
     own = None
-    if keeps_blocks:
-        assert source.gguf_file is not None
+    if source.gguf_file is not None and weight_format in OWN_BLOCKS:
         own = GGUFBlocks(source.folder / source.gguf_file)
     return TargetModel(model, runtime=OpenVINO(weight_format, own))
 
@@ -200,9 +197,7 @@ def load_draft_model(
         draft = TargetModel(model, target.stepper if model.device == target.device else EAGER)
     else:
         few_bits = runtime.weight_format == PACKED and source.gguf_file is None
-        weight_format = INT8 if few_bits else runtime.weight_format
-        keeps_blocks = source.gguf_file is not None and weight_format in (FLOAT32, PACKED)
-        draft = compile_target(model, source, weight_format, keeps_blocks)
+        draft = compile_target(model, source, INT8 if few_bits else runtime.weight_format)
     return DraftModelSpec.for_target(draft, target)
 
 

@@ -26,9 +26,9 @@ from eagle_fsd.runtime.openvino.network import (
 from eagle_fsd.runtime.openvino.variants import Variants
 from eagle_fsd.runtime.openvino.weight_formats import (
     BFLOAT16,
-    FLOAT32,
     FORMATS,
     INT8,
+    OWN_BLOCKS,
     PACKED,
     Blocks,
     Encoder,
@@ -43,9 +43,6 @@ DRAFT = ("head", "draft_lm_head")  # the names of networks that only draft
 @dataclass
 class OpenVINO:
     """Compiles networks for the CPU. weight_format: one of FORMATS. packed: finds a file's own blocks.
-
-    In float32, weights that a file has in blocks are read as these and multiplied as the numbers that they
-    stand for: nothing is rounded, and a step reads an eighth of the bytes.
 
     weight_bytes: of all that was compiled so far. threads: of its own; as many as torch has by default.
     """
@@ -96,9 +93,8 @@ class OpenVINO:
         """
         if self.weight_format == INT8:
             return round_to_int8(weight)
-        if self.weight_format not in (FLOAT32, PACKED):
-            return None
-        own = None if self.packed is None else self.packed(weight)
+        keeps_blocks = self.packed is not None and self.weight_format in OWN_BLOCKS
+        own = self.packed(weight) if keeps_blocks else None
         return round_to_int8(weight) if own is None and draft and self.weight_format == PACKED else own
 
     def _graph(
