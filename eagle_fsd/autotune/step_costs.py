@@ -35,7 +35,8 @@ BEAMS = (1, 2, 4, 8, 10)
 LEVELS = 5  # a draft of this many levels is timed, to get the cost of each level after the first
 WIDE = (max(WIDTHS), max(DEPTHS), max(BEAMS))  # nodes, depth, top_k of the observed tree
 NEW_TOKENS = 80  # of each observed text
-TIMED_TOKENS = 16  # of each text that only times accept and keep
+TIMED_TOKENS = 32  # of each text that only times accept and keep
+TIMED_TREES = ((3, 2, 1), (16, 5, 8))  # nodes, depth, top_k: accept and keep take longer for more nodes
 LONGEST = 20.0  # seconds that texts are observed; the step that is running is finished
 SHORTEST = 128  # contexts up to this length cost the same
 
@@ -158,23 +159,25 @@ def measure_overhead(
     rule: AcceptanceRule,
     sampling: SamplingConfig,
 ) -> tuple[StepOverhead, float]:
-    """Time the work of a step beside its forwards, with a draft of usual size and without one.
+    """Time the work of a step beside its forwards, with a small draft, with a usual one, and without one.
 
     beam: the widest beam that the head drafts. The time depends on the kind of rule and on which warpers are
     on, and not on a threshold, the temperature, or the values of top-k and top-p. The second value is the
-    disagreement of two runs.
+    disagreement of two runs. A run before them is not counted: graphs are compiled in it.
     """
-    ways = {
-        "drafted": (drafting, TreeConfig.within(16, 5, min(8, beam))),
-        "plain": (NoDrafter(target.vocab_size), TreeConfig(1)),
-    }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(2):
-        for name, (spec, tree) in ways.items():
+    plain = TreeConfig(1)
+    trees = [TreeConfig.within(nodes, depth, min(top_k, beam)) for nodes, depth, top_k in TIMED_TREES]
+    found: dict[TreeConfig, list[float]] = {tree: [] for tree in (*trees, plain)}
+    for counted in (False, True, True):
+        for tree, seconds in found.items():
+            spec = NoDrafter(target.vocab_size) if tree is plain else drafting
             prompts = [[0] * 4] * batch
-            found[name].append(decode_sample(target, spec, prompts, rule, sampling, tree, TIMED_TOKENS))
-    overhead = StepOverhead(**{name: statistics.median(seconds) for name, seconds in found.items()})
-    return overhead, disagreement(found["drafted"])
+            median = decode_sample(target, spec, prompts, rule, sampling, tree, TIMED_TOKENS)
+            if counted:
+                seconds.append(median)
+    median_of = {tree.total_tokens: statistics.median(seconds) for tree, seconds in found.items()}
+    overhead = StepOverhead(plain=median_of.pop(plain.total_tokens), drafted=median_of)
+    return overhead, max(disagreement(found[tree]) for tree in trees)
 
 
 def star_tree(roots: Tensor, width: int, vocab_size: int) -> DraftTree:

@@ -177,8 +177,8 @@ class TreeChooser:
             return found, self.is_idle(spread) and has_stable_repr(rule)
 
         setting = (min(8, beam), batch, overhead_kind(rule), warpers(sampling))
-        key = record_key("rest", self.models, self.machine, *setting)
-        return self.recall_or_measure(key, measure, dataclasses.asdict, lambda found: StepOverhead(**found))
+        key = record_key("overhead", self.models, self.machine, *setting)
+        return self.recall_or_measure(key, measure, overhead_to_json, overhead_from_json)
 
     def announce(self) -> None:
         """Log once in a process why nothing happens for a while."""
@@ -282,6 +282,17 @@ def forwards_from_json(found: dict[str, Any]) -> Forwards:
     if verify.keys() != {1, *WIDTHS} or not draft:
         raise ValueError(f"widths {sorted(verify)} and beams {sorted(draft)} are not what is measured")
     return Forwards(verify, draft)
+
+
+def overhead_to_json(found: StepOverhead) -> dict[str, Any]:
+    return {"drafted": list(found.drafted.items()), "plain": found.plain}
+
+
+def overhead_from_json(found: dict[str, Any]) -> StepOverhead:
+    drafted = {int(nodes): positive(seconds) for nodes, seconds in found["drafted"]}
+    if len(drafted) < 2:
+        raise ValueError(f"{sorted(drafted)} are too few sizes of trees for a line")
+    return StepOverhead(drafted, positive(found["plain"]))
 
 
 def positive(seconds: object) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -44,9 +45,12 @@ class Observation:
 
 @dataclass(frozen=True)
 class StepOverhead:
-    """Seconds that accept and keep take in a step of one batch size, with a draft tree and without one."""
+    """Seconds that accept and keep take in a step of one batch size, with a draft tree and without one.
 
-    drafted: float
+    drafted: by the number of the tree's nodes, at least two of them.
+    """
+
+    drafted: dict[int, float]
     plain: float
 
 
@@ -67,25 +71,27 @@ class Costs:
     """Seconds of a step's parts, for one batch size and context.
 
     verify: by width, 1 among them. draft: by beam, of the first level and of each further one. overhead: of
-    accept and keep. plain: of a whole step without a draft.
+    accept and keep, by width. plain: of a whole step without a draft.
     """
 
     verify: dict[int, float]
     draft: dict[int, tuple[float, float]]
-    overhead: float
+    overhead: dict[int, float]
     plain: float
 
     def step_seconds(self, nodes: int, levels: int, top_k: int) -> float:
         """Return the seconds of a step that drafts `levels` levels and verifies `nodes` nodes."""
         first, further = self.draft[top_k]
-        return first + further * (levels - 1) + self.verify_seconds(nodes) + self.overhead
+        return first + further * (levels - 1) + at_width(self.verify, nodes) + at_width(self.overhead, nodes)
 
-    def verify_seconds(self, nodes: int) -> float:
-        """Return the seconds of a verify forward, interpolated between the two nearest measured widths."""
-        above = min(width for width in self.verify if width >= nodes)
-        below = max(width for width in self.verify if width <= nodes)
-        part = (nodes - below) / (above - below) if above > below else 0.0
-        return (1 - part) * self.verify[below] + part * self.verify[above]
+
+def at_width(measured: Mapping[int, float], width: float) -> float:
+    """Return the seconds of a width, on the line through the two measured ones beside it."""
+    widths = sorted(measured)
+    place = min(max(bisect_left(widths, width), 1), len(widths) - 1)
+    below, above = widths[place - 1], widths[place]
+    part = (width - below) / (above - below)
+    return max(0.0, (1 - part) * measured[below] + part * measured[above])
 
 
 @dataclass(frozen=True)

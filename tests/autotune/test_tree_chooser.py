@@ -24,7 +24,9 @@ from eagle_fsd.autotune.tree_chooser import (
     observation_kind,
     observations_from_json,
     observations_to_json,
+    overhead_from_json,
     overhead_kind,
+    overhead_to_json,
 )
 from eagle_fsd.autotune.tree_search import Choice, Observation
 from eagle_fsd.core.config import SamplingConfig as Sampling
@@ -57,7 +59,7 @@ def fake_measurement(name: str, *parts: Any) -> Any:
     if name == "observe":
         return [Observation([-1, 0, 0, 1], [0, 1, 1, 2], [0.0, -0.1, -2.5, -0.2], [1, 3])]
     if name == "measure_overhead":
-        return step_costs.StepOverhead(drafted=0.25, plain=0.125), 0.0
+        return step_costs.StepOverhead(drafted={3: 0.25, 16: 0.5}, plain=0.125), 0.0
     verify = {width: 1 + 0.01 * width for width in (1, *WIDTHS)}
     return step_costs.Forwards(verify, dict.fromkeys(parts[2], (0.25, 0.125))), 0.0
 
@@ -266,6 +268,8 @@ def test_what_was_measured_is_read_back_as_it_was() -> None:
     assert observations_from_json(json.loads(json.dumps(observations_to_json(seen)))) == seen
     forwards = step_costs.Forwards(dict.fromkeys((1, *WIDTHS), 0.5), {1: (0.25, 0.0), 8: (0.5, 0.125)})
     assert forwards_from_json(json.loads(json.dumps(forwards_to_json(forwards)))) == forwards
+    overhead = step_costs.StepOverhead({3: 0.25, 16: 0.5}, 0.125)
+    assert overhead_from_json(json.loads(json.dumps(overhead_to_json(overhead)))) == overhead
 
 
 OLD = {"0123456789abcdef01234567": asdict(Choice(TreeConfig(4, 3, 2), 2.0, 3.0, 1.0))}

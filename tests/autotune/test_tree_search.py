@@ -24,6 +24,7 @@ from eagle_fsd.autotune.tree_search import (
     Costs,
     Observation,
     TreeObserver,
+    at_width,
     choose,
     predict_step,
     regrow,
@@ -132,7 +133,7 @@ MISS = replace(CHAIN, path=[])
 def costs(verify: float = 0.001, level: float = 0.1, overhead: float = 0.0) -> Costs:
     """Return costs of 1 for a verify forward, `verify` more per node, and `level` for a draft level."""
     widths = {width: 1 + verify * (width - 1) for width in (1, *WIDTHS)}
-    return Costs(widths, {1: (level, level), 2: (level, level)}, overhead, plain=1.0)
+    return Costs(widths, {1: (level, level), 2: (level, level)}, {3: overhead, 16: overhead}, plain=1.0)
 
 
 def promise(
@@ -165,7 +166,9 @@ UNSURE = Observation(  # the first child is worth no more than what else there i
 
 def test_an_unsure_draft_is_cut_and_a_sure_one_is_not() -> None:
     """Nodes need min_confidence, and parents twice that. A batch's step is as large as its largest row's."""
-    price = Costs({width: float(width) for width in (1, *WIDTHS)}, {2: (100.0, 100.0)}, 0.0, plain=1.0)
+    price = Costs(
+        {width: float(width) for width in (1, *WIDTHS)}, {2: (100.0, 100.0)}, {3: 0.0, 16: 0.0}, plain=1.0
+    )
     for confidence, nodes, levels, tokens in (
         *[(0.0, 7, 3, 4), (0.01, 7, 3, 4), (0.04, 5, 3, 4), (0.05, 4, 2, 3), (0.08, 3, 1, 2)],
         *[(0.1, 3, 1, 2), (0.13, 2, 1, 2), (0.2, 1, 1, 1)],
@@ -180,9 +183,10 @@ def test_an_unsure_draft_is_cut_and_a_sure_one_is_not() -> None:
 
 
 def test_a_size_between_two_widths_costs_in_proportion() -> None:
-    price = Costs({1: 1.0, 4: 4.0, 8: 6.0}, {1: (0.5, 0.25)}, 0.125, plain=1.0)
-    assert [price.verify_seconds(nodes) for nodes in (1, 2, 4, 6, 8)] == [1.0, 2.0, 4.0, 5.0, 6.0]
-    assert price.step_seconds(6, 3, 1) == 0.5 + 2 * 0.25 + 5.0 + 0.125
+    price = Costs({1: 1.0, 4: 4.0, 8: 6.0}, {1: (0.5, 0.25)}, {3: 0.125, 7: 0.625}, plain=1.0)
+    assert [at_width(price.verify, nodes) for nodes in (1, 2, 4, 6, 8)] == [1.0, 2.0, 4.0, 5.0, 6.0]
+    assert [at_width(price.overhead, nodes) for nodes in (2, 3, 5, 7, 9)] == [0, 0.125, 0.375, 0.625, 0.875]
+    assert price.step_seconds(6, 3, 1) == 0.5 + 2 * 0.25 + 5.0 + 0.5
 
 
 def test_a_tree_may_be_cut_where_that_is_faster() -> None:
@@ -265,7 +269,8 @@ def test_costs_are_of_every_width_and_beam() -> None:
     model = engine()
     found = measure_costs(model.target, model.drafter, [1, 4], 2, 64, Lossless(), GREEDY)
     assert set(found.verify) == {1, *WIDTHS} and set(found.draft) == {1, 4}
-    assert min(found.verify.values()) > 0 and found.overhead > 0 and found.plain > found.verify[1]
+    assert min(found.verify.values()) > 0 and min(found.overhead.values()) > 0
+    assert set(found.overhead) == {3, 16} and found.plain > found.verify[1]
     assert found.step_seconds(8, 3, 4) > found.verify[8]
 
 

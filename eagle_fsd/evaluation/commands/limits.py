@@ -70,4 +70,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(f"\ndrafts over {drafted} tokens behind {contexts[0]}: first level, each further one")
     for beam, (first, further) in costs.draft.items():
         say(f"  beam {beam}: {1000 * first:.1f}, {1000 * further:.1f}")
-    say(f"accept and keep: {1000 * costs.overhead:.1f}; a step without a draft: {1000 * costs.plain:.1f}")
+    rest = ", ".join(f"{1000 * seconds:.1f} of {nodes} nodes" for nodes, seconds in costs.overhead.items())
+    say(f"accept and keep: {rest}; a step without a draft: {1000 * costs.plain:.1f}")
