@@ -49,6 +49,7 @@ from eagle_fsd.version import __version__
 logger = logging.getLogger(__name__)
 
 NARROW = 4  # a relaxed rule is observed separately with each beam up to this width
+METHOD = 2  # raise it when measurements or the choice change: trees that were chosen before are chosen anew
 
 Measured = TypeVar("Measured")
 
@@ -108,7 +109,7 @@ class TreeChooser:
             return choice, self.may_remember
 
         setting = (repr(wanted), observation_kind(rule), warpers(sampling), batch, context)
-        key = record_key("choice", self.models, self.machine, *setting)
+        key = record_key(f"choice {METHOD}", self.models, self.machine, *setting)
         return self.recall_or_measure(key, choose_now, dataclasses.asdict, choice_from_json)
 
     def compute_choice(
