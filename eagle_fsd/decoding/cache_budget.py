@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.decoding.loop import Batch
 from eagle_fsd.decoding.request import Text
 from eagle_fsd.drafting.tree_growth import slots_per_row
-from eagle_fsd.target.session import TargetSession
 
 
 class CacheBudget:
@@ -46,10 +46,16 @@ class CacheBudget:
         together = self.of_batch([*active, *joining])
         return together + self.of_batch(joining) if active else together
 
-    @staticmethod
-    def of_session(session: TargetSession) -> int:
-        """Return the slots that a session has been given."""
-        return session.cache.rows * session.cache.capacity
+    def of_batches_now(self, batch: Batch | None, joining: Sequence[Text]) -> int:
+        """Return the same for a batch as it is: with memory and rows that texts left behind.
+
+        batch: None if there is none with an unfinished text.
+        """
+        if batch is None:
+            return self.of_batch(joining)
+        rows = max(batch.target.cache.rows, len(batch.active) + len(joining))
+        longest_row = max(map(self.of_text, [*batch.texts, *joining]))
+        return rows * max(batch.target.cache.capacity, longest_row) + self.of_batch(joining)
 
     def require(self, text: Text) -> None:
         """Raise ValueError for a text that does not fit on its own."""

@@ -111,6 +111,11 @@ class Scheduler:
         return [] if self.batch is None else self.batch.active
 
     @property
+    def _running(self) -> Batch | None:
+        """The batch, if any of its texts is not done."""
+        return self.batch if self.decoding else None
+
+    @property
     def busy(self) -> bool:
         """Whether any text is waiting, being read or being decoded."""
         return bool(self.waiting or self.reading or self.decoding)
@@ -193,12 +198,6 @@ class Scheduler:
         if self.batch is None:
             self.batch = joining
             return
-        if self.budget.limit is not None:
-            cache, new = self.batch.target.cache, joining.target.cache
-            rows = max(cache.rows, len(self.batch.active) + len(joining.texts))
-            slots = rows * max(cache.capacity, new.capacity) + self.budget.of_session(joining.target)
-            if slots + self.prefixes.slots > self.budget.limit:
-                self._tighten()
         self.batch.join(joining)
 
     def _tighten(self) -> None:
@@ -231,10 +230,14 @@ class Scheduler:
         """Return whether there are slots for more texts, once kept texts have made room for them."""
         if self.budget.limit is None:
             return True
-        needed = self.budget.of_batches(self.decoding, texts)
-        if needed > self.budget.limit:
+        limit, needed = self.budget.limit, self.budget.of_batches(self.decoding, texts)
+        if needed > limit:
             return False
-        self.prefixes.shrink(self.budget.limit - needed)
+        now = self.budget.of_batches_now(self._running, texts)
+        if now > needed and now + self.prefixes.slots > limit:
+            self._tighten()
+            now = needed
+        self.prefixes.shrink(limit - now)
         return True
 
     def _find_prefix(self, text: Text) -> tuple[KeptText, int] | None:
@@ -254,15 +257,8 @@ class Scheduler:
             return
         slots, room = self.budget.of_tokens(len(tokens)), self.prefixes.limit
         if self.budget.limit is not None:
-            room = self.budget.limit - self._taken()
+            reading = [] if self.reading is None else self.reading.texts
+            room = self.budget.limit - self.budget.of_batches_now(self._running, reading)
         if self.prefixes.prepare(tokens, slots, room):
             saved = session.save_row(row, len(tokens) - 1)
             self.prefixes.texts.append(KeptText(host_tokens(tokens), slots, saved, drafted))
-
-    def _taken(self) -> int:
-        """Return the slots that texts have, or may still take; a batch about to be freed has none."""
-        active, reading = self.decoding, self.reading
-        given = self.budget.of_session(self.batch.target) if self.batch is not None and active else 0
-        if reading is not None:
-            given += self.budget.of_session(reading.workspace.session)
-        return max(given, self.budget.of_batches(active, [] if reading is None else reading.texts))

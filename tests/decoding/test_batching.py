@@ -14,10 +14,8 @@ from support.tiny_models import VOCAB, prompts_of, tiny_head, tiny_model
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.decoding import prefill as prefill_module
 from eagle_fsd.decoding import prefix_cache
-from eagle_fsd.decoding.prefill import PromptReader, prefill
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import CANCELLED, Scheduler
-from eagle_fsd.decoding.workspace import make_workspace
 from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.drafting.drafter import DrafterSpec, NoDrafter
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec
@@ -83,8 +81,10 @@ def alone(name: str, one: Text) -> list[int]:
     """Return the engine's tokens for the text on its own."""
     sampling = one.terms.sampling
     options = {"temperature": sampling.temperature, "top_k": sampling.top_k, "rule": one.terms.rule}
+    ids = torch.tensor([list(one.prompt)])
     made = engine(name).generate(
-        [one.prompt],
+        ids,
+        torch.ones_like(ids),  # a turn's tokens may be the pad token's, which is no padding here
         max_new_tokens=one.limit,
         tree=TREE,
         seed=[one.stream],
@@ -158,10 +158,10 @@ def random_run(name: str, seed: int, count: int, monkeypatch: pytest.MonkeyPatch
     while len(texts) < count or scheduler.busy:
         if len(texts) < count and rng.random() < 0.4:
             prompt = prompts_of([rng.choice([1, 2, 5, 9, 14, 30, 50])], seed=len(texts))[0]
-            if texts and rng.random() < 0.6:  # a next turn, or another end of a prompt
-                before = rng.choice(texts)
-                history = [*before.prompt, *found.get(before, [])]
-                prompt = (history[: rng.randint(1, len(history))] + prompt)[:70]
+            if texts and rng.random() < 0.7:  # a next turn, or another end of a prompt
+                before = rng.choice([one for one in texts if one.done] or texts)
+                history = [*before.prompt, *found[before]]
+                prompt = (history[: rng.choice([len(history), rng.randint(1, len(history))])] + prompt)[:70]
             texts.append(text(len(texts), prompt, rng.randint(1, 24)))
             found[texts[-1]] = []
             scheduler.admit(texts[-1])
