@@ -353,6 +353,51 @@ def test_the_next_turn_reads_only_what_is_new(name: str, monkeypatch: pytest.Mon
     assert read[2] == 13, "fewer than LEAST tokens are read"
 
 
+def require_same_slots(mine: SavedRow, its: SavedRow) -> None:
+    """Assert that two saved rows have the same keys and values, up to rounding."""
+    assert mine.slots == its.slots and mine.parts.keys() == its.parts.keys()
+    for layer, tensors in mine.parts.items():
+        for one, other in zip(tensors, its.parts[layer], strict=True):
+            if one.ndim == 5:  # in blocks: [M, blocks, H, BLOCK, D]
+                one, other = (x.permute(0, 2, 1, 3, 4).flatten(2, 3) for x in (one, other))
+            torch.testing.assert_close(
+                one[..., : mine.slots, :], other[..., : mine.slots, :], atol=2e-3, rtol=1e-3
+            )
+
+
+@every_drafter
+def test_what_is_kept_of_a_row_is_what_its_text_would_store(name: str) -> None:
+    """Of every row, whichever texts left before it, and whether it ended or was retired."""
+    scheduler, found = scheduler_of(name, prefix_tokens=4096, slice_tokens=None), {}
+    texts = [text(4 * number, prompt, 20) for number, prompt in enumerate(prompts_of([20, 26, 19, 23]))]
+    texts[1].limit = 6
+    for one in texts:
+        scheduler.admit(one)
+    for _ in range(5):
+        for one, tokens in scheduler.step().items():
+            found.setdefault(one, []).extend(tokens)
+    scheduler.retire(texts[2])
+    drain(scheduler, found)
+    kept = sorted(scheduler.prefixes.texts, key=lambda one: found_in(texts, one))
+    assert len(kept) == 4
+    for one, its in zip(texts, kept, strict=True):
+        tokens = its.tokens.tolist()
+        assert tokens == [*one.prompt, *found[one]][: len(tokens)] and len(tokens) > len(one.prompt)
+        fresh = read_whole(scheduler, its.tokens[None])
+        with torch.inference_mode():
+            require_same_slots(its.target, fresh.session.save_row(0, len(tokens) - 1))
+            if isinstance(fresh.drafter, Resumable):
+                again = fresh.drafter.save_row(0, len(tokens))
+                assert again is not None and its.drafter is not None
+                for mine, new in zip(its.drafter, again, strict=True):
+                    require_same_slots(mine, new)
+
+
+def found_in(texts: Sequence[Text], kept: KeptText) -> int:
+    """Return the number of the text that was kept."""
+    return next(one.number for one in texts if list(one.prompt) == kept.tokens.tolist()[: len(one.prompt)])
+
+
 class AtOnce:
     """A drafter that reads every prompt at once, whatever the one inside can do."""
 
