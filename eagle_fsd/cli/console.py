@@ -62,7 +62,9 @@ COMMANDS: dict[str, Command | Group] = {
             "calibrate": Command(f"{EVAL}.calibrate:main", "find thresholds for budgets of quality"),
             "exchange": Command(f"{EVAL}.exchange:main", "compare what rules gain with what they cost"),
             "limits": Command(f"{EVAL}.limits:main", "measure how fast the hardware could be at best"),
-            "second-turn": Command(f"{EVAL}.second_turn:main", "time a chat's next turn, kept or read anew"),
+            "second-turn": Command(
+                "eagle_fsd.evaluation.second_turn:main", "time a chat's next turn, kept or read anew"
+            ),
             "repeating-prompts": Command(
                 "eagle_fsd.evaluation.repeating_prompts:main",
                 "make prompts whose answers repeat most of the prompt",

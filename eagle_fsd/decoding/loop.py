@@ -20,7 +20,7 @@ from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import HEAD, DraftTree
-from eagle_fsd.decoding.prefill import prefill
+from eagle_fsd.decoding.prompts.prefill import prefill
 from eagle_fsd.decoding.request import Observer, Request, Terms, Text
 from eagle_fsd.drafting.drafter import Drafter, NextTokens, Seen
 from eagle_fsd.target.session import TargetSession

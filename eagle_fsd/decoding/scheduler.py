@@ -16,11 +16,11 @@ from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.stats import Stopwatch
-from eagle_fsd.decoding.cache_budget import CacheBudget, longest
 from eagle_fsd.decoding.loop import Batch
-from eagle_fsd.decoding.prefill import LISTED
-from eagle_fsd.decoding.prefix_cache import KeptText, PrefixCache, host_tokens
-from eagle_fsd.decoding.reading import Reading, unique_prompts
+from eagle_fsd.decoding.prompts.cache_budget import CacheBudget, longest
+from eagle_fsd.decoding.prompts.prefill import LISTED
+from eagle_fsd.decoding.prompts.prefix_cache import KeptText, PrefixCache, host_tokens
+from eagle_fsd.decoding.prompts.reading import Reading, unique_prompts
 from eagle_fsd.decoding.request import Text
 from eagle_fsd.decoding.workspace import Workspace, make_workspace
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, Needs, NoDrafter, Resumable

@@ -17,11 +17,11 @@ from eagle_fsd.acceptance.accept import Verdict
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.decoding import prefill as prefill_module
-from eagle_fsd.decoding import prefix_cache
 from eagle_fsd.decoding.loop import keep
-from eagle_fsd.decoding.prefill import PromptReader, prefill
-from eagle_fsd.decoding.prefix_cache import KeptText, PrefixCache
+from eagle_fsd.decoding.prompts import prefill as prefill_module
+from eagle_fsd.decoding.prompts import prefix_cache
+from eagle_fsd.decoding.prompts.prefill import PromptReader, prefill
+from eagle_fsd.decoding.prompts.prefix_cache import KeptText, PrefixCache
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import CANCELLED, Scheduler
 from eagle_fsd.decoding.workspace import Workspace, make_workspace

@@ -8,7 +8,7 @@ import pytest
 from support.tiny_models import tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, TreeConfig
-from eagle_fsd.evaluation.commands import second_turn as script
+from eagle_fsd.evaluation import second_turn as script
 from eagle_fsd.target.model import TargetModel
 
 

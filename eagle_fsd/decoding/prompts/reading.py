@@ -11,8 +11,8 @@ from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import Stopwatch
 from eagle_fsd.decoding.loop import Batch
-from eagle_fsd.decoding.prefill import PromptReader, prefill
-from eagle_fsd.decoding.prefix_cache import KeptText
+from eagle_fsd.decoding.prompts.prefill import PromptReader, prefill
+from eagle_fsd.decoding.prompts.prefix_cache import KeptText
 from eagle_fsd.decoding.request import Text
 from eagle_fsd.decoding.workspace import Workspace
 from eagle_fsd.drafting.drafter import Resumable
