@@ -83,9 +83,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--lookup",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="also draft what the text repeats, in one tree with the head's drafts; with --ea-model none: "
-        "look all drafts up, in the text and in the target's own earlier distributions, for any target",
+        "look all drafts up, in the text and in the target's own earlier distributions, for any target "
+        "(default: on a CPU, beside the shipped head)",
     )
     group.add_argument(
         "--draft-model",
