@@ -23,7 +23,8 @@ WINGS = [
     {"engine"},
     {"cli", "evaluation", "storage"},
     {"training"},  # which measures the heads that it trains
-    {"integrations", "generate"},
+    {"integrations", "generate", "serving"},
+    {"serve"},
 ]
 RANK = {wing: rank for rank, line in enumerate(WINGS) for wing in line}
 
