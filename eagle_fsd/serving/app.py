@@ -28,7 +28,6 @@ from eagle_fsd.serving.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Generation,
     TokenizeRequest,
     Unsupported,
 )
@@ -65,7 +64,7 @@ class Service:
 
     def __init__(self, model: EagleFSD, settings: Settings) -> None:
         require_tokenizer(model.tokenizer)
-        self.model, self.settings = model, settings
+        self.model, self.settings, self.tokenizer = model, settings, model.tokenizer
         self.limits = settings.limits
         self.metrics = Metrics()
         self.worker = Worker(model, settings.tree, self.limits.max_rows, self.limits.max_queue, self.metrics)
@@ -93,7 +92,7 @@ class Service:
                 limit=choice.limit,
                 terms=choice.terms,
                 stream=(seed, place),
-                written=StreamedText(self.model.tokenizer, body.stop, () if chat else prompt),
+                written=StreamedText(self.tokenizer, body.stop, () if chat else prompt),
                 tell=feed.teller(place),
                 wants_origins=body.return_token_origins,
             )
@@ -121,7 +120,7 @@ class Service:
             message = f"model is {name!r}: this server has {self.settings.name!r}; name that, or leave it out"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def encode(self, body: Generation) -> list[list[int]]:
+    def encode(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
         """Return the prompts' token ids. Raises ApiError for one that is none, or too long."""
         if isinstance(body, ChatRequest):
             name, prompts = "messages", [self.chat_ids(body)]
@@ -139,7 +138,7 @@ class Service:
             require_unicode(turn["content"], "messages")
         try:
             with self._encoding:
-                return encode_chat(self.model.tokenizer, turns)[0].tolist()
+                return encode_chat(self.tokenizer, turns)[0].tolist()
         except ValueError as error:
             raise ApiError(400, one_line(error), "messages") from error
 
@@ -149,8 +148,8 @@ class Service:
         require_unicode(prompt, "prompt")
         with self._encoding:
             if special:
-                return encode(self.model.tokenizer, prompt, raw=True)[0].tolist() if prompt else []
-            return self.model.tokenizer.encode(prompt, add_special_tokens=False)
+                return encode(self.tokenizer, prompt, raw=True)[0].tolist() if prompt else []
+            return self.tokenizer.encode(prompt, add_special_tokens=False)
 
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         self.require_model(body.model)
@@ -163,7 +162,7 @@ class Service:
         if body.tokens:
             self.choose.require_prompt(body.tokens, "tokens")
         with self._encoding:
-            return {"prompt": self.model.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
+            return {"prompt": self.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
 
     @property
     def card(self) -> dict[str, Any]:
@@ -205,7 +204,7 @@ def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
     app.state.service = service
     add_routes(app, service)
     add_error_handlers(app)
-    routes = {route.path for route in app.routes}
+    routes = {getattr(route, "path", "") for route in app.routes}
     app.add_middleware(
         Gate,
         key=settings.key,

@@ -51,8 +51,8 @@ class Gate:
         except ApiError as error:
             await error.response()(scope, receive, count_and_send)
         except asyncio.TimeoutError:
-            error = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s: send it faster")
-            await error.response()(scope, receive, count_and_send)
+            late = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s: send it faster")
+            await late.response()(scope, receive, count_and_send)
         except ClientLeft:
             pass
         else:
@@ -68,7 +68,8 @@ class Gate:
         said = headers.get(b"content-length", b"")
         if said.isdigit() and int(said) > DRAINED * self.max_body:
             raise too_large(self.max_body)
-        parts, length, more = [], 0, True
+        parts: list[bytes] = []
+        length, more = 0, True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -77,7 +78,10 @@ class Gate:
             length += len(part)
             if length > DRAINED * self.max_body:
                 break
-            parts = [*parts, part] if length <= self.max_body else []
+            if length <= self.max_body:
+                parts.append(part)
+            else:
+                parts.clear()
         if length > self.max_body:
             raise too_large(self.max_body)
         return b"".join(parts)

@@ -251,7 +251,7 @@ class CompletionRequest(Generation):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+        return self.prompt
 
 
 class TokenizeRequest(Strict):

@@ -95,7 +95,7 @@ class ObservedScheduler(Scheduler):
     _batch: Batch | None = None
 
     @property
-    def batch(self) -> Batch | None:  # type: ignore[override]
+    def batch(self) -> Batch | None:
         return self._batch
 
     @batch.setter
