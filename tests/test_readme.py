@@ -60,6 +60,9 @@ SCRIPTS = [line for line in COMMANDS if re.match(r"python (train|eval)/(?!harnes
 HARNESS = [line for line in COMMANDS if line.startswith("python eval/harness.py ")]  # see test_harness
 DRAWN = [line for line in COMMANDS if line.startswith("python docs/")]  # see the tests of what they write
 STORAGE = [line for line in COMMANDS if line == "python -m eagle_fsd.storage"]
+SERVE = [
+    line for line in COMMANDS if re.match(r"(python -m eagle_fsd\.serve|curl) ", line)
+]  # see tests/serving
 SET_UP = [line for line in COMMANDS if re.match(r"pip install |source |echo '[^|]*' > prompts\.jsonl$", line)]
 
 TOY = {  # sizes at which a command does all that it does, in seconds; a later flag overrides the page's
@@ -100,7 +103,7 @@ def arguments(line: str) -> list[str]:
 
 
 def test_every_command_is_of_a_kind_that_is_tested() -> None:
-    known = [*MAKE, *GENERATE, *SCRIPTS, *HARNESS, *DRAWN, *STORAGE, *SET_UP]
+    known = [*MAKE, *GENERATE, *SCRIPTS, *HARNESS, *DRAWN, *STORAGE, *SERVE, *SET_UP]
     assert [line for line in COMMANDS if line not in known] == []
     assert {"make demo", "make test"} <= set(MAKE)
     readme = "".join(blocks(README, "bash"))
@@ -161,7 +164,9 @@ def test_the_readmes_python(smollm2: Any, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page, "python")], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES[1:] if blocks(page, "python") and page.stem != "serve"], ids=name_of
+)
 def test_the_pages_python(page: Path, smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page's blocks run one after the other; the engine that is loaded already stands in for theirs."""
     signature = inspect.signature(EagleFSD.from_pretrained)
