@@ -24,7 +24,7 @@ WINGS = [
     {"cli", "evaluation", "storage"},
     {"training"},  # which measures the heads that it trains
     {"integrations", "generate", "serving"},
-    {"serve"},
+    {"serve", "chat"},
 ]
 RANK = {wing: rank for rank, line in enumerate(WINGS) for wing in line}
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from eagle_fsd import EagleFSD, generate, hub
+from eagle_fsd import EagleFSD, chat, generate, hub
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.evaluation.repeating_prompts import PASSAGES
 from eagle_fsd.evaluation.weight_formats import command as weight_formats
@@ -63,6 +63,7 @@ STORAGE = [line for line in COMMANDS if line == "python -m eagle_fsd.storage"]
 SERVE = [
     line for line in COMMANDS if re.match(r"(python -m eagle_fsd\.serve|curl) ", line)
 ]  # see tests/serving
+CHAT = [line for line in COMMANDS if line.startswith("python -m eagle_fsd.chat")]
 SET_UP = [line for line in COMMANDS if re.match(r"pip install |source |echo '[^|]*' > prompts\.jsonl$", line)]
 
 TOY = {  # sizes at which a command does all that it does, in seconds; a later flag overrides the page's
@@ -103,7 +104,7 @@ def arguments(line: str) -> list[str]:
 
 
 def test_every_command_is_of_a_kind_that_is_tested() -> None:
-    known = [*MAKE, *GENERATE, *SCRIPTS, *HARNESS, *DRAWN, *STORAGE, *SERVE, *SET_UP]
+    known = [*MAKE, *GENERATE, *SCRIPTS, *HARNESS, *DRAWN, *STORAGE, *SERVE, *CHAT, *SET_UP]
     assert [line for line in COMMANDS if line not in known] == []
     assert {"make demo", "make test"} <= set(MAKE)
     readme = "".join(blocks(README, "bash"))
@@ -219,6 +220,12 @@ def test_the_storage_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def drawn(script: str) -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "docs" / script))
+
+
+def test_the_chats_commands_parse() -> None:
+    for line in CHAT:
+        assert chat.build_parser().parse_args(shlex.split(line)[3:]).max_new_tokens == 1024
+    assert CHAT
 
 
 def test_the_flags_of_the_command_line_are_the_parsers() -> None:

@@ -13,7 +13,8 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
     pytest.importorskip(needed, reason=WITHOUT)
 
 from starlette.testclient import TestClient
-from support.serving import CHAT, NAME, chat_ids, settings, text_alone, tiny_engine
+from support.serving import settings
+from support.tiny_engine import CHAT, NAME, chat_ids, text_alone, tiny_engine
 
 from eagle_fsd import Fuzzy
 from eagle_fsd.serving.app import create_app

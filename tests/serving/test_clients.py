@@ -16,7 +16,8 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "openai"):
     pytest.importorskip(needed, reason=WITHOUT)
 
 import openai
-from support.serving import CHAT, NAME, chat_ids, running, settings, text_alone, tiny_engine, until
+from support.serving import running, settings, until
+from support.tiny_engine import CHAT, NAME, chat_ids, text_alone, tiny_engine
 
 from eagle_fsd import Fuzzy
 from eagle_fsd.decoding.loop import NonFiniteLogits

@@ -15,7 +15,8 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "openai"):
 
 import openai
 from starlette.testclient import TestClient
-from support.serving import running, settings, tiny_engine
+from support.serving import running, settings
+from support.tiny_engine import tiny_engine
 
 from eagle_fsd import serve
 from eagle_fsd.generate import UserError
