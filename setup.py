@@ -27,6 +27,7 @@ setup(
     package_data={
         "eagle_fsd": ["py.typed"],
         "eagle_fsd.evaluation.tasks": ["examples.json"],
+        "eagle_fsd.serving": ["page/*"],
         "eagle_fsd.weights": ["*/*.json", "*/*.safetensors", "*/README.md"],
     },
     install_requires=[

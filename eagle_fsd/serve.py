@@ -201,7 +201,9 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     if settings.key is None and host not in LOOPBACK:
         sys.stderr.write(f"warning: whoever reaches {host} may call: set {KEY_VARIABLE}\n")
-    sys.stderr.write(f"{settings.name} (tree {settings.tree}) answers at {url}/v1; Ctrl-C ends it\n")
+    sys.stderr.write(
+        f"{settings.name} (tree {settings.tree}) answers at {url}/v1, with a page at {url}/; Ctrl-C ends it\n"
+    )
     config = uvicorn.Config(
         create_app(model, settings),
         log_level="info" if verbose else "warning",

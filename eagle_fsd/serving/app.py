@@ -9,10 +9,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -40,7 +42,14 @@ if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
 
 logger = logging.getLogger(__name__)
-OPEN_PATHS = ("/health",)  # these need no API key
+OPEN_PATHS = ("/health", "/", "/page/")  # these and what is below the last need no API key
+PAGE = Path(__file__).with_name("page")
+PAGE_FILES = {"index.html": "text/html", "style.css": "text/css", "script.js": "text/javascript"}
+PAGE_HEADERS = {  # the page loads nothing from elsewhere, and no other page may frame it
+    "content-security-policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
 CLIENT_GONE = 499  # nobody reads it; it is counted
 
 
@@ -203,13 +212,14 @@ def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
     app = FastAPI(title="eagle_fsd", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     add_routes(app, service)
+    add_page(app)
     add_error_handlers(app)
     routes = {getattr(route, "path", "") for route in app.routes}
     app.add_middleware(
         Gate,
         key=settings.key,
         max_body=settings.limits.max_body,
-        is_open=lambda path: path in OPEN_PATHS,
+        is_open=lambda path: path in OPEN_PATHS or path.startswith(OPEN_PATHS[-1]),
         answered=lambda path, status: service.metrics.answered(path if path in routes else "other", status),
     )
     if settings.cors_origins:
@@ -253,6 +263,20 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     def metrics() -> Response:
         return Response(service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def add_page(app: FastAPI) -> None:
+    """Add the page at /, a chat that shows how every token came, from the package's own files."""
+
+    @app.get("/", include_in_schema=False)
+    def index() -> Response:
+        return page_file("index.html")
+
+    @app.get("/page/{name}", include_in_schema=False)
+    def page_file(name: str) -> Response:
+        if name not in PAGE_FILES:
+            raise HTTPException(404, "Not Found")
+        return FileResponse(PAGE / name, media_type=PAGE_FILES[name], headers=PAGE_HEADERS)
 
 
 def add_error_handlers(app: FastAPI) -> None:

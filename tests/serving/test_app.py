@@ -73,13 +73,13 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
     ids=["greedy", "sampled", "fuzzy", "tv"],
 )
 def test_a_text_is_the_engines_own_whole_and_streamed(client: TestClient, asked: Any, options: Any) -> None:
-    expected = text_alone(chat_ids(), max_new_tokens=30, **options)
-    whole = post(client, max_tokens=30, **asked).json()
+    expected = text_alone(chat_ids(), max_new_tokens=20, **options)
+    whole = post(client, max_tokens=20, **asked).json()
     assert whole["object"] == "chat.completion" and whole["model"] == NAME
     (choice,) = whole["choices"]
     assert choice["message"] == {"role": "assistant", "content": expected}
     assert choice["finish_reason"] == "length"
-    chunks = events(post(client, max_completion_tokens=30, stream=True, **asked))
+    chunks = events(post(client, max_completion_tokens=20, stream=True, **asked))
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == expected
@@ -357,7 +357,7 @@ def test_metrics_count_what_was_done() -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
     with client_of() as client:
-        answer = post(client, max_tokens=30, threshold=0.2).json()
+        answer = post(client, max_tokens=20, threshold=0.2).json()
         error_of(post(client, n=0), 400)
         page = client.get("/metrics")
     assert page.headers["content-type"].startswith("text/plain; version=")
@@ -367,7 +367,7 @@ def test_metrics_count_what_was_done() -> None:
         for sample in family.samples
     }
     timings = answer["timings"]
-    assert values["generation_tokens_total",] == 30
+    assert values["generation_tokens_total",] == 20
     assert values["prompt_tokens_total",] == len(chat_ids())
     assert values["spec_decode_num_drafts_total",] == timings["steps"]
     assert values["spec_decode_num_fuzzy_tokens_total",] == timings["fuzzy_accepts"] > 0
@@ -376,6 +376,6 @@ def test_metrics_count_what_was_done() -> None:
     assert values["request_success_total", "length"] == 1
     assert values["http_requests_total", URL, "200"] or values["http_requests_total", "200", URL]
     assert values["time_to_first_token_seconds_count",] == values["e2e_request_latency_seconds_count",] == 1
-    assert values["inter_token_latency_seconds_count",] + 3 >= 29
+    assert values["inter_token_latency_seconds_count",] + 3 >= 19
     assert values["num_requests_running",] == values["num_requests_waiting",] == 0
     assert values["step_seconds", "verify"] > 0

@@ -24,7 +24,7 @@ from eagle_fsd.decoding.loop import NonFiniteLogits
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.serving.choices import Limits
 
-LONG = {"model": NAME, "messages": CHAT, "max_tokens": 100}
+LONG = {"model": NAME, "messages": CHAT, "max_tokens": 60}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_clients_at_once_get_the_texts_that_they_get_alone(server: tuple[str, An
 
     def ask(number: int) -> tuple[str, str]:
         messages = [{"role": "user", "content": "x" * number}]
-        seed, limit, temperature = number, 10 + 9 * number, (0.0, 1.0)[number % 2]
+        seed, limit, temperature = number, 8 + 5 * number, (0.0, 1.0)[number % 2]
         threshold = (0.0, 0.2, 0.5)[number % 3]
         asked = {
             "model": NAME, "messages": messages, "max_tokens": limit, "seed": seed,
@@ -153,7 +153,7 @@ def test_a_client_that_does_not_read_holds_nobody_up(server: tuple[str, Any]) ->
             connection.close()
 
 
-@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("at", [1, 2])
 def test_logits_that_are_not_finite_end_one_text_and_its_neighbours_go_on(
     at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +179,7 @@ def test_logits_that_are_not_finite_end_one_text_and_its_neighbours_go_on(
                     **{**LONG, "messages": [{"role": "user", "content": "bad"}], "max_tokens": 60}
                 )
             assert found.value.code == "generation_failed" and failed
-            assert good.result() == text_alone(chat_ids(), max_new_tokens=100, temperature=1.0, seed=4)
+            assert good.result() == text_alone(chat_ids(), max_new_tokens=60, temperature=1.0, seed=4)
 
 
 def test_a_step_that_fails_ends_its_batch_and_the_worker_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from support.tiny_engine import tiny_engine
 from eagle_fsd import serve
 from eagle_fsd.generate import UserError
 from eagle_fsd.serving.app import create_app
+from eagle_fsd.serving.choices import Defaults
 from eagle_fsd.serving.protocol import ChatRequest, CompletionRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
@@ -39,7 +40,8 @@ def test_the_servers_commands_parse() -> None:
 def test_the_requests_are_answered() -> None:
     lines = [line for line in SHELL if line.startswith("curl ")]
     assert lines
-    with TestClient(create_app(tiny_engine(), settings())) as client:
+    few = settings(defaults=Defaults(max_new_tokens=9))
+    with TestClient(create_app(tiny_engine(), few)) as client:
         for line in lines:
             _, url, _, header, _, body = shlex.split(line)
             name, _, value = header.partition(": ")
