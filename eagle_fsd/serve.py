@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "EAGLE_FSD_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK = ("127.0.0.1", "::1", "localhost", "[::1]")
 SHUTDOWN_SECONDS = 30  # answers under way may take this long after a signal
 
 DESCRIPTION = """\
@@ -146,6 +146,7 @@ def make_settings(args: argparse.Namespace, model: EagleFSD, options: Generation
     from eagle_fsd.serving.app import Settings
     from eagle_fsd.serving.choices import Defaults, Limits
 
+    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     return Settings(
         name=args.served_model_name or Path(model.base_model).name,
         tree=settle_tree(model, options),
@@ -157,7 +158,8 @@ def make_settings(args: argparse.Namespace, model: EagleFSD, options: Generation
             request_timeout=args.request_timeout,
         ),
         defaults=Defaults(options.sampling, options.rule or Lossless(), options.max_new_tokens),
-        key=args.api_key or os.environ.get(KEY_VARIABLE) or None,
+        key=key,
+        hosts=LOOPBACK if key is None and args.host in LOOPBACK else (),
         cors_origins=args.cors_origin,
     )
 

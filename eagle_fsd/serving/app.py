@@ -57,7 +57,8 @@ CLIENT_GONE = 499  # nobody reads it; it is counted
 class Settings:
     """How a server is set up. name: of the model, to clients. tree: of every text's steps.
 
-    key: clients must send it; None lets everybody in. cors_origins: web pages from there may call.
+    key: clients must send it; None lets everybody in. hosts: see Gate. cors_origins: web pages from there may
+    call.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Settings:
     limits: Limits = Limits()  # noqa: RUF009
     defaults: Defaults = field(default_factory=Defaults)
     key: str | None = None
+    hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
 
 
@@ -218,6 +220,7 @@ def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
     app.add_middleware(
         Gate,
         key=settings.key,
+        hosts=settings.hosts,
         max_body=settings.limits.max_body,
         is_open=lambda path: path in OPEN_PATHS or path.startswith(OPEN_PATHS[-1]),
         answered=lambda path, status: service.metrics.answered(path if path in routes else "other", status),

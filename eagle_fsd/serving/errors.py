@@ -60,6 +60,11 @@ def unknown_key() -> ApiError:
     )
 
 
+def unknown_host(name: str) -> ApiError:
+    message = f"the host is {format_value(name)}: a server without a key answers this machine only; set a key"
+    return ApiError(403, message, code="invalid_host", kind="permission_error")
+
+
 def too_large(limit: int) -> ApiError:
     message = f"the body is larger than {limit} bytes: shorten it, or start the server with --max-body"
     return ApiError(413, message, code="body_too_large")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from eagle_fsd.serving.errors import ApiError, too_large, unknown_key
+from eagle_fsd.serving.errors import ApiError, too_large, unknown_host, unknown_key
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,19 +20,22 @@ BODY_SECONDS = 60.0  # a body must be there after this time
 class Gate:
     """ASGI middleware that answers for the application where a request may not go on.
 
-    key: None lets everybody in. is_open: whether a path needs no key. answered: is told all paths and
-    statuses.
+    key: None lets everybody in. hosts: the names by which this server may be called, all if there are none. A
+    page of a foreign name that was made to point here could otherwise call and read. is_open: whether a path
+    needs no key. answered: is told all paths and statuses.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         key: str | None,
+        hosts: Sequence[str],
         max_body: int,
         is_open: Callable[[str], bool],
         answered: Callable[[str, int], None],
     ) -> None:
         self.app, self.max_body, self.is_open, self.answered = app, max_body, is_open, answered
+        self.hosts = frozenset(hosts)
         self.key = None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,6 +50,7 @@ class Gate:
 
         try:
             headers = dict(scope["headers"])
+            self._require_host(headers)
             self._require_key(scope["path"], headers)
             body = await asyncio.wait_for(self._read_body(headers, receive), BODY_SECONDS)
         except ApiError as error:
@@ -57,6 +62,12 @@ class Gate:
             pass
         else:
             await self.app(scope, replay(body, receive), count_and_send)
+
+    def _require_host(self, headers: dict[bytes, bytes]) -> None:
+        said = headers.get(b"host", b"").decode("latin-1")
+        name = re.sub(r":\d*$", "", said).lower()
+        if self.hosts and name not in self.hosts:
+            raise unknown_host(name)
 
     def _require_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         given = headers.get(b"authorization", b"")

@@ -303,6 +303,19 @@ def test_a_key_is_asked_for_where_there_is_one() -> None:
         assert client.get("/health").json() == {"status": "ok"}
 
 
+def test_without_a_key_only_this_machine_may_call() -> None:
+    """A web page's name may be made to point at this machine, and its requests then carry that name."""
+    with client_of(hosts=["localhost", "[::1]"]) as client:
+        for host, status in (
+            ("localhost:80", 200),
+            ("LOCALHOST", 200),
+            ("[::1]:80", 200),
+            ("evil.example", 403),
+        ):
+            assert client.get("/v1/models", headers={"host": host}).status_code == status
+        assert error_of(client.get("/", headers={"host": "evil.example:80"}), 403)["code"] == "invalid_host"
+
+
 def test_limits_are_kept() -> None:
     limits = Limits(max_prompt_tokens=25, max_body=2000, request_timeout=0.0)
     with client_of(limits=limits) as client:

@@ -113,4 +113,7 @@ def test_the_program_serves_until_it_is_told_to_end(monkeypatch: pytest.MonkeyPa
     assert host == "127.0.0.1" and found.key == "secret" and found.name == "tiny"
     assert str(found.tree) == "8/3/3" and found.defaults.rule.threshold == 0.2
     assert found.defaults.max_new_tokens == 9 and found.limits.max_rows == 4
+    assert found.hosts == ()
+    monkeypatch.delenv(serve.KEY_VARIABLE)
+    assert serve.main(flags) == 0 and "localhost" in seen[1][1].hosts
     assert "answers at http://127.0.0.1:" in capsys.readouterr().err
