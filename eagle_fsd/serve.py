@@ -1,7 +1,7 @@
 """`python -m eagle_fsd.serve`: an HTTP server for clients of OpenAI's API, on one engine.
 
-Exit codes: 0 after Ctrl-C or a termination signal, when all answers under way are finished; 2 for a user's
-mistake (one line, no traceback).
+Ctrl-C and a termination signal let the answers under way finish. Exit codes: 0 after Ctrl-C, and 2 for a
+user's mistake (one line, no traceback).
 """
 
 from __future__ import annotations
@@ -203,16 +203,23 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     if settings.key is None and host not in LOOPBACK:
         sys.stderr.write(f"warning: whoever reaches {host} may call: set {KEY_VARIABLE}\n")
-    sys.stderr.write(
-        f"{settings.name} (tree {settings.tree}) answers at {url}/v1, with a page at {url}/; Ctrl-C ends it\n"
-    )
+
+    class Server(uvicorn.Server):
+        """Says where it answers as soon as it does."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            where = f"answers at {url}/v1, with a page at {url}/"
+            sys.stderr.write(f"{settings.name} (tree {settings.tree}) {where}; Ctrl-C ends it\n")
+            sys.stderr.flush()
+
     config = uvicorn.Config(
         create_app(model, settings),
         log_level="info" if verbose else "warning",
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
-    uvicorn.Server(config).run(sockets=[place])
+    Server(config).run(sockets=[place])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

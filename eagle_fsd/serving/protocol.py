@@ -5,7 +5,7 @@ Values must have their JSON type: "5" is no number. null means that a field is a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -246,12 +246,10 @@ class CompletionRequest(Generation):
     prompt: str | list[str] | list[int] | list[list[int]]
 
     @property
-    def prompts(self) -> Sequence[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt
+    def prompts(self) -> list[str | list[int]]:
+        prompt: Any = self.prompt
+        alone = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        return [prompt] if alone else list(prompt)
 
 
 class TokenizeRequest(Strict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "openai"):
 
 import openai
 from starlette.testclient import TestClient
-from support.serving import running, settings
-from support.tiny_engine import tiny_engine
+from support.serving import running, settings, until
+from support.tiny_engine import CHAT, chat_ids, text_alone, tiny_engine
 
-from eagle_fsd import serve
+from eagle_fsd import Fuzzy, serve
 from eagle_fsd.generate import UserError
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Defaults
@@ -93,27 +94,35 @@ def test_mistakes_end_in_one_line(
         serve.require_packages()
 
 
-def test_the_program_serves_until_it_is_told_to_end(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_the_program_serves_until_it_is_told_to_end(
+    key: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """From flags to a server, with a tiny model in the place of the real one."""
     import uvicorn
 
-    seen: list[Any] = []
+    run, servers = uvicorn.Server.run, []
 
-    def run(server: uvicorn.Server, sockets: Any) -> None:
-        (place,) = sockets
-        service = server.config.app.state.service
-        seen.append((place.getsockname()[0], service.settings))
+    def noted(server: uvicorn.Server, sockets: Any) -> None:
+        servers.append(server)
+        run(server, sockets)
 
-    monkeypatch.setattr(uvicorn.Server, "run", run)
+    monkeypatch.setattr(uvicorn.Server, "run", noted)
     monkeypatch.setattr(serve, "load_model", lambda args: tiny_engine())
-    monkeypatch.setenv(serve.KEY_VARIABLE, "secret")
+    if key is not None:
+        monkeypatch.setenv(serve.KEY_VARIABLE, key)
     flags = ["--port", "0", "--total-tokens", "8", "--depth", "3", "--tree-top-k", "3", "--threshold", "0.2"]
-    assert serve.main([*flags, "--max-new-tokens", "9"]) == 0
-    ((host, found),) = seen
-    assert host == "127.0.0.1" and found.key == "secret" and found.name == "tiny"
-    assert str(found.tree) == "8/3/3" and found.defaults.rule.threshold == 0.2
-    assert found.defaults.max_new_tokens == 9 and found.limits.max_rows == 4
-    assert found.hosts == ()
-    monkeypatch.delenv(serve.KEY_VARIABLE)
-    assert serve.main(flags) == 0 and "localhost" in seen[1][1].hosts
-    assert "answers at http://127.0.0.1:" in capsys.readouterr().err
+    codes: list[int] = []
+    program = threading.Thread(target=lambda: codes.append(serve.main([*flags, "--max-new-tokens", "9"])))
+    program.start()
+    told: list[str] = []
+    until(lambda: told.append(capsys.readouterr().err) or "Ctrl-C ends it" in "".join(told))
+    url = re.search(r"tiny \(tree 8/3/3\) answers at (http://127\.0\.0\.1:\d+/v1),", "".join(told))[1]
+    client = openai.OpenAI(base_url=url, api_key="secret")
+    answer = client.chat.completions.create(model="tiny", messages=CHAT)
+    assert answer.choices[0].message.content == text_alone(chat_ids(), max_new_tokens=9, rule=Fuzzy(0.2))
+    servers[-1].should_exit = True
+    program.join()
+    assert codes == [0]
+    found = servers[-1].config.app.state.service.settings
+    assert found.key == key and ("localhost" in found.hosts) == (key is None)
