@@ -96,7 +96,7 @@ class EagleFSD:
         weight_format: str | None = None,
         head_taps: Sequence[int] | None = None,
         norm_output: bool | None = None,
-        lookup: bool = False,
+        lookup: bool | None = None,
         draft_model: str | os.PathLike[str] | None = None,
         draft_layers: int | None = None,
         draft_device: torch.device | str | None = None,
@@ -117,7 +117,8 @@ class EagleFSD:
         measured once on each machine. head_taps, norm_output: how to read an EAGLE-3 head's config, where
         that is measured otherwise: the layers that it reads, numbered by what enters them, and whether its
         carried state is normed. lookup: look drafts up in the text too, and put them into one tree with the
-        head's; with ea_model "none" also in the target's earlier distributions. draft_model: in place of a
+        head's; with ea_model "none" also in the target's earlier distributions. None does so on a CPU beside
+        the head that ships with the package. draft_model: in place of a
         head, a language model with the target's vocabulary, named as base_model is, in head_dtype on
         draft_device; None means the target's. draft_layers: in place of a head, this many of the target's own
         first layers, with its lm_head.
@@ -147,6 +148,7 @@ class EagleFSD:
         if isinstance(pair.head, Eagle3Head):
             settle_head(pair.head, pair.target, pair.tokenizer)
         names = (pair.base_model, pair.ea_model)
+        lookup = pair.looks_up if lookup is None else lookup
         return cls(pair.target, pair.head, pair.tokenizer, *names, pair.head_dtype, pair.folder, lookup)
 
     @property

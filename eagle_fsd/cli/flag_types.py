@@ -21,6 +21,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "temperature": FSD_PAPER_SAMPLING.temperature,
         "top_k": FSD_PAPER_SAMPLING.top_k,
         "top_p": FSD_PAPER_SAMPLING.top_p,
+        "lookup": False,
     }
 }
 

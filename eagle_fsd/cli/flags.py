@@ -98,9 +98,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--lookup",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="also draft what the text repeats, in one tree with the head's drafts; with --ea-model none: "
-        "look all drafts up, in the text and in the target's own earlier distributions, for any target",
+        "look all drafts up, in the text and in the target's own earlier distributions, for any target "
+        "(default: on a CPU, beside the shipped head)",
     )
     group.add_argument(
         "--draft-model",

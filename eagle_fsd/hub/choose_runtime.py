@@ -17,7 +17,7 @@ from eagle_fsd.core.tree import root_only
 from eagle_fsd.files.provenance import cores, processor
 from eagle_fsd.files.records import BACKENDS_FILE, recall, record_key, remember
 from eagle_fsd.runtime.openvino import library
-from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16, FLOAT32, FORMATS, INT8, PACKED
+from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16, FLOAT32, FORMATS, INT8, OWN_BLOCKS, PACKED
 from eagle_fsd.runtime.timing import BUSY, Call, disagreement, time_in_turn
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -35,11 +35,15 @@ NODES, CONTEXT = (1, 8), 256  # what is timed
 
 @dataclass(frozen=True)
 class Plan:
-    """How a target is computed. runtime: AUTO if it is still to be measured. dtype: of the torch model."""
+    """How a target is computed. runtime: AUTO if it is still to be measured. dtype: of the torch model.
+
+    keeps_blocks: whether OpenVINO reads a .gguf file's weights in the file's own blocks.
+    """
 
     runtime: str
     weight_format: str
     dtype: torch.dtype
+    keeps_blocks: bool = False
 
 
 def plan_runtime(
@@ -74,7 +78,7 @@ def plan_runtime(
     wanted = resolve_dtype(plain or dtype, device)
     name = weight_format or str(wanted).removeprefix("torch.")
     here = device.type == "cpu" and not movable
-    few_bits = name in (INT8, PACKED)
+    few_bits, keeps_blocks = name in (INT8, PACKED), gguf and name in OWN_BLOCKS
     if few_bits and runtime == TORCH:
         raise ValueError(
             f"weight_format is {name!r} with runtime torch: torch multiplies with plain weights here; use "
@@ -95,10 +99,10 @@ def plan_runtime(
             raise ValueError(
                 f"dtype is {name!r} with runtime openvino: it must be float32 or bfloat16; use one"
             )
-        return Plan(OPENVINO, name, torch.float32)
+        return Plan(OPENVINO, name, torch.float32, keeps_blocks)
     if runtime == TORCH or not here or name not in FORMATS or not library.is_installed():
         return Plan(TORCH, name, wanted)
-    return Plan(AUTO, name, wanted)
+    return Plan(AUTO, name, wanted, keeps_blocks)
 
 
 def settle(
@@ -115,7 +119,7 @@ def settle(
         return torch_target()
     shapes = [list(weight.shape) for weight in model.parameters()]
     here = [processor(), cores(), torch.get_num_threads(), torch.__version__, library.version()]
-    key = record_key("runtime", here, plan.weight_format, shapes)
+    key = record_key("runtime", here, plan.weight_format, plan.keeps_blocks, shapes)
     known = recall(key, str, BACKENDS_FILE)
     if known == TORCH:
         return torch_target()

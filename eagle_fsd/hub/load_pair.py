@@ -18,13 +18,13 @@ from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.choose_runtime import AUTO, OPENVINO, TORCH, plan_runtime, settle
 from eagle_fsd.hub.eagle3_checkpoint import is_eagle3
-from eagle_fsd.hub.resolve import load_any_head, load_target, resolve_head, resolve_target
+from eagle_fsd.hub.resolve import is_shipped_head, load_any_head, load_target, resolve_head, resolve_target
 from eagle_fsd.hub.target_loader import Loaded, TargetSource, show_progress
 from eagle_fsd.runtime.cuda_graphs import cuda_recorder
 from eagle_fsd.runtime.matmul_backends import find_fastest_backend
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.gguf_blocks import GGUFBlocks
-from eagle_fsd.runtime.openvino.weight_formats import INT8, PACKED
+from eagle_fsd.runtime.openvino.weight_formats import INT8, OWN_BLOCKS, PACKED
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.first_layers import first_layers
@@ -47,6 +47,11 @@ class Pair:
     ea_model: str
     folder: Path | None = None
     head_dtype: torch.dtype | None = None
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts are looked up too by default: where it was measured to pay, and on no other pair."""
+        return self.target.device.type == "cpu" and is_shipped_head(self.folder)
 
 
 def load_pair(
@@ -150,8 +155,7 @@ def compile_target(model: PreTrainedModel, source: TargetSource, weight_format: 
         f"preparing {source.name} in {weight_format} for OpenVINO; the first time takes half a minute ..."
     )
     own = None
-    if weight_format == PACKED:
-        assert source.gguf_file is not None
+    if source.gguf_file is not None and weight_format in OWN_BLOCKS:
         own = GGUFBlocks(source.folder / source.gguf_file)
     return TargetModel(model, runtime=OpenVINO(weight_format, own))
 

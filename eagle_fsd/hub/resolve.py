@@ -116,6 +116,18 @@ def resolve_head(ea_model: str | None, base_model: str) -> HeadSource:
     return HeadSource(ea_model, *download_head(repo, revision, ea_model))
 
 
+def is_shipped_head(folder: Path | None) -> bool:
+    """Return whether a head's folder is that of a head that ships with the package."""
+    places = [place for name in set(SHIPPED_HEADS.values()) for place in shipped_places(name)]
+    return folder is not None and any(place.is_dir() and place.samefile(folder) for place in places)
+
+
+def shipped_places(name: str) -> list[Path]:
+    """Return where a shipped head may be: in a checkout, or in an installed package."""
+    package = Path(__file__).parents[1]
+    return [root / "weights" / name for root in (package.parent, package)]
+
+
 def shipped_head(base_model: str) -> Path:
     """Return the folder of the head shipped for a known target. Raises ValueError if there is none."""
     folder_name = SHIPPED_HEADS.get(base_model.partition("@")[0])
@@ -126,10 +138,9 @@ def shipped_head(base_model: str) -> Path:
     if folder_name is None:
         known = ", ".join(SHIPPED_HEADS)
         raise ValueError(f"target {base_model!r} has no shipped draft head: only {known} has one; {remedy}")
-    package = Path(__file__).parents[1]
-    for root in (package.parent, package):  # a checkout, an installed package
-        if (root / "weights" / folder_name / CONFIG_NAME).is_file():
-            return root / "weights" / folder_name
+    for folder in shipped_places(folder_name):
+        if (folder / CONFIG_NAME).is_file():
+            return folder
     raise ValueError(
         f"target {base_model!r}: its shipped draft head {folder_name!r} is not in this installation; "
         f"it must be in weights/; install again, or {remedy}"

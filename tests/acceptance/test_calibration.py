@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,14 @@ from support.tiny_models import Letters, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Verdict, Verified
-from eagle_fsd.acceptance.calibration import FILE, CalibratedThreshold, Calibration, read_calibration
+from eagle_fsd.acceptance.calibration import (
+    FILE,
+    CalibratedThreshold,
+    Calibration,
+    find_calibration,
+    read_calibrations,
+    write_calibrations,
+)
 from eagle_fsd.acceptance.divergence import get_divergence
 from eagle_fsd.core.config import AutoThreshold, AutoTree
 from eagle_fsd.evaluation.analysis.bootstrap import Sums
@@ -257,9 +264,26 @@ def a_calibration(model: EagleFSD, **changes: Any) -> Calibration:
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    both = [a_calibration(engine()), a_calibration(engine(), sampling=SamplingConfig())]
+    write_calibrations(tmp_path / FILE, both)
+    assert read_calibrations(tmp_path / FILE) == both
+
+
+def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
     calibration = a_calibration(engine())
-    calibration.write(tmp_path / FILE)
-    assert read_calibration(tmp_path / FILE) == calibration
+    (tmp_path / FILE).write_text(json.dumps({"version": 1, **asdict(calibration)}))
+    assert read_calibrations(tmp_path / FILE) == [calibration]
+
+
+def test_each_sampling_has_its_own(tmp_path: Path) -> None:
+    model = engine()
+    greedy, warm = a_calibration(model, sampling=SamplingConfig(), prompts=7), a_calibration(model)
+    other = a_calibration(engine(head_seed=9), prompts=8)
+    write_calibrations(tmp_path / FILE, [other, greedy, warm])
+    model.head_folder = tmp_path
+    assert model.calibration(SamplingConfig()) == greedy and model.calibration(WARM) == warm
+    with pytest.raises(ValueError, match=r"calibrated at 0/0/1, 0.9/20/0.95, and this is 1/0/1; sample as"):
+        model.calibration(SamplingConfig(1.0))
 
 
 def test_the_largest_threshold_of_a_budget(tmp_path: Path) -> None:
@@ -285,7 +309,7 @@ def test_the_largest_threshold_of_a_budget(tmp_path: Path) -> None:
 def test_generate_reads_it_and_says_what_it_chose(tmp_path: Path) -> None:
     model = engine()
     model.head_folder = tmp_path
-    a_calibration(model).write(tmp_path / FILE)
+    write_calibrations(tmp_path / FILE, [a_calibration(model)])
     prompt = torch.tensor(prompts_of([5]))
     sampling = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "max_new_tokens": 8, "seed": 3}
     output = model.generate(prompt, rule=AutoThreshold(0.04), tree=AutoTree(), **sampling)
@@ -305,7 +329,7 @@ def test_it_says_when_the_weights_were_in_another_format(
     model.head_folder = tmp_path
     for made, said in (({}, 0), ({"weight_format": "float32"}, 0), ({"weight_format": "packed"}, 1)):
         caplog.clear()
-        a_calibration(model, made=made).write(tmp_path / FILE)
+        write_calibrations(tmp_path / FILE, [a_calibration(model, made=made)])
         model.generate(
             [[1, 2]], rule=AutoThreshold(0.04), temperature=0.9, top_k=20, top_p=0.95, max_new_tokens=1
         )
@@ -318,7 +342,7 @@ def test_another_name_is_the_same_target(tmp_path: Path) -> None:
     model = engine()
     models = a_calibration(model).models
     other = {**models, "target": {**models["target"], "name": "elsewhere"}}
-    a_calibration(model, models=other).require(models, WARM)
+    assert find_calibration([a_calibration(model, models=other)], models, WARM)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +354,7 @@ def test_another_name_is_the_same_target(tmp_path: Path) -> None:
         ("target", "was made for another target or head"),
         ("sampling", "it was calibrated at 0.9/20/0.95, and this is 0.6/50/0.9"),
         ("broken", "is not a calibration"),
-        ("old", "is not a calibration .it is not of version 1"),
+        ("old", "is not a calibration .it is not of version 2"),
         ("fields", "is not a calibration"),
     ],
 )
@@ -341,14 +365,14 @@ def test_what_does_not_fit_is_refused(spoil: str, line: str, tmp_path: Path) -> 
     model.head_folder = None if spoil == "no folder" else tmp_path
     file = tmp_path / FILE
     if spoil != "no file":
-        a_calibration(maker).write(file)
+        write_calibrations(file, [a_calibration(maker)])
     data = json.loads(file.read_text()) if file.exists() else {}
     if spoil == "broken":
         file.write_text(file.read_text()[:90])
     if spoil == "old":
         file.write_text(json.dumps({**data, "version": 0}))
     if spoil == "fields":
-        file.write_text(json.dumps({**data, "thresholds": [{"threshold": 0.3}]}))
+        file.write_text(json.dumps({**data, "calibrations": [{"thresholds": [{"threshold": 0.3}]}]}))
     sampling = SamplingConfig(0.6, 50, 0.9) if spoil == "sampling" else WARM
     with pytest.raises(ValueError, match=line):
         model.generate(
@@ -382,8 +406,8 @@ def test_the_script_writes_and_installs(
     script.main(argv.split())
     printed = capsys.readouterr().out
     assert "| js | hybrid | draft |" in printed and "of 2" in printed
-    found = read_calibration(tmp_path / "head" / FILE)
-    assert found == read_calibration(tmp_path / "out" / FILE) and found.prompts == 6
+    (found,) = read_calibrations(tmp_path / "head" / FILE)
+    assert [found] == read_calibrations(tmp_path / "out" / FILE) and found.prompts == 6
     assert str(tmp_path) not in json.dumps({k: v for k, v in found.made.items() if k != "command"})
     assert len(json.loads((tmp_path / "out" / "splits.json").read_text())) == 4
     output = model.generate(
@@ -399,10 +423,25 @@ def test_the_script_writes_and_installs(
 
 def test_a_calibration_without_thresholds_replaces_none(tmp_path: Path) -> None:
     calibration = a_calibration(engine())
-    calibration.write(tmp_path / FILE)
+    write_calibrations(tmp_path / FILE, [calibration])
     with pytest.raises(ValueError, match="install: no threshold stays inside the budget"):
         script.install(tmp_path, replace(calibration, thresholds=()))
-    assert read_calibration(tmp_path / FILE) == calibration
+    assert read_calibrations(tmp_path / FILE) == [calibration]
+
+
+def test_install_replaces_the_same_setting_and_keeps_the_others(tmp_path: Path) -> None:
+    model = engine()
+    first, greedy = a_calibration(model), a_calibration(model, sampling=SamplingConfig())
+    other = a_calibration(engine(head_seed=9))
+    for one in (first, greedy, other):
+        script.install(tmp_path, one)
+    again = replace(first, prompts=41)
+    script.install(tmp_path, again)
+    assert read_calibrations(tmp_path / FILE) == [greedy, other, again]
+    (tmp_path / FILE).write_text("{")
+    with pytest.raises(ValueError, match="is not a calibration"):
+        script.install(tmp_path, first)
+    assert (tmp_path / FILE).read_text() == "{"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,9 @@ from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.drafting.drafter import NextTokens, Seen
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupDrafter, LookupSpec
+from eagle_fsd.drafting.lookup.merged_drafter import MergedSpec
 from eagle_fsd.drafting.lookup.text_memory import Sources
+from eagle_fsd.hub import save_head
 from eagle_fsd.runtime.step_recorder import FixedShapes
 from eagle_fsd.target.model import TargetModel
 
@@ -354,6 +356,20 @@ def test_a_saved_target_needs_no_head(tmp_path: Path) -> None:
     assert plain.drafter is None and plain.head_folder is None and plain.ea_model == "none"
     with pytest.raises(ValueError, match="there is no draft head"):
         plain.generate([prompt], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("shipped", [True, False])
+@pytest.mark.parametrize("lookup", [None, True, False])
+def test_a_shipped_head_looks_up_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shipped: bool, lookup: bool | None
+) -> None:
+    tiny_model().save_pretrained(tmp_path / "target")
+    save_head(tiny_head(), tmp_path / "head")
+    monkeypatch.setattr("eagle_fsd.hub.resolve.shipped_places", lambda name: [tmp_path / "head"] * shipped)
+    names = (tmp_path / "target", tmp_path / "head")
+    model = EagleFSD.from_pretrained(*names, device="cpu", pack=False, lookup=lookup)
+    assert isinstance(model.drafter, MergedSpec) == (shipped if lookup is None else lookup)
+    assert model.ea_model == str(tmp_path / "head") and model.head_folder == tmp_path / "head"
 
 
 def test_the_prompts_lists_are_those_of_a_plain_forward() -> None:

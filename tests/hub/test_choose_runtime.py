@@ -74,7 +74,9 @@ def test_plans_on_a_cpu(runtime: str, weight_format: str | None, dtype: Dtype, w
 @pytest.mark.parametrize("runtime", [AUTO, OPENVINO])
 @pytest.mark.usefixtures("installed")
 def test_a_files_own_blocks(runtime: str) -> None:
-    assert plan(runtime, "packed", gguf=True) == Plan(OPENVINO, "packed", FLOAT32)
+    assert plan(runtime, "packed", gguf=True) == Plan(OPENVINO, "packed", FLOAT32, keeps_blocks=True)
+    assert plan(runtime, "float32", gguf=True) == Plan(runtime, "float32", FLOAT32, keeps_blocks=True)
+    assert not plan(runtime, "bfloat16", gguf=True).keeps_blocks
 
 
 @pytest.mark.usefixtures("installed")

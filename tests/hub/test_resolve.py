@@ -28,6 +28,7 @@ from eagle_fsd.core.devices import resolve_device, resolve_dtype
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub import head_checkpoint
+from eagle_fsd.hub.resolve import is_shipped_head
 from eagle_fsd.target.model import TargetModel
 
 VOCAB, WIDTH = 64, 16
@@ -409,6 +410,11 @@ def test_shipped_heads_of_known_targets(
     ):
         source = hub.resolve_head(None, name)
         assert source == hub.HeadSource(str(weights), weights, weights / "model.safetensors")
+        assert is_shipped_head(source.folder)
+    head_checkpoint.save_head(DraftHead(HEAD_CONFIG), tmp_path / "other")
+    (tmp_path / "link").symlink_to(weights)
+    assert is_shipped_head(tmp_path / "link")  # the same folder by another name
+    assert not is_shipped_head(tmp_path / "other") and not is_shipped_head(None)
     for name in ("owner/other", "SmolLM2-360M-Instruct.gguf", "HuggingFaceTB/SmolLM2-135M", ""):
         one_line_error(lambda name=name: hub.resolve_head(None, name), repr(name), "ea_model")
 

@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 
 from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule
-from eagle_fsd.acceptance.calibration import FILE, Calibration
+from eagle_fsd.acceptance.calibration import FILE, Calibration, write_calibrations
 from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
@@ -62,7 +62,7 @@ def require_own_calibrations(engines: Sequence[EagleFSD], folder: Path) -> None:
     """Assert that each engine takes the calibration made with its own drafter, and no other's."""
     for made in engines:
         found = Calibration(made.identity(), SamplingConfig(), TreeConfig(), 0.9, 4, [])
-        found.write(folder / FILE)
+        write_calibrations(folder / FILE, [found])
         for other in engines:
             other.head_folder = folder
             if other is made:

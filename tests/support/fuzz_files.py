@@ -32,7 +32,13 @@ import torch
 import transformers
 
 from eagle_fsd import hub
-from eagle_fsd.acceptance.calibration import CalibratedThreshold, Calibration, read_calibration
+from eagle_fsd.acceptance.calibration import (
+    CalibratedThreshold,
+    Calibration,
+    find_calibration,
+    read_calibrations,
+    write_calibrations,
+)
 from eagle_fsd.autotune import tree_chooser
 from eagle_fsd.autotune.step_costs import WIDTHS
 from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation
@@ -150,12 +156,12 @@ def draft_vocabulary(draw: random.Random, folder: Path) -> Callable[[], object]:
 
 def calibration(draw: random.Random, folder: Path) -> Callable[[], object]:
     path = folder / "calibration.json"
-    spoil_json(draw, path, {"version": 2, "thresholds": []})
+    spoil_json(draw, path, {"version": 3, "calibrations": []})
 
     def use() -> None:
-        found = read_calibration(path)
+        models = {"target": {"name": "x", "weights": "1"}, "head": "2"}
+        found = find_calibration(read_calibrations(path), models, SamplingConfig(0.6, 50, 0.9))
         found.find(0.02, "js", "hybrid", "draft")
-        found.require({"target": {"name": "x", "weights": "1"}, "head": "2"}, SamplingConfig(0.6, 50, 0.9))
 
     return use
 
@@ -239,9 +245,8 @@ def good_files(folder: Path) -> None:
         CalibratedThreshold("js", "hybrid", "draft", t, t / 20, t / 15, 2.5, 2.2) for t in (0.1, 0.2)
     )
     models = {"target": {"name": "y", "weights": "1"}, "head": "2"}
-    Calibration(models, sampling, tree, 0.9, 16, thresholds, {"commit": "abc"}).write(
-        folder / "calibration.json"
-    )
+    one = Calibration(models, sampling, tree, 0.9, 16, thresholds, {"commit": "abc"})
+    write_calibrations(folder / "calibration.json", [one])
     os.environ["EAGLE_FSD_CACHE"] = str(folder)
     for key, (found, pack, _) in measurements().items():
         remember(key, pack(found))

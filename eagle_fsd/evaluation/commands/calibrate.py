@@ -4,9 +4,10 @@
     python -m eagle_fsd.generate --threshold auto --temperature 0.6 --top-k 50 --top-p 0.9 "Tell me a story."
 
 The budget bounds the mean total variation between the rule's next-token distribution and the target's: the
-share of tokens that would have to be other ones. A lossless pass predicts every threshold; the candidates
-are then run, and the calibration keeps those whose upper confidence bound is inside. --install writes
-it beside the head, where `--threshold auto` finds it. A run that was stopped goes on where it was.
+share of tokens that would have to be other ones. Candidates are run, and the calibration keeps those whose
+upper confidence bound is inside. --install writes it beside the head, where `--threshold auto` finds it; what
+is there for other samplings, or for drafting with or without --lookup, stays. A run that was stopped goes on
+where it was.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from itertools import product
 from pathlib import Path
 
 from eagle_fsd.acceptance.accept import Lossless
-from eagle_fsd.acceptance.calibration import FILE, Calibration
+from eagle_fsd.acceptance.calibration import (
+    FILE,
+    Calibration,
+    read_calibrations,
+    with_calibration,
+    write_calibrations,
+)
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.core.config import CHILDREN, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, parser_of, say
@@ -75,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         made = {**provenance(engine.device), "weight_format": engine.weight_format}
         work = Work(engine, cell, arguments.output, arguments.batch_size, arguments.confidence, made)
         calibration, trials = calibrate(work, kinds, sorted(arguments.quality_budget), arguments.splits)
-        calibration.write(arguments.output / FILE)
+        write_calibrations(arguments.output / FILE, [calibration])
         if trials:
             write_atomically(arguments.output / "splits.json", json.dumps(trials, indent=1) + "\n")
         if arguments.install:
@@ -95,9 +102,13 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def install(folder: Path | None, calibration: Calibration) -> None:
-    """Write the calibration beside the head; what is there stays where no threshold was found."""
+    """Add the calibration to those beside the head, in the place of one for the same models and sampling.
+
+    A file that cannot be read is not written over. Raises ValueError if no threshold was found.
+    """
     if not calibration.thresholds:
         raise ValueError("install: no threshold stays inside the budget, so none is; raise --quality-budget")
     if folder is None:
         raise ValueError("install: the head was not loaded from a folder; copy calibration.json by hand")
-    calibration.write(folder / FILE)
+    kept = read_calibrations(folder / FILE) if (folder / FILE).exists() else []
+    write_calibrations(folder / FILE, with_calibration(kept, calibration))

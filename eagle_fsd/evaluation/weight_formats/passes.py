@@ -116,7 +116,7 @@ def append(job: Job, measure: str, question: Question, row: Row) -> None:
 
 def load_engine(job: Job) -> EagleFSD:
     """Load target and head in the job's format, on the CPU."""
-    how = {"runtime": job.runtime, "weight_format": job.weight_format, "device": "cpu"}
+    how = {"runtime": job.runtime, "weight_format": job.weight_format, "device": "cpu", "lookup": False}
     return EagleFSD.from_pretrained(job.base_model, job.ea_model, **how)
 
 

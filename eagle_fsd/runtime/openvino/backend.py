@@ -28,6 +28,7 @@ from eagle_fsd.runtime.openvino.weight_formats import (
     BFLOAT16,
     FORMATS,
     INT8,
+    OWN_BLOCKS,
     PACKED,
     Blocks,
     Encoder,
@@ -92,29 +93,29 @@ class OpenVINO:
         """
         if self.weight_format == INT8:
             return round_to_int8(weight)
-        if self.weight_format == PACKED:
-            own = None if self.packed is None else self.packed(weight)
-            return round_to_int8(weight) if own is None and draft else own
-        return None
+        keeps_blocks = self.packed is not None and self.weight_format in OWN_BLOCKS
+        own = self.packed(weight) if keeps_blocks else None
+        return round_to_int8(weight) if own is None and draft and self.weight_format == PACKED else own
 
     def _graph(
         self, name: str, weights: Sequence[Tensor], parts: object, make: Callable[[], Any]
     ) -> tuple[Any, Callable[[Any], Any], Path | None]:
         """Return a graph in this format, made or read from disk, what compiles it, and its folder on disk."""
-        few_bits = self.weight_format in (INT8, PACKED)
+        rounds = self.weight_format in (INT8, PACKED)
+        blocks = rounds or self.packed is not None
 
         def make_graph() -> Any:
             graph = make()
-            if few_bits:
+            if blocks:
                 compress(graph, functools.partial(self.encode, draft=name in DRAFT))
             return graph
 
-        graph, folder = find_or_make(name, weights, [self.weight_format, parts], make_graph)
+        graph, folder = find_or_make(name, weights, [self.weight_format, blocks, parts], make_graph)
         self.weight_bytes += constant_bytes(graph)
         precision = "bf16" if self.weight_format == BFLOAT16 else "f32"
 
         def compile_graph(graph: Any) -> Any:
-            return library.compile_graph(graph, precision, few_bits, self.threads, folder)
+            return library.compile_graph(graph, precision, rounds, self.threads, folder)
 
         return graph, compile_graph, folder
 

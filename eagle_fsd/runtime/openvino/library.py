@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import locale
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,35 @@ def compile_graph(
     config = settings(precision, rounded_activations, threads)
     if folder is not None:
         config["CACHE_DIR"] = str(folder)
-    return core().compile_model(model, "CPU", config)
+    with LOCALE:
+        return core().compile_model(model, "CPU", config)
+
+
+class LocaleKeeper:
+    """Leaves the process's locale as it was when calls of several threads overlap.
+
+    OpenVINO sets the locale "C" while it writes a compiled graph to disk, and then sets what it found. Of two
+    that overlap, the second may find "C" and leave it, and Python would read text as ASCII from then on.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside, self._found = 0, ""
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._found = locale.setlocale(locale.LC_ALL)
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and locale.setlocale(locale.LC_ALL) != self._found:
+                locale.setlocale(locale.LC_ALL, self._found)
+
+
+LOCALE = LocaleKeeper()
 
 
 def settings(precision: str, rounded_activations: bool, threads: int) -> dict[str, Any]:

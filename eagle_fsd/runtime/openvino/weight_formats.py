@@ -15,6 +15,9 @@ import numpy as np
 
 FLOAT32, BFLOAT16, INT8, PACKED = "float32", "bfloat16", "int8", "packed"
 FORMATS = (FLOAT32, BFLOAT16, INT8, PACKED)
+# In these a .gguf file's own blocks are kept. In float32 they are multiplied as the numbers that they stand
+# for, in packed with rounded activations.
+OWN_BLOCKS = (FLOAT32, PACKED)
 GROUP = 32
 
 

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from eagle_fsd.runtime.openvino import library
+from eagle_fsd.runtime.openvino.backend import OpenVINO, product_model
 from eagle_fsd.runtime.openvino.gguf_blocks import LAYOUTS, GGUFBlocks, checksum, unpack
 from eagle_fsd.runtime.openvino.weight_formats import Blocks, multiply_blocks
 
@@ -200,6 +203,32 @@ def test_checksums_tell_signs_and_places_apart() -> None:
     rows[3, [0, 1]] *= -1
     assert len({int(number) for number in checksum(rows)}) == 4
     assert checksum(rows[:1]) == checksum(rows[:1].copy())
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_float32_multiplies_blocks_as_the_numbers_they_stand_for(tmp_path: Path, kind: str) -> None:
+    """In one product of one row and of nine; the packed format, which rounds activations, is further off."""
+    pytest.importorskip("openvino", reason="OpenVINO is not installed")
+    packed = random_rows(kind, 96, 512)
+    file = write(tmp_path / "a.gguf", {"a.weight": (kind, packed)})
+    weight = torch.from_numpy(plain(kind, packed))
+    errors = {}
+    for name in ("float32", "packed"):
+        runtime = OpenVINO(name, find := GGUFBlocks(file))
+        network = nn.Linear(512, 96, bias=False).requires_grad_(False)
+        network.weight.copy_(weight)
+        graph, compile_graph, _ = runtime._graph(
+            "decoder", [network.weight], None, lambda w=network.weight: product_model(w, None)
+        )
+        assert find.found == 1 and runtime.weight_bytes < weight.numel() * 4 / 2
+        made = compile_graph(graph).create_infer_request()
+        for rows in (1, 9):
+            given = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows))
+            found = torch.from_numpy(made.infer([given.numpy()])[0].copy())
+            wanted = given.double() @ weight.double().T
+            errors[name, rows] = float((found - wanted).norm() / wanted.norm())
+    for rows in (1, 9):
+        assert errors["float32", rows] < 1e-5 < errors["packed", rows]
 
 
 # -- the default target ----------------------------------------

@@ -1,0 +1,65 @@
+"""OpenVINO leaves the process as it was: compiling on several threads keeps the locale."""
+
+from __future__ import annotations
+
+import locale
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from eagle_fsd.runtime.openvino import library
+
+UTF8 = "C.UTF-8"
+
+
+@pytest.fixture(autouse=True)
+def utf8() -> Iterator[None]:
+    before = locale.setlocale(locale.LC_ALL)
+    try:
+        locale.setlocale(locale.LC_ALL, UTF8)
+    except locale.Error:
+        pytest.skip(f"this system has no locale {UTF8}")
+    yield
+    locale.setlocale(locale.LC_ALL, before)
+
+
+class Core:
+    """Sets the locale as OpenVINO does, in two calls that overlap: the second finds "C", and sets it last."""
+
+    def __init__(self) -> None:
+        self.set, self.found, self.done = (threading.Event() for _ in range(3))
+
+    def compile_model(self, model: str, device: str, config: dict[str, Any]) -> str:
+        second = model == "second"
+        if second:
+            assert self.set.wait(10)
+        found = locale.setlocale(locale.LC_ALL)
+        locale.setlocale(locale.LC_ALL, "C")
+        (self.found if second else self.set).set()
+        assert (self.done if second else self.found).wait(10)
+        locale.setlocale(locale.LC_ALL, found)
+        self.done.set()
+        return model
+
+
+def compile_two(compile_model: Any) -> None:
+    threads = [threading.Thread(target=compile_model, args=(name,)) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_graphs_that_are_compiled_together_keep_the_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = Core()
+    monkeypatch.setattr(library, "core", lambda: core)
+    compile_two(lambda name: library.compile_graph(name, "f32", False, 1))
+    assert core.done.is_set() and locale.setlocale(locale.LC_ALL) == UTF8
+
+
+def test_without_a_keeper_they_do_not() -> None:
+    core = Core()
+    compile_two(lambda name: core.compile_model(name, "CPU", {}))
+    assert locale.setlocale(locale.LC_ALL) == "C"
