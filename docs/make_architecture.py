@@ -15,7 +15,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "eagle_fsd"
 COLUMNS = {"acceptance": 0, "drafting": 2, "hub": 2, "evaluation": 2, "integrations": 2}
-COLUMNS |= {"training": 3, "text": 3}
+COLUMNS |= {"training": 3, "text": 3, "serving": 0, "serve": 0}
 USUAL_COLUMN = 1
 SINGLES = {"version", "storage"}  # modules on their own that would only clutter the picture
 

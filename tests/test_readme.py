@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from eagle_fsd import EagleFSD, generate, hub
+from eagle_fsd import EagleFSD, chat, generate, hub
 from eagle_fsd.acceptance.calibration import Calibration, format_sampling, read_calibrations
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.evaluation.repeating_prompts import PASSAGES
@@ -61,6 +61,10 @@ SCRIPTS = [line for line in COMMANDS if re.match(r"python (train|eval)/(?!harnes
 HARNESS = [line for line in COMMANDS if line.startswith("python eval/harness.py ")]  # see test_harness
 DRAWN = [line for line in COMMANDS if line.startswith("python docs/")]  # see the tests of what they write
 STORAGE = [line for line in COMMANDS if line == "python -m eagle_fsd.storage"]
+SERVE = [
+    line for line in COMMANDS if re.match(r"(python -m eagle_fsd\.serve|curl) ", line)
+]  # see tests/serving
+CHAT = [line for line in COMMANDS if line.startswith("python -m eagle_fsd.chat")]
 SET_UP = [line for line in COMMANDS if re.match(r"pip install |source |echo '[^|]*' > prompts\.jsonl$", line)]
 
 TOY = {  # sizes at which a command does all that it does, in seconds; a later flag overrides the page's
@@ -101,7 +105,7 @@ def arguments(line: str) -> list[str]:
 
 
 def test_every_command_is_of_a_kind_that_is_tested() -> None:
-    known = [*MAKE, *GENERATE, *SCRIPTS, *HARNESS, *DRAWN, *STORAGE, *SET_UP]
+    known = [*MAKE, *GENERATE, *SCRIPTS, *HARNESS, *DRAWN, *STORAGE, *SERVE, *CHAT, *SET_UP]
     assert [line for line in COMMANDS if line not in known] == []
     assert {"make demo", "make test"} <= set(MAKE)
     readme = "".join(blocks(README, "bash"))
@@ -162,7 +166,9 @@ def test_the_readmes_python(smollm2: Any, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page, "python")], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES[1:] if blocks(page, "python") and page.stem != "serve"], ids=name_of
+)
 def test_the_pages_python(page: Path, smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page's blocks run one after the other; the engine that is loaded already stands in for theirs."""
     signature = inspect.signature(EagleFSD.from_pretrained)
@@ -215,6 +221,12 @@ def test_the_storage_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def drawn(script: str) -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "docs" / script))
+
+
+def test_the_chats_commands_parse() -> None:
+    for line in CHAT:
+        assert chat.build_parser().parse_args(shlex.split(line)[3:]).max_new_tokens == 1024
+    assert CHAT
 
 
 def test_the_flags_of_the_command_line_are_the_parsers() -> None:

@@ -37,6 +37,8 @@ LM_EVAL = "eagle_fsd.integrations.lm_eval"
 
 COMMANDS: dict[str, Command | Group] = {
     "generate": Command("eagle_fsd.generate:main", "answer prompts; `eagle-fsd TEXT` does the same"),
+    "chat": Command("eagle_fsd.chat:main", "chat in the terminal"),
+    "serve": Command("eagle_fsd.serve:main", "answer over HTTP, to clients of OpenAI's API"),
     "train": Group(
         "make text, features and draft heads",
         {
@@ -62,6 +64,9 @@ COMMANDS: dict[str, Command | Group] = {
             "calibrate": Command(f"{EVAL}.calibrate:main", "find thresholds for budgets of quality"),
             "exchange": Command(f"{EVAL}.exchange:main", "compare what rules gain with what they cost"),
             "limits": Command(f"{EVAL}.limits:main", "measure how fast the hardware could be at best"),
+            "second-turn": Command(
+                "eagle_fsd.evaluation.second_turn:main", "time a chat's next turn, kept or read anew"
+            ),
             "repeating-prompts": Command(
                 "eagle_fsd.evaluation.repeating_prompts:main",
                 "make prompts whose answers repeat most of the prompt",

@@ -31,7 +31,6 @@ scripts --depth is one less than here, and --top-k is the tree's (here --tree-to
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all flags."""
-    tree, sampling = TreeConfig(), SamplingConfig()
     parser = OneLineParser(
         prog="eagle-fsd" if Path(sys.argv[0]).stem == "eagle-fsd" else "python -m eagle_fsd.generate",
         description=DESCRIPTION,
@@ -55,6 +54,22 @@ def build_parser() -> argparse.ArgumentParser:
         "--raw", action="store_true", help="continue the prompt as it is, without a chat template"
     )
 
+    add_model_flags(parser)
+    add_generation_flags(parser)
+
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="write only one JSON object per prompt to stdout")
+    group.add_argument(
+        "--baseline",
+        action="store_true",
+        help="also run the target alone with Hugging Face generate, and report the ratio of speeds",
+    )
+    add_verbose_flag(group)
+    return parser
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name target and head, and say how they are loaded."""
     group = parser.add_argument_group("models")
     group.add_argument(
         "--base-model",
@@ -145,6 +160,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="convert a .gguf file's weights again, and keep no copy in ~/.cache/eagle_fsd",
     )
 
+
+def add_generation_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of rule, sampling and draft tree."""
+    tree, sampling = TreeConfig(), SamplingConfig()
     group = parser.add_argument_group("acceptance")
     group.add_argument(
         "--preset",
@@ -296,14 +315,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="draft over all tokens even if the head has a draft vocabulary (slower)",
     )
 
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="write only one JSON object per prompt to stdout")
-    group.add_argument(
-        "--baseline",
-        action="store_true",
-        help="also run the target alone with Hugging Face generate, and report the ratio of speeds",
-    )
+
+def add_verbose_flag(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--verbose", action="store_true", help="show libraries' messages, and tracebacks of all errors"
     )
-    return parser

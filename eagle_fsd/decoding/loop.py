@@ -20,13 +20,10 @@ from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import HEAD, DraftTree
+from eagle_fsd.decoding.prompts.prefill import prefill
 from eagle_fsd.decoding.request import Observer, Request, Terms, Text
 from eagle_fsd.drafting.drafter import Drafter, NextTokens, Seen
 from eagle_fsd.target.session import TargetSession
-
-# Tokens at the end of a prompt whose next-token lists are shown to a drafter that needs lists. More of them
-# were measured to bring little, and each costs a row of logits over the vocabulary.
-LISTED = 64
 
 
 class NonFiniteLogits(FloatingPointError):
@@ -128,7 +125,7 @@ class Batch:
                 kept = [0 if text.done else steps[text].count for text in self.texts]
                 self.roots = keep(self.target, self.drafter, verdict, features, kept, logits)
                 if not keep_done:
-                    self._drop_done_rows()
+                    self.drop_done_rows()
         return emitted
 
     def select(self, rows: Sequence[int]) -> None:
@@ -182,7 +179,7 @@ class Batch:
             self._ends[ends] = torch.tensor(ends, dtype=torch.int64, device=device)
         return self._ends[ends]
 
-    def _drop_done_rows(self) -> None:
+    def drop_done_rows(self) -> None:
         """Drop rows whose texts are done; see `choose_rows`."""
         recorded = self.accept_step.stepper.records and self.observer is None
         kept = choose_rows([text.done for text in self.texts], recorded)
@@ -205,35 +202,6 @@ def choose_rows(done: Sequence[bool], recorded: bool) -> list[int]:
             count = half
     idle = [row for row, is_done in enumerate(done) if is_done][: count - active]
     return [row for row, is_done in enumerate(done) if not is_done or row in idle]
-
-
-def prefill(tokens: Tensor, lengths: Sequence[int], target: TargetSession, drafter: Drafter) -> Tensor:
-    """Run prompts [B, L] except the last token of each, and return those tokens, the first roots [B]."""
-    counts = [length - 1 for length in lengths]
-    features = target.prefill(tokens[:, :-1], counts)
-    before = None
-    if drafter.needs.features:  # no feature comes before a text's first token
-        before = torch.cat((features.new_zeros(len(counts), 1, features.shape[-1]), features), dim=1)
-    lists = list_next_tokens(target, features, counts, drafter.needs.next_tokens)
-    drafter.begin(Seen(tokens, lengths, before, lists))
-    last = on_device(counts, tokens.device)[:, None]
-    return tokens.gather(1, last)[:, 0]
-
-
-def list_next_tokens(
-    target: TargetSession, features: Tensor, counts: Sequence[int], length: int
-) -> NextTokens | None:
-    """Return the target's lists after the last LISTED tokens of each row.
-
-    features: [B, L, d], of the rows' tokens. counts: the tokens of each row.
-    """
-    width = min(LISTED, features.shape[1])
-    if not length or not width:
-        return None
-    ends = on_device(counts, features.device)[:, None]
-    places = (ends - width + torch.arange(width, device=features.device)).clamp(min=0)  # [B, X]
-    few = features.gather(1, places[:, :, None].expand(-1, -1, features.shape[-1]))
-    return NextTokens.from_logits(target.logits(few), length)
 
 
 def keep(

@@ -1,8 +1,8 @@
 """Continuous batching: texts join and leave while others are decoded.
 
-A text is admitted, waits for a place, is read together with other waiting texts, joins the batch, and leaves
-it when it is done. Its tokens depend only on its prompt, its terms and its stream of random numbers, up to
-the rounding of kernels that see other rows beside it.
+A text is admitted and waits for a place. Its prompt is read, in slices between the steps of others; then it
+joins the batch, and it leaves when it is done. Its tokens depend only on its prompt, its terms and its stream
+of random numbers, up to the rounding of kernels that see other rows beside it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ import torch
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.padding import pad_right
-from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import Stopwatch
-from eagle_fsd.decoding.loop import Batch, prefill
+from eagle_fsd.decoding.loop import Batch
+from eagle_fsd.decoding.prompts.cache_budget import CacheBudget, longest
+from eagle_fsd.decoding.prompts.prefill import LISTED
+from eagle_fsd.decoding.prompts.prefix_cache import KeptText, PrefixCache, host_tokens
+from eagle_fsd.decoding.prompts.reading import Reading, unique_prompts
 from eagle_fsd.decoding.request import Text
-from eagle_fsd.decoding.workspace import AHEAD
-from eagle_fsd.drafting.drafter import DrafterSpec, NoDrafter
+from eagle_fsd.decoding.workspace import Workspace, make_workspace
+from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, Needs, NoDrafter, Resumable
+from eagle_fsd.runtime.kv_cache import SavedRow
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
 CANCELLED = "cancelled"  # the finish reason of a retired text
+SLICE = 256  # prompt tokens between two steps
 
 
 class Scheduler:
@@ -33,7 +37,12 @@ class Scheduler:
 
     drafter: None for plain decoding. tree: the tree of every text. rows: the most texts in the batch. group:
     waiting texts join when this many places are free, since reading several prompts together takes fewer
-    forwards.
+    forwards. slice_tokens: the most prompt tokens that are read between two steps; None: whole prompts.
+    cache_tokens: the most slots of the caches that all texts may take together, each with room for one
+    token's keys and values in target and drafter; None: no limit. prefix_tokens: how many of these slots
+    texts that have ended may keep, for prompts that begin like them; 0: none.
+
+    Raises ValueError for numbers out of range.
     """
 
     def __init__(
@@ -44,21 +53,34 @@ class Scheduler:
         rows: int,
         group: int = 1,
         watch: Stopwatch | None = None,
+        slice_tokens: int | None = SLICE,
+        cache_tokens: int | None = None,
+        prefix_tokens: int = 0,
     ) -> None:
         require_integer("rows", rows, 1, "64 suits a CPU")
+        if slice_tokens is not None:
+            require_integer("slice_tokens", slice_tokens, 1, f"{SLICE} suits a CPU, None reads whole prompts")
         self.target, self.tree, self.rows, self.group = target, tree, rows, min(group, rows)
+        self.slice_tokens = 2**31 if slice_tokens is None else slice_tokens
         self.drafter: DrafterSpec = NoDrafter(target.vocab_size)
         if drafter is not None and tree.total_tokens > 1:
             self.drafter = drafter
         self.watch = watch or Stopwatch()
         self.waiting: deque[Text] = deque()
+        self.reading: Reading | None = None
         self.batch: Batch | None = None
+        # An empty cache tells how many slots are allocated together.
+        self.budget = CacheBudget(cache_tokens, target.new_cache(1, 1).capacity, tree)
+        self.prefixes = PrefixCache(prefix_tokens)
+        self._tokens: dict[Text, list[int]] = {}  # of the texts in the batch, prompts included
+        self._needs = Needs()  # the drafter's, once one is made
         self._accept_step = AcceptStep(target.stepper)
 
     def admit(self, text: Text) -> None:
         """Add a text to those that wait for a place.
 
-        Raises ValueError if its prompt is empty or leaves no position.
+        Raises ValueError if its prompt is empty or leaves no position, or if it could never have the slots
+        that it needs.
         """
         length, positions = len(text.prompt), self.target.max_positions
         if not 0 < length < positions:
@@ -67,14 +89,21 @@ class Scheduler:
                 f"target's {positions} positions; leave it out"
             )
         text.limit = min(text.limit, positions - length)
+        self.budget.require(text)
         self.waiting.append(text)
 
+    @torch.inference_mode()
     def retire(self, text: Text) -> None:
         """End a text early: it gets no more tokens, and its place becomes free."""
         if text in self.waiting:
             self.waiting.remove(text)
         if not text.done:
             text.stats.finish_reason = CANCELLED
+        if self.reading is not None and not self.reading.wanted:
+            stopped, self.reading = self.reading, None
+            read = stopped.prompts[0][: stopped.shown]
+            self._keep(read, stopped.workspace.session, stopped.workspace.drafter, 0)
+        self._release()
 
     @property
     def decoding(self) -> list[Text]:
@@ -82,54 +111,154 @@ class Scheduler:
         return [] if self.batch is None else self.batch.active
 
     @property
+    def _running(self) -> Batch | None:
+        """The batch, if any of its texts is not done."""
+        return self.batch if self.decoding else None
+
+    @property
     def busy(self) -> bool:
-        """Whether any text is waiting or being decoded."""
-        return bool(self.waiting or self.decoding)
+        """Whether any text is waiting, being read or being decoded."""
+        return bool(self.waiting or self.reading or self.decoding)
 
     @torch.inference_mode()
     def step(self) -> dict[Text, list[int]]:
-        """Let waiting texts join, run one step and return the tokens that each text in the batch emitted."""
-        self._admit_waiting()
-        if self.batch is None or not self.batch.active:
-            self.batch = None  # frees its memory
+        """Read a slice of the prompts, run one step and return the tokens that each text emitted.
+
+        While the first prompts are being read there are none.
+        """
+        self._release()
+        if self.waiting or self.reading:
+            with self.watch("prefill"):
+                self._read_prompts()
+        if self.batch is None:
             return {}
-        return self.batch.step(keep_done=bool(self.waiting))
+        emitted = self.batch.step(keep_done=True)
+        for text, tokens in emitted.items():
+            self._tokens[text] += tokens
+        self._release()
+        return emitted
 
     def run(self) -> Iterator[tuple[Text, list[int]]]:
         """Run steps until all texts are done, and yield the tokens that each text emits."""
         while self.busy:
             yield from self.step().items()
 
-    def _admit_waiting(self) -> None:
+    def _read_prompts(self) -> None:
+        """Read at most `slice_tokens` tokens of prompts, and let the texts that are read join the batch."""
+        left = self.slice_tokens
+        # What little is left of a slice is not worth a forward, which reads all weights.
+        while 2 * left > self.slice_tokens:
+            if self.reading is None:
+                self.reading = self._next_reading(left)
+            if self.reading is None:
+                return
+            left -= max(self.reading.advance(left), 1)
+            if self.reading.roots is not None:
+                reading, self.reading = self.reading, None
+                self._join(reading.finish(self.tree, self.watch))
+
+    def _next_reading(self, most: int) -> Reading | None:
+        """Return the next texts to read: several whose prompts are at most `most` tokens together, or one.
+
+        None: none is waiting, or the first one that is has to wait for a place.
+        """
         active = len(self.decoding)
         free = self.rows - active
-        if not self.waiting or (active and free < self.group):
-            return
-        new = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
-        with self.watch("prefill"):
-            joining = self._read_prompts(new)
-            if self.batch is None or not active:
-                self.batch = joining
-            else:
-                self.batch.join(joining)
+        if not self.waiting or free < (self.group if active else 1) or not self._fits([self.waiting[0]]):
+            return None
+        texts = [self.waiting.popleft()]
+        found = self._find_prefix(texts[0])
+        while self.waiting and len(texts) < free:
+            more = [*texts, self.waiting[0]]
+            prompts = unique_prompts(more)
+            if len(prompts) > 1:
+                whole = len(prompts) * max(map(len, prompts))
+                if whole > most or found is not None or self._find_prefix(more[-1]) is not None:
+                    break  # it is read for itself
+            if not self._fits(more):
+                break
+            texts.append(self.waiting.popleft())
+        tokens = max(len(text.prompt) for text in texts)
+        workspace = self._make_workspace(texts, len(unique_prompts(texts)), tokens)
+        if found is None:
+            return Reading(texts, workspace)
+        self.prefixes.use(found[0])
+        return Reading(texts, workspace, *found)
 
-    def _read_prompts(self, texts: Sequence[Text]) -> Batch:
-        """Read the prompts of texts as a batch of their own; equal prompts are read once."""
-        prompts = [tuple(text.prompt) for text in texts]
-        unique = list(dict.fromkeys(prompts))
-        count, longest = len(unique), max(map(len, unique))
-        first = min(self.target.max_positions, longest + min(AHEAD, max(text.limit for text in texts)))
-        drafter = self.drafter.make(count, first, self.tree)
-        slots = first + self.tree.total_tokens
-        session = TargetSession(self.target, count, slots, drafter.needs.taps)
-        tokens = pad_right(unique, 0).to(self.target.device)
-        roots = prefill(tokens, [len(prompt) for prompt in unique], session, drafter)
-        if count < len(texts):
-            rows = [unique.index(prompt) for prompt in prompts]
-            session.select(rows)
-            drafter.select(rows)
-            roots = roots[rows]
-        streams = RowRandom([text.stream for text in texts], len(texts), self.target.device)
-        batch = Batch(session, drafter, streams, self.tree, self.watch, self._accept_step)
-        batch.begin(texts, roots)
-        return batch
+    def _make_workspace(self, texts: Sequence[Text], rows: int, tokens: int) -> Workspace:
+        """Return a workspace for texts, of which there are so many tokens now, and so many rows."""
+        most = max(map(longest, texts))
+        made = make_workspace(self.target, self.drafter, rows, tokens, most, self.tree, self._accept_step)
+        self._needs = made.drafter.needs
+        return made
+
+    def _join(self, joining: Batch) -> None:
+        """Let texts whose prompts are read join the batch."""
+        self._tokens |= {text: list(text.prompt) for text in joining.texts}
+        if self.batch is None:
+            self.batch = joining
+            return
+        self.batch.join(joining)
+
+    def _tighten(self) -> None:
+        """Give the memory back that rows and texts took which have left."""
+        assert self.batch is not None
+        batch = self.batch
+        batch.select([row for row, text in enumerate(batch.texts) if not text.done])
+        rows, tokens = range(len(batch.texts)), max(len(self._tokens[text]) for text in batch.texts)
+        workspace = self._make_workspace(batch.texts, len(rows), tokens)
+        workspace.session.replace(rows, batch.target)
+        workspace.drafter.replace(rows, batch.drafter)
+        batch.target, batch.drafter = workspace.session, workspace.drafter
+
+    def _release(self) -> None:
+        """Keep the texts of the batch that have ended, and free their places unless others will take them."""
+        if self.batch is None:
+            return
+        for row, text in enumerate(self.batch.texts):
+            if text.done and (tokens := self._tokens.pop(text, None)) is not None:
+                shown = self.batch.target.cache.row_lengths[row] + 1  # the tokens of the last step were not
+                self._keep(tokens[:shown], self.batch.target, self.batch.drafter, row)
+        if not self.batch.active:
+            self.batch = None  # frees its memory
+        elif not (self.waiting or self.reading):
+            self.batch.drop_done_rows()
+
+    # --- memory ---
+
+    def _fits(self, texts: Sequence[Text]) -> bool:
+        """Return whether there are slots for more texts, once kept texts have made room for them."""
+        if self.budget.limit is None:
+            return True
+        limit, needed = self.budget.limit, self.budget.of_batches(self.decoding, texts)
+        if needed > limit:
+            return False
+        now = self.budget.of_batches_now(self._running, texts)
+        if now > needed and now + self.prefixes.slots > limit:
+            self._tighten()
+            now = needed
+        self.prefixes.shrink(limit - now)
+        return True
+
+    def _find_prefix(self, text: Text) -> tuple[KeptText, int] | None:
+        """Return a kept text that the prompt begins with, and how many of its tokens need not be read."""
+        # One token is read in any case, and so are those whose next-token lists the drafter needs.
+        return self.prefixes.find(text.prompt, len(text.prompt) - (LISTED if self._needs.next_tokens else 1))
+
+    def _keep(self, tokens: Sequence[int], session: TargetSession, drafter: Drafter, row: int) -> None:
+        """Keep a row's text, of these tokens, if there is room for it and other texts can go on from it."""
+        drafted: tuple[SavedRow, ...] | None = None
+        if not self.prefixes.limit or session.cache.row_lengths[row] != len(tokens) - 1:
+            return
+        if isinstance(drafter, Resumable):
+            if (drafted := drafter.save_row(row, len(tokens))) is None:
+                return
+        elif drafter.needs.features:
+            return
+        slots, room = self.budget.of_tokens(len(tokens)), self.prefixes.limit
+        if self.budget.limit is not None:
+            reading = [] if self.reading is None else self.reading.texts
+            room = self.budget.limit - self.budget.of_batches_now(self._running, reading)
+        if self.prefixes.prepare(tokens, slots, room):
+            saved = session.save_row(row, len(tokens) - 1)
+            self.prefixes.texts.append(KeptText(host_tokens(tokens), slots, saved, drafted))

@@ -45,6 +45,28 @@ class Workspace:
         self.drafter.reset(longest, tree)
 
 
+def make_workspace(
+    target: TargetModel,
+    spec: DrafterSpec,
+    batch: int,
+    prompt: int,
+    longest: int,
+    tree: TreeConfig,
+    accept_step: AcceptStep | None = None,
+    least: int = 0,
+) -> Workspace:
+    """Return a workspace for `batch` texts of up to `longest` tokens, the first `prompt` of them prompts.
+
+    accept_step: one to share; None: its own. least: the slots that it has at least.
+    """
+    first = max(min(longest, prompt + AHEAD), least - tree.total_tokens)
+    made = spec.make(batch, first, tree)
+    session = TargetSession(target, batch, first + tree.total_tokens, made.needs.taps)
+    workspace = Workspace(session, made, accept_step or AcceptStep(target.stepper), batch, spec)
+    workspace.reset(longest, tree)
+    return workspace
+
+
 class Workspaces:
     """Workspaces on one target. If steps are recorded, the last one is kept for the next batch that fits."""
 
@@ -65,13 +87,10 @@ class Workspaces:
         spec = self.plain if tree.total_tokens == 1 or drafter is None else drafter
         workspace = self._swap_spare(None)
         if workspace is None or workspace.batch != batch or workspace.spec != spec:
-            first = min(longest, prompt + AHEAD)
-            if self.target.stepper.view:
-                first = max(first, LEAST - tree.total_tokens)
-            made = spec.make(batch, first, tree)
-            session = TargetSession(self.target, batch, first + tree.total_tokens, made.needs.taps)
-            workspace = Workspace(session, made, AcceptStep(self.target.stepper), batch, spec)
-        workspace.reset(longest, tree)
+            least = LEAST if self.target.stepper.view else 0
+            workspace = make_workspace(self.target, spec, batch, prompt, longest, tree, least=least)
+        else:
+            workspace.reset(longest, tree)
         self.target.expect(batch, tree.total_tokens)
         return workspace
 

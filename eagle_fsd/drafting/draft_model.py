@@ -108,6 +108,7 @@ class DraftModelPredictor:
     """A language model as a predictor. It needs nothing of the target but its text."""
 
     needs = Needs()
+    behind = 0
 
     def __init__(self, spec: DraftModelSpec, cache: KVCache, stepper: Stepper = EAGER) -> None:
         self.draft, self.tokens, self.cache = spec.draft, spec.tokens, cache

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.long_rows import topk
 from eagle_fsd.core.tree import DraftTree, root_only
+from eagle_fsd.runtime.kv_cache import SavedRow
 
 NO_HEAD = "none"  # the name that asks for no head
 
@@ -51,13 +52,13 @@ class NextTokens:
 class Seen:
     """Committed text, as it is shown to a drafter.
 
-    tokens: [B, P] int64, right-padded: at first the whole prompts from their first tokens on, later the
-    tokens that a step emitted. A row's last token is its next root. counts: the tokens of each row.
-    features: [B, P, d], or [B, P, taps * d], or None if the drafter needs none. features[:, j] is the
-    target's feature at the token before tokens[:, j], from which tokens[:, j] was chosen; zero for a text's
-    first token. next_tokens: None unless the drafter needs them. At first, the lists after the X tokens
-    before each root, in order; a text of fewer tokens has meaningless lists first. Later, those at all nodes
-    of the step's tree.
+    tokens: [B, P] int64, right-padded: at first prompts from their first tokens on, whole or in parts (see
+    Resumable), later the tokens that a step emitted. A row's last token is its next root. counts: the tokens
+    of each row. features: [B, P, d], or [B, P, taps * d], or None if the drafter needs none. features[:, j]
+    is the target's feature at the token before tokens[:, j], from which tokens[:, j] was chosen; zero for a
+    text's first token. next_tokens: None unless the drafter needs them. At first, the lists after the X
+    tokens before each root, in order; a text of fewer tokens has meaningless lists first. Later, those at all
+    nodes of the step's tree.
     """
 
     tokens: Tensor
@@ -93,6 +94,29 @@ class Drafter(Protocol):
 
     def reset(self, longest: int, tree: TreeConfig) -> None:
         """Forget the texts. longest: the most tokens that one of the next texts may have."""
+
+
+@runtime_checkable
+class Resumable(Drafter, Protocol):
+    """A drafter that can read a prompt in parts, and go on from another text's first tokens.
+
+    A drafter without these methods reads every prompt at once.
+    """
+
+    def read_on(self, seen: Seen) -> None:
+        """Read the next part of prompts of which `begin` or `load_row` gave the first part.
+
+        seen: tokens, counts and features of this part alone, and of the last part the lists before the roots.
+        """
+
+    def save_row(self, row: int, tokens: int) -> tuple[SavedRow, ...] | None:
+        """Return a copy of what it holds of a row's text, which has so many tokens, its root included.
+
+        None: another text cannot go on from it.
+        """
+
+    def load_row(self, row: int, saved: tuple[SavedRow, ...], tokens: Sequence[int]) -> None:
+        """Let a row hold these first tokens of a saved text, of which there is at least one more to read."""
 
 
 class DrafterSpec(Protocol):

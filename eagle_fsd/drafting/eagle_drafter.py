@@ -114,6 +114,7 @@ class EaglePredictor:
 
     needs = Needs(features=True)
     longest = NO_LIMIT
+    behind = 1  # no pair ends with a text's first token
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class EaglePredictor:
         """Commit pairs with the target's features and return the features [B, d] predicted at the roots."""
         assert seen.features is not None
         features, tokens, counts = seen.features, seen.tokens, seen.counts
-        if first:
+        if first and not any(self.cache.row_lengths):  # else it is a later part of a prompt
             features, tokens, counts = pair_prompts(seen)
         return self.commit_pairs(features, tokens, counts, first)
 

@@ -20,7 +20,7 @@ from eagle_fsd.core.long_rows import topk
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.tree import Candidates, DraftTree, build_tree, root_only
 from eagle_fsd.drafting.drafter import Drafter, Needs, Seen
-from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper, moved
 
 NO_LIMIT = 2**31 - 1  # positions of a predictor that reads texts of any length
@@ -32,20 +32,22 @@ class Predictor(Protocol):
 
     A state [..., d] is its output at one token; `log_q` reads the next token's distribution from it.
     needs: see Drafter. drafted: the target's ids [W] of the tokens that it proposes; None: all, in order.
-    cache: its own cache, which holds the committed text and after it a growing tree. width: d. longest: how
-    many tokens it can read; nothing is drafted for a text that has more.
+    cache: its own cache, which holds the committed text and after it a growing tree. behind: how many slots
+    fewer it takes than a text has tokens. width: d. longest: how many tokens it can read; nothing is drafted
+    for a text that has more.
     """
 
     needs: Needs
     cache: KVCache
     drafted: Tensor | None
+    behind: int
     width: int
 
     @property
     def longest(self) -> int: ...
 
     def commit(self, seen: Seen, first: bool) -> Tensor:
-        """Read committed text and return the state [B, d] at each row's root. first: whole prompts."""
+        """Read committed text and return the state [B, d] at each row's root. first: prompts, or parts."""
 
     def log_q(self, states: Tensor) -> Tensor:
         """Return log-probabilities [..., W] at temperature 1, float32, from states [..., d]."""
@@ -95,6 +97,9 @@ class BeamDrafter:
     def begin(self, seen: Seen) -> None:
         self.root_states = self.predictor.commit(seen, first=True)
 
+    def read_on(self, seen: Seen) -> None:
+        self.root_states = self.predictor.commit(seen, first=True)
+
     def extend(self, seen: Seen) -> None:
         self.root_states = self.predictor.commit(seen, first=False)
 
@@ -134,7 +139,18 @@ class BeamDrafter:
     def replace(self, rows: Sequence[int], other: Drafter) -> None:
         assert isinstance(other, BeamDrafter)
         self.cache.replace(rows, other.cache)
+        self.root_states = self.root_states.to(other.root_states.dtype)  # those of no text yet are float32
         self.root_states[list(rows)] = other.root_states
+
+    def save_row(self, row: int, tokens: int) -> tuple[SavedRow, ...] | None:
+        count = tokens - self.predictor.behind
+        # A text that began with one token has a slot more, see `pair_prompts`: no other text is read so.
+        if self.cache.row_lengths[row] != count:
+            return None
+        return (self.cache.save_row(row, count),)
+
+    def load_row(self, row: int, saved: tuple[SavedRow, ...], tokens: Sequence[int]) -> None:
+        self.cache.load_row(row, saved[0], len(tokens) - self.predictor.behind)
 
     def reset(self, longest: int, tree: TreeConfig) -> None:
         self.cache.reset(slots_per_row(longest, tree))

@@ -8,7 +8,8 @@ H key-value heads, S slots, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,15 +18,23 @@ from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.padding import on_device
 
 
+@dataclass(frozen=True)
+class SavedRow:
+    """The first slots of one row of a cache, in memory of their own. parts: by layer or by size of heads."""
+
+    slots: int
+    parts: Mapping[int, tuple[Tensor, ...]]
+
+
 class KVCache:
     """Keys and values of every layer, [B, H, S, D] each, allocated when a layer first writes.
 
     lengths: the committed tokens of each row, on the host (`row_lengths`) and on the device (`lengths` [B]
     int64, at the same address as long as `buffers` is the same object). rows: how many texts the buffers
-    have room for; the rows still running are always the first ones. limit: how many slots the texts need at
-    most, beyond which capacity does not double; None: unknown. step: views are multiples of it and writes go
-    by index, so that a recorded forward serves other lengths too; 0: views end where the tokens end.
-    widest: how many tokens a forward had best read at most.
+    have room for; the rows still running are always the first ones. row_limits: how many slots the text of
+    each row needs at most; None: unknown. Capacity does not double beyond the most of them. step: views are
+    multiples of it and writes go by index, so that a recorded forward serves other lengths too; 0: views end
+    where the tokens end. widest: how many tokens a forward had best read at most.
     """
 
     widest = 2**31
@@ -33,9 +42,9 @@ class KVCache:
     def __init__(self, batch: int, capacity: int, device: torch.device, step: int = 0) -> None:
         self.step = step
         self.capacity = self._round_up(capacity)
-        self.limit: int | None = None
         self.device = device
         self.rows = batch
+        self.row_limits: list[int | None] = [None] * batch
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.buffers = object()  # a token for the buffers' identity: replaced when they are reallocated
         self.view, self.exact = 0, True
@@ -49,10 +58,16 @@ class KVCache:
         """The bytes that keys and values have been given, used or not."""
         return sum(buffer.nbytes for layer in self.layers.values() for buffer in layer)
 
+    @property
+    def limit(self) -> int | None:
+        """How many slots a text needs at most; None: unknown."""
+        known = [limit for limit in self.row_limits if limit is not None]
+        return max(known) if len(known) == len(self.row_limits) else None
+
     @torch.inference_mode()
     def reset(self, limit: int | None = None) -> None:
         """Forget the texts and make all rows ready for new ones, which need at most `limit` slots each."""
-        self.limit = limit
+        self.row_limits = [limit] * self.rows
         for buffers in self.layers.values():
             for buffer in buffers:
                 buffer.zero_()  # a text with NaN logits may have left NaN here; see `update`
@@ -67,9 +82,7 @@ class KVCache:
         self.exact = exact or not self.step
         end = max(self.row_lengths) + offset + width
         self.view = end if self.exact else self._round_up(end)
-        if self.view > self.capacity:
-            double = 2 * self.capacity  # doubling keeps the number of reallocations small
-            self.grow(max(self.view, double if self.limit is None else min(double, self.limit)))
+        self._make_room(self.view)
 
     def place(self, width: int, offset: int = 0) -> Tensor:
         """Choose where the next forward writes: `width` reserved slots per row, `offset` past its length.
@@ -147,6 +160,7 @@ class KVCache:
         """
         lengths = [self.row_lengths[row] for row in rows]
         count, used, index = len(lengths), max(lengths), on_device(rows, self.device)
+        self.row_limits = [self.row_limits[row] for row in rows]
         for layer, buffers in self.layers.items():
             index = index.to(buffers[0].device)
             if count > self.rows:
@@ -161,20 +175,41 @@ class KVCache:
         self._set_lengths(lengths)
 
     def replace(self, rows: Sequence[int], other: KVCache) -> None:
-        """Put the texts of another cache, one for each, in the place of these rows."""
-        if other.view > self.capacity:
-            self.grow(other.view)
+        """Put the texts of another cache, one for each, in the place of these rows, with their limits."""
+        self._take_limits(rows, other)
+        used = max(other.row_lengths)
+        self._make_room(used)
         for layer, news in other.layers.items():
             if layer not in self.layers:  # all prompts here were single tokens, which no forward has read
                 self.layers[layer] = tuple(
                     new.new_zeros(self.rows, new.shape[1], self.capacity, new.shape[3]) for new in news
                 )
             for buffer, new in zip(self.layers[layer], news, strict=True):
-                buffer[list(rows), :, : other.view] = new[: len(rows), :, : other.view]
+                buffer[list(rows), :, :used] = new[: len(rows), :, :used]
         lengths = self.row_lengths.copy()
         for row, length in zip(rows, other.row_lengths, strict=True):
             lengths[row] = length
         self._set_lengths(lengths)
+
+    def save_row(self, row: int, count: int) -> SavedRow:
+        """Return a copy of the first `count` slots of a row."""
+        parts = {
+            layer: tuple(buffer[row, :, :count].clone() for buffer in buffers)
+            for layer, buffers in self.layers.items()
+        }
+        return SavedRow(count, parts)
+
+    def load_row(self, row: int, saved: SavedRow, count: int) -> None:
+        """Let a row hold the first `count` of a saved row's slots, and nothing else."""
+        self._make_room(count)
+        for layer, news in saved.parts.items():
+            if layer not in self.layers:
+                self.layers[layer] = tuple(
+                    new.new_zeros(self.rows, new.shape[0], self.capacity, new.shape[2]) for new in news
+                )
+            for buffer, new in zip(self.layers[layer], news, strict=True):
+                buffer[row, :, :count] = new[:, :count]
+        self._set_lengths([count if at == row else old for at, old in enumerate(self.row_lengths)])
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` slots in the rows still running; what they store stays."""
@@ -194,6 +229,17 @@ class KVCache:
         # In place: a recorded forward reads the address that it was recorded with.
         self.lengths = self._all_lengths[: len(lengths)].copy_(on_device(lengths, self.device))
         self.row_lengths = lengths
+
+    def _make_room(self, end: int) -> None:
+        """Grow if there are fewer than `end` slots: to twice the capacity, but not beyond the limit."""
+        if end > self.capacity:
+            double = 2 * self.capacity  # doubling keeps the number of reallocations small
+            self.grow(max(end, double if self.limit is None else min(double, self.limit)))
+
+    def _take_limits(self, rows: Sequence[int], other: KVCache) -> None:
+        """Let these rows have the limits of another cache's rows, one for each."""
+        for row, limit in zip(rows, other.row_limits, strict=True):
+            self.row_limits[row] = limit
 
     def _round_up(self, slots: int) -> int:
         return slots if not self.step else -(-slots // self.step) * self.step

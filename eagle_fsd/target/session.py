@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.tree import DraftTree, ancestors, visible_slots
-from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
 from eagle_fsd.runtime.step_recorder import Stepper
 
 PREFILL_CHUNK = 512  # tokens per prefill forward: bounds the mask to chunk x context
@@ -72,9 +72,9 @@ class TargetSession:
         return self.cache.nbytes
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Run and commit the first lengths[row] of right-padded tokens [B, L]; return features [B, L, D].
+        """Read the first lengths[row] of right-padded tokens [B, L] behind what is there; return features.
 
-        D is d, or taps * d.
+        They are [B, L, D], where D is d, or taps * d.
 
         Tokens past a row's length are padding: their features mean nothing, and their slots are overwritten.
         """
@@ -148,3 +148,11 @@ class TargetSession:
     def replace(self, rows: Sequence[int], other: TargetSession) -> None:
         """Replace these rows, one by one, by the texts of another session."""
         self.cache.replace(rows, other.cache)
+
+    def save_row(self, row: int, count: int) -> SavedRow:
+        """Return a copy of what is stored of a row's first `count` tokens."""
+        return self.cache.save_row(row, count)
+
+    def load_row(self, row: int, saved: SavedRow, count: int) -> None:
+        """Let a row hold the first `count` tokens of a saved row, as if it had read them."""
+        self.cache.load_row(row, saved, count)

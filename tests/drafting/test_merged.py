@@ -86,6 +86,7 @@ class ChainPredictor:
     drafted = None
     width = 2
     longest = NO_LIMIT
+    behind = 1
 
     def __init__(self, chain: Chain, rows: int) -> None:
         self.chain, self.cache = chain, KVCache(rows, 64, CPU)

@@ -234,6 +234,28 @@ def test_replace_puts_other_texts_in_the_rows(capacity: int) -> None:
     check(cache, twin, layers)
 
 
+@pytest.mark.parametrize("capacity", [4, 40])
+def test_a_saved_row_is_loaded_as_far_as_it_is_wanted(capacity: int) -> None:
+    layers, ids = 2, torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
+    source = KVCache(2, 8, CPU)
+    write(source, ids, layers)
+    source.advance([3, 5])
+    saved = source.save_row(1, 5)
+    for buffers in source.layers.values():
+        for buffer in buffers:
+            buffer.zero_()  # what is saved has memory of its own
+    cache, twin = KVCache(2, capacity, CPU), Twin(2)
+    cache.load_row(1, saved, 4)
+    twin.rows[1] = [6, 7, 8, 9]
+    check(cache, twin, layers)
+    more = torch.tensor([[11, 12], [13, 14]])
+    write(cache, more, layers)
+    twin.placed = more.tolist()
+    cache.advance([1, 2])
+    twin.advance([1, 2])
+    check(cache, twin, layers)
+
+
 # --- memory ---
 
 
@@ -291,3 +313,21 @@ def test_a_text_that_went_wrong_leaves_nothing_to_the_next() -> None:
         buffer[1, :, 2:5] = torch.nan
     cache.reset()
     assert all(buffer.isfinite().all() for buffer in cache.layers[0])
+
+
+@pytest.mark.parametrize("step", [0, 16])
+def test_the_limit_follows_the_texts_that_join_and_leave(step: int) -> None:
+    """A longer text that joins may double the capacity; once it left, the others' limit counts again."""
+    cache, longer = KVCache(2, 16, CPU, step), KVCache(1, 16, CPU, step)
+    cache.reset(limit=16)
+    longer.reset(limit=200)
+    filled(cache, 9)
+    filled(longer, 9)
+    cache.replace([1], longer)
+    assert cache.limit == 200
+    assert sorted(set(filled(cache, 150))) == [16, 32, 64, 128, 208 if step else 200]
+    cache.select([0])
+    assert cache.limit == 16
+    unknown = KVCache(1, 16, CPU, step)
+    cache.replace([0], unknown)
+    assert cache.limit is None

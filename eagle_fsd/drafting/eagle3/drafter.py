@@ -113,6 +113,7 @@ class Eagle3Predictor:
     """An EAGLE-3 head as a predictor. Its states are those that one draft step hands to the next."""
 
     longest = NO_LIMIT
+    behind = 1  # no pair ends with a text's first token
 
     def __init__(
         self, head: Eagle3Head, vocabulary: Eagle3Vocabulary, cache: KVCache, stepper: Stepper = EAGER
@@ -127,7 +128,7 @@ class Eagle3Predictor:
         """Commit pairs with the target's features and return the states [B, d] at the roots."""
         assert seen.features is not None
         features, tokens, counts = seen.features, seen.tokens, seen.counts
-        if first:
+        if first and not any(self.cache.row_lengths):  # else it is a later part of a prompt
             features, tokens, counts = pair_prompts(seen)
         return self.commit_pairs(features, tokens, counts, first)
 

@@ -21,6 +21,7 @@ from eagle_fsd.drafting.lookup.packing import Vocabulary, pack_trees
 from eagle_fsd.drafting.lookup.recycled_lists import LENGTH, NextList, next_lists
 from eagle_fsd.drafting.lookup.text_memory import COPIED, Sources, TextMemory
 from eagle_fsd.files.fingerprints import digest_json
+from eagle_fsd.runtime.kv_cache import SavedRow
 from eagle_fsd.runtime.step_recorder import Stepper
 
 
@@ -90,6 +91,9 @@ class LookupDrafter:
         for memory, tokens, lists in rows:
             memory.begin(tokens, lists)
 
+    def read_on(self, seen: Seen) -> None:
+        self.begin(seen)
+
     def extend(self, seen: Seen) -> None:
         for memory, tokens, lists in zip(self.memories, *to_host(seen), strict=True):
             if tokens:
@@ -113,6 +117,14 @@ class LookupDrafter:
         assert isinstance(other, LookupDrafter)
         for row, memory in zip(rows, other.memories, strict=True):
             self.memories[row] = memory
+
+    def save_row(self, row: int, tokens: int) -> tuple[SavedRow, ...]:
+        """Save nothing: a memory is soon made of the tokens, and has learned nothing from another answer."""
+        return ()
+
+    def load_row(self, row: int, saved: tuple[SavedRow, ...], tokens: Sequence[int]) -> None:
+        self.memories[row] = TextMemory(self.spec.sources, self.priors)
+        self.memories[row].begin(tokens, [])
 
     def reset(self, longest: int, tree: TreeConfig) -> None:
         self.memories = [TextMemory(self.spec.sources, self.priors) for _ in self.memories]

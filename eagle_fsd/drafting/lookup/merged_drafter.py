@@ -35,6 +35,7 @@ from eagle_fsd.drafting.lookup.packing import Vocabulary, pack_trees
 from eagle_fsd.drafting.lookup.text_memory import Sources
 from eagle_fsd.drafting.tree_growth import BeamDrafter, Grown
 from eagle_fsd.files.fingerprints import digest_json
+from eagle_fsd.runtime.kv_cache import SavedRow
 
 # Beside a head, only copies: a head knows more than lists of earlier next tokens, and these cost a pass over
 # all logits in every step.
@@ -108,6 +109,10 @@ class MergedDrafter:
         self.head.begin(seen)
         self.lookup.begin(seen)
 
+    def read_on(self, seen: Seen) -> None:
+        self.head.read_on(seen)
+        self.lookup.read_on(seen)
+
     def extend(self, seen: Seen) -> None:
         self.head.extend(seen)
         self.lookup.extend(seen)
@@ -154,6 +159,13 @@ class MergedDrafter:
         assert isinstance(other, MergedDrafter)
         self.head.replace(rows, other.head)
         self.lookup.replace(rows, other.lookup)
+
+    def save_row(self, row: int, tokens: int) -> tuple[SavedRow, ...] | None:
+        return self.head.save_row(row, tokens)
+
+    def load_row(self, row: int, saved: tuple[SavedRow, ...], tokens: Sequence[int]) -> None:
+        self.head.load_row(row, saved, tokens)
+        self.lookup.load_row(row, (), tokens)
 
     def reset(self, longest: int, tree: TreeConfig) -> None:
         self.head.reset(longest, tree)

@@ -138,12 +138,15 @@ class TextMemory:
         self.tree: GrownTree | None = None
 
     def begin(self, tokens: Sequence[int], lists: Sequence[NextList]) -> None:
-        """Read a prompt. lists: what the target would say after each of the last tokens before the root."""
+        """Read a prompt, or its next part.
+
+        lists: what the target would say after each of the last tokens before the root.
+        """
         self.store.extend(tokens)
-        start = len(tokens) - 1 - len(lists)
-        for place, found in enumerate(lists, start):
+        text = self.store.text
+        for place, found in enumerate(lists, len(text) - 1 - len(lists)):
             if place >= 0:  # a text shorter than others of its batch has fewer
-                self.lists.add(tokens[place - 1] if place else -1, tokens[place], found)
+                self.lists.add(text[place - 1] if place else -1, text[place], found)
 
     def extend(self, tokens: Sequence[int], lists: Sequence[NextList]) -> None:
         """Read the tokens that a step emitted. lists: what the target said at every node of the tree."""

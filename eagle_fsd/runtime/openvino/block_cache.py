@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.padding import on_device
-from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
 
 BLOCK = 256  # slots; also the step in which a view grows, since another shape costs a graph some milliseconds
 
@@ -105,7 +105,7 @@ class BlockCache(KVCache):
 
     @torch.inference_mode()
     def reset(self, limit: int | None = None) -> None:
-        self.limit = limit
+        self.row_limits = [limit] * self.rows
         for store in self.stores.values():
             store[:, : self._touched].zero_()  # the others have never been in memory
         self._touched = 0
@@ -120,8 +120,8 @@ class BlockCache(KVCache):
     def replace(self, rows: Sequence[int], other: KVCache) -> None:
         assert isinstance(other, BlockCache)
         used = -(-max(other.row_lengths) // BLOCK)
-        if used * BLOCK > self.capacity:
-            self.grow(used * BLOCK)
+        self._take_limits(rows, other)
+        self._make_room(used * BLOCK)
         self._touched = max(self._touched, used)
         for size, store in self.stores.items():
             store[:, :used, list(rows)] = other.stores[size][:, :used, : len(rows)]
@@ -130,6 +130,19 @@ class BlockCache(KVCache):
             lengths[row] = length
         self._set_lengths(lengths)
 
+    def save_row(self, row: int, count: int) -> SavedRow:
+        used = -(-count // BLOCK)
+        stores = enumerate(self.stores.values())
+        return SavedRow(count, {number: (store[:, :used, row].clone(),) for number, store in stores})
+
+    def load_row(self, row: int, saved: SavedRow, count: int) -> None:
+        used = -(-count // BLOCK)
+        self._make_room(used * BLOCK)
+        self._touched = max(self._touched, used)
+        for number, store in enumerate(self.stores.values()):
+            store[:, :used, row] = saved.parts[number][0][:, :used]
+        self._set_lengths([count if at == row else old for at, old in enumerate(self.row_lengths)])
+
     def grow(self, capacity: int) -> None:
         self._reallocate(self._round_up(capacity), range(len(self.row_lengths)))
 
@@ -137,6 +150,7 @@ class BlockCache(KVCache):
         """Move the used blocks of these rows into buffers of another size."""
         index = list(rows)
         lengths = [self.row_lengths[row] for row in index]
+        self.row_limits = [self.row_limits[row] for row in index]
         used = -(-max(self.row_lengths) // BLOCK)
         for size, store in self.stores.items():
             new = self._allocate(size, capacity, len(index))

@@ -106,7 +106,7 @@ def test_random_lives_equal_the_plain_cache(layout: str, seed: int) -> None:
     pair.check()
     for _ in range(14):
         batch = len(pair.lengths)
-        match number(0, 6):
+        match number(0, 7):
             case 0:  # a draft: levels of scratch behind each other, and a commit of pairs
                 pair.write(number(1, 4))
                 pair.write(number(1, 9), offset=number(1, 6))
@@ -123,6 +123,17 @@ def test_random_lives_equal_the_plain_cache(layout: str, seed: int) -> None:
                 for cache, new in zip(pair.both, joining.both, strict=True):
                     new.advance(counts)
                     cache.replace(rows, new)
+            case 7:  # a part of a row is saved, and loaded by another row or another cache
+                row, place = number(0, batch - 1), number(0, batch - 1)
+                count = number(0, pair.lengths[row])
+                less = number(0, count)
+                for cache in pair.both:
+                    saved = cache.save_row(row, count)
+                    assert saved.slots == count
+                    cache.load_row(place, saved, less)
+                    fresh = type(cache)(1, number(1, 9), *([CPU] if cache is pair.plain else [pair.members]))
+                    fresh.load_row(0, saved, count)
+                    cache.replace([row], fresh)
             case 3:
                 for cache in pair.both:
                     cache.grow(cache.capacity + number(1, 300))

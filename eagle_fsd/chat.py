@@ -1,0 +1,186 @@
+"""`python -m eagle_fsd.chat`: a chat in the terminal, coloured by how every token came.
+
+stdout carries the answers; everything else goes to stderr. Without a terminal there are no colours and no
+prompts, so that messages may be piped in, one a line. Exit codes: 0; 2 for a user's mistake in the flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TextIO
+
+from eagle_fsd.cli.answer_report import Answer, summary
+from eagle_fsd.cli.conversation import HELP, Conversation, Exit, read_messages
+from eagle_fsd.cli.flag_types import USAGE, OneLineParser
+from eagle_fsd.cli.flags import add_generation_flags, add_model_flags, add_verbose_flag
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.generate import (
+    BROKEN_PIPE,
+    UserError,
+    defer_interrupt,
+    discard_stdout,
+    load_model,
+    raise_user_errors,
+)
+from eagle_fsd.version import __version__
+
+if TYPE_CHECKING:
+    from eagle_fsd.core.config import TreeConfig
+    from eagle_fsd.engine import EagleFSD
+
+# Drafted tokens are green if the target drew them too, and bold yellow if the rule let them through. The
+# target's own are as the terminal writes.
+COLOURS = {"drafted": "\033[32m", "fuzzy": "\033[1;33m", "target": ""}
+PLAIN = "\033[0m"
+LEGEND = f"{COLOURS['drafted']}drafted{PLAIN}, {COLOURS['fuzzy']}fuzzy{PLAIN}, the target's own"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all flags."""
+    parser = OneLineParser(
+        prog=sys.argv[0] if sys.argv[0].startswith("eagle-fsd") else "python -m eagle_fsd.chat",
+        description="Chat with a target model in the terminal. Text is coloured by how every token came.",
+        epilog=f"commands:\n{HELP}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"eagle_fsd {__version__}")
+    group = parser.add_argument_group("chat")
+    group.add_argument("--system", metavar="TEXT", help="system message of the chat template")
+    group.add_argument(
+        "--no-colour", "--no-color", dest="colour", action="store_false", help="colour nothing (NO_COLOR too)"
+    )
+    add_model_flags(parser)
+    add_generation_flags(parser)
+    parser.set_defaults(max_new_tokens=1024)
+    add_verbose_flag(parser.add_argument_group("output"))
+    return parser
+
+
+class Chat:
+    """A conversation with one engine. out: takes the answers. coloured: whether it understands colours."""
+
+    def __init__(self, model: EagleFSD, conversation: Conversation, out: TextIO, coloured: bool) -> None:
+        from eagle_fsd.core.sampling import fresh_seed
+
+        self.model, self.conversation, self.out, self.coloured = model, conversation, out, coloured
+        self.tree: TreeConfig | None = None  # settled with the first answer: measuring takes long
+        ((self.seed, self.number),) = conversation.options.seed or [(fresh_seed(), 0)]
+
+    def answer(self, message: str) -> None:
+        """Answer a message and add both to the conversation. Ctrl-C ends the answer after the step in hand.
+
+        Raises ValueError if the chat cannot be answered; it is then as it was before.
+        """
+        from eagle_fsd.decoding.origins import TokenOrigins
+        from eagle_fsd.text.chat import encode_chat
+        from eagle_fsd.text.streamed import StreamedText
+
+        turns = [*self.conversation.turns, {"role": "user", "content": message}]
+        origins = TokenOrigins()
+        options = replace(self.conversation.options, seed=[(self.seed, self.number)])
+        options = replace(
+            options, observer=origins if self.coloured else None, tree=self.tree or options.tree
+        )
+        input_ids = encode_chat(self.model.tokenizer, turns)
+        stream = self.model.stream(input_ids, options=options)
+        self.tree = stream.tree
+        answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree), stream.rule)
+        answer.seed = f"{self.seed}/{self.number}" if options.temperature else None
+        written = StreamedText(self.model.tokenizer)
+        with defer_interrupt() as stop, contextlib.closing(iter(stream)) as steps:
+            for token_ids in steps:
+                answer.token_ids += token_ids
+                self.show(written.add(token_ids, origins.take()))
+                if stop.is_set():
+                    answer.interrupted = True
+                    break
+        self.show(written.finish())
+        self.out.write("\n")
+        self.out.flush()
+        sys.stderr.write(f"{summary(answer)}\n")
+        self.number += 1
+        self.conversation.turns = [*turns, {"role": "assistant", "content": written.text}]
+
+    def show(self, pieces: Sequence[tuple[str, str]]) -> None:
+        for text, origin in pieces:
+            colour = COLOURS.get(origin, "") if self.coloured else ""
+            self.out.write(f"{colour}{text}{PLAIN}" if colour else text)
+        self.out.flush()
+
+    def read_line(self, goes_on: bool) -> str | None:
+        """Return the user's next line, with a prompt where both ends are a terminal; None at the end."""
+        if not self.coloured and not (sys.stdin.isatty() and self.out.isatty()):
+            line = sys.stdin.readline()
+            return line.rstrip("\r\n") if line else None
+        while True:
+            try:
+                return input("... " if goes_on else ">>> ")
+            except KeyboardInterrupt:
+                sys.stderr.write("\n(/exit or Ctrl-D ends the chat)\n")
+            except EOFError:
+                return None
+
+    def run(self) -> None:
+        """Answer messages and obey commands until the end of the input."""
+        for message in read_messages(self.read_line):
+            try:
+                if message.startswith("/"):
+                    sys.stderr.write(f"{self.conversation.command(message)}\n")
+                else:
+                    self.answer(message)
+            except Exit:
+                return
+            except (ValueError, FloatingPointError) as error:  # of a command, a chat that is too long, ...
+                sys.stderr.write(f"{one_line(error)}\n")
+
+
+def run(args: argparse.Namespace, out: TextIO) -> int:
+    """Check the arguments, load the model, and chat."""
+    if sys.stdin is None:
+        raise UserError("stdin is closed: the chat reads messages from it; open it")
+    with raise_user_errors():
+        conversation = Conversation(args)
+        conversation.options  # noqa: B018  # raises ValueError for flags that do not fit
+        with contextlib.redirect_stdout(sys.stderr):  # what libraries print
+            model = load_model(args)
+    at_terminal = sys.stdin.isatty() and out.isatty()
+    coloured = at_terminal and args.colour and "NO_COLOR" not in os.environ
+    if at_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # gives input() a history and editing
+        legend = f"; {LEGEND}" if coloured else ""
+        sys.stderr.write(f"{model.base_model}: /help lists the commands{legend}\n")
+    Chat(model, conversation, out, coloured).run()
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the arguments, chat, and return the exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    out = sys.stdout
+    if hasattr(out, "reconfigure"):
+        out.reconfigure(errors="replace")  # a character that the terminal lacks must not end the chat
+    try:
+        return run(args, out)
+    except UserError as error:
+        if args.verbose:
+            traceback.print_exc()
+        sys.stderr.write(f"{parser.prog}: error: {error}\n")
+        return USAGE
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:
+        discard_stdout()
+        return BROKEN_PIPE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""A chat at the terminal: its turns, its commands, and how several lines become one message."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle_fsd.cli.arguments import generation_options
+from eagle_fsd.cli.flag_types import AUTO
+from eagle_fsd.files.atomic import write_atomically
+
+if TYPE_CHECKING:
+    from eagle_fsd.decoding.request import GenerationOptions
+
+PASTE, END, CONTINUED = "/paste", "/end", "\\"
+HELP = """\
+/threshold T   from now on follow the draft where divergence(p, q) <= T; 0 is exact, auto uses the calibration
+/reset         forget the chat so far
+/save FILE     write the chat to a file, as JSON
+/paste         take all lines as one message, up to a line /end
+/help          show this
+/exit          end the chat; so does Ctrl-D
+A line that ends with \\ goes on in the next one. Ctrl-C stops an answer."""
+
+
+class Exit(Exception):
+    """The user wants to end the chat."""
+
+
+@dataclass
+class Conversation:
+    """The turns so far, and the flags under which the next answer is made.
+
+    args: the command line's flags, which /threshold changes. turns: {"role", "content"} each.
+    """
+
+    args: argparse.Namespace
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns but the system message."""
+        system = self.args.system
+        self.turns = [] if system is None else [{"role": "system", "content": system}]
+
+    @property
+    def options(self) -> GenerationOptions:
+        return generation_options(self.args)
+
+    def command(self, line: str) -> str:
+        """Obey a line that begins with a slash and return what to tell the user.
+
+        Raises ValueError for a command that is unknown or cannot be obeyed, and Exit at the end.
+        """
+        name, _, rest = line.strip().partition(" ")
+        rest = rest.strip()
+        if name == "/threshold":
+            return self.set_threshold(rest)
+        if name == "/save":
+            return self.save(rest)
+        if rest:
+            raise ValueError(f"{name} takes nothing, and {rest!r} follows it: leave that out")
+        if name == "/reset":
+            self.reset()
+            return "the chat is forgotten"
+        if name == "/help":
+            return HELP
+        if name in ("/exit", "/quit"):
+            raise Exit
+        raise ValueError(f"{name} is no command: /help lists them; begin with a space to say it to the model")
+
+    def set_threshold(self, text: str) -> str:
+        before = self.args.threshold
+        try:
+            self.args.threshold = AUTO if text == AUTO else float(text)
+            self.options  # noqa: B018  # raises ValueError if the rule takes no such threshold
+        except ValueError as error:
+            self.args.threshold = before
+            if not text or "could not convert" in str(error):
+                raise ValueError(
+                    f"threshold is {text!r}: it must be a number of at least 0, or auto"
+                ) from error
+            raise
+        return (
+            f"threshold {text}: {'exact' if self.args.threshold == 0 else 'larger is faster and less exact'}"
+        )
+
+    def save(self, name: str) -> str:
+        if not name:
+            raise ValueError("/save needs the name of a file: /save chat.json")
+        try:
+            write_atomically(Path(name), json.dumps({"messages": self.turns}, indent=1) + "\n")
+        except OSError as error:
+            raise ValueError(f"{name}: cannot be written ({error.strerror}); name another file") from error
+        return f"{len(self.turns)} turns are in {name}"
+
+
+def read_messages(read_line: Callable[[bool], str | None]) -> Iterator[str]:
+    """Yield messages and commands of one or several lines, without blank ones.
+
+    read_line: returns the next line without its end, None at the end of the input. It is told whether the
+    line goes on with a message.
+    """
+    while (line := read_line(False)) is not None:
+        lines = [line]
+        if line.strip() == PASTE:
+            lines = []
+            while (line := read_line(True)) is not None and line.strip() != END:
+                lines.append(line)
+        else:
+            while lines[-1].endswith(CONTINUED):
+                lines[-1] = lines[-1].removesuffix(CONTINUED)
+                lines.append(read_line(True) or "")
+        message = "\n".join(lines)
+        if message.strip():
+            yield message

@@ -1,0 +1,113 @@
+"""Prompts are read by target and drafter, whole or in parts.
+
+After every part, target and drafter are where they are between steps: the last token shown to the drafter is
+a root, which the target has not read yet. So the next part is read as the tokens of a step would be.
+Shapes: B rows, L tokens of the longest prompt, d the width of a feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.core.padding import on_device
+from eagle_fsd.drafting.drafter import Drafter, NextTokens, Resumable, Seen
+from eagle_fsd.target.session import TargetSession
+
+# Tokens at the end of a prompt whose next-token lists are shown to a drafter that needs lists. More of them
+# were measured to bring little, and each costs a row of logits over the vocabulary.
+LISTED = 64
+
+
+def prefill(tokens: Tensor, lengths: Sequence[int], target: TargetSession, drafter: Drafter) -> Tensor:
+    """Run prompts [B, L] except the last token of each, and return those tokens, the first roots [B]."""
+    counts = [length - 1 for length in lengths]
+    features = target.prefill(tokens[:, :-1], counts)
+    lists = list_next_tokens(target, features, counts, drafter.needs.next_tokens)
+    drafter.begin(Seen(tokens, lengths, features_before(features, drafter), lists))
+    last = on_device(counts, tokens.device)[:, None]
+    return tokens.gather(1, last)[:, 0]
+
+
+class PromptReader:
+    """Reads one prompt in parts.
+
+    tokens: [1, L] of the whole prompt. start: how many of them target and drafter hold already, the root
+    included; 0: none. position: how many the target has read.
+    """
+
+    def __init__(self, tokens: Tensor, target: TargetSession, drafter: Drafter, start: int = 0) -> None:
+        self.tokens, self.target, self.drafter = tokens, target, drafter
+        self.position = max(start - 1, 0)
+        self._begun = start > 0
+        self._in_parts = isinstance(drafter, Resumable)
+        self._features: list[Tensor] = []  # [1, n, d] of the tokens read, as far as they are still needed
+
+    @property
+    def shown(self) -> int:
+        """How many tokens the drafter has been shown."""
+        return self.position + 1 if self._begun else 0
+
+    @property
+    def left(self) -> int:
+        """How many tokens the target has yet to read."""
+        return self.tokens.shape[1] - 1 - self.position
+
+    def read(self, most: int) -> int:
+        """Read the next part, of at most `most` tokens and at least one, and return how many it has."""
+        count = min(self.left, max(most, 1))
+        start, end = self.position, self.position + count
+        features = self.target.prefill(self.tokens[:, start:end], [count])
+        self.position = end
+        self._features.append(features)
+        if self._in_parts:
+            shown, before = self.tokens[:, : end + 1], features_before(features, self.drafter)
+            if self._begun:
+                shown, before = self.tokens[:, start + 1 : end + 1], features
+            if self.left and self.drafter.needs.next_tokens:
+                self._features = [torch.cat(self._features, dim=1)[:, -LISTED:]]
+            self._show(shown, before)
+            if not self.drafter.needs.next_tokens:
+                self._features.clear()
+        elif not self.left:
+            whole = torch.cat(self._features, dim=1)
+            self._show(self.tokens, features_before(whole, self.drafter))
+        return count
+
+    def _show(self, tokens: Tensor, before: Tensor | None) -> None:
+        """Show the drafter the tokens of a part, with the features before them."""
+        lists = None
+        if not self.left:
+            known = torch.cat(self._features, dim=1)
+            lists = list_next_tokens(self.target, known, [known.shape[1]], self.drafter.needs.next_tokens)
+        seen = Seen(tokens, [tokens.shape[1]], before if self.drafter.needs.features else None, lists)
+        if self._begun and isinstance(self.drafter, Resumable):
+            self.drafter.read_on(seen)
+        else:
+            self.drafter.begin(seen)
+        self._begun = True
+
+
+def features_before(features: Tensor, drafter: Drafter) -> Tensor | None:
+    """Return the features before a prompt's tokens if the drafter needs them: there is none at first."""
+    if not drafter.needs.features:
+        return None
+    return torch.cat((features.new_zeros(len(features), 1, features.shape[-1]), features), dim=1)
+
+
+def list_next_tokens(
+    target: TargetSession, features: Tensor, counts: Sequence[int], length: int
+) -> NextTokens | None:
+    """Return the target's lists after the last LISTED tokens of each row.
+
+    features: [B, L, d], of the rows' tokens. counts: the tokens of each row.
+    """
+    width = min(LISTED, features.shape[1])
+    if not length or not width:
+        return None
+    ends = on_device(counts, features.device)[:, None]
+    places = (ends - width + torch.arange(width, device=features.device)).clamp(min=0)  # [B, X]
+    few = features.gather(1, places[:, :, None].expand(-1, -1, features.shape[-1]))
+    return NextTokens.from_logits(target.logits(few), length)

@@ -1,0 +1,97 @@
+"""Texts that have ended are kept for a while, so that a prompt that begins like one is read from there on.
+
+What is kept is a copy of the text's slots in the caches of target and drafter. It is the state between two
+steps: a text of n tokens, the last of which is a root that the target has not read. Slots of the first tokens
+depend on these tokens alone, so a prompt may go on from any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.core.checks import require_integer
+from eagle_fsd.runtime.kv_cache import SavedRow
+
+LEAST = 16  # tokens that a prompt must share with a kept text; fewer are read sooner than they are copied
+
+
+@dataclass(frozen=True, eq=False)
+class KeptText:
+    """A text that has ended. tokens: [n] int64. slots: that it takes of a cache.
+
+    drafter: None if its drafter reads every prompt at once and needs only tokens.
+    """
+
+    tokens: Tensor
+    slots: int
+    target: SavedRow
+    drafter: tuple[SavedRow, ...] | None
+
+
+class PrefixCache:
+    """Kept texts, in the order of their last use.
+
+    limit: the slots that all of them may take; 0 keeps none.
+    """
+
+    def __init__(self, limit: int) -> None:
+        require_integer("prefix_tokens", limit, 0, "0 keeps no text")
+        self.limit = limit
+        self.texts: list[KeptText] = []
+
+    @property
+    def slots(self) -> int:
+        """The slots that the kept texts take."""
+        return sum(kept.slots for kept in self.texts)
+
+    def find(self, prompt: Sequence[int], most: int) -> tuple[KeptText, int] | None:
+        """Return the kept text whose first tokens agree longest with the prompt's, and how many do.
+
+        most: how many may be taken over at most. None: no text shares at least LEAST tokens.
+        """
+        tokens, best, length = host_tokens(prompt), None, LEAST - 1
+        for kept in self.texts:
+            if (agreed := min(count_agreed(kept.tokens, tokens), most)) > length:
+                best, length = kept, agreed
+        return None if best is None else (best, length)
+
+    def use(self, kept: KeptText) -> None:
+        """Note that a text is used now."""
+        self.texts = [*(one for one in self.texts if one is not kept), kept]
+
+    def prepare(self, tokens: Sequence[int], slots: int, room: int) -> bool:
+        """Make room for a text, and return whether it is to be added.
+
+        room: the slots that all kept texts may take now. A text that another one begins with adds nothing.
+        """
+        limit, new = min(self.limit, room), host_tokens(tokens)
+        if slots > limit or len(new) <= LEAST:
+            return False
+        for kept in self.texts:
+            if count_agreed(kept.tokens, new) == len(new):
+                self.use(kept)
+                return False
+        self.texts = [kept for kept in self.texts if count_agreed(kept.tokens, new) < len(kept.tokens)]
+        self.shrink(limit - slots)
+        return True
+
+    def shrink(self, slots: int) -> None:
+        """Drop texts, the least recently used first, until the others take at most this many slots."""
+        while self.texts and self.slots > slots:
+            del self.texts[0]
+
+
+def host_tokens(tokens: Sequence[int]) -> Tensor:
+    """Return tokens as a tensor [n] int64, which is compared faster than a list."""
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+def count_agreed(one: Tensor, other: Tensor) -> int:
+    """Return how many of the first tokens of two texts are the same."""
+    shorter = min(len(one), len(other))
+    differ = (one[:shorter] != other[:shorter]).nonzero()
+    return int(differ[0, 0]) if len(differ) else shorter

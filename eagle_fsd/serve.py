@@ -1,0 +1,244 @@
+"""`python -m eagle_fsd.serve`: an HTTP server for clients of OpenAI's API, on one engine.
+
+Ctrl-C and a termination signal let the answers under way finish. Exit codes: 0 after Ctrl-C, and 2 for a
+user's mistake (one line, no traceback).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle_fsd.cli.arguments import generation_options
+from eagle_fsd.cli.flag_types import USAGE, OneLineParser
+from eagle_fsd.cli.flags import add_generation_flags, add_model_flags, add_verbose_flag
+from eagle_fsd.core.checks import require_integer, require_number
+from eagle_fsd.generate import UserError, load_model, raise_user_errors
+from eagle_fsd.version import __version__
+
+# torch takes seconds to import, and the extra may not be installed: --help needs neither.
+if TYPE_CHECKING:
+    from eagle_fsd.core.config import TreeConfig
+    from eagle_fsd.decoding.request import GenerationOptions
+    from eagle_fsd.engine import EagleFSD
+    from eagle_fsd.serving.app import Settings
+
+KEY_VARIABLE = "EAGLE_FSD_API_KEY"
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+LOOPBACK = ("127.0.0.1", "::1", "localhost", "[::1]")
+SHUTDOWN_SECONDS = 30  # answers under way may take this long after a signal
+
+DESCRIPTION = """\
+Serve a target model over HTTP to clients of OpenAI's API: chats, completions, streams. A request may say how
+far its text may be from the target's own: threshold, divergence, rule, quality_budget. The flags of
+acceptance and sampling are what a request gets that does not say."""
+
+EPILOG = """\
+example:
+  python -m eagle_fsd.serve --port 8000
+  curl http://127.0.0.1:8000/v1/chat/completions -H "content-type: application/json" \\
+      -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "threshold": 0.3}'"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all flags."""
+    parser = OneLineParser(
+        prog=sys.argv[0] if sys.argv[0].startswith("eagle-fsd") else "python -m eagle_fsd.serve",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"eagle_fsd {__version__}")
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    group.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"clients must send it; better put it into the environment as {KEY_VARIABLE}, since other users "
+        "see the flags of a program (default: none, everybody may call)",
+    )
+    group.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="let web pages from there call; may be given several times (default: none)",
+    )
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients call the model (default: its own name)"
+    )
+    group = parser.add_argument_group("limits")
+    group.add_argument(
+        "--max-rows", type=int, default=4, metavar="N", help="texts decoded side by side (default: 4)"
+    )
+    group.add_argument(
+        "--max-queue",
+        type=int,
+        default=64,
+        metavar="N",
+        help="texts that may wait for a place; what is above gets the status 429 (default: 64)",
+    )
+    group.add_argument(
+        "--max-prompt-tokens", type=int, metavar="N", help="of one prompt (default: what the target holds)"
+    )
+    group.add_argument(
+        "--max-body", type=int, default=2**20, metavar="BYTES", help="of one request (default: 1048576)"
+    )
+    group.add_argument(
+        "--request-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="from a request to the end of its answer (default: 600)",
+    )
+    add_model_flags(parser)
+    add_generation_flags(parser)
+    parser.set_defaults(max_new_tokens=1024)
+    add_verbose_flag(parser.add_argument_group("output"))
+    return parser
+
+
+def require_packages() -> None:
+    """Raise UserError unless the packages of the extra are installed."""
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise UserError(
+            f'the server needs {" and ".join(missing).replace("_", "-")}: run pip install "eagle-fsd[serve]"'
+        )
+
+
+def check_arguments(args: argparse.Namespace) -> GenerationOptions:
+    """Return the options of a request that says nothing. Raises ValueError for flags out of range."""
+    if args.seed is not None:
+        raise ValueError(f"--seed is {args.seed}: every request names its own seed; drop the flag")
+    require_integer("--port", args.port, 0, "8000 is usual", 65535)
+    require_integer("--max-rows", args.max_rows, 1, "4 suits a CPU")
+    require_integer("--max-queue", args.max_queue, 0, "0 lets none wait")
+    if args.max_prompt_tokens is not None:
+        require_integer("--max-prompt-tokens", args.max_prompt_tokens, 1, "drop it for the target's own")
+    require_integer("--max-body", args.max_body, 1024, "1048576 is usual")
+    require_number("--request-timeout", args.request_timeout, 0.1, 1e6, "600 is usual")
+    return generation_options(args)
+
+
+def settle_tree(model: EagleFSD, options: GenerationOptions) -> TreeConfig:
+    """Return the tree of every text, measured if it is auto, and run a few steps with it."""
+    from eagle_fsd.text.chat import encode, require_tokenizer
+
+    require_tokenizer(model.tokenizer)
+    with model.stream(encode(model.tokenizer, "Hello", raw=True), options=options) as stream:
+        for _ in zip(range(2), stream, strict=False):
+            pass
+    model.free_memory()
+    return stream.tree
+
+
+def make_settings(args: argparse.Namespace, model: EagleFSD, options: GenerationOptions) -> Settings:
+    from eagle_fsd.acceptance.accept import Lossless
+    from eagle_fsd.serving.app import Settings
+    from eagle_fsd.serving.choices import Defaults, Limits
+
+    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    return Settings(
+        name=args.served_model_name or Path(model.base_model).name,
+        tree=settle_tree(model, options),
+        limits=Limits(
+            max_rows=args.max_rows,
+            max_queue=args.max_queue,
+            max_prompt_tokens=args.max_prompt_tokens,
+            max_body=args.max_body,
+            request_timeout=args.request_timeout,
+        ),
+        defaults=Defaults(options.sampling, options.rule or Lossless(), options.max_new_tokens),
+        key=key,
+        hosts=LOOPBACK if key is None and args.host in LOOPBACK else (),
+        cors_origins=args.cors_origin,
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise UserError(
+            f"{host} port {port} cannot be listened at ({error.strerror}): choose another --host or --port"
+        ) from error
+    found.set_inheritable(True)
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the arguments, load the model, and serve until a signal comes."""
+    require_packages()
+    with raise_user_errors():
+        options = check_arguments(args)
+    with listen(args.host, args.port) as place:  # before the model is loaded, which takes long
+        with raise_user_errors():
+            model = load_model(args)
+            settings = make_settings(args, model, options)
+        serve(model, settings, place, args.verbose)
+    return 0
+
+
+def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bool = False) -> None:
+    """Serve on a socket until a signal comes."""
+    import uvicorn
+
+    from eagle_fsd.serving.app import create_app
+
+    host, port = place.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    if settings.key is None and host not in LOOPBACK:
+        sys.stderr.write(f"warning: whoever reaches {host} may call: set {KEY_VARIABLE}\n")
+
+    class Server(uvicorn.Server):
+        """Says where it answers as soon as it does."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            where = f"answers at {url}/v1, with a page at {url}/"
+            sys.stderr.write(f"{settings.name} (tree {settings.tree}) {where}; Ctrl-C ends it\n")
+            sys.stderr.flush()
+
+    config = uvicorn.Config(
+        create_app(model, settings),
+        log_level="info" if verbose else "warning",
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
+    Server(config).run(sockets=[place])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the arguments, run, and return the exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        return run(args)
+    except UserError as error:
+        if args.verbose:
+            traceback.print_exc()
+        sys.stderr.write(f"{parser.prog}: error: {error}\n")
+        return USAGE
+    except FloatingPointError as error:  # logits that are not finite
+        sys.stderr.write(f"{parser.prog}: error: {error}\n")
+        return USAGE
+    except KeyboardInterrupt:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Answers in OpenAI's forms: whole ones, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from eagle_fsd.serving.choices import Choice
+from eagle_fsd.serving.worker import Job, News
+from eagle_fsd.text.streamed import Piece, merged
+from eagle_fsd.version import __version__
+
+DONE = b"data: [DONE]\n\n"
+FINGERPRINT = f"eagle_fsd-{__version__}"
+
+
+@dataclass
+class Answer:
+    """The answer to one request while it is made: its texts' pieces and ends, by their place.
+
+    chat: whether it is a chat's, or a plain completion's. with_origins: see Generation.return_token_origins.
+    """
+
+    chat: bool
+    model: str
+    jobs: Sequence[Job]
+    choice: Choice
+    prompt_tokens: int
+    with_origins: bool = False
+    pieces: list[list[Piece]] = field(default_factory=list)
+    reasons: list[str | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid4().hex}"
+        self.created = int(time.time())
+        self.pieces = [[] for _ in self.jobs]
+        self.reasons = [None for _ in self.jobs]
+
+    def take(self, place: int, news: News) -> None:
+        """Note what has happened to a text."""
+        self.pieces[place] += news.pieces
+        self.reasons[place] = news.finish_reason
+
+    @property
+    def done(self) -> bool:
+        return all(reason is not None for reason in self.reasons)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        new = sum(job.written.tokens for job in self.jobs)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": self.prompt_tokens + new,
+        }
+
+    @property
+    def timings(self) -> dict[str, Any]:
+        """How fast it was, in llama.cpp's names, and how the draft did. Its texts were made side by side."""
+        clocks = [job.clock for job in self.jobs]
+        submitted = min(clock.submitted for clock in clocks)
+        started = min((clock.started for clock in clocks if clock.started is not None), default=submitted)
+        last = max((clock.last for clock in clocks if clock.last is not None), default=started)
+        reading = max(0.0, *(clock.prompt for clock in clocks if clock.first is not None), 0.0)
+        decoding = max(0.0, last - started - reading)
+        new, stats = sum(job.written.tokens for job in self.jobs), [job.stats for job in self.jobs]
+        steps = sum(one.steps for one in stats)
+        timings = {
+            "queue_ms": 1000 * (started - submitted),
+            "prompt_n": self.prompt_tokens,
+            "prompt_ms": 1000 * reading,
+            "prompt_per_second": per_second(self.prompt_tokens, reading),
+            "predicted_n": new,
+            "predicted_ms": 1000 * decoding,
+            "predicted_per_second": per_second(new, decoding),
+            "steps": steps,
+            "tau": sum(one.new_tokens for one in stats) / steps if steps else 0.0,
+            "exact_accepts": sum(one.exact_accepts for one in stats),
+            "fuzzy_accepts": sum(one.fuzzy_accepts for one in stats),
+        }
+        rounded = {key: round(value, 3) for key, value in timings.items()}
+        return {**rounded, **self.choice.described, "seed": self.choice.seed}
+
+    def whole(self) -> dict[str, Any]:
+        """Return the body of an answer that is not streamed."""
+        choices = []
+        for place, pieces in enumerate(self.pieces):
+            text = "".join(piece.text for piece in pieces)
+            said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+            choices.append(self._choice(place, said, self.reasons[place], merged(pieces)))
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._head(kind), "choices": choices, "usage": self.usage, "timings": self.timings}
+
+    def first_chunks(self) -> bytes:
+        """Return the chunks that name the role of every text of a chat."""
+        if not self.chat:
+            return b""
+        role = {"role": "assistant", "content": ""}
+        return b"".join(
+            self._chunk([self._choice(place, {"delta": role})]) for place in range(len(self.jobs))
+        )
+
+    def chunk(self, place: int, news: News, with_timings: bool) -> bytes:
+        """Return the chunk for a text's news. The last one of the answer always has the timings."""
+        text = "".join(piece.text for piece in news.pieces)
+        said = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
+        choice = self._choice(place, said, news.finish_reason, news.pieces)
+        return self._chunk([choice], **({"timings": self.timings} if with_timings or self.done else {}))
+
+    def usage_chunk(self) -> bytes:
+        return self._chunk([], usage=self.usage, timings=self.timings)
+
+    def _choice(
+        self, place: int, said: dict[str, Any], reason: str | None = None, pieces: Sequence[Piece] = ()
+    ) -> dict[str, Any]:
+        choice = {"index": place, **said, "logprobs": None, "finish_reason": reason}
+        if self.with_origins:
+            choice["origins"] = [{"text": piece.text, "origin": piece.origin} for piece in pieces]
+        return choice
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        return event({**self._head(kind), "choices": choices, **more})
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+
+def event(data: object) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
+
+
+def per_second(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0

@@ -1,0 +1,314 @@
+"""The application: which route does what."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.serving.answers import Answer
+from eagle_fsd.serving.choices import Chooser, Defaults, Limits
+from eagle_fsd.serving.delivery import ClientGone, Deadline, EventStream, Feed, collect, events, unless_gone
+from eagle_fsd.serving.errors import INVALID, SERVER, ApiError, json_response, of_validation
+from eagle_fsd.serving.gate import Gate
+from eagle_fsd.serving.metrics import Metrics
+from eagle_fsd.serving.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    Unsupported,
+)
+from eagle_fsd.serving.worker import Job, Worker
+from eagle_fsd.text.chat import encode, encode_chat, require_tokenizer
+from eagle_fsd.text.streamed import StreamedText
+from eagle_fsd.version import __version__
+
+if TYPE_CHECKING:
+    from eagle_fsd.engine import EagleFSD
+
+logger = logging.getLogger(__name__)
+OPEN_PATHS = ("/health", "/", "/page/")  # these and what is below the last need no API key
+PAGE = Path(__file__).with_name("page")
+PAGE_FILES = {"index.html": "text/html", "style.css": "text/css", "script.js": "text/javascript"}
+PAGE_HEADERS = {  # the page loads nothing from elsewhere, and no other page may frame it
+    "content-security-policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+CLIENT_GONE = 499  # nobody reads it; it is counted
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a server is set up. name: of the model, to clients. tree: of every text's steps.
+
+    key: clients must send it; None lets everybody in. hosts: see Gate. cors_origins: web pages from there may
+    call.
+    """
+
+    name: str
+    tree: TreeConfig = TreeConfig()  # noqa: RUF009  # it is frozen
+    limits: Limits = Limits()  # noqa: RUF009
+    defaults: Defaults = field(default_factory=Defaults)
+    key: str | None = None
+    hosts: Sequence[str] = ()
+    cors_origins: Sequence[str] = ()
+
+
+class Service:
+    """Answers requests with one engine."""
+
+    def __init__(self, model: EagleFSD, settings: Settings) -> None:
+        require_tokenizer(model.tokenizer)
+        self.model, self.settings, self.tokenizer = model, settings, model.tokenizer
+        self.limits = settings.limits
+        self.metrics = Metrics()
+        self.worker = Worker(model, settings.tree, self.limits.max_rows, self.limits.max_queue, self.metrics)
+        self.metrics.watch(self.worker)
+        self.choose = Chooser(model, self.limits, settings.defaults)
+        self.created = int(time.time())
+        self._encoding = threading.Lock()  # a tokenizer is not made for several threads
+
+    async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
+        """Answer a chat or a plain completion, whole or as a stream."""
+        deadline = Deadline(self.limits.request_timeout)
+        self.require_model(body.model)
+        choice = await asyncio.to_thread(self.choose, body)
+        prompts = await asyncio.to_thread(self.encode, body)
+        feed, chat = Feed(), isinstance(body, ChatRequest)
+        seed = choice.seed or 0
+        texts = [prompt for prompt in prompts for _ in range(body.n)]
+        if len(texts) > self.limits.most_texts:
+            most = self.limits.most_texts
+            message = f"n is {body.n} for {len(prompts)} prompts: at most {most} texts are taken; lower it"
+            raise ApiError(400, message, "n", "invalid_value")
+        jobs = [
+            Job(
+                prompt=prompt,
+                limit=choice.limit,
+                terms=choice.terms,
+                stream=(seed, place),
+                written=StreamedText(self.tokenizer, body.stop, () if chat else prompt),
+                tell=feed.teller(place),
+                wants_origins=body.return_token_origins,
+            )
+            for place, prompt in enumerate(texts)
+        ]
+        read = sum(map(len, prompts))
+        answer = Answer(chat, self.settings.name, jobs, choice, read, body.return_token_origins)
+        self.worker.submit(jobs)
+        streamed = False
+        try:
+            if not body.stream:
+                await unless_gone(request, collect(answer, feed, deadline))
+                return json_response(answer.whole())
+            first = await unless_gone(request, feed.next(deadline))
+            streamed = True
+        finally:
+            if not streamed:
+                self.worker.cancel(jobs)
+        flags = (body.stream_options.include_usage, body.timings_per_token)
+        stream = events(answer, first, feed, deadline, *flags)
+        return EventStream(stream, deadline, lambda: self.worker.cancel(jobs))
+
+    def require_model(self, name: str | None) -> None:
+        if name is not None and name != self.settings.name:
+            message = f"model is {name!r}: this server has {self.settings.name!r}; name that, or leave it out"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def encode(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
+        """Return the prompts' token ids. Raises ApiError for one that is none, or too long."""
+        if isinstance(body, ChatRequest):
+            name, prompts = "messages", [self.chat_ids(body)]
+        else:
+            name, prompts = "prompt", [self.text_ids(one) for one in body.prompts]
+            if not prompts:
+                raise ApiError(400, "prompt is empty: write something to continue", "prompt")
+        for prompt in prompts:
+            self.choose.require_prompt(prompt, name)
+        return prompts
+
+    def chat_ids(self, body: ChatRequest | TokenizeRequest) -> list[int]:
+        turns = [message.as_turn() for message in body.messages or ()]
+        for turn in turns:
+            require_unicode(turn["content"], "messages")
+        try:
+            with self._encoding:
+                return encode_chat(self.tokenizer, turns)[0].tolist()
+        except ValueError as error:
+            raise ApiError(400, one_line(error), "messages") from error
+
+    def text_ids(self, prompt: str | list[int], special: bool = True) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        require_unicode(prompt, "prompt")
+        with self._encoding:
+            if special:
+                return encode(self.tokenizer, prompt, raw=True)[0].tolist() if prompt else []
+            return self.tokenizer.encode(prompt, add_special_tokens=False)
+
+    def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        self.require_model(body.model)
+        special = body.add_special_tokens
+        ids = self.text_ids(body.prompt, special) if body.prompt is not None else self.chat_ids(body)
+        return {"count": len(ids), "max_model_len": self.model.target.max_positions, "tokens": ids}
+
+    def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
+        self.require_model(body.model)
+        if body.tokens:
+            self.choose.require_prompt(body.tokens, "tokens")
+        with self._encoding:
+            return {"prompt": self.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """The model as /v1/models shows it."""
+        model = self.model
+        return {
+            "id": self.settings.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "eagle_fsd",
+            "max_model_len": model.target.max_positions,
+            "draft": model.ea_model,
+            "tree": str(self.settings.tree),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "runtime": model.runtime,
+            "weight_format": model.weight_format,
+        }
+
+
+def require_unicode(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"{name} is not Unicode text at character {error.start}: send whole characters"
+        raise ApiError(400, message, name, "invalid_value") from error
+
+
+def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
+    """Return the application that serves this engine. The worker starts and ends with its lifespan."""
+    service = Service(model, settings)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        service.worker.start()
+        yield
+        await asyncio.to_thread(service.worker.close)
+
+    app = FastAPI(title="eagle_fsd", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.service = service
+    add_routes(app, service)
+    add_page(app)
+    add_error_handlers(app)
+    routes = {getattr(route, "path", "") for route in app.routes}
+    app.add_middleware(
+        Gate,
+        key=settings.key,
+        hosts=settings.hosts,
+        max_body=settings.limits.max_body,
+        is_open=lambda path: path in OPEN_PATHS or path.startswith(OPEN_PATHS[-1]),
+        answered=lambda path, status: service.metrics.answered(path if path in routes else "other", status),
+    )
+    if settings.cors_origins:
+        origins = list(settings.cors_origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await service.answer(body, request)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await service.answer(body, request)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [service.card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        service.require_model(name)
+        return service.card
+
+    @app.post("/tokenize")
+    def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        return service.tokenize(body)
+
+    @app.post("/detokenize")
+    def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        return service.detokenize(body)
+
+    @app.get("/health")
+    async def health() -> Response:
+        if not service.worker.alive:
+            raise ApiError(503, "the worker has ended: start the server again", kind=SERVER)
+        return json_response({"status": "ok"})
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def add_page(app: FastAPI) -> None:
+    """Add the page at /, a chat that shows how every token came, from the package's own files."""
+
+    @app.get("/", include_in_schema=False)
+    def index() -> Response:
+        return page_file("index.html")
+
+    @app.get("/page/{name}", include_in_schema=False)
+    def page_file(name: str) -> Response:
+        if name not in PAGE_FILES:
+            raise HTTPException(404, "Not Found")
+        return FileResponse(PAGE / name, media_type=PAGE_FILES[name], headers=PAGE_HEADERS)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def known(_request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> Response:
+        return of_validation(error.errors()).response()
+
+    @app.exception_handler(Unsupported)
+    async def unsupported(_request: Request, error: Unsupported) -> Response:
+        return ApiError(400, str(error), error.name, "unsupported_field").response()
+
+    @app.exception_handler(ClientGone)
+    async def gone(_request: Request, _error: ClientGone) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 400:  # a body that is nested too deeply
+            return ApiError(
+                400, "the body cannot be read: send a simple JSON object", code="invalid_json"
+            ).response()
+        what = f"{request.method} {request.url.path}: {error.detail}"
+        kind = SERVER if error.status_code >= 500 else INVALID
+        return ApiError(error.status_code, what, kind=kind, headers=error.headers).response()
+
+    @app.exception_handler(Exception)
+    async def unexpected(_request: Request, error: Exception) -> Response:
+        return ApiError(500, f"the server failed: {one_line(error, 200)}", kind=SERVER).response()

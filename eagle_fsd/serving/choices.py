@@ -1,0 +1,200 @@
+"""From a request to the terms of its texts: sampling, rule, limits and random streams."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from eagle_fsd.acceptance.accept import AcceptanceRule
+from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.acceptance.rule_names import build_rule, describe, parse_rule
+from eagle_fsd.core.config import AutoThreshold, SamplingConfig
+from eagle_fsd.core.sampling import fresh_seed
+from eagle_fsd.decoding.request import Terms
+from eagle_fsd.serving.errors import ApiError, of_value
+from eagle_fsd.serving.protocol import Generation
+
+if TYPE_CHECKING:
+    from eagle_fsd.engine import EagleFSD
+
+AUTO, FUZZY = "auto", "fuzzy"
+SHORTER = 11  # bits: a drawn seed goes through JSON, whose readers may keep 53 bits of a number
+KEPT_RULES = 256  # calibrated rules that are remembered: finding one reads the head's weights
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may cost.
+
+    max_rows: texts that are decoded together. max_queue: texts that may wait beside them. max_prompt_tokens:
+    of one prompt; None is what the target holds. max_body: bytes. request_timeout: seconds, from the body's
+    arrival to the answer's end.
+    """
+
+    max_rows: int = 4
+    max_queue: int = 64
+    max_prompt_tokens: int | None = None
+    max_body: int = 2**20
+    request_timeout: float = 600.0
+
+    @property
+    def most_texts(self) -> int:
+        return self.max_rows + self.max_queue
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a request that says nothing gets. max_new_tokens: the most new tokens of each of its texts."""
+
+    sampling: SamplingConfig = SamplingConfig()  # noqa: RUF009  # it is frozen
+    rule: AcceptanceRule | AutoThreshold = field(default_factory=lambda: Fuzzy(0.0))
+    max_new_tokens: int = 1024
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one request settled on.
+
+    seed: None if nothing is drawn. described: the rule, its threshold and its divergence, for the timings.
+    """
+
+    terms: Terms
+    limit: int
+    seed: int | None
+    described: dict[str, Any]
+
+
+class Chooser:
+    """Settles requests for one engine."""
+
+    def __init__(self, model: EagleFSD, limits: Limits, defaults: Defaults) -> None:
+        self.model, self.limits, self.defaults = model, limits, defaults
+        self._calibrated: dict[tuple[AutoThreshold, SamplingConfig], AcceptanceRule] = {}
+        self._calibrating = threading.Lock()
+
+    def __call__(self, request: Generation) -> Choice:
+        """Return what the request asks for. Raises ApiError for what it may not ask for."""
+        usual = self.defaults.sampling
+        try:
+            sampling = SamplingConfig(
+                usual.temperature if request.temperature is None else request.temperature,
+                usual.top_k if request.top_k is None else request.top_k,
+                usual.top_p if request.top_p is None else request.top_p,
+            )
+            rule = self.settle(requested_rule(request, self.defaults.rule), sampling)
+        except ValueError as error:
+            raise of_value(error, list(type(request).model_fields)) from error
+        seed = fresh_seed() >> SHORTER if request.seed is None else request.seed
+        ends = () if request.ignore_eos else self.model.target.eos_token_ids
+        return Choice(
+            Terms(tuple(ends), rule, sampling),
+            self.defaults.max_new_tokens if request.limit is None else request.limit,
+            None if sampling.greedy else seed,
+            describe_shortly(rule),
+        )
+
+    def settle(self, rule: AcceptanceRule | AutoThreshold, sampling: SamplingConfig) -> AcceptanceRule:
+        """Return the rule, with its threshold from the head's calibration where that is wanted."""
+        if isinstance(rule, AutoThreshold):
+            with self._calibrating:
+                rule = self._from_calibration(rule, sampling)
+        self.model.require_rule(rule)
+        return rule
+
+    def _from_calibration(self, wanted: AutoThreshold, sampling: SamplingConfig) -> AcceptanceRule:
+        key = (wanted, sampling)
+        if key not in self._calibrated:
+            found = Fuzzy.from_calibration(self.model.calibration(sampling), **asdict(wanted))
+            if len(self._calibrated) >= KEPT_RULES:
+                self._calibrated.clear()
+            self._calibrated[key] = found
+        return self._calibrated[key]
+
+    def require_prompt(self, ids: Sequence[int], name: str) -> None:
+        """Raise ApiError unless these token ids are a prompt for this target."""
+        target = self.model.target
+        most = target.max_positions - 1
+        if self.limits.max_prompt_tokens is not None:
+            most = min(most, self.limits.max_prompt_tokens)
+        if not ids:
+            raise ApiError(400, f"{name} has no tokens: write something to answer", name)
+        if len(ids) > most:
+            message = f"{name} has {len(ids)} tokens: at most {most} are taken; shorten it"
+            raise ApiError(400, message, name, "context_length_exceeded")
+        wrong = next((token for token in ids if not 0 <= token < target.vocab_size), None)
+        if wrong is not None:
+            message = (
+                f"{name} has the token {wrong}: ids go from 0 to {target.vocab_size - 1}; encode it again"
+            )
+            raise ApiError(400, message, name, "invalid_value")
+
+
+def requested_rule(
+    request: Generation, usual: AcceptanceRule | AutoThreshold
+) -> AcceptanceRule | AutoThreshold:
+    """Return the rule that a request asks for; what it does not say is as in the server's own rule.
+
+    `rule` is a name, or a rule with values, such as js:0.3:min_p=0.1. A threshold where the server's rule has
+    none means the fuzzy rule. Raises ValueError for values that do not fit together.
+    """
+    fields = ("threshold", "divergence", "quality_budget")
+    said = {name: value for name in fields if (value := getattr(request, name)) is not None}
+    if request.rule is not None and ":" in request.rule:
+        for name, value in said.items():
+            raise ValueError(
+                f"{name} is {value!r}: the rule {request.rule!r} has values of its own; put it there"
+            )
+        return parse_rule(request.rule)
+    name = rule_name(usual) if request.rule is None else request.rule
+    if said.get("threshold") == AUTO or "quality_budget" in said:
+        return auto_threshold(name, said, usual)
+    if request.rule is None and said and not isinstance(usual, AutoThreshold):
+        name = name if "threshold" in field_names(usual) else FUZZY
+    base = usual if name == rule_name(usual) else without_threshold(name)
+    if isinstance(base, AutoThreshold):
+        if "threshold" not in said:
+            return dataclasses.replace(base, **said)
+        base = Fuzzy(0.0, base.divergence, base.mode, base.child, min_gain=base.min_gain)
+    if "divergence" in said and "threshold" not in said:
+        raise ValueError(
+            f"divergence is {said['divergence']!r}: a threshold belongs to it; send threshold too"
+        )
+    if said.keys() - field_names(base):
+        return build_rule(name, **said)  # which says what fields the rule has
+    return dataclasses.replace(base, **said)  # type: ignore[type-var]
+
+
+def without_threshold(name: str) -> AcceptanceRule:
+    """Return the rule of this name as the command line makes it where nothing else is said."""
+    return Fuzzy(0.0) if name == FUZZY else build_rule(name)
+
+
+def auto_threshold(name: str, said: dict[str, Any], usual: AcceptanceRule | AutoThreshold) -> AutoThreshold:
+    """Return the threshold of a budget; the mode and the child are those of the server's rule."""
+    if said.get("threshold", AUTO) != AUTO:
+        raise ValueError(
+            f"quality_budget is {said['quality_budget']!r}: it finds the threshold; leave threshold out, or "
+            'send "auto"'
+        )
+    if name not in (FUZZY, "lossless"):
+        raise ValueError(f"threshold is auto for the rule {name}: only fuzzy is calibrated; send that rule")
+    known = {one: getattr(usual, one) for one in field_names(AutoThreshold()) if hasattr(usual, one)}
+    return AutoThreshold(**known | {key: value for key, value in said.items() if key != "threshold"})
+
+
+def rule_name(rule: AcceptanceRule | AutoThreshold) -> str:
+    return FUZZY if isinstance(rule, AutoThreshold) else str(describe(rule)["name"])
+
+
+def field_names(rule: object) -> set[str]:
+    return {one.name for one in dataclasses.fields(rule)}  # type: ignore[arg-type]
+
+
+def describe_shortly(rule: AcceptanceRule) -> dict[str, Any]:
+    """Return a rule's name, and its threshold and divergence if it has them."""
+    described = describe(rule)
+    shown = {"rule": described["name"]}
+    return shown | {key: described[key] for key in ("threshold", "divergence") if key in described}

@@ -1,0 +1,116 @@
+"""What every request passes before the application: the API key, the size of its body, and a count of it."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from eagle_fsd.serving.errors import ApiError, too_large, unknown_host, unknown_key
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+DRAINED = 16  # so many times the limit is still read of a body that is refused, for its sender to hear that
+BODY_SECONDS = 60.0  # a body must be there after this time
+
+
+class Gate:
+    """ASGI middleware that answers for the application where a request may not go on.
+
+    key: None lets everybody in. hosts: the names by which this server may be called, all if there are none. A
+    page of a foreign name that was made to point here could otherwise call and read. is_open: whether a path
+    needs no key. answered: is told all paths and statuses.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        key: str | None,
+        hosts: Sequence[str],
+        max_body: int,
+        is_open: Callable[[str], bool],
+        answered: Callable[[str, int], None],
+    ) -> None:
+        self.app, self.max_body, self.is_open, self.answered = app, max_body, is_open, answered
+        self.hosts = frozenset(hosts)
+        self.key = None if key is None else f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def count_and_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.answered(scope["path"], message["status"])
+            await send(message)
+
+        try:
+            headers = dict(scope["headers"])
+            self._require_host(headers)
+            self._require_key(scope["path"], headers)
+            body = await asyncio.wait_for(self._read_body(headers, receive), BODY_SECONDS)
+        except ApiError as error:
+            await error.response()(scope, receive, count_and_send)
+        except asyncio.TimeoutError:
+            late = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s: send it faster")
+            await late.response()(scope, receive, count_and_send)
+        except ClientLeft:
+            pass
+        else:
+            await self.app(scope, replay(body, receive), count_and_send)
+
+    def _require_host(self, headers: dict[bytes, bytes]) -> None:
+        said = headers.get(b"host", b"").decode("latin-1")
+        name = re.sub(r":\d*$", "", said).lower()
+        if self.hosts and name not in self.hosts:
+            raise unknown_host(name)
+
+    def _require_key(self, path: str, headers: dict[bytes, bytes]) -> None:
+        given = headers.get(b"authorization", b"")
+        if self.key is not None and not self.is_open(path) and not hmac.compare_digest(given, self.key):
+            raise unknown_key()
+
+    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """Return the whole body. Of one that is too large, the rest is thrown away as it comes."""
+        said = headers.get(b"content-length", b"")
+        if said.isdigit() and int(said) > DRAINED * self.max_body:
+            raise too_large(self.max_body)
+        parts: list[bytes] = []
+        length, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            part, more = message.get("body", b""), message.get("more_body", False)
+            length += len(part)
+            if length > DRAINED * self.max_body:
+                break
+            if length <= self.max_body:
+                parts.append(part)
+            else:
+                parts.clear()
+        if length > self.max_body:
+            raise too_large(self.max_body)
+        return b"".join(parts)
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before its request was there."""
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives this body first, and then what comes on the connection."""
+    given = False
+
+    async def again() -> Any:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again

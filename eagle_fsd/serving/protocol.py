@@ -1,0 +1,274 @@
+"""Requests as clients send them. A field that is unknown, or asks for what is not done, is refused by name.
+
+Values must have their JSON type: "5" is no number. null means that a field is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from eagle_fsd.core.checks import format_value
+
+MOST_STOPS, LONGEST_STOP = 16, 200
+SEEDS = 2**63
+
+# Fields of OpenAI's and vLLM's requests that are not done, and the values that ask for nothing, which clients
+# send of their own accord. To switch a field on: take it out of this table, add it to a class below, and use
+# it in choices.py.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # how tokens are chosen
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "no_repeat_ngram_size": (0,),
+    "bad_words": ([],),
+    "suppress_tokens": ([],),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    # what is reported
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "include_reasoning": (False,),
+    # tools and forms
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_grammar": (),
+    "guided_choice": (),
+    "structured_outputs": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    # media and services
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+}
+# These name a client or its own business, and change no text.
+WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "cache_prompt")
+
+
+class Strict(BaseModel):
+    """A part of a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def drop_what_asks_for_nothing(data: Any) -> Any:
+    """Take out fields without effect; raise ValueError for one that asks for what is not done."""
+    if not isinstance(data, Mapping):
+        return data
+    kept = {}
+    for name, value in data.items():
+        if name in UNSUPPORTED:
+            refuse_unless_neutral(name, value)
+        elif name not in WITHOUT_EFFECT and value is not None:
+            kept[name] = value
+    return kept
+
+
+def refuse_unless_neutral(name: str, value: object) -> None:
+    if value is not None and not any(
+        type_and_value(value) == type_and_value(one) for one in UNSUPPORTED[name]
+    ):
+        raise Unsupported(name)
+
+
+def type_and_value(value: object) -> tuple[bool, object]:
+    """Return what tells values apart: False is not 0 here."""
+    return isinstance(value, bool), value
+
+
+class Unsupported(Exception):
+    """A field that asks for something that is not done."""
+
+    def __init__(self, name: str) -> None:
+        neutral = [one for one in UNSUPPORTED[name] if one not in ({}, [], "")]
+        remedy = f"leave it out, or send {neutral[0]!r}" if neutral else "leave it out"
+        super().__init__(f"{name} is not supported by this server: {remedy}")
+        self.name = name
+
+
+def as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def require_threshold(value: Any) -> Any:
+    if isinstance(value, str) and value != "auto":
+        raise ValueError('threshold must be a number of at least 0, or "auto"')
+    return value
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+
+
+class StreamOptions(Strict):
+    """include_usage: end the stream with a chunk that has the usage and no choices."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class Generation(Strict):
+    """The fields that chats and plain completions share.
+
+    threshold, divergence, rule, quality_budget: how far a text may be from the target's, see choices.py.
+    ignore_eos: end tokens do not end a text. timings_per_token: every chunk of a stream says how fast it was
+    so far. return_token_origins: texts also come in pieces that say how their tokens came.
+    """
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = Field(None, ge=0, lt=SEEDS)
+    stop: Annotated[list[Stop], BeforeValidator(as_list), Field(max_length=MOST_STOPS)] = []
+    n: int = Field(1, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    threshold: Annotated[float | str | None, BeforeValidator(require_threshold)] = None
+    divergence: str | None = None
+    rule: str | None = Field(None, max_length=200)
+    quality_budget: float | None = None
+    ignore_eos: bool = False
+    timings_per_token: bool = False
+    return_token_origins: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def take_what_is_done(cls, data: Any, info: ValidationInfo) -> Any:
+        return drop_what_asks_for_nothing(data)
+
+    @model_validator(mode="after")
+    def require_stream(self) -> Generation:
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise ValueError("stream_options is for streams: leave it out, or set stream to true")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+
+class TextPart(Strict):
+    """A part of a message; texts are the only kind."""
+
+    type: Literal["text"]
+    text: str
+
+
+# What OpenAI's own answers carry in a message, and clients send back.
+ABSENT = ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content", "reasoning")
+
+
+class Message(Strict):
+    """A turn of a chat. The role developer means system."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_absent_parts(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        return {name: value for name, value in data.items() if name not in ABSENT or value not in (None, [])}
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def require_text(cls, value: Any) -> Any:
+        for part in value if isinstance(value, list) else ():
+            if isinstance(part, Mapping) and part.get("type") not in ("text", None):
+                kind = format_value(part["type"])
+                raise ValueError(
+                    f"content has a part of type {kind}: this server reads text only; leave it out"
+                )
+        return value
+
+    def as_turn(self) -> dict[str, str]:
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+class ChatRequest(Generation):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def require_one_limit(self) -> ChatRequest:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens is the old name of max_completion_tokens: send one of them")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(Generation):
+    """POST /v1/completions. prompt: a text, several, token ids, or several lists of them."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        prompt: Any = self.prompt
+        alone = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        return [prompt] if alone else list(prompt)
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize: the token ids of a text, or of a chat that waits for its answer."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def require_one_source(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt or messages must be there, and not both: send one of them")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize: the text of token ids."""
+
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,325 @@
+"""One thread that owns the scheduler: it takes texts in, runs steps, and hands on what they emit.
+
+Whoever submits a text gets its news by calls from this thread, which must not wait. So a slow reader holds
+nobody up: what it has not read yet is kept for it, which its text's limit bounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.stats import GenerationStats
+from eagle_fsd.decoding.loop import Batch, NonFiniteLogits
+from eagle_fsd.decoding.origins import TokenOrigins
+from eagle_fsd.decoding.request import Terms, Text
+from eagle_fsd.decoding.scheduler import Scheduler
+from eagle_fsd.serving.errors import SERVER, ApiError, queue_full
+from eagle_fsd.text.streamed import Piece, StreamedText
+
+if TYPE_CHECKING:
+    from eagle_fsd.engine import EagleFSD
+
+logger = logging.getLogger(__name__)
+READ_AGAIN = 10  # seconds after which a client may try again if nothing is known about the speed
+CLOSED = "the server is shutting down: try again later"
+
+
+@dataclass(frozen=True)
+class News:
+    """What has happened to a text: pieces that may be shown, and at the end why it ended, or an error."""
+
+    pieces: Sequence[Piece] = ()
+    finish_reason: str | None = None
+    error: ApiError | None = None
+
+    @property
+    def last(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+@dataclass
+class Clock:
+    """When things happened to a text, in seconds of time.perf_counter; prompt: seconds of reading it."""
+
+    submitted: float = 0.0
+    started: float | None = None
+    first: float | None = None
+    last: float | None = None
+    prompt: float = 0.0
+
+
+@dataclass(eq=False)
+class Job:
+    """One text that is served.
+
+    prompt: token ids. stream: of random numbers. written: what was shown of it. tell: called in the worker's
+    thread for all news. wants_origins: whether pieces say how their tokens came.
+    """
+
+    prompt: Sequence[int]
+    limit: int
+    terms: Terms
+    stream: tuple[int, int]
+    written: StreamedText
+    tell: Callable[[News], None]
+    wants_origins: bool = False
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    clock: Clock = field(default_factory=Clock)
+    token_ids: list[int] = field(default_factory=list)
+    ended: bool = False
+    cancelled: bool = False
+
+
+class Watcher(Protocol):
+    """Is told what the worker does: the server's metrics."""
+
+    def started(self, job: Job) -> None: ...
+
+    def emitted(self, job: Job, tokens: int, now: float) -> None: ...
+
+    def ended(self, job: Job, reason: str) -> None: ...
+
+
+class ObservedScheduler(Scheduler):
+    """A scheduler whose batches show their steps to an observer while `observing` is true."""
+
+    observer: Any = None
+    observing = False
+    _batch: Batch | None = None
+
+    @property
+    def batch(self) -> Batch | None:
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: Batch | None) -> None:
+        self._batch = batch
+        self.observe(self.observing)
+
+    def observe(self, wanted: bool) -> None:
+        self.observing = wanted
+        if self._batch is not None:
+            self._batch.observer = self.observer if wanted else None
+
+
+class Worker:
+    """Serves texts with one engine.
+
+    tree: of every text. rows: the most texts in the batch. queue: the most texts that wait beside them.
+    """
+
+    def __init__(
+        self, model: EagleFSD, tree: TreeConfig, rows: int, queue: int, watcher: Watcher | None = None
+    ) -> None:
+        self.model, self.tree, self.rows, self.queue, self.watcher = model, tree, rows, queue, watcher
+        self._origins = TokenOrigins()
+        self._scheduler = self._new_scheduler()
+        self._texts: dict[Text, Job] = {}
+        self._number = 0
+        self._speed = 0.0  # texts per second, lately
+        self._inbox: list[Job] = []
+        self._open = 0  # jobs that have not ended
+        self._closing = False
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="eagle-fsd-worker", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all texts and the thread."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def running(self) -> int:
+        """How many texts are being decoded."""
+        return sum(job.clock.started is not None for job in list(self._texts.values()))
+
+    @property
+    def waiting(self) -> int:
+        """How many texts wait for a place."""
+        return max(0, self._open - self.running)
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Take in the texts of one request. Raises ApiError if they find no room."""
+        now = time.perf_counter()
+        with self._wake:
+            if self._closing:
+                raise ApiError(503, CLOSED, code="closing", kind=SERVER)
+            if self._open + len(jobs) > self.rows + self.queue:
+                raise queue_full(self.waiting, self.seconds_to_wait())
+            self._open += len(jobs)
+            for job in jobs:
+                job.clock.submitted = now
+            self._inbox += jobs
+            self._wake.notify()
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """End texts that nobody wants any more. They tell nothing after this."""
+        with self._wake:
+            for job in jobs:
+                job.cancelled = True
+            self._wake.notify()
+
+    def phase_seconds(self, phase: str) -> float:
+        """Return how long the steps' phases of this name took in all."""
+        return self._scheduler.watch.seconds.get(phase, 0.0)
+
+    def seconds_to_wait(self) -> int:
+        """Return after how many seconds there may be room again."""
+        return max(1, min(60, round(1 / self._speed))) if self._speed else READ_AGAIN
+
+    # -- the thread ----------------------------------------
+
+    def _run(self) -> None:
+        while self._take_in():
+            before = set(self._scheduler.waiting)
+            begun, read = time.perf_counter(), self.phase_seconds("prefill")
+            try:
+                emitted = self._scheduler.step()
+            except Exception as error:  # noqa: BLE001  # whatever a step raises, the thread lives on
+                self._recover(error, before)
+                continue
+            now = time.perf_counter()
+            for text in before.difference(self._scheduler.waiting):
+                self._start(text, begun, read)
+            for text, tokens in emitted.items():
+                if tokens and text in self._texts:
+                    self._try_to_hand_on(text, tokens, now)
+            self._origins.clear()
+        for job in [*self._texts.values(), *self._inbox]:
+            self._end(job, News(error=ApiError(503, CLOSED, code="closing", kind=SERVER)))
+
+    def _take_in(self) -> bool:
+        """Wait until there is something to do, and admit what has come. Return False at the end."""
+        with self._wake:
+            while not (self._inbox or self._scheduler.busy or self._closing):
+                self._wake.wait()
+            if self._closing:
+                return False
+            new, self._inbox = self._inbox, []
+        for text, job in list(self._texts.items()):
+            if job.cancelled:
+                self._retire(text, job)
+        for job in new:
+            if job.cancelled:
+                self._end(job, News(finish_reason="cancelled"))
+            else:
+                self._admit(job)
+        self._scheduler.observe(any(job.wants_origins for job in self._texts.values()))
+        return True
+
+    def _admit(self, job: Job) -> None:
+        self._number += 1
+        job.stats = GenerationStats()
+        text = Text(self._number, job.limit, job.terms, job.stats, job.prompt, job.stream)
+        try:
+            self._scheduler.admit(text)
+        except ValueError as error:  # the prompt; whoever submits it checks that too
+            self._end(job, News(error=ApiError(400, one_line(error))))
+            return
+        self._texts[text] = job
+
+    def _start(self, text: Text, begun: float, read: float) -> None:
+        job = self._texts[text]
+        if job.clock.started is None:
+            job.clock.started, job.clock.prompt = begun, -read  # what was read before is not this prompt
+            if self.watcher is not None:
+                self.watcher.started(job)
+
+    def _try_to_hand_on(self, text: Text, tokens: list[int], now: float) -> None:
+        try:
+            self._hand_on(text, tokens, now)
+        except Exception as error:  # a text that cannot be shown ends alone
+            logger.exception("a text could not be handed on")
+            if text in self._texts:
+                self._retire(text, self._texts[text], News(error=lost_text(one_line(error))))
+
+    def _hand_on(self, text: Text, tokens: list[int], now: float) -> None:
+        job = self._texts[text]
+        origins = self._origins.take(text.number) if job.wants_origins else []
+        done = job.written.tokens  # a text that started over emits these once more
+        skipped = min(len(tokens), done - (job.stats.new_tokens - len(tokens)))
+        if skipped > 0:
+            place = job.stats.new_tokens - len(tokens)
+            if tokens[:skipped] != job.token_ids[place : place + skipped]:
+                self._retire(text, job, News(error=lost_text("its text changed when it was made again")))
+                return
+            tokens, origins = tokens[skipped:], origins[skipped:]
+        pieces = job.written.add(tokens, origins)
+        taken = job.written.tokens - done
+        job.token_ids += tokens[:taken]
+        if job.clock.first is None:
+            job.clock.first = now
+            job.clock.prompt += self.phase_seconds("prefill")
+        if self.watcher is not None:
+            self.watcher.emitted(job, taken, now)
+        job.clock.last = now
+        if job.written.stopped:
+            self._retire(text, job, News(pieces, "stop"))
+        elif text.done:
+            del self._texts[text]
+            self._end(job, News([*pieces, *job.written.finish()], text.stats.finish_reason))
+        elif pieces:
+            job.tell(News(pieces))
+
+    def _retire(self, text: Text, job: Job, news: News | None = None) -> None:
+        self._scheduler.retire(text)
+        del self._texts[text]
+        self._end(job, news or News(finish_reason="cancelled"))
+
+    def _end(self, job: Job, news: News) -> None:
+        if job.ended:
+            return
+        job.ended = True
+        with self._wake:
+            self._open -= 1
+        if job.clock.started is not None:
+            seconds = time.perf_counter() - job.clock.started
+            self._speed = 0.8 * self._speed + 0.2 * self.rows / max(seconds, 1e-3)
+        if self.watcher is not None:
+            self.watcher.ended(job, "error" if news.error is not None else str(news.finish_reason))
+        if not job.cancelled:
+            job.tell(news)
+
+    def _recover(self, error: Exception, before: set[Text]) -> None:
+        """Go on after a step that failed: its batch is lost, and texts that were still waiting are not.
+
+        Logits that are not finite belong to one text. The others of the batch start over, on the same random
+        numbers, and what they emitted already is not shown again.
+        """
+        logger.error("a step failed: %s", one_line(error), exc_info=not isinstance(error, NonFiniteLogits))
+        untouched = before.intersection(self._scheduler.waiting)
+        texts, self._texts = self._texts, {}
+        self._scheduler = self._new_scheduler()
+        self._origins.clear()
+        for text, job in texts.items():
+            guilty = not isinstance(error, NonFiniteLogits) or error.row == text.number
+            if text not in untouched and guilty:
+                self._end(job, News(error=lost_text(one_line(error))))
+            else:
+                self._admit(job)
+
+    def _new_scheduler(self) -> ObservedScheduler:
+        scheduler = ObservedScheduler(self.model.target, self.model.drafter, self.tree, self.rows)
+        scheduler.observer = self._origins
+        return scheduler
+
+
+def lost_text(reason: str) -> ApiError:
+    return ApiError(500, f"the text could not be made: {reason}", code="generation_failed", kind=SERVER)

@@ -1,0 +1,562 @@
+"""Prompts in slices, kept texts and the budget of the caches: none of them changes a text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
+import torch
+from support.drafters import StandInSpec
+from support.eagle3 import eagle3_head
+from support.tiny_models import VOCAB, prompts_of, tiny_head, tiny_model
+
+from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
+from eagle_fsd.acceptance.accept import Verdict
+from eagle_fsd.acceptance.accept_step import AcceptStep
+from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding.loop import keep
+from eagle_fsd.decoding.prompts import prefill as prefill_module
+from eagle_fsd.decoding.prompts import prefix_cache
+from eagle_fsd.decoding.prompts.prefill import PromptReader, prefill
+from eagle_fsd.decoding.prompts.prefix_cache import KeptText, PrefixCache
+from eagle_fsd.decoding.request import Terms, Text
+from eagle_fsd.decoding.scheduler import CANCELLED, Scheduler
+from eagle_fsd.decoding.workspace import Workspace, make_workspace
+from eagle_fsd.drafting.draft_model import DraftModelSpec
+from eagle_fsd.drafting.drafter import DrafterSpec, NoDrafter, Resumable
+from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec
+from eagle_fsd.drafting.lookup.merged_drafter import MergedSpec
+from eagle_fsd.drafting.lookup.text_memory import Sources
+from eagle_fsd.drafting.specs import spec_for
+from eagle_fsd.drafting.tree_growth import BeamDrafter, slots_per_row
+from eagle_fsd.runtime.kv_cache import SavedRow
+from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
+
+TREE = TreeConfig(8, 3, 3)
+State = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # of each step: tokens, parents and logits
+TERMS = (
+    Terms((), Lossless()),
+    Terms((), Fuzzy(0.5), SamplingConfig(0.8, top_k=20)),
+    Terms((3, 40), Lossless(), SamplingConfig(1.0)),
+    Terms((), Fuzzy(0.4, "tv"), SamplingConfig(0.7)),
+)
+
+
+@cache
+def target(runtime: str = "torch") -> TargetModel:
+    if runtime == "torch":
+        return TargetModel(tiny_model())
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    return TargetModel(tiny_model(), runtime=OpenVINO("float32"))
+
+
+def eagle(runtime: str = "torch") -> DrafterSpec:
+    spec = spec_for(tiny_head(4), target(runtime), torch.float32)
+    assert spec is not None
+    return spec
+
+
+def eagle3() -> DrafterSpec:
+    spec = spec_for(eagle3_head(4), target(), torch.float32)
+    assert spec is not None
+    return spec
+
+
+# With all sources, the lists of the target's next tokens are shown to both.
+DRAFTERS: dict[str, Callable[[], DrafterSpec]] = {
+    "none": lambda: NoDrafter(VOCAB),
+    "eagle": eagle,
+    "eagle3": eagle3,
+    "draft model": lambda: DraftModelSpec.for_target(TargetModel(tiny_model("mistral", seed=5)), target()),
+    "lookup": lambda: LookupSpec.for_target(target()),
+    "merged": lambda: MergedSpec.for_target(eagle(), target(), Sources()),
+    "openvino": lambda: eagle("openvino"),
+}
+SEEDS = {name: (4,) if name == "openvino" else (2, 4) for name in DRAFTERS}
+every_drafter = pytest.mark.parametrize("name", DRAFTERS)
+
+
+@cache
+def engine(name: str) -> EagleFSD:
+    return EagleFSD(target("openvino" if name == "openvino" else "torch"), DRAFTERS[name]())
+
+
+def text(number: int, prompt: Sequence[int], limit: int) -> Text:
+    return Text(number, limit, TERMS[number % len(TERMS)], prompt=prompt, stream=(7, number))
+
+
+def alone(name: str, one: Text) -> list[int]:
+    """Return the engine's tokens for the text on its own."""
+    sampling = one.terms.sampling
+    options = {"temperature": sampling.temperature, "top_k": sampling.top_k, "rule": one.terms.rule}
+    ids = torch.tensor([list(one.prompt)])
+    made = engine(name).generate(
+        ids,
+        torch.ones_like(ids),  # a turn's tokens may be the pad token's, which is no padding here
+        max_new_tokens=one.limit,
+        tree=TREE,
+        seed=[one.stream],
+        eos_token_id=one.terms.eos_token_ids,
+        **options,
+    )
+    return made.new_tokens[0]
+
+
+def scheduler_of(name: str, rows: int = 4, **options: int | None) -> Scheduler:
+    model = engine(name)
+    return Scheduler(model.target, model.drafter, TREE, rows, **options)
+
+
+def held(scheduler: Scheduler) -> int:
+    """Return the slots that all caches of a scheduler have been given."""
+    sessions = [] if scheduler.batch is None else [scheduler.batch.target]
+    if scheduler.reading is not None:
+        sessions.append(scheduler.reading.workspace.session)
+    return sum(one.cache.rows * one.cache.capacity for one in sessions) + scheduler.prefixes.slots
+
+
+class Counted:
+    """Counts the prompt tokens that targets read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.parts: list[int] = []
+        read = TargetSession.prefill
+
+        def counted(session: TargetSession, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+            self.parts.append(tokens.numel())
+            return read(session, tokens, lengths)
+
+        monkeypatch.setattr(TargetSession, "prefill", counted)
+
+    def take(self) -> list[int]:
+        """Return how many tokens each forward read since the last call."""
+        parts, self.parts = self.parts, []
+        return parts
+
+
+def drain(scheduler: Scheduler, found: dict[Text, list[int]]) -> None:
+    for one, tokens in scheduler.run():
+        found.setdefault(one, []).extend(tokens)
+
+
+# --- random arrivals ---
+
+
+def random_run(name: str, seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Let texts come and go at random; return how many were retired, and how many tokens not read."""
+    monkeypatch.setattr(prefix_cache, "LEAST", 4)
+    monkeypatch.setattr(prefill_module, "LISTED", 3)
+    monkeypatch.setattr("eagle_fsd.decoding.scheduler.LISTED", 3)
+    rng, counter = random.Random(f"{name}/{seed}"), Counted(monkeypatch)
+    limit = rng.choice([None, 500]) if name != "openvino" else rng.choice([None, 2000])
+    scheduler = scheduler_of(
+        name,
+        rows=rng.randint(1, 4),
+        group=rng.randint(1, 2),
+        slice_tokens=rng.choice([1, 3, 8, 20, None]),
+        cache_tokens=limit,
+        prefix_tokens=rng.choice([200, 1000]) if name != "openvino" else 1024,
+    )
+    found: dict[Text, list[int]] = {}
+    texts: list[Text] = []
+    saved = 0
+    starts: list[int] = []
+    load = TargetSession.load_row
+    monkeypatch.setattr(TargetSession, "load_row", lambda *given: (starts.append(given[3]), load(*given))[1])
+    while len(texts) < count or scheduler.busy:
+        if len(texts) < count and rng.random() < 0.4:
+            prompt = prompts_of([rng.choice([1, 2, 5, 9, 14, 30, 50])], seed=len(texts))[0]
+            if texts and rng.random() < 0.7:  # a next turn, or another end of a prompt
+                before = rng.choice([one for one in texts if one.done] or texts)
+                history = [*before.prompt, *found[before]]
+                prompt = (history[: rng.choice([len(history), rng.randint(1, len(history))])] + prompt)[:70]
+            texts.append(text(len(texts), prompt, rng.randint(1, 24)))
+            found[texts[-1]] = []
+            scheduler.admit(texts[-1])
+        if texts and rng.random() < 0.08:
+            scheduler.retire(rng.choice(texts))
+        for one, tokens in scheduler.step().items():
+            found[one] += tokens
+        assert limit is None or held(scheduler) <= limit
+        assert scheduler.prefixes.slots <= scheduler.prefixes.limit
+    assert scheduler.batch is None and scheduler.reading is None and not scheduler._tokens
+    saved = sum(starts)
+    counter.take()
+    monkeypatch.setattr(TargetSession, "load_row", load)
+    cancelled = 0
+    for one in texts:
+        whole, mine = alone(name, one), found[one]
+        if one.stats.finish_reason == CANCELLED:
+            cancelled += 1
+            assert mine == whole[: len(mine)], f"text {one.number} of seed {seed}"
+        else:
+            assert mine == whole, f"text {one.number} of seed {seed}"
+    return cancelled, saved
+
+
+@every_drafter
+def test_texts_that_come_and_go_are_those_that_they_are_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = 0
+    for seed in SEEDS[name]:
+        with monkeypatch.context() as patched:
+            saved += random_run(name, seed, 8, patched)[1]
+    assert saved > 10, "no text went on from a kept one"
+
+
+@pytest.mark.slow
+@every_drafter
+def test_many_more_texts_that_come_and_go(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled = saved = 0
+    for seed in range(100, 120):
+        with monkeypatch.context() as patched:
+            found = random_run(name, seed, 25, patched)
+        cancelled, saved = cancelled + found[0], saved + found[1]
+    assert saved > 1000 and cancelled > 20
+
+
+# --- slices ---
+
+
+def state_of(name: str, read: Callable[[Scheduler, torch.Tensor], Workspace], prompt: Sequence[int]) -> State:
+    """Return what target and drafter say after a prompt, and after two more steps of it."""
+    workspace = read(scheduler_of(name), torch.tensor([list(prompt)]))
+    session, drafter = workspace.session, workspace.drafter
+    roots, found = torch.tensor([prompt[-1]]), []
+    for _ in range(2):
+        tree = drafter.draft(roots, TREE)
+        logits, features = session.verify(tree)
+        found.append((tree.tokens, tree.parents, logits))
+        verdict = greedy_verdict(tree, logits)
+        count = [int(verdict.length[0])]
+        roots = keep(session, drafter, verdict, features, count, logits)
+    return found
+
+
+def greedy_verdict(tree: DraftTree, logits: torch.Tensor) -> Verdict:
+    random = RowRandom(0, 1)
+    ends = torch.empty(0, dtype=torch.int64)
+    emitted = torch.zeros(1, dtype=torch.int64)
+    return AcceptStep()(Lossless(), SamplingConfig(), ends, tree, logits, random, emitted)[1]
+
+
+def require_same(mine: State, its: State) -> None:
+    for (tokens, parents, logits), (wanted, its_parents, its_logits) in zip(mine, its, strict=True):
+        assert torch.equal(tokens, wanted) and torch.equal(parents, its_parents)
+        torch.testing.assert_close(logits, its_logits, atol=2e-3, rtol=1e-3)
+
+
+def read_whole(scheduler: Scheduler, tokens: torch.Tensor) -> Workspace:
+    made = make_workspace(scheduler.target, scheduler.drafter, 1, tokens.shape[1], 100, TREE)
+    with torch.inference_mode():
+        prefill(tokens, [tokens.shape[1]], made.session, made.drafter)
+    return made
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 40])
+@every_drafter
+@torch.inference_mode()
+def test_a_prompt_in_slices_is_a_prompt_at_once(
+    name: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_module, "LISTED", 6)
+    prompt = prompts_of([length], seed=length)[0]
+    rng = random.Random(length)
+
+    def read(scheduler: Scheduler, tokens: torch.Tensor) -> Workspace:
+        made = make_workspace(scheduler.target, scheduler.drafter, 1, 1, 100, TREE)
+        reader = PromptReader(tokens, made.session, made.drafter)
+        while reader.shown < length:
+            before, most = reader.position, rng.randint(1, 9)
+            assert reader.read(most) == reader.position - before <= most
+        return made
+
+    require_same(state_of(name, read, prompt), state_of(name, read_whole, prompt))
+
+
+@every_drafter
+@torch.inference_mode()
+def test_a_prompt_after_a_kept_text_is_a_prompt_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any of the kept text's first tokens on, though the kept text went on otherwise."""
+    monkeypatch.setattr(prefill_module, "LISTED", 6)
+    prompt, other = prompts_of([30, 26], seed=1)
+    for start in (2, 9, 23):
+
+        def read(scheduler: Scheduler, tokens: torch.Tensor, start: int = start) -> Workspace:
+            history = [*prompt[:start], *other]
+            kept = read_whole(scheduler, torch.tensor([history]))
+            saved = kept.session.save_row(0, len(history) - 1)
+            made = make_workspace(scheduler.target, scheduler.drafter, 1, 1, 100, TREE)
+            made.session.load_row(0, saved, start - 1)
+            if isinstance(made.drafter, Resumable):
+                assert isinstance(kept.drafter, Resumable)
+                drafted = kept.drafter.save_row(0, len(history))
+                assert drafted is not None
+                made.drafter.load_row(0, drafted, prompt[:start])
+            reader = PromptReader(tokens, made.session, made.drafter, start)
+            while reader.left:
+                reader.read(8)
+            return made
+
+        require_same(state_of(name, read, prompt), state_of(name, read_whole, prompt))
+
+
+def test_a_long_prompt_stalls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, found = scheduler_of("eagle", slice_tokens=4), {}
+    first = [text(number, prompt, 40) for number, prompt in enumerate(prompts_of([3, 4]))]
+    for one in first:
+        scheduler.admit(one)
+    while set(scheduler.decoding) != set(first):
+        for one, tokens in scheduler.step().items():
+            found.setdefault(one, []).extend(tokens)
+    late, counter = text(2, prompts_of([30], seed=2)[0], 5), Counted(monkeypatch)
+    scheduler.admit(late)
+    for _ in range(7):  # 29 tokens are to be read
+        emitted = scheduler.step()
+        assert set(emitted) == set(first) and counter.take() == [4]
+        for one, tokens in emitted.items():
+            found[one] += tokens
+    drain(scheduler, found)
+    assert counter.take() == [1]
+    monkeypatch.undo()
+    assert found == {one: alone("eagle", one) for one in (*first, late)}
+
+
+# --- kept texts ---
+
+
+@every_drafter
+def test_the_next_turn_reads_only_what_is_new(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_module, "LISTED", 6)
+    monkeypatch.setattr("eagle_fsd.decoding.scheduler.LISTED", 6)
+    scheduler, found = scheduler_of(name, prefix_tokens=4096, slice_tokens=8), {}
+    first = text(4, prompts_of([40], seed=9)[0], 12)
+    scheduler.admit(first)
+    drain(scheduler, found)
+    history, new = [*first.prompt, *found[first]], prompts_of([5], seed=3)[0]
+    turns = [text(8, [*history, *new], 9), text(9, [*history[:25], *new], 9), text(10, history[:14], 9)]
+    counter, read = Counted(monkeypatch), []
+    for turn in turns:
+        scheduler.admit(turn)
+        drain(scheduler, found)
+        read.append(sum(counter.take()))
+    assert found == {one: alone(name, one) for one in (first, *turns)}
+    lists = 6 if name in ("lookup", "merged") else 0
+    assert 5 <= read[0] <= 5 + TREE.depth + 1 + lists
+    assert read[1] == max(5, lists)
+    assert read[2] == 13, "fewer than LEAST tokens are read"
+
+
+def require_same_slots(mine: SavedRow, its: SavedRow) -> None:
+    """Assert that two saved rows have the same keys and values, up to rounding."""
+    assert mine.slots == its.slots and mine.parts.keys() == its.parts.keys()
+    for layer, tensors in mine.parts.items():
+        for one, other in zip(tensors, its.parts[layer], strict=True):
+            if one.ndim == 5:  # in blocks: [M, blocks, H, BLOCK, D]
+                one, other = (x.permute(0, 2, 1, 3, 4).flatten(2, 3) for x in (one, other))
+            torch.testing.assert_close(
+                one[..., : mine.slots, :], other[..., : mine.slots, :], atol=2e-3, rtol=1e-3
+            )
+
+
+@every_drafter
+def test_what_is_kept_of_a_row_is_what_its_text_would_store(name: str) -> None:
+    """Of every row, whichever texts left before it, and whether it ended or was retired."""
+    scheduler, found = scheduler_of(name, prefix_tokens=4096, slice_tokens=None), {}
+    texts = [text(4 * number, prompt, 20) for number, prompt in enumerate(prompts_of([20, 26, 19, 23]))]
+    texts[1].limit = 6
+    for one in texts:
+        scheduler.admit(one)
+    for _ in range(5):
+        for one, tokens in scheduler.step().items():
+            found.setdefault(one, []).extend(tokens)
+    scheduler.retire(texts[2])
+    drain(scheduler, found)
+    kept = sorted(scheduler.prefixes.texts, key=lambda one: found_in(texts, one))
+    assert len(kept) == 4
+    for one, its in zip(texts, kept, strict=True):
+        tokens = its.tokens.tolist()
+        assert tokens == [*one.prompt, *found[one]][: len(tokens)] and len(tokens) > len(one.prompt)
+        fresh = read_whole(scheduler, its.tokens[None])
+        with torch.inference_mode():
+            require_same_slots(its.target, fresh.session.save_row(0, len(tokens) - 1))
+            if isinstance(fresh.drafter, Resumable):
+                again = fresh.drafter.save_row(0, len(tokens))
+                assert again is not None and its.drafter is not None
+                for mine, new in zip(its.drafter, again, strict=True):
+                    require_same_slots(mine, new)
+
+
+def found_in(texts: Sequence[Text], kept: KeptText) -> int:
+    """Return the number of the text that was kept."""
+    return next(one.number for one in texts if list(one.prompt) == kept.tokens.tolist()[: len(one.prompt)])
+
+
+class AtOnce:
+    """A drafter that reads every prompt at once, whatever the one inside can do."""
+
+    def __init__(self, inside: BeamDrafter) -> None:
+        self.inside, self.needs, self.rows = inside, inside.needs, inside.rows
+        for method in ("begin", "extend", "draft", "select", "reset"):
+            setattr(self, method, getattr(inside, method))
+
+    def replace(self, rows: Sequence[int], other: AtOnce) -> None:
+        self.inside.replace(rows, other.inside)
+
+
+@pytest.mark.parametrize("name", ["eagle", "draft model"])
+def test_a_drafter_may_read_prompts_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's part is kept all the same, unless the drafter needs features of the whole prompt."""
+    inside = DRAFTERS[name]()
+    spec = StandInSpec(lambda batch, tokens, tree: AtOnce(inside.make(batch, tokens, tree)), VOCAB)
+    scheduler = Scheduler(target(), spec, TREE, 4, slice_tokens=8, prefix_tokens=4096)
+    counter, found = Counted(monkeypatch), {}
+    first = text(5, prompts_of([40], seed=9)[0], 12)
+    scheduler.admit(first)
+    drain(scheduler, found)
+    assert counter.take() == [8, 8, 8, 8, 7]
+    second = text(6, [*first.prompt, *found[first], 5], 9)
+    scheduler.admit(second)
+    drain(scheduler, found)
+    assert sum(counter.take()) == 52 if name == "eagle" else 6
+    monkeypatch.undo()
+    assert found == {one: alone(name, one) for one in (first, second)}
+
+
+def test_the_least_recently_used_text_is_dropped() -> None:
+    scheduler = scheduler_of("eagle", prefix_tokens=110)
+    prompts = prompts_of([30, 31, 32, 33], seed=5)
+
+    def serve(prompt: Sequence[int]) -> None:
+        scheduler.admit(text(0, prompt, 6))
+        drain(scheduler, {})
+
+    def kept() -> set[int]:
+        return {int(one.tokens[0]) for one in scheduler.prefixes.texts}
+
+    for prompt in prompts[:3]:
+        serve(prompt)
+    assert kept() == {prompt[0] for prompt in prompts[:3]}
+    serve(prompts[0])  # used again, and no longer the oldest
+    serve(prompts[3])
+    assert kept() == {prompts[0][0], prompts[2][0], prompts[3][0]}
+    assert len(scheduler.prefixes.texts) == 3, "of two texts that begin alike, the longer one is enough"
+
+
+def test_a_kept_text_that_another_begins_with_adds_nothing() -> None:
+    prefixes = PrefixCache(1000)
+
+    def add(tokens: Sequence[int]) -> bool:
+        wanted = prefixes.prepare(tokens, len(tokens), 1000)
+        if wanted:
+            prefixes.texts.append(
+                KeptText(torch.tensor(tokens), len(tokens), SavedRow(len(tokens), {}), None)
+            )
+        return wanted
+
+    assert add(range(40)) and not add(range(30)) and not add(range(40)) and not add(range(7))
+    assert add(range(60)) and add([*range(20), *range(20)])
+    assert [len(kept.tokens) for kept in prefixes.texts] == [60, 40]
+    found = prefixes.find([*range(20), 0, 9], 100)
+    assert found is not None and (len(found[0].tokens), found[1]) == (40, 21)
+    assert prefixes.find(range(55), 30) == (prefixes.texts[0], 30)
+    assert prefixes.find(range(1, 50), 100) is None and prefixes.find(range(15), 100) is None
+    assert not add(range(1, 1002))
+
+
+# --- the budget and those who leave ---
+
+
+def test_a_text_waits_for_slots() -> None:
+    limit, found = 2 * slots_per_row(30 + 10, TREE), {}
+    scheduler = scheduler_of("eagle", cache_tokens=limit)
+    texts = [text(number, prompt, 10) for number, prompt in enumerate(prompts_of([20, 30, 20]))]
+    for one in texts:
+        scheduler.admit(one)
+    together = 0
+    while scheduler.busy:
+        for one, tokens in scheduler.step().items():
+            found.setdefault(one, []).extend(tokens)
+        together = max(together, len(scheduler.decoding))
+        assert held(scheduler) <= limit
+    assert together == 2
+    assert found == {one: alone("eagle", one) for one in texts}
+
+
+def test_a_text_that_can_never_have_its_slots_is_refused() -> None:
+    prompt, need = prompts_of([90])[0], slots_per_row(110, TREE)
+    with pytest.raises(ValueError, match=r"^prompt 3 has 90 tokens and may get 20 more, so that") as error:
+        scheduler_of("eagle", cache_tokens=need - 1).admit(text(3, prompt, 20))
+    assert f"needs {need} slots" in str(error.value) and "\n" not in str(error.value)
+    assert f"cache_tokens allows {need - 1}; shorten the prompt" in str(error.value)
+    scheduler_of("eagle", cache_tokens=need).admit(text(3, prompt, 20))
+
+
+@pytest.mark.parametrize("name", ["eagle", "draft model"])
+def test_memory_of_a_long_text_that_left_is_given_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tightened = []
+    tighten = Scheduler._tighten
+    monkeypatch.setattr(Scheduler, "_tighten", lambda self: (tightened.append(1), tighten(self)))
+    scheduler, found = scheduler_of(name, cache_tokens=520), {}
+    long, lasting = text(0, prompts_of([120])[0], 8), text(1, prompts_of([6])[0], 60)
+    texts = [long, lasting, *(text(number, prompts_of([9], seed=number)[0], 12) for number in range(2, 7))]
+    for one in texts:
+        scheduler.admit(one)
+    together = 0
+    while scheduler.busy:
+        for one, tokens in scheduler.step().items():
+            found.setdefault(one, []).extend(tokens)
+        together = max(together, len(scheduler.decoding))
+        assert held(scheduler) <= 520
+    assert tightened and together >= 3
+    assert found == {one: alone(name, one) for one in texts}
+
+
+@pytest.mark.parametrize("when", ["waiting", "being read", "being decoded"])
+def test_a_text_can_be_retired_at_any_time(when: str) -> None:
+    scheduler = scheduler_of("eagle", rows=1, slice_tokens=8, prefix_tokens=1000)
+    gone, other = text(0, prompts_of([40])[0], 30), text(1, prompts_of([9], seed=2)[0], 7)
+    scheduler.admit(gone)
+    if when != "waiting":
+        scheduler.step()
+    if when == "being decoded":
+        while not scheduler.decoding:
+            scheduler.step()
+    assert (gone in scheduler.waiting, scheduler.reading is not None, gone in scheduler.decoding) == (
+        when == "waiting",
+        when == "being read",
+        when == "being decoded",
+    )
+    scheduler.retire(gone)
+    scheduler.retire(gone)
+    assert gone.stats.finish_reason == CANCELLED
+    assert not scheduler.busy and scheduler.batch is None and scheduler.reading is None
+    kept = [len(one.tokens) for one in scheduler.prefixes.texts]
+    assert kept == {"waiting": [], "being read": [], "being decoded": kept}[when] or kept[0] > 8
+    found: dict[Text, list[int]] = {}
+    scheduler.admit(other)
+    drain(scheduler, found)
+    assert found == {other: alone("eagle", other)}
+
+
+def test_one_of_equal_prompts_is_retired_while_they_are_read() -> None:
+    scheduler, found = scheduler_of("eagle", slice_tokens=8), {}
+    texts = [text(number, prompts_of([30])[0], 9) for number in range(3)]
+    for one in texts:
+        scheduler.admit(one)
+    assert scheduler.step() == {} and scheduler.reading is not None
+    scheduler.retire(texts[1])
+    drain(scheduler, found)
+    assert found == {one: alone("eagle", one) for one in (texts[0], texts[2])}
+
+
+@pytest.mark.parametrize("options", [{"slice_tokens": 0}, {"cache_tokens": 0}, {"prefix_tokens": -1}])
+def test_numbers_out_of_range_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))} is "):
+        scheduler_of("none", **options)

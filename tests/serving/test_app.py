@@ -1,0 +1,394 @@
+"""The application through a client without a network: answers, streams, errors, limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+WITHOUT = 'the server needs the extra: pip install "eagle-fsd[serve]"'
+for needed in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
+    pytest.importorskip(needed, reason=WITHOUT)
+
+from starlette.testclient import TestClient
+from support.serving import settings
+from support.tiny_engine import CHAT, NAME, chat_ids, text_alone, tiny_engine
+
+from eagle_fsd import Fuzzy
+from eagle_fsd.serving.app import create_app
+from eagle_fsd.serving.choices import Limits
+from eagle_fsd.target.model import TargetModel
+
+URL = "/v1/chat/completions"
+
+
+def client_of(**fields: Any) -> TestClient:
+    return TestClient(create_app(tiny_engine(), settings(**fields)), raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with client_of() as made:
+        yield made
+
+
+def post(client: TestClient, url: str = URL, **body: Any) -> Any:
+    if url == URL:
+        body = {"messages": CHAT, **body}
+    return client.post(url, json=body)
+
+
+def events(response: Any) -> list[Any]:
+    """Return the chunks of a stream, which must end as OpenAI's do."""
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+    *lines, last, end = response.text.split("\n\n")
+    assert (last, end) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    """Return the error of a response, which must be in OpenAI's form."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
+    return error
+
+
+# -- texts ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ({}, {}),
+        ({"seed": 5, "temperature": 0.8, "top_k": 20}, {"temperature": 0.8, "top_k": 20, "seed": 5}),
+        (
+            {"seed": 6, "temperature": 1, "top_p": 0.9, "threshold": 0.2},
+            {"temperature": 1.0, "top_p": 0.9, "seed": 6, "rule": Fuzzy(0.2)},
+        ),
+        ({"threshold": 0.3, "divergence": "tv"}, {"rule": Fuzzy(0.3, "tv")}),
+    ],
+    ids=["greedy", "sampled", "fuzzy", "tv"],
+)
+def test_a_text_is_the_engines_own_whole_and_streamed(client: TestClient, asked: Any, options: Any) -> None:
+    expected = text_alone(chat_ids(), max_new_tokens=20, **options)
+    whole = post(client, max_tokens=20, **asked).json()
+    assert whole["object"] == "chat.completion" and whole["model"] == NAME
+    (choice,) = whole["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected}
+    assert choice["finish_reason"] == "length"
+    chunks = events(post(client, max_completion_tokens=20, stream=True, **asked))
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == expected
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["length"]
+    assert ["timings" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_several_choices_draw_from_streams_of_their_own(client: TestClient) -> None:
+    """As the rows of a batch of the engine do, and so does a list of prompts."""
+    ids = chat_ids()
+    texts = [text_alone(ids, max_new_tokens=12, temperature=1.0, seed=[(3, row)]) for row in range(3)]
+    asked = {"max_tokens": 12, "temperature": 1, "seed": 3, "n": 3}
+    answer = post(client, **asked).json()
+    assert [choice["message"]["content"] for choice in answer["choices"]] == texts and len(set(texts)) == 3
+    assert answer["usage"] == {
+        "prompt_tokens": len(ids),
+        "completion_tokens": 36,
+        "total_tokens": len(ids) + 36,
+    }
+    found = [""] * 3
+    for chunk in events(post(client, stream=True, **asked)):
+        (choice,) = chunk["choices"]
+        found[choice["index"]] += choice["delta"].get("content", "")
+    assert found == texts
+
+
+@pytest.mark.parametrize("prompt", ["Hello", ["Hello", "Bye"], [5, 6, 7], [[5, 6, 7], [8]]])
+def test_completions_continue_texts_and_token_ids(client: TestClient, prompt: Any) -> None:
+    body = post(client, "/v1/completions", prompt=prompt, max_tokens=10, temperature=1, seed=2).json()
+    lists = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    ids = [tiny_engine().tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in lists]
+    expected = [
+        text_alone(one, max_new_tokens=10, temperature=1.0, seed=[(2, row)]) for row, one in enumerate(ids)
+    ]
+    assert body["object"] == "text_completion"
+    assert [choice["text"] for choice in body["choices"]] == expected
+    assert body["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+def test_a_stop_string_ends_a_text_and_is_never_shown(client: TestClient) -> None:
+    text = text_alone(chat_ids(), max_new_tokens=40)
+    stop = text[10:13]
+    expected = text[: text.index(stop)]
+    answer = post(client, max_tokens=40, stop=[stop, "never seen"]).json()
+    assert answer["choices"][0] | {"message": None} == {
+        "index": 0, "message": None, "logprobs": None, "finish_reason": "stop"
+    }  # fmt: skip
+    assert answer["choices"][0]["message"]["content"] == expected
+    assert answer["usage"]["completion_tokens"] == text.index(stop) + len(stop)
+    shown = ""
+    for chunk in events(post(client, max_tokens=40, stop=stop, stream=True)):
+        shown += chunk["choices"][0]["delta"].get("content", "")
+        assert expected.startswith(shown)
+    assert shown == expected
+
+
+def test_an_end_token_ends_a_text_unless_it_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = text_alone(chat_ids(), max_new_tokens=20)
+    end = tiny_engine().tokenizer.encode(text[7], add_special_tokens=False)[0]
+    monkeypatch.setattr(TargetModel, "eos_token_ids", (end,))
+    with client_of() as client:
+        (choice,) = post(client, max_tokens=20).json()["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert choice["message"]["content"] == text[: text.index(text[7]) + 1]
+        (choice,) = post(client, max_tokens=20, ignore_eos=True).json()["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("length", text)
+
+
+def test_usage_comes_in_a_chunk_without_choices(client: TestClient) -> None:
+    options = {"include_usage": True}
+    *chunks, last = events(post(client, max_tokens=9, stream=True, stream_options=options))
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 9
+    assert last["usage"]["prompt_tokens"] == len(chat_ids())
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_timings_say_how_the_draft_did(client: TestClient) -> None:
+    asked = {"max_tokens": 40, "threshold": 0.1, "temperature": 1, "seed": 2}
+    timings = post(client, **asked).json()["timings"]
+    stats = tiny_engine().generate(
+        [chat_ids()], max_new_tokens=40, temperature=1.0, seed=2, rule=Fuzzy(0.1), tree=settings().tree
+    )
+    (alone,) = stats.stats
+    assert timings["steps"] == alone.steps and timings["tau"] == round(alone.tau, 3) > 1.2
+    assert timings["exact_accepts"] == alone.exact_accepts > 0
+    assert timings["fuzzy_accepts"] == alone.fuzzy_accepts > 0
+    assert {key: timings[key] for key in ("rule", "threshold", "divergence", "seed")} == {
+        "rule": "fuzzy", "threshold": 0.1, "divergence": "js", "seed": 2
+    }  # fmt: skip
+    assert timings["predicted_n"] == 40 and timings["predicted_per_second"] > 0 and timings["prompt_ms"] > 0
+    chunks = events(post(client, stream=True, timings_per_token=True, **asked))
+    made = [chunk["timings"]["predicted_n"] for chunk in chunks[1:]]
+    assert made == sorted(made) and made[-1] == 40
+
+
+def test_a_seed_that_was_drawn_gives_the_text_again(client: TestClient) -> None:
+    first = post(client, max_tokens=12, temperature=1).json()
+    seed = first["timings"]["seed"]
+    again = post(client, max_tokens=12, temperature=1, seed=seed).json()
+    assert seed < 2**53 and again["choices"] == first["choices"]
+    assert post(client, max_tokens=2).json()["timings"]["seed"] is None
+
+
+def test_origins_say_how_every_token_came(client: TestClient) -> None:
+    asked = {"max_tokens": 40, "threshold": 0.1, "temperature": 1, "seed": 2, "return_token_origins": True}
+    answer = post(client, **asked).json()
+    (choice,) = answer["choices"]
+    counts = {"drafted": 0, "fuzzy": 0, "target": 0}
+    for piece in choice["origins"]:
+        counts[piece["origin"]] += len(piece["text"])  # a token is a character
+    timings = answer["timings"]
+    assert counts["drafted"] == timings["exact_accepts"] and counts["fuzzy"] == timings["fuzzy_accepts"]
+    assert "".join(piece["text"] for piece in choice["origins"]) == choice["message"]["content"]
+    streamed = [
+        (piece["text"], piece["origin"])
+        for chunk in events(post(client, stream=True, **asked))
+        for piece in chunk["choices"][0]["origins"]
+    ]
+    characters = [(char, origin) for text, origin in streamed for char in text]
+    assert characters == [(char, one["origin"]) for one in choice["origins"] for char in one["text"]]
+    assert "origins" not in post(client, max_tokens=2).json()["choices"][0]
+
+
+# -- errors ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"surprise": 1}, "surprise", "unknown_field"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_field"),
+        ({"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.0.name", "unknown_field"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content",
+            "invalid_value",
+        ),
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "context_length_exceeded"),
+        ({"messages": None}, "messages", "missing_field"),
+        ({"temperature": -1}, "temperature", None),
+        ({"temperature": "1"}, "temperature", "invalid_value"),
+        ({"top_p": 0}, "top_p", None),
+        ({"top_k": -1}, "top_k", None),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 69}, "n", "invalid_value"),
+        ({"seed": -1}, "seed", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", "invalid_value"),
+        ({"stop": [""]}, "stop.0", "invalid_value"),
+        ({"stop": ["x"] * 17}, "stop", "invalid_value"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        ({"threshold": -0.1}, "threshold", None),
+        ({"threshold": "high"}, "threshold", "invalid_value"),
+        ({"threshold": 0.1, "divergence": "kl"}, "divergence", None),
+        ({"rule": "nonsense"}, "rule", None),
+        ({"quality_budget": 0.1}, "threshold", None),
+    ],
+)
+def test_a_bad_request_is_refused_by_the_name_of_the_field(
+    client: TestClient, body: Any, param: str, code: str | None
+) -> None:
+    error = error_of(post(client, **body), 400)
+    assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+    assert param.rpartition(".")[2] in error["message"] or param.partition(".")[0] in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"\xff\xfe\x00",
+        b"[" * 200_000,
+        b'{"messages": NaN}',
+        b'{"messages": "\\ud800"}',
+    ],
+)
+def test_a_malformed_body_is_refused(client: TestClient, body: bytes) -> None:
+    error_of(client.post(URL, content=body, headers={"content-type": "application/json"}), 400)
+
+
+def test_half_a_character_is_refused(client: TestClient) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]})
+    error_of(client.post(URL, content=body, headers={"content-type": "application/json"}), 400)
+    error_of(client.post(URL, content=json.dumps({"messages": CHAT, "\ud800": 1})), 400)
+
+
+def test_a_form_is_no_request(client: TestClient) -> None:
+    """A web page may send a plain form anywhere without asking; JSON it may not."""
+    body = json.dumps({"messages": CHAT})
+    error = error_of(client.post(URL, content=body, headers={"content-type": "text/plain"}), 400)
+    assert "application/json" in error["message"]
+
+
+def test_unknown_models_and_routes(client: TestClient) -> None:
+    assert error_of(post(client, model="gpt-5"), 404)["code"] == "model_not_found"
+    error_of(client.get("/v1/models/gpt-5"), 404)
+    error_of(client.get("/v2/chat"), 404)
+    error_of(client.get(URL), 405)
+    error = error_of(post(client, "/v1/completions", prompt=[96]), 400)
+    assert error["param"] == "prompt" and "0 to 95" in error["message"]
+    for prompt in ([], "", [""], [[]]):
+        error_of(post(client, "/v1/completions", prompt=prompt), 400)
+
+
+def test_a_key_is_asked_for_where_there_is_one() -> None:
+    with client_of(key="secret") as client:
+        for headers in ({}, {"authorization": "Bearer secreT"}, {"authorization": "secret"}):
+            error = error_of(client.get("/v1/models", headers=headers), 401)
+            assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert error_of(post(client), 401)
+        assert client.get("/metrics").status_code == 401
+        assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+        assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_without_a_key_only_this_machine_may_call() -> None:
+    """A web page's name may be made to point at this machine, and its requests then carry that name."""
+    with client_of(hosts=["localhost", "[::1]"]) as client:
+        for host, status in (
+            ("localhost:80", 200),
+            ("LOCALHOST", 200),
+            ("[::1]:80", 200),
+            ("evil.example", 403),
+        ):
+            assert client.get("/v1/models", headers={"host": host}).status_code == status
+        assert error_of(client.get("/", headers={"host": "evil.example:80"}), 403)["code"] == "invalid_host"
+
+
+def test_limits_are_kept() -> None:
+    limits = Limits(max_prompt_tokens=25, max_body=2000, request_timeout=0.0)
+    with client_of(limits=limits) as client:
+        body = json.dumps({"messages": CHAT, "user": "x" * 2000})
+        assert error_of(client.post(URL, content=body), 413)["code"] == "body_too_large"
+        assert error_of(client.post(URL, content=b"x" * 40_000), 413)
+        assert error_of(client.post(URL, content=iter([b"x" * 900] * 3)), 413)
+        message = {"role": "user", "content": "x" * 20}
+        error = error_of(post(client, messages=[message]), 400)
+        assert error["code"] == "context_length_exceeded" and "at most 25" in error["message"]
+        for stream in (False, True):
+            late = post(client, stream=stream, max_tokens=100)
+            assert error_of(late, 504)["code"] == "timeout"
+            assert late.headers["x-should-retry"] == "false"
+
+
+def test_other_pages_may_call_only_where_that_is_said(client: TestClient) -> None:
+    asks = {"origin": "http://there", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in client.options(URL, headers=asks).headers
+    with client_of(cors_origins=["http://there"], key="secret") as other:
+        allowed = other.options(URL, headers=asks)
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "http://there"
+        assert (
+            "access-control-allow-origin"
+            in other.get("/v1/models", headers={"origin": "http://there"}).headers
+        )
+        assert other.options(URL, headers={**asks, "origin": "http://elsewhere"}).status_code == 400
+
+
+# -- other routes ----------------------------------------
+
+
+def test_models_are_listed(client: TestClient) -> None:
+    listed = client.get("/v1/models").json()
+    assert listed["object"] == "list"
+    (card,) = listed["data"]
+    assert card == client.get(f"/v1/models/{NAME}").json()
+    assert (card["id"], card["object"], card["max_model_len"]) == (NAME, "model", 256)
+
+
+def test_tokens_there_and_back(client: TestClient) -> None:
+    found = post(client, "/tokenize", prompt="Hello", add_special_tokens=False).json()
+    assert found["count"] == 5 and found["max_model_len"] == 256
+    assert post(client, "/detokenize", tokens=found["tokens"]).json() == {"prompt": "Hello"}
+    assert post(client, "/tokenize", prompt="Hello").json()["count"] == 6
+    assert post(client, "/tokenize", messages=CHAT).json()["tokens"] == chat_ids()
+    error_of(post(client, "/tokenize"), 400)
+    error_of(post(client, "/detokenize", tokens=[-1]), 400)
+
+
+def test_metrics_count_what_was_done() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with client_of() as client:
+        answer = post(client, max_tokens=20, threshold=0.2).json()
+        error_of(post(client, n=0), 400)
+        page = client.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain; version=")
+    values = {
+        (sample.name.removeprefix("eagle_fsd_"), *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(page.text)
+        for sample in family.samples
+    }
+    timings = answer["timings"]
+    assert values["generation_tokens_total",] == 20
+    assert values["prompt_tokens_total",] == len(chat_ids())
+    assert values["spec_decode_num_drafts_total",] == timings["steps"]
+    assert values["spec_decode_num_fuzzy_tokens_total",] == timings["fuzzy_accepts"] > 0
+    accepted = timings["exact_accepts"] + timings["fuzzy_accepts"]
+    assert values["spec_decode_num_accepted_tokens_total",] == accepted
+    assert values["request_success_total", "length"] == 1
+    assert values["http_requests_total", URL, "200"] or values["http_requests_total", "200", URL]
+    assert values["time_to_first_token_seconds_count",] == values["e2e_request_latency_seconds_count",] == 1
+    assert values["inter_token_latency_seconds_count",] + 3 >= 19
+    assert values["num_requests_running",] == values["num_requests_waiting",] == 0
+    assert values["step_seconds", "verify"] > 0

@@ -1,0 +1,166 @@
+"""What a request asks for: fields that are refused, and the rule that its extra fields make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason='the server needs the extra: pip install "eagle-fsd[serve]"')
+pytest.importorskip("prometheus_client", reason='the server needs the extra: pip install "eagle-fsd[serve]"')
+
+from pydantic import ValidationError
+
+from eagle_fsd import AutoThreshold, Fuzzy, Lossless, Typical
+from eagle_fsd.acceptance.other_rules import Cactus
+from eagle_fsd.acceptance.published_fsd import PublishedFSD
+from eagle_fsd.acceptance.rule_names import RULES
+from eagle_fsd.serving.choices import Chooser, Defaults, Limits, requested_rule
+from eagle_fsd.serving.protocol import (
+    UNSUPPORTED,
+    WITHOUT_EFFECT,
+    ChatRequest,
+    CompletionRequest,
+    Unsupported,
+)
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": CHAT, **fields})
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_done_is_refused_by_name_unless_it_asks_for_nothing(name: str) -> None:
+    assert name not in ChatRequest.model_fields and name not in CompletionRequest.model_fields
+    for value in (None, *UNSUPPORTED[name]):
+        assert chat(**{name: value}) == chat()
+    with pytest.raises(Unsupported, match=f"^{name} is not supported by this server: leave it out"):
+        chat(**{name: "something else"})
+    with pytest.raises(Unsupported):
+        chat(**{name: 0.5})
+
+
+def test_a_boolean_is_no_number() -> None:
+    with pytest.raises(Unsupported):
+        chat(presence_penalty=False)
+    with pytest.raises(ValidationError):
+        chat(temperature=True)
+    with pytest.raises(ValidationError):
+        chat(max_tokens=True)
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_what_names_a_client_changes_nothing(name: str) -> None:
+    assert chat(**{name: "me"}) == chat()
+
+
+def test_null_means_absent() -> None:
+    nothing = dict.fromkeys(("temperature", "stop", "n", "stream", "stream_options", "seed", "threshold"))
+    assert chat(**nothing) == chat()
+
+
+def test_prompts_come_in_four_forms() -> None:
+    for prompt, expected in (
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2]], [[1], [2]]),
+    ):
+        assert list(CompletionRequest.model_validate({"prompt": prompt}).prompts) == expected
+
+
+def test_parts_of_a_message_are_joined_and_developer_means_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    message = {"role": "developer", "content": parts, "refusal": None, "tool_calls": []}
+    assert chat(messages=[message]).messages[0].as_turn() == {"role": "system", "content": "ab"}
+
+
+HALF = Fuzzy(0.5, "tv", mode="paper", child="target", min_p=0.1)
+AUTO = AutoThreshold(0.05, "js", child="target")
+
+
+@pytest.mark.parametrize(
+    ("usual", "said", "expected"),
+    [
+        (HALF, {}, HALF),
+        (HALF, {"threshold": 0.1}, Fuzzy(0.1, "tv", mode="paper", child="target", min_p=0.1)),
+        (HALF, {"threshold": 0.1, "divergence": "js"}, Fuzzy(0.1, mode="paper", child="target", min_p=0.1)),
+        (HALF, {"rule": "fuzzy"}, HALF),
+        (HALF, {"rule": "lossless"}, Lossless()),
+        (HALF, {"rule": "typical"}, Typical()),
+        (HALF, {"rule": "js:0.3:min_p=0.2"}, Fuzzy(0.3, min_p=0.2)),
+        (HALF, {"rule": "cactus:0.2"}, Cactus(0.2)),
+        (HALF, {"rule": "fsd_paper", "threshold": 0.4}, PublishedFSD(0.4)),
+        (HALF, {"threshold": "auto"}, AutoThreshold(divergence="tv", mode="paper", child="target")),
+        (HALF, {"quality_budget": 0.1, "divergence": "js"}, AutoThreshold(0.1, mode="paper", child="target")),
+        (Lossless(), {}, Lossless()),
+        (Lossless(), {"threshold": 0.3}, Fuzzy(0.3)),
+        (Lossless(), {"rule": "fuzzy"}, Fuzzy(0.0)),
+        (Typical(), {"threshold": 0.3, "divergence": "tv"}, Fuzzy(0.3, "tv")),
+        (AUTO, {}, AUTO),
+        (AUTO, {"quality_budget": 0.1}, AutoThreshold(0.1, child="target")),
+        (AUTO, {"divergence": "tv"}, AutoThreshold(0.05, "tv", child="target")),
+        (AUTO, {"threshold": 0.2}, Fuzzy(0.2, child="target")),
+        (AUTO, {"threshold": 0}, Fuzzy(0.0, child="target")),
+        (AUTO, {"rule": "lossless"}, Lossless()),
+    ],
+)
+def test_what_a_request_does_not_say_is_as_in_the_servers_rule(usual: Any, said: Any, expected: Any) -> None:
+    assert requested_rule(chat(**said), usual) == expected
+
+
+@pytest.mark.parametrize(
+    ("usual", "said", "message"),
+    [
+        (HALF, {"divergence": "js"}, "^divergence is 'js': a threshold belongs to it"),
+        (Lossless(), {"divergence": "js"}, "^divergence is 'js': a threshold belongs to it"),
+        (HALF, {"divergence": "kl", "threshold": 0.1}, "^divergence 'kl' is not known"),
+        (HALF, {"rule": "js:0.3", "threshold": 0.1}, "^threshold is 0.1: the rule 'js:0.3' has values"),
+        (HALF, {"rule": "js:0.3:min_p=x"}, "min_p is 'x'"),
+        (HALF, {"rule": "exact"}, "^rule is 'exact': it must be one of lossless, fuzzy"),
+        (HALF, {"rule": "typical", "threshold": 0.1}, "^threshold is 0.1 for the rule typical"),
+        (HALF, {"rule": "lossless", "threshold": 0.1}, "^threshold is 0.1 for the rule lossless"),
+        (HALF, {"rule": "cactus", "threshold": "auto"}, "^threshold is auto for the rule cactus"),
+        (HALF, {"threshold": 0.1, "quality_budget": 0.1}, "^quality_budget is 0.1: it finds the threshold"),
+        (HALF, {"quality_budget": 2}, "^quality_budget is 2"),
+        (HALF, {"threshold": -1}, "^threshold is -1"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(usual: Any, said: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        requested_rule(chat(**said), usual)
+
+
+def test_every_rule_can_be_named() -> None:
+    for name, rule in RULES.items():
+        assert type(requested_rule(chat(rule=name), Lossless())) is rule
+
+
+def test_a_calibrated_threshold_is_looked_up_once() -> None:
+    """Looking it up reads all of the head's weights."""
+
+    class Calibrated:
+        class target:
+            eos_token_ids = (1,)
+
+        asked = 0
+
+        def calibration(self, sampling: Any) -> Any:
+            self.asked += 1
+            return self
+
+        def find(self, budget: float, *kind: Any) -> Any:
+            return Fuzzy(10 * budget)
+
+        def require_rule(self, rule: Any) -> None:
+            pass
+
+    model: Any = Calibrated()
+    choose = Chooser(model, Limits(), Defaults())
+    choices = [choose(chat(quality_budget=budget, seed=4)) for budget in (0.02, 0.02, 0.05)]
+    assert [choice.terms.rule.threshold for choice in choices] == [0.2, 0.2, 0.5]
+    assert model.asked == 2
+    assert choices[0].seed is None  # greedy draws nothing
+    assert choose(chat(temperature=1, seed=4)).seed == 4

@@ -1,0 +1,202 @@
+"""The openai client against a real server on a free port, several at once, and what the worker survives."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+WITHOUT = 'the server and its test need extras: pip install "eagle-fsd[dev]"'
+for needed in ("fastapi", "uvicorn", "prometheus_client", "openai"):
+    pytest.importorskip(needed, reason=WITHOUT)
+
+import openai
+from support.serving import running, settings, until
+from support.tiny_engine import CHAT, NAME, chat_ids, text_alone, tiny_engine
+
+from eagle_fsd import Fuzzy
+from eagle_fsd.decoding.loop import NonFiniteLogits
+from eagle_fsd.decoding.scheduler import Scheduler
+from eagle_fsd.serving.choices import Limits
+
+LONG = {"model": NAME, "messages": CHAT, "max_tokens": 60}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, Any]]:
+    with running(settings()) as found:
+        yield found
+
+
+def client_of(url: str, **fields: Any) -> openai.OpenAI:
+    return openai.OpenAI(**{"base_url": f"{url}/v1", "api_key": "none", "max_retries": 0, **fields})
+
+
+def test_the_openai_client_reads_everything(server: tuple[str, Any]) -> None:
+    client = client_of(server[0])
+    assert [model.id for model in client.models.list()] == [NAME]
+    expected = text_alone(chat_ids(), max_new_tokens=20)
+    answer = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=20, temperature=0)
+    assert answer.choices[0].message.content == expected and answer.usage.completion_tokens == 20
+    assert answer.model_extra["timings"]["tau"] > 1
+    stream = client.chat.completions.create(
+        **{**LONG, "max_tokens": 20}, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = stream
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices[0].finish_reason == "length"
+    assert last.choices == [] and last.usage.total_tokens == len(chat_ids()) + 20
+    done = client.completions.create(model=NAME, prompt=[5, 6, 7], max_tokens=6)
+    assert done.choices[0].text == text_alone([5, 6, 7], max_new_tokens=6)
+    fuzzy = client.chat.completions.create(
+        model=NAME, messages=CHAT, max_tokens=20, extra_body={"threshold": 0.3, "divergence": "js"}
+    )
+    assert fuzzy.choices[0].message.content == text_alone(chat_ids(), max_new_tokens=20, rule=Fuzzy(0.3))
+    with client.chat.completions.stream(**LONG, stop=expected[12:15]) as helper:  # the client's own parser
+        answer = helper.get_final_completion()
+        assert answer.choices[0].message.content == expected[: expected.index(expected[12:15])]
+
+
+def test_the_openai_client_raises_its_own_errors(server: tuple[str, Any]) -> None:
+    client = client_of(server[0])
+    with pytest.raises(openai.BadRequestError, match="logit_bias is not supported") as found:
+        client.chat.completions.create(**LONG, logit_bias={"5": 1})
+    assert (found.value.param, found.value.code) == ("logit_bias", "unsupported_field")
+    with pytest.raises(openai.NotFoundError, match="name that"):
+        client.chat.completions.create(model="other", messages=CHAT)
+    with running(settings(key="secret")) as (url, _):
+        with pytest.raises(openai.AuthenticationError):
+            client_of(url).models.list()
+        assert client_of(url, api_key="secret").models.list().data
+
+
+def test_clients_at_once_get_the_texts_that_they_get_alone(server: tuple[str, Any]) -> None:
+    """With rules and samplings of their own, whole and streamed, joining and leaving."""
+    client = client_of(server[0])
+
+    def ask(number: int) -> tuple[str, str]:
+        messages = [{"role": "user", "content": "x" * number}]
+        seed, limit, temperature = number, 8 + 5 * number, (0.0, 1.0)[number % 2]
+        threshold = (0.0, 0.2, 0.5)[number % 3]
+        asked = {
+            "model": NAME, "messages": messages, "max_tokens": limit, "seed": seed,
+            "temperature": temperature, "extra_body": {"threshold": threshold},
+        }  # fmt: skip
+        if number % 2:
+            text = client.chat.completions.create(**asked).choices[0].message.content
+        else:
+            chunks = client.chat.completions.create(**asked, stream=True)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        options = {
+            "max_new_tokens": limit,
+            "temperature": temperature,
+            "seed": seed,
+            "rule": Fuzzy(threshold),
+        }
+        return text, text_alone(chat_ids(messages), **options)
+
+    with concurrent.futures.ThreadPoolExecutor(7) as pool:
+        for text, alone in pool.map(ask, range(7)):
+            assert text == alone
+
+
+def test_a_full_queue_is_said_and_tried_again() -> None:
+    """The client's own retries obey retry-after, and succeed as soon as there is room."""
+    with running(settings(limits=Limits(max_rows=1, max_queue=0))) as (url, service):
+        client = client_of(url)
+        stream = client.chat.completions.create(**LONG, stream=True)
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError, match="busy") as found:
+            client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=2)
+        assert int(found.value.response.headers["retry-after"]) >= 1 and found.value.code == "queue_full"
+        service.worker.seconds_to_wait = lambda: 0.1
+        threading.Timer(0.05, stream.close).start()
+        again = client_of(url, max_retries=6).chat.completions.create(model=NAME, messages=CHAT, max_tokens=2)
+        assert again.choices[0].finish_reason == "length"
+
+
+def send(url: str, body: dict[str, Any]) -> socket.socket:
+    """Send a chat over a bare connection."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    data = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_text_of_a_client_that_leaves_is_retired(stream: bool, server: tuple[str, Any]) -> None:
+    url, service = server
+    connection = send(url, {**LONG, "n": 3, "stream": stream, "ignore_eos": True})
+    until(lambda: service.worker.running)
+    connection.close()
+    until(lambda: service.worker.running == service.worker.waiting == 0)
+    ended = service.metrics.texts.labels("cancelled")._value.get()
+    assert ended >= 1
+    assert client_of(url).chat.completions.create(model=NAME, messages=CHAT, max_tokens=2).choices
+
+
+def test_a_client_that_does_not_read_holds_nobody_up(server: tuple[str, Any]) -> None:
+    url, _ = server
+    deaf = [send(url, {**LONG, "stream": True, "n": 2, "timings_per_token": True}) for _ in range(3)]
+    try:
+        answer = client_of(url).chat.completions.create(model=NAME, messages=CHAT, max_tokens=5)
+        assert answer.choices[0].message.content == text_alone(chat_ids(), max_new_tokens=5)
+    finally:
+        for connection in deaf:
+            connection.close()
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_logits_that_are_not_finite_end_one_text_and_its_neighbours_go_on(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch is lost. Its other texts are made again, and what they showed already is not shown twice."""
+    step, failed = Scheduler.step, []
+    marked = chat_ids([{"role": "user", "content": "bad"}])
+
+    def broken(scheduler: Scheduler) -> Any:
+        bad = next((text for text in scheduler.decoding if list(text.prompt) == marked), None)
+        if bad is not None and bad.stats.steps >= at and len(scheduler.decoding) > 1:
+            failed.append(bad.number)
+            raise NonFiniteLogits(bad.stats.steps + 1, bad.number)
+        return step(scheduler)
+
+    monkeypatch.setattr(Scheduler, "step", broken)
+    with running(settings()) as (url, _):
+        client = client_of(url)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            stream = client.chat.completions.create(**LONG, temperature=1, seed=4, stream=True)
+            good = pool.submit(lambda: "".join(chunk.choices[0].delta.content or "" for chunk in stream))
+            with pytest.raises(openai.InternalServerError, match="logits are not finite") as found:
+                client.chat.completions.create(
+                    **{**LONG, "messages": [{"role": "user", "content": "bad"}], "max_tokens": 60}
+                )
+            assert found.value.code == "generation_failed" and failed
+            assert good.result() == text_alone(chat_ids(), max_new_tokens=60, temperature=1.0, seed=4)
+
+
+def test_a_step_that_fails_ends_its_batch_and_the_worker_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a stream that has begun, the error is an event, which the client raises too."""
+    step, steps = Scheduler.step, []
+
+    def broken(scheduler: Scheduler) -> Any:
+        steps.append(1)
+        if len(steps) == 4:
+            raise RuntimeError("out of memory")
+        return step(scheduler)
+
+    monkeypatch.setattr(Scheduler, "step", broken)
+    with running(settings()) as (url, _):
+        client = client_of(url)
+        with pytest.raises(openai.APIError, match="out of memory"):
+            list(client.chat.completions.create(**LONG, stream=True))
+        answer = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=5)
+        assert answer.choices[0].message.content == text_alone(chat_ids(), max_new_tokens=5)
+        assert tiny_engine().target.vocab_size == 96

@@ -1,0 +1,128 @@
+"""docs/serve.md: its commands parse, its requests are answered, its Python runs, its lists are complete."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for needed in ("fastapi", "uvicorn", "prometheus_client", "openai"):
+    pytest.importorskip(needed, reason='this needs extras: pip install "eagle-fsd[dev]"')
+
+import openai
+from starlette.testclient import TestClient
+from support.serving import running, settings, until
+from support.tiny_engine import CHAT, chat_ids, text_alone, tiny_engine
+
+from eagle_fsd import Fuzzy, serve
+from eagle_fsd.generate import UserError
+from eagle_fsd.serving.app import create_app
+from eagle_fsd.serving.choices import Defaults
+from eagle_fsd.serving.protocol import ChatRequest, CompletionRequest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
+SHELL = "".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)).replace("\\\n", " ").splitlines()
+
+
+def test_the_servers_commands_parse() -> None:
+    lines = [line for line in SHELL if "eagle_fsd.serve" in line]
+    assert lines
+    for line in lines:
+        args = serve.build_parser().parse_args(shlex.split(line)[3:])
+        assert serve.check_arguments(args).max_new_tokens == 1024
+    assert (args.host, args.max_rows, args.max_queue) == ("127.0.0.1", 4, 64)
+
+
+def test_the_requests_are_answered() -> None:
+    lines = [line for line in SHELL if line.startswith("curl ")]
+    assert lines
+    few = settings(defaults=Defaults(max_new_tokens=9))
+    with TestClient(create_app(tiny_engine(), few)) as client:
+        for line in lines:
+            _, url, _, header, _, body = shlex.split(line)
+            name, _, value = header.partition(": ")
+            path = url.removeprefix("http://127.0.0.1:8000")
+            answer = client.post(path, content=body, headers={name: value})
+            assert (
+                answer.status_code == 200
+                and json.loads(body)["threshold"] == answer.json()["timings"]["threshold"]
+            )
+
+
+def test_the_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    with running(settings(name="smollm2-135m")) as (url, _):
+        there = openai.OpenAI
+
+        def here(base_url: str, **options: Any) -> openai.OpenAI:
+            assert base_url == "http://127.0.0.1:8000/v1"
+            return there(base_url=f"{url}/v1", **options)
+
+        monkeypatch.setattr(openai, "OpenAI", here)
+        exec(compile(block, "serve.md", "exec"), {})
+    assert re.search(r"^\d\.\d+ \d+$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_every_field_and_route_and_limit_is_described() -> None:
+    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+    flags = re.findall(r'"(--max-[a-z-]+|--request-timeout|--cors-origin)"', Path(serve.__file__).read_text())
+    routes = [route.path for route in create_app(tiny_engine(), settings()).routes if ":" not in route.path]
+    assert [name for name in (*fields, *routes, *flags) if f"{name}" not in PAGE] == []
+
+
+def test_mistakes_end_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, message in (
+        (["--seed", "1"], "--seed is 1: every request names its own seed"),
+        (["--port", "99999"], "--port is 99999: it must be an integer between 0 and 65535"),
+        (["--max-rows", "0"], "--max-rows is 0"),
+        (["--host", "not.there.invalid"], "not.there.invalid port 8000 cannot be listened at"),
+        (["--threshold", "-1", "--port", "0"], "threshold is -1"),
+        (["--base-model", "/not/there", "--port", "0"], "/not/there"),
+    ):
+        assert serve.main(flags) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    monkeypatch.setattr(serve, "NEEDED", ("not_installed",))
+    with pytest.raises(UserError, match=r'needs not-installed: run pip install "eagle-fsd\[serve\]"'):
+        serve.require_packages()
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_the_program_serves_until_it_is_told_to_end(
+    key: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From flags to a server, with a tiny model in the place of the real one."""
+    import uvicorn
+
+    run, servers = uvicorn.Server.run, []
+
+    def noted(server: uvicorn.Server, sockets: Any) -> None:
+        servers.append(server)
+        run(server, sockets)
+
+    monkeypatch.setattr(uvicorn.Server, "run", noted)
+    monkeypatch.setattr(serve, "load_model", lambda args: tiny_engine())
+    if key is not None:
+        monkeypatch.setenv(serve.KEY_VARIABLE, key)
+    flags = ["--port", "0", "--total-tokens", "8", "--depth", "3", "--tree-top-k", "3", "--threshold", "0.2"]
+    codes: list[int] = []
+    program = threading.Thread(target=lambda: codes.append(serve.main([*flags, "--max-new-tokens", "9"])))
+    program.start()
+    told: list[str] = []
+    until(lambda: told.append(capsys.readouterr().err) or "Ctrl-C ends it" in "".join(told))
+    url = re.search(r"tiny \(tree 8/3/3\) answers at (http://127\.0\.0\.1:\d+/v1),", "".join(told))[1]
+    client = openai.OpenAI(base_url=url, api_key="secret")
+    answer = client.chat.completions.create(model="tiny", messages=CHAT)
+    assert answer.choices[0].message.content == text_alone(chat_ids(), max_new_tokens=9, rule=Fuzzy(0.2))
+    servers[-1].should_exit = True
+    program.join()
+    assert codes == [0]
+    found = servers[-1].config.app.state.service.settings
+    assert found.key == key and ("localhost" in found.hosts) == (key is None)

@@ -1,0 +1,45 @@
+"""Real servers of the tiny engine on free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.serving.app import Settings, create_app
+from support.tiny_engine import NAME, TREE, tiny_engine
+
+
+def settings(**fields: Any) -> Settings:
+    return Settings(**{"name": NAME, "tree": TREE, **fields})
+
+
+@contextlib.contextmanager
+def running(configured: Settings, model: EagleFSD | None = None) -> Iterator[tuple[str, Any]]:
+    """Run a server on a free port, and yield its URL and its service."""
+    app = create_app(model or tiny_engine(), configured)
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
+        thread.start()
+        until(lambda: server.started)
+        try:
+            yield f"http://127.0.0.1:{place.getsockname()[1]}", app.state.service
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def until(condition: Any, seconds: float = 30.0) -> None:
+    """Wait until something is true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)

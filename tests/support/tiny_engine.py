@@ -1,0 +1,45 @@
+"""A tiny engine with a tokenizer, whose drafter is near its target: tokens come in all ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd.drafting.draft_model import DraftModelSpec
+from eagle_fsd.target.model import TargetModel
+from support.tiny_models import tiny_model
+from support.tiny_tokenizer import tiny_tokenizer
+
+TREE = TreeConfig(8, 3, 3)
+NAME = "tiny"
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@cache
+def tiny_engine() -> EagleFSD:
+    """Return an engine whose drafter is the target with some noise, so that tokens come in all ways."""
+    near = tiny_model()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in near.parameters():
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+    target = TargetModel(tiny_model())
+    drafter = DraftModelSpec.for_target(TargetModel(near), target)
+    return EagleFSD(target, drafter, tiny_tokenizer(), base_model=NAME)
+
+
+def chat_ids(messages: Sequence[dict[str, str]] = CHAT) -> list[int]:
+    """Return the token ids of a chat that waits for its answer."""
+    ids = tiny_engine().tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(ids["input_ids"])
+
+
+def text_alone(ids: Sequence[int], **options: Any) -> str:
+    """Return the text that the engine gives for this prompt on its own."""
+    model = tiny_engine()
+    made = model.generate([list(ids)], tree=TREE, **options).new_tokens[0]
+    return model.tokenizer.decode(made, skip_special_tokens=True, clean_up_tokenization_spaces=False)

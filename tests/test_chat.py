@@ -1,0 +1,198 @@
+"""The chat in the terminal: its turns, commands, colours, and Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_engine import CHAT, TREE, chat_ids, text_alone, tiny_engine
+
+from eagle_fsd import EagleFSD, Fuzzy, chat
+from eagle_fsd.cli.conversation import Conversation, Exit, read_messages
+
+FLAGS = ["--total-tokens", "8", "--depth", "3", "--tree-top-k", "3", "--max-new-tokens", "15"]
+
+
+def say(monkeypatch: pytest.MonkeyPatch, text: str, *flags: str) -> int:
+    """Run the chat on piped input."""
+    monkeypatch.setattr(chat, "load_model", lambda args: tiny_engine())
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    return chat.main([*FLAGS, *flags])
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_answers_are_the_engines_own_and_turns_build_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved = tmp_path / "chat.json"
+    lines = [
+        "Hi",
+        "",
+        "a\\",
+        "b",
+        "/paste",
+        "c",
+        "/d",
+        "/end",
+        f"/save {saved}",
+        "/reset",
+        "Hi",
+        "/exit",
+        "no",
+    ]
+    assert say(monkeypatch, "\n".join(lines) + "\n") == 0
+    turns: list[dict[str, str]] = []
+    for message in ("Hi", "a\nb", "c\n/d"):
+        turns.append(turn("user", message))
+        turns.append(turn("assistant", text_alone(chat_ids(turns), max_new_tokens=15)))
+    said, told = capsys.readouterr()
+    assert said == "".join(f"{one['content']}\n" for one in [*turns[1::2], turns[1]])
+    assert json.loads(saved.read_text()) == {"messages": turns}
+    assert told.count("tok/s") == 4 and "\033" not in said + told and ">>>" not in said + told
+
+
+def test_the_threshold_and_the_seed_change_what_follows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "Hi\n/reset\n/threshold 0.4\nHi\n/threshold -1\n/threshold x\n/threshold\n/what\n/reset now\n/save\n"
+    )
+    assert say(monkeypatch, text, "--temperature", "1", "--seed", "5") == 0
+    said, told = capsys.readouterr()
+    asked = {"max_new_tokens": 15, "temperature": 1.0}
+    assert (
+        said.splitlines()
+        == "\n".join(
+            (
+                text_alone(chat_ids(), seed=[(5, 0)], **asked),
+                text_alone(chat_ids(), seed=[(5, 1)], rule=Fuzzy(0.4), **asked),
+            )
+        ).splitlines()
+    )
+    for message in (
+        "threshold 0.4: larger is faster",
+        "threshold is -1.0: it must be a number at least 0",
+        "threshold is 'x': it must be a number of at least 0, or auto",
+        "threshold is '': it must be",
+        "/what is no command: /help lists them",
+        "/reset takes nothing, and 'now' follows it",
+        "/save needs the name of a file",
+    ):
+        assert message in told
+
+
+def test_a_chat_that_is_too_long_is_said_and_forgotten(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say(monkeypatch, f"{'x' * 300}\nHi\n") == 0
+    said, told = capsys.readouterr()
+    assert said == text_alone(chat_ids(), max_new_tokens=15) + "\n" and "shorten the prompt" in told
+
+
+@contextlib.contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Put a pseudo-terminal in the places of stdin and stdout, and yield its other end."""
+    pty = pytest.importorskip("pty", reason="there are no pseudo-terminals on this system")
+    ours, theirs = pty.openpty()
+    monkeypatch.setattr(chat, "load_model", lambda args: tiny_engine())
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with open(theirs, encoding="utf-8", closefd=False) as reader, open(theirs, "w", closefd=False) as writer:
+        monkeypatch.setattr(sys, "stdin", reader)
+        monkeypatch.setattr(sys, "stdout", writer)
+        yield ours
+        monkeypatch.undo()
+    os.close(theirs)
+    os.close(ours)
+
+
+def shown(terminal: int) -> str:
+    sys.stdout.flush()
+    return os.read(terminal, 2**16).decode().replace("\r\n", "\n")
+
+
+def test_a_terminal_shows_how_every_token_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as end:
+        os.write(end, b"Hi\n/exit\n")
+        assert chat.main([*FLAGS, "--threshold", "0.1", "--temperature", "1", "--seed", "2"]) == 0
+        page = shown(end)
+    model = tiny_engine()
+    made = model.generate(
+        [chat_ids()], max_new_tokens=15, temperature=1.0, seed=2, rule=Fuzzy(0.1), tree=TREE
+    )
+    stats = made.stats[0]
+    text = text_alone(chat_ids(), max_new_tokens=15, temperature=1.0, seed=2, rule=Fuzzy(0.1))
+    assert text in re.sub(r"\033\[[\d;]*m", "", page)
+    count = {
+        origin: sum(map(len, re.findall(re.escape(colour) + r"([^\033]*)", page)))
+        for origin, colour in chat.COLOURS.items()
+        if colour
+    }
+    assert count == {"drafted": stats.exact_accepts, "fuzzy": stats.fuzzy_accepts}
+    assert all(count.values()) and ">>> " in page
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = EagleFSD.stream
+
+    class Interrupted:
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.tree, self.rule, self.stats = inner, inner.tree, inner.rule, inner.stats
+
+        def __iter__(self) -> Iterator[list[int]]:
+            for number, tokens in enumerate(self.inner):
+                if number == 2:
+                    signal.raise_signal(signal.SIGINT)
+                yield tokens
+
+    started: list[int] = []
+
+    def once(model: EagleFSD, *args: Any, **options: Any) -> Any:
+        started.append(1)
+        found = stream(model, *args, **options)
+        return Interrupted(found) if len(started) == 1 else found
+
+    monkeypatch.setattr(EagleFSD, "stream", once)
+    assert say(monkeypatch, "Hi\n/reset\nHi\n", "--max-new-tokens", "40") == 0
+    said, told = capsys.readouterr()
+    whole = text_alone(chat_ids(), max_new_tokens=40)
+    begun = said.removesuffix(f"{whole}\n").removesuffix("\n")
+    assert said == f"{begun}\n{whole}\n" and whole.startswith(begun) and 0 < len(begun) < len(whole)
+    assert told.count("interrupted") == 1
+
+
+def test_mistakes_in_the_flags_end_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say(monkeypatch, "", "--threshold", "-1") == 2
+    told = capsys.readouterr().err
+    assert "threshold is -1" in told and told.count("\n") == 1
+
+
+def test_messages_of_several_lines() -> None:
+    lines = iter(["one", "  ", "a\\", "b\\", "c", "/paste", "x", "", "/exit", "/end", "/paste", "open"])
+    read = list(read_messages(lambda goes_on: next(lines, None)))
+    assert read == ["one", "a\nb\nc", "x\n\n/exit", "open"]
+
+
+def test_the_end_of_a_chat() -> None:
+    conversation = Conversation(chat.build_parser().parse_args(["--system", "Be brief."]))
+    assert conversation.turns == [turn("system", "Be brief.")]
+    conversation.turns += CHAT
+    conversation.command("/reset")
+    assert conversation.turns == [turn("system", "Be brief.")]
+    with pytest.raises(Exit):
+        conversation.command("/exit")
