@@ -94,6 +94,21 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-body", type=int, default=2**20, metavar="BYTES", help="of one request (default: 1048576)"
     )
     group.add_argument(
+        "--cache-tokens",
+        type=int,
+        metavar="N",
+        help="tokens whose keys and values all texts may hold together, kept ones among them; texts wait for "
+        "room (default: no limit)",
+    )
+    group.add_argument(
+        "--prefix-tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="tokens of ended texts that are kept, so that the next turn of a chat reads only what is new; 0 "
+        "keeps none (default: 8192)",
+    )
+    group.add_argument(
         "--request-timeout",
         type=float,
         default=600.0,
@@ -124,6 +139,9 @@ def check_arguments(args: argparse.Namespace) -> GenerationOptions:
     require_integer("--max-queue", args.max_queue, 0, "0 lets none wait")
     if args.max_prompt_tokens is not None:
         require_integer("--max-prompt-tokens", args.max_prompt_tokens, 1, "drop it for the target's own")
+    if args.cache_tokens is not None:
+        require_integer("--cache-tokens", args.cache_tokens, 1, "drop it for no limit")
+    require_integer("--prefix-tokens", args.prefix_tokens, 0, "0 keeps no text")
     require_integer("--max-body", args.max_body, 1024, "1048576 is usual")
     require_number("--request-timeout", args.request_timeout, 0.1, 1e6, "600 is usual")
     return generation_options(args)
@@ -156,6 +174,8 @@ def make_settings(args: argparse.Namespace, model: EagleFSD, options: Generation
             max_prompt_tokens=args.max_prompt_tokens,
             max_body=args.max_body,
             request_timeout=args.request_timeout,
+            cache_tokens=args.cache_tokens,
+            prefix_tokens=args.prefix_tokens,
         ),
         defaults=Defaults(options.sampling, options.rule or Lossless(), options.max_new_tokens),
         key=key,

@@ -21,7 +21,7 @@ from eagle_fsd.decoding.prompts.cache_budget import CacheBudget, longest
 from eagle_fsd.decoding.prompts.prefill import LISTED
 from eagle_fsd.decoding.prompts.prefix_cache import KeptText, PrefixCache, host_tokens
 from eagle_fsd.decoding.prompts.reading import Reading, unique_prompts
-from eagle_fsd.decoding.request import Text
+from eagle_fsd.decoding.request import Observer, Text
 from eagle_fsd.decoding.workspace import Workspace, make_workspace
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, Needs, NoDrafter, Resumable
 from eagle_fsd.runtime.kv_cache import SavedRow
@@ -40,7 +40,8 @@ class Scheduler:
     forwards. slice_tokens: the most prompt tokens that are read between two steps; None: whole prompts.
     cache_tokens: the most slots of the caches that all texts may take together, each with room for one
     token's keys and values in target and drafter; None: no limit. prefix_tokens: how many of these slots
-    texts that have ended may keep, for prompts that begin like them; 0: none.
+    texts that have ended may keep, for prompts that begin like them; 0: none. observer: is shown every step;
+    it may be set and taken away between steps.
 
     Raises ValueError for numbers out of range.
     """
@@ -56,6 +57,7 @@ class Scheduler:
         slice_tokens: int | None = SLICE,
         cache_tokens: int | None = None,
         prefix_tokens: int = 0,
+        observer: Observer | None = None,
     ) -> None:
         require_integer("rows", rows, 1, "64 suits a CPU")
         if slice_tokens is not None:
@@ -65,7 +67,7 @@ class Scheduler:
         self.drafter: DrafterSpec = NoDrafter(target.vocab_size)
         if drafter is not None and tree.total_tokens > 1:
             self.drafter = drafter
-        self.watch = watch or Stopwatch()
+        self.watch, self.observer = watch or Stopwatch(), observer
         self.waiting: deque[Text] = deque()
         self.reading: Reading | None = None
         self.batch: Batch | None = None
@@ -132,6 +134,7 @@ class Scheduler:
                 self._read_prompts()
         if self.batch is None:
             return {}
+        self.batch.observer = self.observer
         emitted = self.batch.step(keep_done=True)
         for text, tokens in emitted.items():
             self._tokens[text] += tokens

@@ -74,11 +74,19 @@ class Service:
     """Answers requests with one engine."""
 
     def __init__(self, model: EagleFSD, settings: Settings) -> None:
-        require_tokenizer(model.tokenizer)
-        self.model, self.settings, self.tokenizer = model, settings, model.tokenizer
+        self.model, self.settings, self.tokenizer = model, settings, require_tokenizer(model.tokenizer)
         self.limits = settings.limits
         self.metrics = Metrics()
-        self.worker = Worker(model, settings.tree, self.limits.max_rows, self.limits.max_queue, self.metrics)
+        limits = self.limits
+        self.worker = Worker(
+            model,
+            settings.tree,
+            limits.max_rows,
+            limits.max_queue,
+            self.metrics,
+            limits.cache_tokens,
+            limits.prefix_tokens,
+        )
         self.metrics.watch(self.worker)
         self.choose = Chooser(model, self.limits, settings.defaults)
         self.created = int(time.time())

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 AUTO, FUZZY = "auto", "fuzzy"
 SHORTER = 11  # bits: a drawn seed goes through JSON, whose readers may keep 53 bits of a number
+PREFIX_TOKENS = 8192  # some chats; 380 MB with the default target in float32
 KEPT_RULES = 256  # calibrated rules that are remembered: finding one reads the head's weights
 
 
@@ -31,7 +32,7 @@ class Limits:
 
     max_rows: texts that are decoded together. max_queue: texts that may wait beside them. max_prompt_tokens:
     of one prompt; None is what the target holds. max_body: bytes. request_timeout: seconds, from the body's
-    arrival to the answer's end.
+    arrival to the answer's end. cache_tokens, prefix_tokens: of all texts, see Scheduler.
     """
 
     max_rows: int = 4
@@ -39,6 +40,8 @@ class Limits:
     max_prompt_tokens: int | None = None
     max_body: int = 2**20
     request_timeout: float = 600.0
+    cache_tokens: int | None = None
+    prefix_tokens: int = PREFIX_TOKENS
 
     @property
     def most_texts(self) -> int:

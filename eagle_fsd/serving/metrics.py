@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,7 @@ class Metrics:
             Gauge(PREFIX + name, text, registry=self.registry).set_function(read)
         phases = Gauge(PREFIX + "step_seconds", "Time by phase of a step", ("phase",), registry=self.registry)
         for phase in PHASES:
-            phases.labels(phase).set_function(lambda phase=phase: worker.phase_seconds(phase))
+            phases.labels(phase).set_function(functools.partial(worker.phase_seconds, phase))
 
     def started(self, job: Job) -> None:
         self.queued.observe(max(0.0, (job.clock.started or 0.0) - job.clock.submitted))

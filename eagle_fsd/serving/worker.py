@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.stats import GenerationStats
-from eagle_fsd.decoding.loop import Batch, NonFiniteLogits
+from eagle_fsd.decoding.loop import NonFiniteLogits
 from eagle_fsd.decoding.origins import TokenOrigins
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
@@ -87,38 +87,25 @@ class Watcher(Protocol):
     def ended(self, job: Job, reason: str) -> None: ...
 
 
-class ObservedScheduler(Scheduler):
-    """A scheduler whose batches show their steps to an observer while `observing` is true."""
-
-    observer: Any = None
-    observing = False
-    _batch: Batch | None = None
-
-    @property
-    def batch(self) -> Batch | None:
-        return self._batch
-
-    @batch.setter
-    def batch(self, batch: Batch | None) -> None:
-        self._batch = batch
-        self.observe(self.observing)
-
-    def observe(self, wanted: bool) -> None:
-        self.observing = wanted
-        if self._batch is not None:
-            self._batch.observer = self.observer if wanted else None
-
-
 class Worker:
     """Serves texts with one engine.
 
     tree: of every text. rows: the most texts in the batch. queue: the most texts that wait beside them.
+    cache_tokens, prefix_tokens: see Scheduler.
     """
 
     def __init__(
-        self, model: EagleFSD, tree: TreeConfig, rows: int, queue: int, watcher: Watcher | None = None
+        self,
+        model: EagleFSD,
+        tree: TreeConfig,
+        rows: int,
+        queue: int,
+        watcher: Watcher | None = None,
+        cache_tokens: int | None = None,
+        prefix_tokens: int = 0,
     ) -> None:
         self.model, self.tree, self.rows, self.queue, self.watcher = model, tree, rows, queue, watcher
+        self.cache_tokens, self.prefix_tokens = cache_tokens, prefix_tokens
         self._origins = TokenOrigins()
         self._scheduler = self._new_scheduler()
         self._texts: dict[Text, Job] = {}
@@ -221,7 +208,8 @@ class Worker:
                 self._end(job, News(finish_reason="cancelled"))
             else:
                 self._admit(job)
-        self._scheduler.observe(any(job.wants_origins for job in self._texts.values()))
+        wanted = any(job.wants_origins for job in self._texts.values())
+        self._scheduler.observer = self._origins if wanted else None
         return True
 
     def _admit(self, job: Job) -> None:
@@ -315,10 +303,15 @@ class Worker:
             else:
                 self._admit(job)
 
-    def _new_scheduler(self) -> ObservedScheduler:
-        scheduler = ObservedScheduler(self.model.target, self.model.drafter, self.tree, self.rows)
-        scheduler.observer = self._origins
-        return scheduler
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(
+            self.model.target,
+            self.model.drafter,
+            self.tree,
+            self.rows,
+            cache_tokens=self.cache_tokens,
+            prefix_tokens=self.prefix_tokens,
+        )
 
 
 def lost_text(reason: str) -> ApiError:

@@ -18,7 +18,7 @@ def encode(
     tokenizer: PreTrainedTokenizerBase | None, prompt: str, system: str | None = None, raw: bool = False
 ) -> Tensor:
     """Return the token ids [1, n] of a prompt, as a chat that waits for its answer, or raw."""
-    require_tokenizer(tokenizer)
+    tokenizer = require_tokenizer(tokenizer)
     try:
         (prompt + (system or "")).encode()
     except UnicodeEncodeError as error:
@@ -32,15 +32,16 @@ def encode(
     return encode_chat(tokenizer, [*messages, {"role": "user", "content": prompt}])
 
 
-def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raise ValueError if there is no tokenizer."""
+def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer. Raises ValueError if there is none."""
     if tokenizer is None:
         raise ValueError("the target has no tokenizer: name a folder or Hub id that holds one")
+    return tokenizer
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Mapping[str, str]]) -> Tensor:
     """Return the token ids [1, n] of a chat of {"role", "content"} that waits for its answer."""
-    require_tokenizer(tokenizer)
+    tokenizer = require_tokenizer(tokenizer)
     if not tokenizer.chat_template:
         raise ValueError(f"the target's tokenizer has no chat template: choose one that has one, {PLAIN}")
     try:
