@@ -109,7 +109,7 @@ def test_every_command_is_of_a_kind_that_is_tested() -> None:
     assert [line for line in COMMANDS if line not in known] == []
     assert {"make demo", "make test"} <= set(MAKE)
     readme = "".join(blocks(README, "bash"))
-    assert readme.count("python -m eagle_fsd.generate") == 4 and len(blocks(README, "python")) == 1
+    assert readme.count("python -m eagle_fsd.generate") == 3 and len(blocks(README, "python")) == 1
 
 
 @pytest.mark.parametrize("line", MAKE)
