@@ -49,7 +49,7 @@ from eagle_fsd.version import __version__
 logger = logging.getLogger(__name__)
 
 NARROW = 4  # a relaxed rule is observed separately with each beam up to this width
-METHOD = 2  # raise it when measurements or the choice change: trees that were chosen before are chosen anew
+METHOD = 3  # raise it when forwards are measured, or trees chosen, in another way: older values are dropped
 
 Measured = TypeVar("Measured")
 
@@ -167,7 +167,7 @@ class TreeChooser:
             found, spread = measure_forwards(self.target, self.drafting, beams, batch, context)
             return found, self.is_idle(spread)
 
-        key = record_key("forwards", self.models, self.machine, list(beams), batch, context)
+        key = record_key(f"forwards {METHOD}", self.models, self.machine, list(beams), batch, context)
         return self.recall_or_measure(key, measure, forwards_to_json, forwards_from_json)
 
     def overhead(self, beam: int, batch: int, rule: AcceptanceRule, sampling: SamplingConfig) -> StepOverhead:

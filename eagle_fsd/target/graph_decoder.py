@@ -145,10 +145,10 @@ class GraphDecoder:
     def new_cache(self, batch: int, capacity: int) -> BlockCache:
         return BlockCache(batch, capacity, self.members)
 
-    def expect(self, rows: int, nodes: int) -> None:
-        """Compile ahead for trees of so many nodes, since many are about to come."""
-        self._decoder.variants.expect((rows, nodes))
-        self._lm_head.variants.expect((rows * nodes,))
+    def expect(self, rows: int, nodes: int, again: bool = True) -> None:
+        """Compile ahead for trees of so many nodes, since many are about to come. again: see Variants."""
+        self._decoder.variants.expect((rows, nodes), again)
+        self._lm_head.variants.expect((rows * nodes,), again)
 
     def features(
         self, tokens: Tensor, positions: Tensor, visible: Mapping[str, Tensor], cache: KVCache

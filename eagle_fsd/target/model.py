@@ -240,10 +240,10 @@ class TargetModel:
             return self.graphs.new_cache(batch, capacity)
         return KVCache(batch, capacity, self.device, self.stepper.view)
 
-    def expect(self, rows: int, nodes: int) -> None:
-        """Prepare for many forwards over trees of so many nodes each."""
+    def expect(self, rows: int, nodes: int, again: bool = True) -> None:
+        """Prepare for many forwards over trees of so many nodes each; again: the next process may, too."""
         if self.graphs is not None:
-            self.graphs.expect(rows, nodes)
+            self.graphs.expect(rows, nodes, again)
 
     @torch.inference_mode()
     def _run_on(self, runtime: OpenVINO) -> None:

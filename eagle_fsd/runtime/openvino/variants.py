@@ -56,16 +56,21 @@ class Variants:
             self._compile(sizes, graph)
         return graph.result()
 
-    def expect(self, sizes: tuple[int, ...]) -> None:
-        """Compile ahead for sizes that are about to come often, unless there are as many graphs as may be."""
-        self._remember(sizes)
+    def expect(self, sizes: tuple[int, ...], again: bool = True) -> None:
+        """Compile ahead for sizes that are about to come often.
+
+        Where there are `most` graphs, the one that was not used for longest goes. again: whether the next
+        process may expect these sizes too.
+        """
+        if again:
+            self._remember(sizes)
         self._compile_ahead(sizes)
 
     def _compile_ahead(self, sizes: tuple[int, ...]) -> None:
         with self._lock:
-            if sizes in self.compiled or len(self.compiled) >= self.most:
-                return
             self._used[sizes] = time.monotonic()
+            if sizes in self.compiled:
+                return
             _, graph = self._entry(sizes)
         # No daemon: the interpreter must not end while a graph is compiled.
         threading.Thread(target=self._compile, args=(sizes, graph), name="compile ahead").start()
