@@ -179,7 +179,8 @@ class Terms:
 class Text:
     """One text that is decoded. number: its name among others. limit: the most new tokens.
 
-    prompt, stream: its token ids and its stream of random numbers, if it goes through a Scheduler.
+    prompt, stream: its token ids and its stream of random numbers, if it goes through a Scheduler. reused:
+    the tokens of its prompt that were not read, since a kept text began with them.
     """
 
     number: int
@@ -188,6 +189,7 @@ class Text:
     stats: GenerationStats = field(default_factory=GenerationStats)
     prompt: Sequence[int] = ()
     stream: tuple[int, int] = (0, 0)
+    reused: int = 0
 
     @property
     def done(self) -> bool:

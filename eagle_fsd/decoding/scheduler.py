@@ -186,6 +186,8 @@ class Scheduler:
         if found is None:
             return Reading(texts, workspace)
         self.prefixes.use(found[0])
+        for text in texts:
+            text.reused = found[1]
         return Reading(texts, workspace, *found)
 
     def _make_workspace(self, texts: Sequence[Text], rows: int, tokens: int) -> Workspace:

@@ -50,12 +50,24 @@ class Answer:
         return all(reason is not None for reason in self.reasons)
 
     @property
-    def usage(self) -> dict[str, int]:
+    def cached_tokens(self) -> int:
+        """How many of the prompts' tokens were not read, since kept texts began with them.
+
+        The texts of one prompt count once, as in prompt_tokens.
+        """
+        found: dict[int, int] = {}
+        for job in self.jobs:
+            found[id(job.prompt)] = min(job.reused, found.get(id(job.prompt), job.reused))
+        return sum(found.values())
+
+    @property
+    def usage(self) -> dict[str, Any]:
         new = sum(job.written.tokens for job in self.jobs)
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": new,
             "total_tokens": self.prompt_tokens + new,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
     @property

@@ -34,6 +34,7 @@ class Metrics:
         self.requests = counter("http_requests", "Answers by route and status", ("route", "status"))
         self.texts = counter("request_success", "Texts that ended, by reason", ("finished_reason",))
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were read")
+        self.reused_tokens = counter("prefix_cache_hits", "Tokens of prompts that kept texts began with")
         self.new_tokens = counter("generation_tokens", "New tokens that were handed on")
         self.steps = counter("spec_decode_num_drafts", "Steps of texts: one draft tree each")
         self.accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
@@ -69,6 +70,7 @@ class Metrics:
 
     def ended(self, job: Job, reason: str) -> None:
         stats = job.stats
+        self.reused_tokens.inc(job.reused)
         self.texts.labels(reason).inc()
         self.whole.observe(time.perf_counter() - job.clock.submitted)
         self.steps.inc(stats.steps)

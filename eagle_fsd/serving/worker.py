@@ -73,6 +73,7 @@ class Job:
     stats: GenerationStats = field(default_factory=GenerationStats)
     clock: Clock = field(default_factory=Clock)
     token_ids: list[int] = field(default_factory=list)
+    reused: int = 0  # tokens of the prompt, see Text
     ended: bool = False
     cancelled: bool = False
 
@@ -252,6 +253,7 @@ class Worker:
         pieces = job.written.add(tokens, origins)
         taken = job.written.tokens - done
         job.token_ids += tokens[:taken]
+        job.reused = text.reused
         if job.clock.first is None:
             job.clock.first = now
             job.clock.prompt += self.phase_seconds("prefill")

@@ -95,11 +95,8 @@ def test_several_choices_draw_from_streams_of_their_own(client: TestClient) -> N
     asked = {"max_tokens": 12, "temperature": 1, "seed": 3, "n": 3}
     answer = post(client, **asked).json()
     assert [choice["message"]["content"] for choice in answer["choices"]] == texts and len(set(texts)) == 3
-    assert answer["usage"] == {
-        "prompt_tokens": len(ids),
-        "completion_tokens": 36,
-        "total_tokens": len(ids) + 36,
-    }
+    counts = {"prompt_tokens": len(ids), "completion_tokens": 36, "total_tokens": len(ids) + 36}
+    assert {key: answer["usage"][key] for key in counts} == counts
     found = [""] * 3
     for chunk in events(post(client, stream=True, **asked)):
         (choice,) = chunk["choices"]
@@ -364,6 +361,24 @@ def test_tokens_there_and_back(client: TestClient) -> None:
     assert post(client, "/tokenize", messages=CHAT).json()["tokens"] == chat_ids()
     error_of(post(client, "/tokenize"), 400)
     error_of(post(client, "/detokenize", tokens=[-1]), 400)
+
+
+@pytest.mark.parametrize("prefix_tokens", [0, 4096])
+def test_the_next_turn_of_a_chat_reads_only_what_is_new(prefix_tokens: int) -> None:
+    with client_of(limits=Limits(prefix_tokens=prefix_tokens)) as client:
+        first = post(client, max_tokens=24).json()
+        assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        said = first["choices"][0]["message"]["content"]
+        turns = [*CHAT, {"role": "assistant", "content": said}, {"role": "user", "content": "why"}]
+        second = post(client, messages=turns, max_tokens=24, n=2).json()
+        page = client.get("/metrics").text
+    ids = chat_ids(turns)
+    assert [choice["message"]["content"] for choice in second["choices"]] == 2 * [
+        text_alone(ids, max_new_tokens=24)
+    ]
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert (len(chat_ids()) <= cached < len(ids)) if prefix_tokens else cached == 0
+    assert f"eagle_fsd_prefix_cache_hits_total {2.0 * cached}" in page
 
 
 def test_metrics_count_what_was_done() -> None:
