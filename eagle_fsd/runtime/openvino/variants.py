@@ -35,6 +35,7 @@ class Variants:
         self.compiled: dict[tuple[int, ...], Future[Any]] = {}  # finished or under way
         self._seen: dict[tuple[int, ...], int] = {}
         self._used: dict[tuple[int, ...], float] = {}
+        self._measured: set[tuple[int, ...]] = set()  # sizes that were expected for a measurement only
         self._lock = threading.Lock()  # of these dictionaries; nobody compiles under it
         self._last_time = None if folder is None else read_first(folder)
         self._first: tuple[int, ...] | None = None
@@ -59,17 +60,21 @@ class Variants:
     def expect(self, sizes: tuple[int, ...], again: bool = True) -> None:
         """Compile ahead for sizes that are about to come often.
 
-        Where there are `most` graphs, the one that was not used for longest goes. again: whether the next
-        process may expect these sizes too.
+        again: whether they may come later too, also in the next process. False: they are only measured. A
+        graph for these is always compiled, and where there are `most` graphs, it gives way to others.
         """
         if again:
             self._remember(sizes)
+            self._measured.discard(sizes)
+        elif sizes not in self.compiled:
+            self._measured.add(sizes)
         self._compile_ahead(sizes)
 
     def _compile_ahead(self, sizes: tuple[int, ...]) -> None:
         with self._lock:
             self._used[sizes] = time.monotonic()
-            if sizes in self.compiled:
+            full = len(self.compiled) >= self.most and self._measured.isdisjoint(self.compiled)
+            if sizes in self.compiled or (full and sizes not in self._measured):
                 return
             _, graph = self._entry(sizes)
         # No daemon: the interpreter must not end while a graph is compiled.
@@ -83,7 +88,7 @@ class Variants:
         if sizes in self.compiled:
             return False, self.compiled[sizes]
         if len(self.compiled) >= self.most:
-            oldest = min(self.compiled, key=self._used.__getitem__)
+            oldest = min(self.compiled, key=lambda one: (one not in self._measured, self._used[one]))
             del self.compiled[oldest]
             self._seen.pop(oldest, None)
         graph = self.compiled[sizes] = Future()

@@ -45,17 +45,23 @@ def test_where_there_are_most_graphs_only_frequent_sizes_replace_the_least_used(
         for _ in range(AGAIN):
             variants.choose(sizes)
     variants.choose((1, 8))  # so (2, 8) is the one that was not used for longest
+    variants.expect((3, 8))
     assert [variants.choose((3, 8)) for _ in range(OFTEN)] == [OPEN] * (OFTEN - 1) + [(3, 8)]
     assert set(variants.compiled) == {(1, 8), (3, 8)}
     assert variants.choose((2, 8)) == OPEN
 
 
-def test_expected_sizes_replace_the_least_used(compiler):
+def test_sizes_that_are_measured_get_graphs_which_give_way_to_expected_sizes(compiler):
     variants = Variants(compiler, most=2)
-    for sizes in ((1, 8), (2, 8), (1, 8), (3, 8)):
+    for sizes in ((1, 1), (2, 8), (1, 1), (3, 8)):
+        variants.expect(sizes, again=False)
+        assert variants.choose(sizes) == sizes
+    assert len(variants.compiled) == 2
+    for sizes in ((4, 8), (5, 8)):
         variants.expect(sizes)
         assert variants.choose(sizes) == sizes
-    assert set(variants.compiled) == {(1, 8), (3, 8)}
+    variants.expect((6, 8))
+    assert set(variants.compiled) == {(4, 8), (5, 8)} and variants.choose((6, 8)) == OPEN
 
 
 def test_sizes_that_are_only_measured_are_not_expected_in_the_next_process(compiler, tmp_path):
