@@ -126,7 +126,8 @@ class Scheduler:
     def step(self) -> dict[Text, list[int]]:
         """Read a slice of the prompts, run one step and return the tokens that each text emitted.
 
-        While the first prompts are being read there are none.
+        While the first prompts are being read there are none. Raises what target and drafter raise, among it
+        NonFiniteLogits: the scheduler is of no use then, and its unfinished texts begin anew in another one.
         """
         self._release()
         if self.waiting or self.reading:
@@ -170,7 +171,8 @@ class Scheduler:
         if not self.waiting or free < (self.group if active else 1) or not self._fits([self.waiting[0]]):
             return None
         texts = [self.waiting.popleft()]
-        found = self._find_prefix(texts[0])
+        if (found := self._find_prefix(texts[0])) is not None:
+            self.prefixes.use(found[0])  # now: it may yet be dropped to make room for more texts
         while self.waiting and len(texts) < free:
             more = [*texts, self.waiting[0]]
             prompts = unique_prompts(more)
@@ -185,7 +187,6 @@ class Scheduler:
         workspace = self._make_workspace(texts, len(unique_prompts(texts)), tokens)
         if found is None:
             return Reading(texts, workspace)
-        self.prefixes.use(found[0])
         for text in texts:
             text.reused = found[1]
         return Reading(texts, workspace, *found)

@@ -489,6 +489,24 @@ def test_a_text_waits_for_slots() -> None:
     assert found == {one: alone("eagle", one) for one in texts}
 
 
+def test_a_kept_text_makes_room_for_equal_prompts_that_begin_like_it() -> None:
+    """They go on from it, and it is dropped all the same."""
+    first = text(4, prompts_of([40])[0], 10)
+    slots, found = slots_per_row(50, TREE), {}
+    scheduler = scheduler_of("eagle", cache_tokens=2 * slots, prefix_tokens=slots)
+    scheduler.admit(first)
+    drain(scheduler, found)
+    assert scheduler.prefixes.slots > 40
+    equal = [text(number, [*first.prompt[:35], 7], 14) for number in (8, 12)]
+    for one in equal:
+        scheduler.admit(one)
+    while scheduler.busy:
+        for one, tokens in scheduler.step().items():
+            found.setdefault(one, []).extend(tokens)
+        assert held(scheduler) <= 2 * slots
+    assert found == {one: alone("eagle", one) for one in (first, *equal)}
+
+
 def test_a_text_that_can_never_have_its_slots_is_refused() -> None:
     prompt, need = prompts_of([90])[0], slots_per_row(110, TREE)
     with pytest.raises(ValueError, match=r"^prompt 3 has 90 tokens and may get 20 more, so that") as error:

@@ -141,6 +141,8 @@ class BlockCache(KVCache):
         self._touched = max(self._touched, used)
         for number, store in enumerate(self.stores.values()):
             store[:, :used, row] = saved.parts[number][0][:, :used]
+            # The saved text's own scratch may be NaN, which no mask hides.
+            store[:, used - 1 : used, row, :, count - used * BLOCK + BLOCK :] = 0
         self._set_lengths([count if at == row else old for at, old in enumerate(self.row_lengths)])
 
     def grow(self, capacity: int) -> None:
