@@ -168,7 +168,11 @@ class Scheduler:
         """
         active = len(self.decoding)
         free = self.rows - active
-        if not self.waiting or free < (self.group if active else 1) or not self._fits([self.waiting[0]]):
+        if not self.waiting or free < (self.group if active else 1):
+            return None
+        if not self._fits([self.waiting[0]]):
+            if self.batch is not None:
+                self.batch.drop_done_rows()  # it may wait for long, and takes nobody's place till then
             return None
         texts = [self.waiting.popleft()]
         if (found := self._find_prefix(texts[0])) is not None:
