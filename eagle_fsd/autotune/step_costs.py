@@ -142,9 +142,8 @@ def measure_forwards(
     with target.stepper.running(batch):
         for widths in in_pairs((1, *WIDTHS)):
             for width in widths:
-                target.expect(
-                    batch, width
-                )  # as for a tree that is decoded with; few graphs are kept at a time
+                # A tree that is decoded with has a graph of its own size; only few are kept at a time.
+                target.expect(batch, width, again=False)
             calls = {("verify", width): verify(width) for width in widths}
             repeats |= time_in_turn(calls, target.device, untimed)
         calls = {("draft", (beam, depth)): draft(beam, depth) for beam in beams for depth in (1, LEVELS)}

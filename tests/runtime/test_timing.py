@@ -87,6 +87,17 @@ def test_the_cost_of_a_step_is_that_of_its_replay(monkeypatch: pytest.MonkeyPatc
     assert spread < BUSY
 
 
+def test_every_width_is_timed_with_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, expected = EagleFSD(TargetModel(tiny_model()), tiny_head(), base_model="tiny"), []
+
+    def expect(target: TargetModel, rows: int, nodes: int, again: bool = True) -> None:
+        expected.append((rows, nodes, again))
+
+    monkeypatch.setattr(TargetModel, "expect", expect)
+    found, _ = step_costs.measure_forwards(model.target, model.drafter, [1], 2, 64)
+    assert expected == [(2, width, False) for width in found.verify], "only measured, and before the timing"
+
+
 def test_a_call_that_takes_long_is_made_once() -> None:
     clock = Clock()
     made = []

@@ -35,7 +35,7 @@ class Variants:
         self.compiled: dict[tuple[int, ...], Future[Any]] = {}  # finished or under way
         self._seen: dict[tuple[int, ...], int] = {}
         self._used: dict[tuple[int, ...], float] = {}
-        self._measured: set[tuple[int, ...]] = set()  # sizes that were expected for a measurement only
+        self._measured: set[tuple[int, ...]] = set()  # graphs that were made for a measurement only
         self._lock = threading.Lock()  # of these dictionaries; nobody compiles under it
         self._last_time = None if folder is None else read_first(folder)
         self._first: tuple[int, ...] | None = None
@@ -65,18 +65,19 @@ class Variants:
         """
         if again:
             self._remember(sizes)
-            self._measured.discard(sizes)
-        elif sizes not in self.compiled:
-            self._measured.add(sizes)
-        self._compile_ahead(sizes)
+        self._compile_ahead(sizes, again)
 
-    def _compile_ahead(self, sizes: tuple[int, ...]) -> None:
+    def _compile_ahead(self, sizes: tuple[int, ...], again: bool = True) -> None:
         with self._lock:
             self._used[sizes] = time.monotonic()
-            full = len(self.compiled) >= self.most and self._measured.isdisjoint(self.compiled)
-            if sizes in self.compiled or (full and sizes not in self._measured):
+            if again:
+                self._measured.discard(sizes)
+            full = len(self.compiled) >= self.most and not self._measured
+            if sizes in self.compiled or (again and full):
                 return
             _, graph = self._entry(sizes)
+            if not again:
+                self._measured.add(sizes)
         # No daemon: the interpreter must not end while a graph is compiled.
         threading.Thread(target=self._compile, args=(sizes, graph), name="compile ahead").start()
 
@@ -90,6 +91,7 @@ class Variants:
         if len(self.compiled) >= self.most:
             oldest = min(self.compiled, key=lambda one: (one not in self._measured, self._used[one]))
             del self.compiled[oldest]
+            self._measured.discard(oldest)
             self._seen.pop(oldest, None)
         graph = self.compiled[sizes] = Future()
         return True, graph
@@ -102,6 +104,7 @@ class Variants:
             with self._lock:
                 if self.compiled.get(sizes) is graph:
                     del self.compiled[sizes]
+                    self._measured.discard(sizes)
             graph.set_exception(error)
 
     def _remember(self, sizes: tuple[int, ...]) -> None:
