@@ -10,15 +10,13 @@ import argparse
 import contextlib
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
 from eagle_fsd.cli.answer_report import Answer, summary
 from eagle_fsd.cli.conversation import HELP, Conversation, Exit, read_messages
-from eagle_fsd.cli.flag_types import USAGE, OneLineParser
-from eagle_fsd.cli.flags import add_generation_flags, add_model_flags, add_verbose_flag
+from eagle_fsd.cli.flags import add_generation_flags, add_model_flags, add_verbose_flag, new_parser
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.generate import (
     BROKEN_PIPE,
@@ -27,8 +25,8 @@ from eagle_fsd.generate import (
     discard_stdout,
     load_model,
     raise_user_errors,
+    report_mistake,
 )
-from eagle_fsd.version import __version__
 
 if TYPE_CHECKING:
     from eagle_fsd.core.config import TreeConfig
@@ -43,14 +41,8 @@ LEGEND = f"{COLOURS['drafted']}drafted{PLAIN}, {COLOURS['fuzzy']}fuzzy{PLAIN}, t
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all flags."""
-    parser = OneLineParser(
-        prog=sys.argv[0] if sys.argv[0].startswith("eagle-fsd") else "python -m eagle_fsd.chat",
-        description="Chat with a target model in the terminal. Text is coloured by how every token came.",
-        epilog=f"commands:\n{HELP}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"eagle_fsd {__version__}")
+    description = "Chat with a target model in the terminal. Text is coloured by how every token came."
+    parser = new_parser("chat", description, f"commands:\n{HELP}")
     group = parser.add_argument_group("chat")
     group.add_argument("--system", metavar="TEXT", help="system message of the chat template")
     group.add_argument(
@@ -171,10 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(args, out)
     except UserError as error:
-        if args.verbose:
-            traceback.print_exc()
-        sys.stderr.write(f"{parser.prog}: error: {error}\n")
-        return USAGE
+        return report_mistake(parser.prog, error, args.verbose)
     except KeyboardInterrupt:
         return 0
     except BrokenPipeError:

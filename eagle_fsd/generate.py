@@ -247,6 +247,14 @@ def run(args: Namespace, out: TextIO) -> int:
     return 0
 
 
+def report_mistake(program: str, error: object, verbose: bool = False) -> int:
+    """Write a mistake as one line, below the traceback if that is wanted, and return the exit code."""
+    if verbose:
+        traceback.print_exc()
+    sys.stderr.write(f"{program}: error: {one_line(error)}\n")
+    return USAGE
+
+
 def discard_stdout() -> None:
     """Send the rest of stdout nowhere, since the interpreter flushes it once more at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -258,8 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     out = sys.stdout
     if out is None:
-        sys.stderr.write(f"{parser.prog}: error: stdout is closed: the text needs it; open it\n")
-        return USAGE
+        return report_mistake(parser.prog, "stdout is closed: the text needs it; open it")
     if hasattr(out, "reconfigure"):
         out.reconfigure(errors="replace")  # a character that the terminal lacks must not end the run
     try:
@@ -267,13 +274,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr):
             return run(args, out)
     except UserError as error:
-        if args.verbose:
-            traceback.print_exc()
-        sys.stderr.write(f"{parser.prog}: error: {error}\n")
-        return USAGE
+        return report_mistake(parser.prog, error, args.verbose)
     except FloatingPointError as error:  # logits that are not finite
-        sys.stderr.write(f"{parser.prog}: error: {one_line(error)}\n")
-        return USAGE
+        return report_mistake(parser.prog, error)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
@@ -284,8 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno != errno.ENOSPC:
             raise
         discard_stdout()
-        sys.stderr.write(f"{parser.prog}: error: stdout takes no more ({error.strerror}): make room\n")
-        return USAGE
+        return report_mistake(parser.prog, f"stdout takes no more ({error.strerror}): make room")
 
 
 if __name__ == "__main__":

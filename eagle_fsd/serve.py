@@ -11,17 +11,14 @@ import importlib.util
 import os
 import socket
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_fsd.cli.arguments import generation_options
-from eagle_fsd.cli.flag_types import USAGE, OneLineParser
-from eagle_fsd.cli.flags import add_generation_flags, add_model_flags, add_verbose_flag
+from eagle_fsd.cli.flags import add_generation_flags, add_model_flags, add_verbose_flag, new_parser
 from eagle_fsd.core.checks import require_integer, require_number
-from eagle_fsd.generate import UserError, load_model, raise_user_errors
-from eagle_fsd.version import __version__
+from eagle_fsd.generate import UserError, load_model, raise_user_errors, report_mistake
 
 # torch takes seconds to import, and the extra may not be installed: --help needs neither.
 if TYPE_CHECKING:
@@ -49,14 +46,7 @@ example:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all flags."""
-    parser = OneLineParser(
-        prog=sys.argv[0] if sys.argv[0].startswith("eagle-fsd") else "python -m eagle_fsd.serve",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"eagle_fsd {__version__}")
+    parser = new_parser("serve", DESCRIPTION, EPILOG)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
     group.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
@@ -249,13 +239,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(args)
     except UserError as error:
-        if args.verbose:
-            traceback.print_exc()
-        sys.stderr.write(f"{parser.prog}: error: {error}\n")
-        return USAGE
+        return report_mistake(parser.prog, error, args.verbose)
     except FloatingPointError as error:  # logits that are not finite
-        sys.stderr.write(f"{parser.prog}: error: {error}\n")
-        return USAGE
+        return report_mistake(parser.prog, error)
     except KeyboardInterrupt:
         return 0
 

@@ -29,17 +29,23 @@ A threshold belongs to its divergence: 0.3 means something else in js than in re
 scripts --depth is one less than here, and --top-k is the tree's (here --tree-top-k)."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all flags."""
+def new_parser(module: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """Return a parser for `python -m eagle_fsd.MODULE`, or for the `eagle-fsd` command that runs it."""
+    name = Path(sys.argv[0]).stem
     parser = OneLineParser(
-        prog="eagle-fsd" if Path(sys.argv[0]).stem == "eagle-fsd" else "python -m eagle_fsd.generate",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        prog=name if name.startswith("eagle-fsd") else f"python -m eagle_fsd.{module}",
+        description=description,
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"eagle_fsd {__version__}")
+    return parser
 
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all flags."""
+    parser = new_parser("generate", DESCRIPTION, EPILOG)
     group = parser.add_argument_group("prompt (one of the three)")
     source = group.add_mutually_exclusive_group()
     source.add_argument("text", nargs="?", metavar="TEXT", help="the prompt; - reads it from stdin")
