@@ -100,12 +100,7 @@ class KVCache:
         self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write [B, H, width, D] at the placed slots and return the layer's view [B, H, view, D]."""
-        if layer_idx not in self.layers:
-            # Zeros, not empty: attention multiplies hidden slots by 0, and 0 * NaN would be NaN.
-            self.layers[layer_idx] = tuple(
-                x.new_zeros(self.rows, x.shape[1], self.capacity, x.shape[3]) for x in (keys, values)
-            )
-        stored_keys, stored_values = (x[: keys.shape[0]] for x in self.layers[layer_idx])
+        stored_keys, stored_values = (x[: keys.shape[0]] for x in self._layer(layer_idx, (keys, values)))
         if self.span is not None:
             stored_keys[:, :, self.span] = keys
             stored_values[:, :, self.span] = values
@@ -180,16 +175,10 @@ class KVCache:
         used = max(other.row_lengths)
         self._make_room(used)
         for layer, news in other.layers.items():
-            if layer not in self.layers:  # all prompts here were single tokens, which no forward has read
-                self.layers[layer] = tuple(
-                    new.new_zeros(self.rows, new.shape[1], self.capacity, new.shape[3]) for new in news
-                )
-            for buffer, new in zip(self.layers[layer], news, strict=True):
+            # It is new if all prompts here were single tokens, which no forward has read.
+            for buffer, new in zip(self._layer(layer, news), news, strict=True):
                 buffer[list(rows), :, :used] = new[: len(rows), :, :used]
-        lengths = self.row_lengths.copy()
-        for row, length in zip(rows, other.row_lengths, strict=True):
-            lengths[row] = length
-        self._set_lengths(lengths)
+        self._set_lengths_of(rows, other.row_lengths)
 
     def save_row(self, row: int, count: int) -> SavedRow:
         """Return a copy of the first `count` slots of a row."""
@@ -203,13 +192,9 @@ class KVCache:
         """Let a row hold the first `count` of a saved row's slots, and nothing else."""
         self._make_room(count)
         for layer, news in saved.parts.items():
-            if layer not in self.layers:
-                self.layers[layer] = tuple(
-                    new.new_zeros(self.rows, new.shape[0], self.capacity, new.shape[2]) for new in news
-                )
-            for buffer, new in zip(self.layers[layer], news, strict=True):
+            for buffer, new in zip(self._layer(layer, news), news, strict=True):
                 buffer[row, :, :count] = new[:, :count]
-        self._set_lengths([count if at == row else old for at, old in enumerate(self.row_lengths)])
+        self._set_lengths_of([row], [count])
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` slots in the rows still running; what they store stays."""
@@ -224,6 +209,20 @@ class KVCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the longest row's length. transformers asks for it, but positions are always given to it."""
         return max(self.row_lengths)
+
+    def _layer(self, layer: int, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return a layer's buffers, allocated now if they are new. like: [..., H, n, D], what comes in."""
+        if layer not in self.layers:
+            # Zeros, not empty: attention multiplies hidden slots by 0, and 0 * NaN would be NaN.
+            self.layers[layer] = tuple(
+                x.new_zeros(self.rows, x.shape[-3], self.capacity, x.shape[-1]) for x in like
+            )
+        return self.layers[layer]
+
+    def _set_lengths_of(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Set the lengths of these rows; the others keep theirs."""
+        new = dict(zip(rows, lengths, strict=True))
+        self._set_lengths([new.get(row, old) for row, old in enumerate(self.row_lengths)])
 
     def _set_lengths(self, lengths: list[int]) -> None:
         # In place: a recorded forward reads the address that it was recorded with.

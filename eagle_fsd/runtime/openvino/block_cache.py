@@ -125,10 +125,7 @@ class BlockCache(KVCache):
         self._touched = max(self._touched, used)
         for size, store in self.stores.items():
             store[:, :used, list(rows)] = other.stores[size][:, :used, : len(rows)]
-        lengths = self.row_lengths.copy()
-        for row, length in zip(rows, other.row_lengths, strict=True):
-            lengths[row] = length
-        self._set_lengths(lengths)
+        self._set_lengths_of(rows, other.row_lengths)
 
     def save_row(self, row: int, count: int) -> SavedRow:
         used = -(-count // BLOCK)
@@ -143,7 +140,7 @@ class BlockCache(KVCache):
             store[:, :used, row] = saved.parts[number][0][:, :used]
             # The saved text's own scratch may be NaN, which no mask hides.
             store[:, used - 1 : used, row, :, count - used * BLOCK + BLOCK :] = 0
-        self._set_lengths([count if at == row else old for at, old in enumerate(self.row_lengths)])
+        self._set_lengths_of([row], [count])
 
     def grow(self, capacity: int) -> None:
         self._reallocate(self._round_up(capacity), range(len(self.row_lengths)))
