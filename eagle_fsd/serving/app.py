@@ -77,16 +77,7 @@ class Service:
         self.model, self.settings, self.tokenizer = model, settings, require_tokenizer(model.tokenizer)
         self.limits = settings.limits
         self.metrics = Metrics()
-        limits = self.limits
-        self.worker = Worker(
-            model,
-            settings.tree,
-            limits.max_rows,
-            limits.max_queue,
-            self.metrics,
-            limits.cache_tokens,
-            limits.prefix_tokens,
-        )
+        self.worker = Worker(model, settings.tree, self.limits, self.metrics)
         self.metrics.watch(self.worker)
         self.choose = Chooser(model, self.limits, settings.defaults)
         self.created = int(time.time())

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 AUTO, FUZZY = "auto", "fuzzy"
 SHORTER = 11  # bits: a drawn seed goes through JSON, whose readers may keep 53 bits of a number
-PREFIX_TOKENS = 8192  # some chats; 380 MB with the default target in float32
 KEPT_RULES = 256  # calibrated rules that are remembered: finding one reads the head's weights
 
 
@@ -41,7 +40,7 @@ class Limits:
     max_body: int = 2**20
     request_timeout: float = 600.0
     cache_tokens: int | None = None
-    prefix_tokens: int = PREFIX_TOKENS
+    prefix_tokens: int = 8192  # some chats; 380 MB with the default target in float32
 
     @property
     def most_texts(self) -> int:

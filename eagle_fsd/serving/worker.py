@@ -20,6 +20,7 @@ from eagle_fsd.decoding.loop import NonFiniteLogits
 from eagle_fsd.decoding.origins import TokenOrigins
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
+from eagle_fsd.serving.choices import Limits
 from eagle_fsd.serving.errors import SERVER, ApiError, queue_full
 from eagle_fsd.text.streamed import Piece, StreamedText
 
@@ -91,22 +92,13 @@ class Watcher(Protocol):
 class Worker:
     """Serves texts with one engine.
 
-    tree: of every text. rows: the most texts in the batch. queue: the most texts that wait beside them.
-    cache_tokens, prefix_tokens: see Scheduler.
+    tree: of every text. limits: how many texts it decodes and lets wait, and what their caches may take.
     """
 
     def __init__(
-        self,
-        model: EagleFSD,
-        tree: TreeConfig,
-        rows: int,
-        queue: int,
-        watcher: Watcher | None = None,
-        cache_tokens: int | None = None,
-        prefix_tokens: int = 0,
+        self, model: EagleFSD, tree: TreeConfig, limits: Limits, watcher: Watcher | None = None
     ) -> None:
-        self.model, self.tree, self.rows, self.queue, self.watcher = model, tree, rows, queue, watcher
-        self.cache_tokens, self.prefix_tokens = cache_tokens, prefix_tokens
+        self.model, self.tree, self.limits, self.watcher = model, tree, limits, watcher
         self._origins = TokenOrigins()
         self._scheduler = self._new_scheduler()
         self._texts: dict[Text, Job] = {}
@@ -149,7 +141,7 @@ class Worker:
         with self._wake:
             if self._closing:
                 raise ApiError(503, CLOSED, code="closing", kind=SERVER)
-            if self._open + len(jobs) > self.rows + self.queue:
+            if self._open + len(jobs) > self.limits.most_texts:
                 raise queue_full(self.waiting, self.seconds_to_wait())
             self._open += len(jobs)
             for job in jobs:
@@ -281,7 +273,7 @@ class Worker:
             self._open -= 1
         if job.clock.started is not None:
             seconds = time.perf_counter() - job.clock.started
-            self._speed = 0.8 * self._speed + 0.2 * self.rows / max(seconds, 1e-3)
+            self._speed = 0.8 * self._speed + 0.2 * self.limits.max_rows / max(seconds, 1e-3)
         if self.watcher is not None:
             self.watcher.ended(job, "error" if news.error is not None else str(news.finish_reason))
         if not job.cancelled:
@@ -310,9 +302,9 @@ class Worker:
             self.model.target,
             self.model.drafter,
             self.tree,
-            self.rows,
-            cache_tokens=self.cache_tokens,
-            prefix_tokens=self.prefix_tokens,
+            self.limits.max_rows,
+            cache_tokens=self.limits.cache_tokens,
+            prefix_tokens=self.limits.prefix_tokens,
         )
 
 

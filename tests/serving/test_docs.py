@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import threading
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from support.tiny_engine import CHAT, chat_ids, text_alone, tiny_engine
 from eagle_fsd import Fuzzy, serve
 from eagle_fsd.generate import UserError
 from eagle_fsd.serving.app import create_app
-from eagle_fsd.serving.choices import Defaults
+from eagle_fsd.serving.choices import Defaults, Limits
 from eagle_fsd.serving.protocol import ChatRequest, CompletionRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
@@ -36,6 +37,11 @@ def test_the_servers_commands_parse() -> None:
         args = serve.build_parser().parse_args(shlex.split(line)[3:])
         assert serve.check_arguments(args).max_new_tokens == 1024
     assert (args.host, args.max_rows, args.max_queue) == ("127.0.0.1", 4, 64)
+
+
+def test_the_flags_defaults_are_those_of_the_limits() -> None:
+    args = serve.build_parser().parse_args([])
+    assert {one.name: getattr(args, one.name) for one in fields(Limits)} == asdict(Limits())
 
 
 def test_the_requests_are_answered() -> None:
