@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import pytest
@@ -142,9 +142,17 @@ class Counted:
         return parts
 
 
+def steps_of(scheduler: Scheduler, found: dict[Text, list[int]]) -> Iterator[None]:
+    """Run steps until all texts are done; yield after each, and add what it emitted to `found`."""
+    while scheduler.busy:
+        for one, tokens in scheduler.step().items():
+            found.setdefault(one, []).extend(tokens)
+        yield
+
+
 def drain(scheduler: Scheduler, found: dict[Text, list[int]]) -> None:
-    for one, tokens in scheduler.run():
-        found.setdefault(one, []).extend(tokens)
+    for _ in steps_of(scheduler, found):
+        pass
 
 
 # --- random arrivals ---
@@ -481,9 +489,7 @@ def test_a_text_waits_for_slots() -> None:
     for one in texts:
         scheduler.admit(one)
     together = 0
-    while scheduler.busy:
-        for one, tokens in scheduler.step().items():
-            found.setdefault(one, []).extend(tokens)
+    for _ in steps_of(scheduler, found):
         together = max(together, len(scheduler.decoding))
         assert held(scheduler) <= limit
     assert together == 2
@@ -501,9 +507,7 @@ def test_a_kept_text_makes_room_for_equal_prompts_that_begin_like_it() -> None:
     equal = [text(number, [*first.prompt[:35], 7], 14) for number in (8, 12)]
     for one in equal:
         scheduler.admit(one)
-    while scheduler.busy:
-        for one, tokens in scheduler.step().items():
-            found.setdefault(one, []).extend(tokens)
+    for _ in steps_of(scheduler, found):
         assert held(scheduler) <= 2 * slots
     assert found == {one: alone("eagle", one) for one in (first, *equal)}
 
@@ -546,9 +550,7 @@ def test_memory_of_a_long_text_that_left_is_given_back(name: str, monkeypatch: p
     for one in texts:
         scheduler.admit(one)
     together = 0
-    while scheduler.busy:
-        for one, tokens in scheduler.step().items():
-            found.setdefault(one, []).extend(tokens)
+    for _ in steps_of(scheduler, found):
         together = max(together, len(scheduler.decoding))
         assert held(scheduler) <= 520
     assert tightened and together >= 3
