@@ -143,6 +143,7 @@ def test_a_terminal_shows_how_every_token_came(monkeypatch: pytest.MonkeyPatch) 
     assert all(count.values()) and ">>> " in page
 
 
+@pytest.mark.usefixtures("interrupts_arrive")
 def test_ctrl_c_stops_the_answer_and_not_the_program(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

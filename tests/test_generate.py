@@ -702,12 +702,7 @@ def test_a_value_error_in_mid_run_is_a_fault(model: ScriptedModel) -> None:
 # -- endings ----------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def interrupts_arrive() -> Iterator[None]:
-    """Whatever runs the tests: a job in the background is started with Ctrl-C ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("interrupts_arrive")
 
 
 def press_ctrl_c(times: dict[int, int]) -> Any:
