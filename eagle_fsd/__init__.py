@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
     from eagle_fsd.core.stats import GenerationStats
     from eagle_fsd.decoding.loop import NonFiniteLogits
+    from eagle_fsd.decoding.options import GenerationOptions
     from eagle_fsd.decoding.outputs import GenerationOutput
-    from eagle_fsd.decoding.request import GenerationOptions
     from eagle_fsd.drafting.eagle_config import HeadConfig
     from eagle_fsd.drafting.eagle_head import DraftHead
     from eagle_fsd.engine import EagleFSD

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from eagle_fsd.cli.answer_report import Answer, summary
 from eagle_fsd.cli.conversation import HELP, Conversation, Exit, read_messages
 from eagle_fsd.cli.flags import add_generation_flags, add_model_flags, add_verbose_flag, new_parser
+from eagle_fsd.cli.processing_flags import add_template_flag, with_bad_words
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.generate import (
     BROKEN_PIPE,
@@ -45,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = new_parser("chat", description, f"commands:\n{HELP}")
     group = parser.add_argument_group("chat")
     group.add_argument("--system", metavar="TEXT", help="system message of the chat template")
+    add_template_flag(group)
     group.add_argument(
         "--no-colour", "--no-color", dest="colour", action="store_false", help="colour nothing (NO_COLOR too)"
     )
@@ -76,16 +78,18 @@ class Chat:
 
         turns = [*self.conversation.turns, {"role": "user", "content": message}]
         origins = TokenOrigins()
-        options = replace(self.conversation.options, seed=[(self.seed, self.number)])
+        args = self.conversation.args
+        options = with_bad_words(self.conversation.options, args, self.model.tokenizer)
+        options = replace(options, seed=[(self.seed, self.number)])
         options = replace(
             options, observer=origins if self.coloured else None, tree=self.tree or options.tree
         )
-        input_ids = encode_chat(self.model.tokenizer, turns)
+        input_ids = encode_chat(self.model.tokenizer, turns, args.chat_template_args)
         stream = self.model.stream(input_ids, options=options)
         self.tree = stream.tree
         answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree), stream.rule)
-        answer.seed = f"{self.seed}/{self.number}" if options.temperature else None
-        written = StreamedText(self.model.tokenizer)
+        answer.seed = f"{self.seed}/{self.number}" if stream.seed is not None else None
+        written = StreamedText(self.model.tokenizer, options.stops)
         with defer_interrupt() as stop, contextlib.closing(iter(stream)) as steps:
             for token_ids in steps:
                 answer.token_ids += token_ids

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,12 @@ from eagle_fsd.autotune.settle import Settler
 from eagle_fsd.autotune.tree_search import Choice
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import AutoTree, SamplingConfig
-from eagle_fsd.core.padding import as_ids, pad_right
+from eagle_fsd.core.padding import as_ids
 from eagle_fsd.core.sampling import RowRandom, fresh_seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
-from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, TokenStream
-from eagle_fsd.decoding.request import GenerationOptions, Prompts, Request, end_token_ids
+from eagle_fsd.decoding.options import GenerationOptions, settle_options
+from eagle_fsd.decoding.outputs import BatchStream, Feed, GenerationOutput, Streamer, TokenStream
+from eagle_fsd.decoding.request import Request, Text, end_token_ids
 from eagle_fsd.decoding.workspace import Workspaces
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
@@ -39,6 +39,7 @@ from eagle_fsd.hub.load_pair import load_pair
 from eagle_fsd.runtime.packed_linear import repack_changed
 from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.stop_strings import make_stoppers
 
 
 class EagleFSD:
@@ -194,28 +195,33 @@ class EagleFSD:
         input_ids: Tensor | Sequence[Sequence[int]],
         attention_mask: Tensor | None = None,
         options: GenerationOptions | None = None,
+        *,
+        streamer: Streamer | None = None,
         **keywords: Any,
     ) -> GenerationOutput:
         """Generate for a batch of prompts [B, L], left- or right-padded as attention_mask [B, L] says.
 
         options: see GenerationOptions. keywords: its fields, which override `options`:
         `max_new_tokens=64, temperature=0.6, rule=Fuzzy(0.3), tree=TreeConfig(16, 5, 8), seed=1`.
+        streamer: of Hugging Face's kind, for one prompt; it is shown the prompt and each step's tokens.
         Without an attention_mask the model's pad tokens are padding, as in Hugging Face. Texts end after an
         end token, at max_new_tokens, or at the model's last position. Raises ValueError for bad arguments,
         and NonFiniteLogits if no token can be chosen from a step's logits.
         """
         input_ids = as_ids(input_ids)
         started = self._start(input_ids, attention_mask, options, keywords)
+        feed = Feed(streamer, input_ids, len(started.stats))
         start = time.perf_counter()  # after the tree was chosen, which does not count
         new_tokens: list[list[int]] = [[] for _ in started.stats]
-        with started:
+        with started, feed:
             for chunks in started.steps:
+                feed.put(chunks)
                 for row, chunk in enumerate(chunks):
                     new_tokens[row] += chunk
         for row in started.stats:
             row.set_times(started.watch, time.perf_counter() - start)
-        settled = {"tree": started.tree, "rule": started.rule, "seed": started.seed}
-        return self._output(input_ids, new_tokens, started.stats, **settled)
+        settled = {name: getattr(started, name) for name in ("tree", "rule", "seed", "logprobs")}
+        return GenerationOutput.of(input_ids, new_tokens, started.stats, self.pad_token_id, **settled)
 
     def stream(
         self,
@@ -264,20 +270,20 @@ class EagleFSD:
         prompt's positions do.
         """
         input_ids = as_ids(input_ids)
-        options = replace(options or GenerationOptions(), **keywords)
-        if options.eos_token_id is not None or options.observer is not None:
-            raise ValueError(
-                "eos_token_id and observer are not for the target alone, which ends texts as its model says "
-                "and has no steps to show; leave them out"
-            )
+        options, prompts = settle_options(options, keywords, self.target, input_ids, attention_mask)
+        for name in ("eos_token_id", "observer", "logprobs", "stop_strings"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"{name} is not for the target alone, which ends texts as its model says and shows no "
+                    "steps; leave it out"
+                )
         seed = fresh_seed() if options.seed is None else options.seed
         require_integer("seed", seed, 0, "any will do")
-        prompts = Prompts.from_padded(self.target, input_ids, attention_mask, options.max_new_tokens)
         limit, sampling = min(prompts.limits), options.sampling
-        new_tokens, stats = generate_alone(
-            self.target, prompts.rows, limit, sampling, seed, self.pad_token_id
-        )
-        return self._output(input_ids, new_tokens, stats, seed=None if sampling.greedy else seed)
+        parts = (prompts.rows, limit, sampling, seed, self.pad_token_id, options.processing)
+        new_tokens, stats = generate_alone(self.target, *parts)
+        used = None if sampling.greedy else seed
+        return GenerationOutput.of(input_ids, new_tokens, stats, self.pad_token_id, seed=used)
 
     def choose_tree(
         self,
@@ -319,14 +325,14 @@ class EagleFSD:
         keywords: dict[str, Any],
     ) -> BatchStream:
         """Check the arguments, settle rule and tree and set up a batch, whose texts run at the first step."""
-        options = replace(options or GenerationOptions(), **keywords)
-        prompts = Prompts.from_padded(self.target, input_ids, attention_mask, options.max_new_tokens)
+        options, prompts = settle_options(options, keywords, self.target, input_ids, attention_mask)
         rule, tree = self._settler.settle(options, prompts)
         for network in filter(None, (self.target.model, self.drafter and self.drafter.network)):
             repack_changed(network)
         sampling, seed = options.sampling, options.seed
         ends = end_token_ids(self.target, options.eos_token_id)
-        request = Request.from_prompts(prompts, options, ends, rule, tree, self.device)
+        stoppers = make_stoppers(self.tokenizer, options.stops, len(prompts))
+        request = Request.from_prompts(prompts, options, ends, rule, tree, self.device, stoppers)
         if seed is None:  # greedy decoding draws nothing and leaves torch's generator alone
             seed = 0 if sampling.greedy else fresh_seed()
         random = RowRandom(seed, len(prompts), self.device)
@@ -335,16 +341,6 @@ class EagleFSD:
         )
         stats = [GenerationStats() for _ in prompts.lengths]
         watch = Stopwatch()
-        steps = self._workspaces.decode(workspace, request, random, stats, watch)
-        return BatchStream(steps, stats, watch, tree, rule, None if sampling.greedy else seed)
-
-    def _output(
-        self,
-        input_ids: Tensor,
-        new_tokens: list[list[int]],
-        stats: list[GenerationStats],
-        **settled: Any,
-    ) -> GenerationOutput:
-        added = pad_right(new_tokens, self.pad_token_id).to(input_ids.device)
-        sequences = torch.cat((input_ids, added), dim=1)
-        return GenerationOutput(sequences, new_tokens, stats, **settled)
+        texts: list[Text] = []
+        steps = self._workspaces.decode(workspace, request, random, stats, watch, texts)
+        return BatchStream(steps, stats, watch, tree, rule, None if sampling.greedy else seed, texts)

@@ -24,6 +24,7 @@ from eagle_fsd.cli.answer_report import Answer, summary, to_json
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flag_types import USAGE
 from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.text.prompt_files import decode_text, read_prompts
 
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from eagle_fsd.decoding.options import GenerationOptions
     from eagle_fsd.decoding.outputs import TokenStream
-    from eagle_fsd.decoding.request import GenerationOptions
     from eagle_fsd.engine import EagleFSD
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
@@ -77,24 +78,25 @@ def answer_prompt(
 ) -> Answer:
     """Run one prompt and write its text to `out` as it is made, unless --json is given."""
     from eagle_fsd.text.chat import encode
-    from eagle_fsd.text.detokenizer import Detokenizer
+    from eagle_fsd.text.streamed import StreamedText
 
     with raise_user_errors():
-        input_ids = encode(model.tokenizer, prompt, args.system, args.raw)
+        input_ids = encode(model.tokenizer, prompt, args.system, args.raw, args.chat_template_args)
         stream = model.stream(input_ids, options=options)  # measures the tree if it is auto
     answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree), stream.rule)
-    if options.temperature:
+    if stream.seed is not None:
         answer.seed = "/".join(map(str, options.seed[0]))
     answer.ignored_defaults = ", ".join(model.target.ignored_defaults)
     if args.baseline:
         warm_up(model, input_ids, replace(options, tree=stream.tree))
-    detokenizer = Detokenizer(model.tokenizer, context=input_ids[0].tolist() if args.raw else ())
+    written = StreamedText(model.tokenizer, options.stops, input_ids[0].tolist() if args.raw else ())
 
-    def show(piece: str) -> None:
-        answer.text += piece
-        if piece and not args.json:
-            out.write(piece)
-            out.flush()
+    def show(pieces: Sequence[tuple[str, str]]) -> None:
+        for piece, _origin in pieces:
+            answer.text += piece
+            if not args.json:
+                out.write(piece)
+                out.flush()
 
     try:
         with (
@@ -103,19 +105,20 @@ def answer_prompt(
         ):
             for token_ids in steps:
                 answer.token_ids += token_ids
-                show(detokenizer.add(token_ids))
+                show(written.add(token_ids))
                 if stop.is_set():
                     answer.interrupted = True
                     break
     except KeyboardInterrupt:  # a second Ctrl-C did not wait for the step's end
         answer.interrupted = True
-    show(detokenizer.finish())
+    show(written.finish())
+    answer.logprobs = stream.logprobs if options.logprobs is not None else None
     if not args.json:
         out.write("\n")
         out.flush()
     if args.baseline and not answer.interrupted:
         try:
-            output = model.target_alone(input_ids, options=with_one_seed(options))
+            output = model.target_alone(input_ids, options=for_target_alone(options))
             answer.baseline, answer.baseline_ids = output.stats[0], output.new_tokens[0]
         except KeyboardInterrupt:
             answer.interrupted = True
@@ -136,13 +139,13 @@ def warm_up(model: EagleFSD, input_ids: Tensor, options: GenerationOptions) -> N
     few = replace(options, max_new_tokens=min(4, options.max_new_tokens))
     with raise_user_errors():
         model.generate(input_ids, options=few)
-        model.target_alone(input_ids, options=with_one_seed(few))
+        model.target_alone(input_ids, options=for_target_alone(few))
 
 
-def with_one_seed(options: GenerationOptions) -> GenerationOptions:
-    """Return the options for the target alone, whose seed is one number."""
+def for_target_alone(options: GenerationOptions) -> GenerationOptions:
+    """Return the options for the target alone: its seed is one number, and it has no log-probabilities."""
     ((seed, _row),) = options.seed
-    return replace(options, seed=seed)
+    return replace(options, seed=seed, logprobs=None)
 
 
 @contextlib.contextmanager
@@ -223,10 +226,26 @@ def run(args: Namespace, out: TextIO) -> int:
 
     with raise_user_errors():
         prompts = read_prompt_arguments(args)
+        if args.baseline and args.stop:
+            raise ValueError("--baseline with --stop: the target alone knows no stop strings; leave one out")
         if args.raw and args.system is not None:
             raise ValueError("--system with --raw: a raw prompt has no chat template; leave one of them out")
+        if args.raw and args.chat_template_args:
+            raise ValueError(
+                "--chat-template-args with --raw: a raw prompt has no chat template; leave one of them out"
+            )
+        if args.logprobs is not None and not args.json:
+            raise ValueError("--logprobs without --json: only that shows them; give both")
         options = generation_options(args)
+        replace(options, num_return_sequences=args.num_return_sequences)  # raises ValueError for bad values
+        prompts = [prompt for prompt in prompts for _ in range(args.num_return_sequences)]
         model = load_model(args)
+        options = with_bad_words(options, args, model.tokenizer).with_defaults(model.target.own_defaults)
+        if args.num_return_sequences > 1 and options.sampling.greedy:
+            raise ValueError(
+                f"--num-return-sequences is {args.num_return_sequences} at temperature 0: all would be the "
+                "same text; give --temperature, or leave it out"
+            )
     ((seed, first),) = options.seed or [(fresh_seed(), 0)]
     for number, prompt in enumerate(prompts, 1):
         of_prompt = replace(options, seed=[(seed, first + number - 1)])

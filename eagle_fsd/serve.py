@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags import add_generation_flags, add_model_flags, add_verbose_flag, new_parser
+from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.generate import UserError, load_model, raise_user_errors, report_mistake
 
 # torch takes seconds to import, and the extra may not be installed: --help needs neither.
 if TYPE_CHECKING:
     from eagle_fsd.core.config import TreeConfig
-    from eagle_fsd.decoding.request import GenerationOptions
+    from eagle_fsd.decoding.options import GenerationOptions
     from eagle_fsd.engine import EagleFSD
     from eagle_fsd.serving.app import Settings
 
@@ -167,7 +168,13 @@ def make_settings(args: argparse.Namespace, model: EagleFSD, options: Generation
             cache_tokens=args.cache_tokens,
             prefix_tokens=args.prefix_tokens,
         ),
-        defaults=Defaults(options.sampling, options.rule or Lossless(), options.max_new_tokens),
+        defaults=Defaults(
+            options.sampling,
+            options.rule or Lossless(),
+            options.max_new_tokens,
+            options.processing,
+            options.stops,
+        ),
         key=key,
         hosts=LOOPBACK if key is None and args.host in LOOPBACK else (),
         cors_origins=args.cors_origin,
@@ -198,6 +205,7 @@ def run(args: argparse.Namespace) -> int:
     with listen(args.host, args.port) as place:  # before the model is loaded, which takes long
         with raise_user_errors():
             model = load_model(args)
+            options = with_bad_words(options, args, model.tokenizer).with_defaults(model.target.own_defaults)
             settings = make_settings(args, model, options)
         serve(model, settings, place, args.verbose)
     return 0

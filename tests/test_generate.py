@@ -36,7 +36,7 @@ from eagle_fsd.cli.answer_report import JSON_KEYS
 from eagle_fsd.cli.arguments import make_rule, make_tree
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.core.config import AutoThreshold
-from eagle_fsd.decoding.request import GenerationOptions
+from eagle_fsd.decoding.options import GenerationOptions
 from eagle_fsd.text.detokenizer import Detokenizer
 
 REPLY = "Grüße, 世界 🌍!"
@@ -379,7 +379,7 @@ def test_flags_reach_the_engine(model: ScriptedModel, capsys: pytest.CaptureFixt
     sampling = "--temperature 0.7 --top-k 9 --top-p 0.8 --seed 3 --max-new-tokens 5"
     tree = "--total-tokens 20 --depth 4 --tree-top-k 6 --min-confidence 0.1"
     rule = "--threshold 0.4 --divergence tv --mode paper --child target"
-    guards = "--min-p 0.1 --max-overshoot 4 --min-gain 0.5 --max-consecutive 2 --exact-prefix 7"
+    guards = "--fuzzy-min-p 0.1 --max-overshoot 4 --min-gain 0.5 --max-consecutive 2 --exact-prefix 7"
     run(capsys, *f"{sampling} {tree} {rule} {guards} Hello?".split(" "))
     assert model.calls[0][2] == {
         "max_new_tokens": 5,
@@ -430,7 +430,7 @@ def test_rules_and_their_defaults() -> None:
     [
         ("--quality-budget 0.1", "--quality-budget is 0.1: it is what --threshold auto may cost; give both"),
         ("--threshold 0.3 --quality-budget 0.1", "it is what --threshold auto may cost"),
-        ("--threshold auto --min-p 0.1", "--min-p is 0.1 with --threshold auto: that rule has none"),
+        ("--threshold auto --fuzzy-min-p 0.1", "--fuzzy-min-p is 0.1 with --threshold auto: that rule has none"),
         ("--threshold auto --rule cactus", "--threshold is auto with --rule cactus: that rule has none"),
         ("--threshold auto --quality-budget 1.5", "quality_budget is 1.5"),
         ("--rule cactus --epsilon 0.1", "--epsilon is 0.1 with --rule cactus"),
@@ -448,7 +448,7 @@ def test_help_states_the_true_defaults() -> None:
         "--total-tokens": "auto", "--depth": tree.depth, "--tree-top-k": tree.top_k,
         "--min-confidence": f"{tree.min_confidence:g}",
         "--divergence": fuzzy.divergence, "--mode": fuzzy.mode, "--child": fuzzy.child,
-        "--min-p": f"{fuzzy.min_p:g}",
+        "--fuzzy-min-p": f"{fuzzy.min_p:g}",
         "--max-overshoot": fuzzy.max_overshoot, "--exact-prefix": fuzzy.exact_prefix,
         "--min-gain": f"{fuzzy.min_gain:g}",
         "--epsilon": typical.epsilon, "--delta": typical.delta,
@@ -503,7 +503,7 @@ MISTAKES = {
     "empty tree": (["--total-tokens", "0", "x"], "total_tokens is 0"),
     "tree without depth": (["--depth", "0", "x"], "depth is 0"),
     "tree that cannot be": (["--total-tokens", "99", "--depth", "1", "x"], "total_tokens is 99"),
-    "min-p above 1": (["--min-p", "2", "x"], "min_p is 2"),
+    "min-p above 1": (["--fuzzy-min-p", "2", "x"], "min_p is 2"),
 }  # fmt: skip
 
 

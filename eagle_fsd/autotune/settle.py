@@ -18,7 +18,8 @@ from eagle_fsd.acceptance.published_fsd import PublishedFSD
 from eagle_fsd.autotune.tree_chooser import TreeChooser
 from eagle_fsd.autotune.tree_search import Choice
 from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
-from eagle_fsd.decoding.request import GenerationOptions, Prompts
+from eagle_fsd.decoding.options import GenerationOptions
+from eagle_fsd.decoding.request import Prompts
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.files.fingerprints import models_identity
 from eagle_fsd.target.model import TargetModel

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eagle_fsd.acceptance.accept import AcceptanceRule
     from eagle_fsd.core.stats import GenerationStats
+    from eagle_fsd.decoding.request import TokenLogprob
     from eagle_fsd.engine import EagleFSD
 
 STATS_KEYS = (
@@ -36,6 +37,7 @@ class Answer:
     interrupted: bool = False
     seed: str | None = None  # as --seed takes it; None if nothing was sampled
     ignored_defaults: str = ""  # options of the model's generation_config that were not applied
+    logprobs: list[TokenLogprob] | None = None  # if they were asked for
     baseline: GenerationStats | None = None
     baseline_ids: list[int] | None = None
 
@@ -64,8 +66,8 @@ def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
 def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
     """Return one line of JSON with JSON_KEYS.
 
-    It also has draft_vocab_size if the head has one, and rule unless that is fuzzy or lossless. With
-    --baseline the keys of the target alone follow (null if interrupted).
+    It also has draft_vocab_size if the head has one, logprobs with --logprobs, and rule unless that is fuzzy
+    or lossless. With --baseline the keys of the target alone follow (null if interrupted).
     """
     stats, fields = answer.stats.to_dict(), rule_fields(answer.rule)
     if (rule := fields.pop("rule")) in ("fuzzy", "lossless"):  # the other fields tell which
@@ -87,6 +89,8 @@ def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
         "tree": answer.tree,
         "seed": answer.seed,
     }
+    if answer.logprobs is not None:
+        record["logprobs"] = [one._asdict() for one in answer.logprobs]
     if rule is not None:
         record["rule"] = rule
     if model.draft_vocab_size is not None:

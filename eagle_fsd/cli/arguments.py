@@ -8,15 +8,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from eagle_fsd.cli.flag_types import AUTO
+from eagle_fsd.cli.processing_flags import processing_options
 from eagle_fsd.core.config import AutoThreshold, AutoTree, TreeConfig
 
 if TYPE_CHECKING:
     from eagle_fsd.acceptance.accept import AcceptanceRule
-    from eagle_fsd.decoding.request import GenerationOptions
+    from eagle_fsd.decoding.options import GenerationOptions
 
 # Flags for the fields of the rules. A flag that is not given is None, so that the rule's default applies.
 RULE_FLAGS = (
-    "threshold", "quality_budget", "divergence", "mode", "child", "min_p", "max_overshoot", "min_gain",
+    "threshold", "quality_budget", "divergence", "mode", "child", "fuzzy_min_p", "max_overshoot", "min_gain",
     "max_consecutive", "exact_prefix", "epsilon", "delta", "candidates", "margin", "single", "acc", "weight",
 )  # fmt: skip
 
@@ -40,7 +41,7 @@ def refuse_flags_of_others(args: argparse.Namespace, rule: type, auto: bool) -> 
     takes = {field.name for field in dataclasses.fields(rule)} | ({"threshold"} if auto else set())
     for name in RULE_FLAGS:
         value = getattr(args, name)
-        if value is None or name in takes:
+        if value is None or name.removeprefix("fuzzy_") in takes:
             continue
         flag = "--" + name.replace("_", "-")
         whose = "--threshold auto" if auto else f"--rule {args.rule}"
@@ -74,7 +75,7 @@ def fuzzy(args: argparse.Namespace) -> AcceptanceRule:
         divergence=given(args.divergence, usual.divergence),
         mode=given(args.mode, usual.mode),
         child=given(args.child, usual.child),
-        min_p=given(args.min_p, usual.min_p),
+        min_p=given(args.fuzzy_min_p, usual.min_p),
         max_overshoot=given(args.max_overshoot, usual.max_overshoot),
         max_consecutive=given(args.max_consecutive, usual.max_consecutive),
         exact_prefix=given(args.exact_prefix, usual.exact_prefix),
@@ -167,7 +168,7 @@ def make_tree(args: argparse.Namespace) -> TreeConfig | AutoTree:
 
 def generation_options(args: argparse.Namespace) -> GenerationOptions:
     """Make the options of a generation. All are checked here, before a model is loaded."""
-    from eagle_fsd.decoding.request import GenerationOptions
+    from eagle_fsd.decoding.options import GenerationOptions
 
     return GenerationOptions(
         max_new_tokens=args.max_new_tokens,
@@ -177,6 +178,8 @@ def generation_options(args: argparse.Namespace) -> GenerationOptions:
         seed=None if args.seed is None else [parse_stream(args.seed)],
         tree=make_tree(args),
         rule=make_rule(args),
+        logprobs=getattr(args, "logprobs", None),
+        **processing_options(args),
     )
 
 

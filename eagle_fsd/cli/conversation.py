@@ -14,7 +14,7 @@ from eagle_fsd.cli.flag_types import AUTO
 from eagle_fsd.files.atomic import write_atomically
 
 if TYPE_CHECKING:
-    from eagle_fsd.decoding.request import GenerationOptions
+    from eagle_fsd.decoding.options import GenerationOptions
 
 PASTE, END, CONTINUED = "/paste", "/end", "\\"
 HELP = """\

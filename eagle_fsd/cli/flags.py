@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from eagle_fsd.cli.flag_types import AUTO, PRESETS, OneLineParser, parse_auto_or, parse_taps
-from eagle_fsd.core.config import CHILDREN, AutoThreshold, SamplingConfig, TreeConfig
+from eagle_fsd.cli.processing_flags import add_answer_flags, add_processing_flags, add_template_flag
+from eagle_fsd.core.config import CHILDREN, AutoThreshold, TreeConfig
 from eagle_fsd.version import __version__
 
 # The names of acceptance.rule_names.RULES, repeated here because that module imports torch.
@@ -56,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="a text file is one prompt; a .jsonl file has one per line: `prompt`, `question`, `turns` ...",
     )
     group.add_argument("--system", metavar="TEXT", help="system message of the chat template")
+    add_template_flag(group)
     group.add_argument(
         "--raw", action="store_true", help="continue the prompt as it is, without a chat template"
     )
@@ -64,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_generation_flags(parser)
 
     group = parser.add_argument_group("output")
+    add_answer_flags(group)
     group.add_argument("--json", action="store_true", help="write only one JSON object per prompt to stdout")
     group.add_argument(
         "--baseline",
@@ -169,7 +172,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of rule, sampling and draft tree."""
-    tree, sampling = TreeConfig(), SamplingConfig()
+    tree = TreeConfig()
     group = parser.add_argument_group("acceptance")
     group.add_argument(
         "--preset",
@@ -210,7 +213,7 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
         "target: the one with the largest p (default: draft)",
     )
     group.add_argument(
-        "--min-p",
+        "--fuzzy-min-p",
         type=float,
         metavar="X",
         help="never follow a token whose p is below X times the largest p (default: 0)",
@@ -261,13 +264,20 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--temperature", type=float, default=sampling.temperature, metavar="X", help="0 is greedy (default)"
+        "--temperature", type=float, metavar="X", help="0 is greedy (default: the model's own, else 0)"
     )
     group.add_argument(
-        "--top-k", type=int, default=sampling.top_k, metavar="K", help="0 keeps every token (default)"
+        "--top-k", type=int, metavar="K", help="0 keeps every token (default: the model's own, else 0)"
     )
     group.add_argument(
-        "--top-p", type=float, default=sampling.top_p, metavar="P", help="1 keeps every token (default)"
+        "--top-p", type=float, metavar="P", help="1 keeps every token (default: the model's own, else 1)"
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="drop tokens with less than P times the probability of the likeliest; 0 keeps every token "
+        "(default: the model's own, else 0)",
     )
     group.add_argument(
         "--seed",
@@ -284,6 +294,8 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="stop after N new tokens (default: 256)",
     )
+
+    add_processing_flags(parser)
 
     group = parser.add_argument_group("draft tree")
     group.add_argument(

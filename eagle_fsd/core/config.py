@@ -121,14 +121,16 @@ class AutoTree:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are sampled, as Hugging Face does it: temperature, then top_k, then top_p.
+    """How tokens are sampled, as Hugging Face does it: temperature, then top_k, then top_p, then min_p.
 
-    temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1 keeps every token.
+    temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1 keeps every token. min_p: tokens with less
+    than this share of the likeliest token's probability are dropped (arXiv 2407.01082); 0 keeps every token.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         require_number(
@@ -142,18 +144,20 @@ class SamplingConfig:
             raise ValueError(
                 "top_p is 0: it must be above 0 and at most 1; use temperature 0 for greedy decoding"
             )
+        require_number("min_p", self.min_p, 0.0, 1.0, "0 keeps every token")
 
     @classmethod
     def parse(cls, text: str) -> SamplingConfig:
-        """Parse a sampling written as temperature[/top_k[/top_p]], such as 0.6/50/0.9."""
+        """Parse a sampling written as temperature[/top_k[/top_p[/min_p]]], such as 0.6/50/0.9."""
         parts = text.split("/")
         try:
-            kinds = zip((float, int, float)[: len(parts)], parts, strict=True)
+            kinds = zip((float, int, float, float)[: len(parts)], parts, strict=True)
             values: list[Any] = [kind(part) for kind, part in kinds]
             return cls(*values)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"sampling is {text!r}: it must be temperature[/top_k[/top_p]], such as 0.6/50/0.9 ({error})"
+                f"sampling is {text!r}: it must be temperature[/top_k[/top_p[/min_p]]], such as 0.6/50/0.9 "
+                f"({error})"
             ) from error
 
     @property

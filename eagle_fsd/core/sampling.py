@@ -2,7 +2,8 @@
 
 Knows nothing about trees or models. `warp` gives the distribution of Hugging Face's `generate`: temperature,
 then top-k (every token that ties with the k-th stays), then top-p (the smallest set of likeliest tokens whose
-mass reaches top_p, at least one token). `draw` turns a probability vector and one uniform number into a
+mass reaches top_p, at least one token), then min-p (tokens of at least that share of the likeliest one's
+probability). `draw` turns a probability vector and one uniform number into a
 token, and never returns a token of probability zero. All randomness comes from `RowRandom`: one stream of
 numbers per row, so that a row's text does not depend on its batch.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -58,7 +59,11 @@ class Warped:
         if config.temperature == 0.0:
             largest, best = first_largest(logits)
             return cls(torch.ones_like(largest, dtype=torch.float32)[..., None], largest, best[..., None])
-        logits = logits.float()
+        found = cls._without_min_p(logits.float(), config)
+        return found if not config.min_p else replace(found, probs=_min_p(found.probs, config.min_p))
+
+    @classmethod
+    def _without_min_p(cls, logits: Tensor, config: SamplingConfig) -> Warped:
         # On a CPU the ties are read at no cost. Without a tie only top_k tokens need the work below.
         if 0 < config.top_k < logits.shape[-1] and host_can_read(logits):
             values, ids = topk(logits, config.top_k + 1)
@@ -236,6 +241,12 @@ def _warp_top(logits: Tensor, top: Tensor, ids: Tensor, config: SamplingConfig) 
         scores = scores.masked_fill(~kept, -math.inf)
     ids, order = ids.sort(dim=-1)
     return Warped(scores.softmax(-1).gather(-1, order), largest, ids)
+
+
+def _min_p(probs: Tensor, min_p: float) -> Tensor:
+    """Drop tokens of less than min_p times the largest probability; the others sum to 1 again."""
+    probs = torch.where(probs < min_p * probs.amax(-1, keepdim=True), 0.0, probs)
+    return probs / probs.sum(-1, keepdim=True)
 
 
 def _top_p(scores: Tensor, top_p: float) -> Tensor:

@@ -7,7 +7,7 @@ the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -20,8 +20,9 @@ from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import HEAD, DraftTree
+from eagle_fsd.decoding.logits_processing import process
 from eagle_fsd.decoding.prompts.prefill import prefill
-from eagle_fsd.decoding.request import Observer, Request, Terms, Text
+from eagle_fsd.decoding.request import Observer, Request, Terms, Text, TokenLogprob
 from eagle_fsd.drafting.drafter import Drafter, NextTokens, Seen
 from eagle_fsd.target.session import TargetSession
 
@@ -49,13 +50,24 @@ def decode(
     stats: Sequence[GenerationStats],
     watch: Stopwatch,
     accept_step: AcceptStep | None = None,
+    texts_made: list[Text] | None = None,
 ) -> Iterator[list[list[int]]]:
-    """Yield, after every step, the tokens that each of the B rows emitted in it (none once a row is done)."""
-    terms = Terms(tuple(request.eos_token_ids), request.rule, request.sampling)
+    """Yield, after every step, the tokens that each of the B rows emitted in it (none once a row is done).
+
+    texts_made: the texts are added to it, for those who want more of them than their tokens.
+    """
+    terms = Terms(tuple(request.eos_token_ids), request.rule, request.sampling, request.processing)
     texts = [
-        Text(number, limit, terms, of_row)
+        Text(number, limit, terms, of_row, top_logprobs=request.logprobs)
         for number, (limit, of_row) in enumerate(zip(request.limits, stats, strict=True))
     ]
+    for text, stopper in zip(texts, request.stoppers, strict=False):
+        text.stopper = stopper
+    if request.processing.active:
+        for text, row, length in zip(texts, request.tokens.tolist(), request.lengths, strict=True):
+            text.prompt = row[:length]
+    if texts_made is not None:
+        texts_made += texts
     batch = Batch(target, drafter, random, request.tree, watch, accept_step, request.observer)
     with watch("prefill"):
         batch.begin(texts, prefill(request.tokens, request.lengths, target, drafter))
@@ -116,6 +128,7 @@ class Batch:
             on_host = to_host(verdict, tree.sources)  # the one place where a step waits
             steps = dict(zip(self.texts, on_host, strict=True))
             emitted = {text: emit(text, steps[text]) for text in before}
+            note_logprobs(self.texts, emitted, logits, verdict)
         if self.observer is not None:
             for rows, verified, part in groups:
                 counts = {self.texts[row]: len(emitted.get(self.texts[row], ())) for row in rows}
@@ -166,10 +179,14 @@ class Batch:
                 mine.append(row)
         found = []
         for terms, rows in groups:  # almost always one, whose tensors need no copy
-            part = (tree, logits, self.random, emitted)
+            trees, of_rows, random, counts = tree, logits, self.random, emitted
             if len(groups) > 1:
-                part = (tree.select(rows), logits[rows], self.random.at(rows), emitted[rows])
+                trees, of_rows = tree.select(rows), logits[rows]
+                random, counts = self.random.at(rows), emitted[rows]
+            if terms.processing.active:
+                of_rows = process(of_rows, trees, [self.texts[row].processor for row in rows])
             ends = self._end_tokens(terms, logits.device)
+            part = (trees, of_rows, random, counts)
             found.append((rows, *self.accept_step(terms.rule, terms.sampling, ends, *part, len(groups) > 1)))
         return found, merge_verdicts([(rows, verdict) for rows, _, verdict in found])
 
@@ -274,18 +291,36 @@ def to_host(verdict: Verdict, sources: Tensor | None = None) -> list[Step]:
 
 
 def emit(text: Text, step: Step) -> list[int]:
-    """Cut a step's tokens at the text's limit and after its first end token, and record the others."""
+    """Cut a step's tokens at the limit and after the first one that ends the text, and record the others."""
     stats, ends = text.stats, text.terms.eos_token_ids
     if not step.finite:
         raise NonFiniteLogits(stats.steps + 1, text.number)
     limit = text.limit - stats.new_tokens
     end = next((place for place, token in enumerate(step.tokens) if token in ends), limit)
     emitted = step.tokens[: min(limit, end + 1)]
+    taken = None if text.stopper is None else text.stopper(emitted)
+    emitted = emitted[:taken]
     accepted = min(len(emitted), step.count - 1)  # the last token is the target's own, not an accepted one
     relaxed = sum(step.fuzzy[:accepted])
     stats.record(len(emitted), accepted - relaxed, relaxed, step.sources[:accepted])
-    if emitted[-1] in ends:
+    if taken is not None or emitted[-1] in ends:
         stats.finish_reason = "stop"
     elif stats.new_tokens == text.limit:
         stats.finish_reason = "length"
+    text.new_tokens += emitted
     return emitted
+
+
+def note_logprobs(
+    texts: Sequence[Text], emitted: Mapping[Text, Sequence[int]], logits: Tensor, verdict: Verdict
+) -> None:
+    """Add the log-probabilities of a step's tokens to the texts that want them. logits: [B, N, V]."""
+    for row, text in enumerate(texts):
+        if text.top_logprobs is None or not (tokens := emitted.get(text)):
+            continue
+        # A node's logits are of the token that comes after it.
+        chosen = logits[row, verdict.path[row, : len(tokens)]].float().log_softmax(-1)
+        of_tokens = chosen.gather(1, on_device(list(tokens), chosen.device)[:, None])[:, 0].tolist()
+        values, ids = chosen.topk(min(text.top_logprobs, chosen.shape[-1]))
+        for token, logprob, *top in zip(tokens, of_tokens, ids.tolist(), values.tolist(), strict=True):
+            text.logprobs.append(TokenLogprob(token, logprob, list(zip(*top, strict=True))))

@@ -7,14 +7,18 @@ import contextlib
 import time
 import weakref
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.sampling import Seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
+from eagle_fsd.decoding.request import Text, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class GenerationOutput:
     token. new_tokens: the new tokens of each row, an end token included. stats: one GenerationStats per row.
     tree, rule: the size of the draft trees and the acceptance rule that were used; None for the target alone.
     seed: the seed that gives the same texts again, also if it was drawn; None if nothing was sampled.
+    logprobs: of each row's new tokens, if they were asked for; see GenerationOptions.
     """
 
     sequences: Tensor
@@ -33,6 +38,21 @@ class GenerationOutput:
     tree: TreeConfig | None = None
     rule: AcceptanceRule | None = None
     seed: Seed | None = None
+    logprobs: list[list[TokenLogprob]] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: Tensor,
+        new_tokens: list[list[int]],
+        stats: list[GenerationStats],
+        pad_token_id: int,
+        **settled: Any,
+    ) -> GenerationOutput:
+        """Put inputs [B, L] and new tokens together, of which each input may have several rows."""
+        added = pad_right(new_tokens, pad_token_id).to(input_ids.device)
+        input_ids = input_ids.repeat_interleave(len(added) // len(input_ids), dim=0)
+        return cls(torch.cat((input_ids, added), dim=1), new_tokens, stats, **settled)
 
 
 @dataclass(frozen=True)
@@ -40,7 +60,8 @@ class BatchStream:
     """A batch while it is made. Each step yields the tokens of every row, none once the row is done.
 
     stats: one per row, updated at every step except for the seconds: the caller sets them, from the watch and
-    from its own clock. tree, rule, seed: see GenerationOutput. Call `close()`, or use a `with`, to end early.
+    from its own clock. tree, rule, seed: see GenerationOutput. texts: by row, from the first step on. Call
+    `close()`, or use a `with`, to end early.
     """
 
     steps: Generator[list[list[int]]]
@@ -49,9 +70,16 @@ class BatchStream:
     tree: TreeConfig
     rule: AcceptanceRule
     seed: Seed | None = None
+    texts: list[Text] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _suspended.add(self.steps)
+
+    @property
+    def logprobs(self) -> list[list[TokenLogprob]] | None:
+        """Those of the tokens so far, by row, if they were asked for; see GenerationOptions."""
+        asked = any(text.top_logprobs is not None for text in self.texts)
+        return [text.logprobs for text in self.texts] if asked else None
 
     def close(self) -> None:
         """End the texts and free their memory."""
@@ -81,6 +109,40 @@ def _close_suspended() -> None:
         close_quietly(steps)
 
 
+class Streamer(Protocol):
+    """Hugging Face's BaseStreamer: it is shown the prompt [1, L], then new tokens [n], and then the end."""
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Feed:
+    """Shows one text to a streamer while it is made; without one it does nothing.
+
+    rows: of the batch. Raises ValueError if there are several.
+    """
+
+    def __init__(self, streamer: Streamer | None, input_ids: Tensor, rows: int) -> None:
+        if streamer is not None and rows != 1:
+            raise ValueError(f"streamer with {rows} texts: it can show one; give one prompt, or stream_batch")
+        self.streamer = streamer
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+
+    def put(self, chunks: list[list[int]]) -> None:
+        """Show the tokens of a step."""
+        if self.streamer is not None and chunks[0]:
+            self.streamer.put(torch.tensor(chunks[0]))
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.streamer is not None:
+            self.streamer.end()
+
+
 class TokenStream:
     """The chunks of one text, a list of token ids per step, as they are made.
 
@@ -92,6 +154,11 @@ class TokenStream:
         (self.stats,) = started.stats
         self.tree, self.rule, self.seed = started.tree, started.rule, started.seed
         self._started = started
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """Those of the tokens so far, if they were asked for; see GenerationOptions."""
+        return (self._started.logprobs or [[]])[0]
 
     def close(self) -> None:
         """End the text and free its memory."""

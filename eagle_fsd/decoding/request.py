@@ -1,30 +1,25 @@
-"""The caller's wishes, checked: options, prompts as one batch, and the tokens that end a text."""
+"""What is decoded: prompts as one batch, the terms of each text, and the tokens that end it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified
-from eagle_fsd.acceptance.published_fsd import PublishedFSD
-from eagle_fsd.core.checks import require_integer
-from eagle_fsd.core.config import (
-    FSD_PAPER_SAMPLING,
-    FSD_PAPER_TREE,
-    AutoThreshold,
-    AutoTree,
-    SamplingConfig,
-    TreeConfig,
-)
+from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.padding import infer_mask, unpad
-from eagle_fsd.core.sampling import Seed
+from eagle_fsd.core.processing import UNPROCESSED, Processing
 from eagle_fsd.core.stats import GenerationStats
+from eagle_fsd.decoding.logits_processing import TextProcessor
 from eagle_fsd.target.model import TargetModel
+
+if TYPE_CHECKING:
+    from eagle_fsd.decoding.options import GenerationOptions
 
 
 class Observer(Protocol):
@@ -35,60 +30,6 @@ class Observer(Protocol):
     """
 
     def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None: ...
-
-
-@dataclass(frozen=True)
-class GenerationOptions:
-    """How to generate: the arguments of `EagleFSD.generate` beside the prompts.
-
-    max_new_tokens: the most new tokens of each text.
-    temperature, top_k, top_p: see SamplingConfig; temperature 0 is greedy.
-    rule: when a drafted token is accepted; None is Lossless(), and AutoThreshold() reads the threshold of a
-      quality budget from the head's calibration.
-    tree: the draft tree's size; None is TreeConfig(), total_tokens=1 is plain decoding, and AutoTree()
-      measures which is fastest here, or takes the calibration's.
-    seed: the same seed and the same tree give the same texts; None draws a fresh one, which the output names.
-      Row r of an int seed s draws from the stream (s, r), whatever else is in the batch. A sequence names
-      each row's stream, so that seed=[(s, r)] gives row r again on its own.
-    eos_token_id: the tokens that end a text; None takes the model's own.
-    observer: sees every step, for measurements.
-
-    Raises ValueError for values out of range and for a tree of another type.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    rule: AcceptanceRule | AutoThreshold | None = None
-    tree: TreeConfig | AutoTree | None = None
-    seed: Seed | None = None
-    eos_token_id: int | Sequence[int] | None = None
-    observer: Observer | None = None
-
-    @classmethod
-    def fsd_paper(cls, threshold: float = 0.3, divergence: str = "js", **fields: Any) -> GenerationOptions:
-        """Return the algorithm of the FSD paper as published, with the settings of its experiments.
-
-        A chain of five greedy drafts, accepted while divergence(p, q) <= threshold on raw distributions; the
-        first failure ends the step. The paper drafts with a draft model. fields: others of this class, which
-        override these settings.
-        """
-        sampling = asdict(FSD_PAPER_SAMPLING)
-        rule = PublishedFSD(threshold, divergence)
-        return cls(**{"rule": rule, "tree": FSD_PAPER_TREE, **sampling, **fields})
-
-    def __post_init__(self) -> None:
-        require_integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token")
-        SamplingConfig(self.temperature, self.top_k, self.top_p)  # raises ValueError for bad values
-        if self.tree is not None and not isinstance(self.tree, (TreeConfig, AutoTree)):
-            raise ValueError(
-                f"tree is {self.tree!r}: it must be a TreeConfig, such as TreeConfig(16, 5, 8), or AutoTree()"
-            )
-
-    @property
-    def sampling(self) -> SamplingConfig:
-        return SamplingConfig(self.temperature, self.top_k, self.top_p)
 
 
 @dataclass(frozen=True)
@@ -173,14 +114,37 @@ class Terms:
     eos_token_ids: tuple[int, ...]
     rule: AcceptanceRule = Lossless()  # noqa: RUF009  # it is frozen
     sampling: SamplingConfig = SamplingConfig()  # noqa: RUF009
+    processing: Processing = UNPROCESSED
+
+
+class Stopper(Protocol):
+    """Is shown all tokens of one text, step by step, and returns how many of a step's to emit as the last.
+
+    None: the text goes on.
+    """
+
+    def __call__(self, tokens: Sequence[int]) -> int | None: ...
+
+
+class TokenLogprob(NamedTuple):
+    """A token, its log-probability under the target, and the likeliest tokens in its place with theirs.
+
+    They are the target's own: before penalties, biases, the temperature and all else that the options do.
+    """
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 @dataclass(eq=False)
 class Text:
     """One text that is decoded. number: its name among others. limit: the most new tokens.
 
-    prompt, stream: its token ids and its stream of random numbers, if it goes through a Scheduler. reused:
-    the tokens of its prompt that were not read, since a kept text began with them.
+    prompt: its token ids, if it goes through a Scheduler or its logits are processed. stream: of random
+    numbers, if it goes through a Scheduler. reused: the tokens of its prompt that were not read, since a kept
+    text began with them. top_logprobs: how many likeliest tokens `logprobs` has for each of the new tokens;
+    None: it has nothing. stopper: may end it early. new_tokens: what it has emitted.
     """
 
     number: int
@@ -190,6 +154,26 @@ class Text:
     prompt: Sequence[int] = ()
     stream: tuple[int, int] = (0, 0)
     reused: int = 0
+    top_logprobs: int | None = None
+    stopper: Stopper | None = None
+    new_tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    _processor: TextProcessor | None = None
+
+    @property
+    def processor(self) -> TextProcessor:
+        """What changes the logits of its next tokens, in the state that its new tokens have brought about."""
+        if self._processor is None:
+            terms = self.terms
+            self._processor = TextProcessor(terms.processing, self.prompt, terms.eos_token_ids)
+        mine = self._processor
+        mine.add(self.new_tokens[len(mine.text) - mine.prompt_length :])
+        return mine
+
+    @property
+    def length(self) -> int:
+        """The number of its tokens, those of its prompt included."""
+        return len(self.prompt) + len(self.new_tokens)
 
     @property
     def done(self) -> bool:
@@ -201,7 +185,7 @@ class Request:
     """One batch to decode.
 
     tokens: [B, L] right-padded prompts; lengths: each at least 1; limits: most new tokens per row.
-    observer: sees every step.
+    observer: sees every step. logprobs: see Text.top_logprobs. stoppers: one for each row, or none.
     """
 
     tokens: Tensor
@@ -212,6 +196,9 @@ class Request:
     tree: TreeConfig
     sampling: SamplingConfig
     observer: Observer | None = None
+    processing: Processing = UNPROCESSED
+    logprobs: int | None = None
+    stoppers: Sequence[Stopper] = ()
 
     @classmethod
     def from_prompts(
@@ -222,6 +209,7 @@ class Request:
         rule: AcceptanceRule,
         tree: TreeConfig,
         device: torch.device,
+        stoppers: Sequence[Stopper] = (),
     ) -> Request:
         """Return the request for these prompts, with the rule and the tree that were settled."""
         return cls(
@@ -233,4 +221,7 @@ class Request:
             tree=tree,
             sampling=options.sampling,
             observer=options.observer,
+            processing=options.processing,
+            logprobs=options.logprobs,
+            stoppers=stoppers,
         )

@@ -74,7 +74,7 @@ class Scheduler:
         # An empty cache tells how many slots are allocated together.
         self.budget = CacheBudget(cache_tokens, target.new_cache(1, 1).capacity, tree)
         self.prefixes = PrefixCache(prefix_tokens)
-        self._tokens: dict[Text, list[int]] = {}  # of the texts in the batch, prompts included
+        self._unkept: set[Text] = set()  # texts in the batch that have not been offered to the prefix cache
         self._needs = Needs()  # the drafter's, once one is made
         self._accept_step = AcceptStep(target.stepper)
 
@@ -137,8 +137,6 @@ class Scheduler:
             return {}
         self.batch.observer = self.observer
         emitted = self.batch.step(keep_done=True)
-        for text, tokens in emitted.items():
-            self._tokens[text] += tokens
         self._release()
         return emitted
 
@@ -204,7 +202,7 @@ class Scheduler:
 
     def _join(self, joining: Batch) -> None:
         """Let texts whose prompts are read join the batch."""
-        self._tokens |= {text: list(text.prompt) for text in joining.texts}
+        self._unkept |= set(joining.texts)
         if self.batch is None:
             self.batch = joining
             return
@@ -215,7 +213,7 @@ class Scheduler:
         assert self.batch is not None
         batch = self.batch
         batch.select([row for row, text in enumerate(batch.texts) if not text.done])
-        rows, tokens = range(len(batch.texts)), max(len(self._tokens[text]) for text in batch.texts)
+        rows, tokens = range(len(batch.texts)), max(text.length for text in batch.texts)
         workspace = self._make_workspace(batch.texts, len(rows), tokens)
         workspace.session.replace(rows, batch.target)
         workspace.drafter.replace(rows, batch.drafter)
@@ -226,9 +224,11 @@ class Scheduler:
         if self.batch is None:
             return
         for row, text in enumerate(self.batch.texts):
-            if text.done and (tokens := self._tokens.pop(text, None)) is not None:
+            if text.done and text in self._unkept:
+                self._unkept.remove(text)
                 shown = self.batch.target.cache.row_lengths[row] + 1  # the tokens of the last step were not
-                self._keep(tokens[:shown], self.batch.target, self.batch.drafter, row)
+                tokens = [*text.prompt, *text.new_tokens][:shown]
+                self._keep(tokens, self.batch.target, self.batch.drafter, row)
         if not self.batch.active:
             self.batch = None  # frees its memory
         elif not (self.waiting or self.reading):

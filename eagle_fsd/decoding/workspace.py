@@ -15,7 +15,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.loop import decode
-from eagle_fsd.decoding.request import Request
+from eagle_fsd.decoding.request import Request, Text
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, NoDrafter
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -101,10 +101,11 @@ class Workspaces:
         random: RowRandom,
         stats: Sequence[GenerationStats],
         watch: Stopwatch,
+        texts: list[Text] | None = None,
     ) -> Iterator[list[list[int]]]:
-        """Yield the steps of the decoding loop, then take the workspace back."""
+        """Yield the steps of the decoding loop, then take the workspace back. texts: see `decode`."""
         try:
-            parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.accept_step)
+            parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.accept_step, texts)
             yield from decode(request, *parts)
         finally:
             self.give_back(workspace)

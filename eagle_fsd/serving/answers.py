@@ -6,16 +6,60 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from eagle_fsd.decoding.request import TokenLogprob
 from eagle_fsd.serving.choices import Choice
 from eagle_fsd.serving.worker import Job, News
 from eagle_fsd.text.streamed import Piece, merged
 from eagle_fsd.version import __version__
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LEAST = -9999.0  # a log-probability: JSON has no -inf
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"eagle_fsd-{__version__}"
+
+
+class LogprobTables:
+    """Writes the log-probabilities of tokens in OpenAI's forms: as chats have them, or plain completions."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool) -> None:
+        self.tokenizer, self.chat = tokenizer, chat
+
+    def __call__(self, logprobs: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any]:
+        """Return a choice's `logprobs`. offset: characters of the text before the first token."""
+        if self.chat:
+            content = [
+                {
+                    **self._entry(one.token, one.logprob),
+                    "top_logprobs": [self._entry(token, value) for token, value in one.top],
+                }
+                for one in logprobs
+            ]
+            return {"content": content, "refusal": None}
+        tokens = [self._text(one.token) for one in logprobs]
+        starts = [offset + sum(map(len, tokens[:place])) for place in range(len(tokens))]
+        top = [{self._text(token): max(value, LEAST) for token, value in one.top} for one in logprobs]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [max(one.logprob, LEAST) for one in logprobs],
+            "top_logprobs": top,
+            "text_offset": starts,
+        }
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the texts of tokens, one after the other, each as its own."""
+        return "".join(map(self._text, tokens))
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode(errors="replace"))}
+
+    def _text(self, token: int) -> str:
+        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
 
 @dataclass
@@ -23,6 +67,7 @@ class Answer:
     """The answer to one request while it is made: its texts' pieces and ends, by their place.
 
     chat: whether it is a chat's, or a plain completion's. with_origins: see Generation.return_token_origins.
+    tables: write the log-probabilities if they are wanted.
     """
 
     chat: bool
@@ -31,6 +76,8 @@ class Answer:
     choice: Choice
     prompt_tokens: int
     with_origins: bool = False
+    tables: LogprobTables | None = None
+    logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     pieces: list[list[Piece]] = field(default_factory=list)
     reasons: list[str | None] = field(default_factory=list)
 
@@ -38,11 +85,13 @@ class Answer:
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid4().hex}"
         self.created = int(time.time())
         self.pieces = [[] for _ in self.jobs]
+        self.logprobs = [[] for _ in self.jobs]
         self.reasons = [None for _ in self.jobs]
 
     def take(self, place: int, news: News) -> None:
         """Note what has happened to a text."""
         self.pieces[place] += news.pieces
+        self.logprobs[place] += news.logprobs
         self.reasons[place] = news.finish_reason
 
     @property
@@ -103,7 +152,8 @@ class Answer:
         for place, pieces in enumerate(self.pieces):
             text = "".join(piece.text for piece in pieces)
             said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            choices.append(self._choice(place, said, self.reasons[place], merged(pieces)))
+            told = News(merged(pieces), self.logprobs[place], self.reasons[place])
+            choices.append(self._choice(place, said, told))
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": self.usage, "timings": self.timings}
 
@@ -113,25 +163,28 @@ class Answer:
             return b""
         role = {"role": "assistant", "content": ""}
         return b"".join(
-            self._chunk([self._choice(place, {"delta": role})]) for place in range(len(self.jobs))
+            self._chunk([self._choice(place, {"delta": role}, News())]) for place in range(len(self.jobs))
         )
 
     def chunk(self, place: int, news: News, with_timings: bool) -> bytes:
         """Return the chunk for a text's news. The last one of the answer always has the timings."""
         text = "".join(piece.text for piece in news.pieces)
         said = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
-        choice = self._choice(place, said, news.finish_reason, news.pieces)
+        choice = self._choice(place, said, news, len(self.logprobs[place]) - len(news.logprobs))
         return self._chunk([choice], **({"timings": self.timings} if with_timings or self.done else {}))
 
     def usage_chunk(self) -> bytes:
         return self._chunk([], usage=self.usage, timings=self.timings)
 
-    def _choice(
-        self, place: int, said: dict[str, Any], reason: str | None = None, pieces: Sequence[Piece] = ()
-    ) -> dict[str, Any]:
-        choice = {"index": place, **said, "logprobs": None, "finish_reason": reason}
+    def _choice(self, place: int, said: dict[str, Any], news: News, before: int = 0) -> dict[str, Any]:
+        """Return a choice. before: how many of the text's tokens came before those of the news."""
+        logprobs = None
+        if self.tables is not None and news.logprobs:
+            offset = len(self.tables.text(self.jobs[place].token_ids[:before]))
+            logprobs = self.tables(news.logprobs, offset)
+        choice = {"index": place, **said, "logprobs": logprobs, "finish_reason": news.finish_reason}
         if self.with_origins:
-            choice["origins"] = [{"text": piece.text, "origin": piece.origin} for piece in pieces]
+            choice["origins"] = [{"text": piece.text, "origin": piece.origin} for piece in news.pieces]
         return choice
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.serving.answers import Answer
+from eagle_fsd.serving.answers import Answer, LogprobTables
 from eagle_fsd.serving.choices import Chooser, Defaults, Limits
 from eagle_fsd.serving.delivery import ClientGone, Deadline, EventStream, Feed, collect, events, unless_gone
 from eagle_fsd.serving.errors import INVALID, SERVER, ApiError, json_response, of_validation
@@ -81,7 +80,7 @@ class Service:
         self.metrics.watch(self.worker)
         self.choose = Chooser(model, self.limits, settings.defaults)
         self.created = int(time.time())
-        self._encoding = threading.Lock()  # a tokenizer is not made for several threads
+        self._encoding = self.choose.encoding
 
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """Answer a chat or a plain completion, whole or as a stream."""
@@ -90,7 +89,7 @@ class Service:
         choice = await asyncio.to_thread(self.choose, body)
         prompts = await asyncio.to_thread(self.encode, body)
         feed, chat = Feed(), isinstance(body, ChatRequest)
-        seed = choice.seed or 0
+        seed, stops = choice.seed or 0, body.stop or self.settings.defaults.stops
         texts = [prompt for prompt in prompts for _ in range(body.n)]
         if len(texts) > self.limits.most_texts:
             most = self.limits.most_texts
@@ -102,14 +101,16 @@ class Service:
                 limit=choice.limit,
                 terms=choice.terms,
                 stream=(seed, place),
-                written=StreamedText(self.tokenizer, body.stop, () if chat else prompt),
+                written=StreamedText(self.tokenizer, stops, () if chat else prompt),
                 tell=feed.teller(place),
                 wants_origins=body.return_token_origins,
+                top_logprobs=body.top_tokens,
             )
             for place, prompt in enumerate(texts)
         ]
         read = sum(map(len, prompts))
-        answer = Answer(chat, self.settings.name, jobs, choice, read, body.return_token_origins)
+        tables = LogprobTables(self.tokenizer, chat) if body.top_tokens is not None else None
+        answer = Answer(chat, self.settings.name, jobs, choice, read, body.return_token_origins, tables)
         self.worker.submit(jobs)
         streamed = False
         try:
@@ -148,7 +149,7 @@ class Service:
             require_unicode(turn["content"], "messages")
         try:
             with self._encoding:
-                return encode_chat(self.tokenizer, turns)[0].tolist()
+                return encode_chat(self.tokenizer, turns, body.template)[0].tolist()
         except ValueError as error:
             raise ApiError(400, one_line(error), "messages") from error
 

@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Any
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.rule_names import build_rule, describe, parse_rule
+from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import AutoThreshold, SamplingConfig
+from eagle_fsd.core.processing import UNPROCESSED, Processing, as_biases, as_sequences, as_tokens
 from eagle_fsd.core.sampling import fresh_seed
 from eagle_fsd.decoding.request import Terms
 from eagle_fsd.serving.errors import ApiError, of_value
 from eagle_fsd.serving.protocol import Generation
+from eagle_fsd.text.stop_strings import words_as_tokens
 
 if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
 
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
 AUTO, FUZZY = "auto", "fuzzy"
 SHORTER = 11  # bits: a drawn seed goes through JSON, whose readers may keep 53 bits of a number
 KEPT_RULES = 256  # calibrated rules that are remembered: finding one reads the head's weights
@@ -49,11 +53,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a request that says nothing gets. max_new_tokens: the most new tokens of each of its texts."""
+    """What a request that says nothing gets. max_new_tokens: of each text. stops: stop strings."""
 
     sampling: SamplingConfig = SamplingConfig()  # noqa: RUF009  # it is frozen
     rule: AcceptanceRule | AutoThreshold = field(default_factory=lambda: Fuzzy(0.0))
     max_new_tokens: int = 1024
+    processing: Processing = UNPROCESSED
+    stops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ class Chooser:
         self.model, self.limits, self.defaults = model, limits, defaults
         self._calibrated: dict[tuple[AutoThreshold, SamplingConfig], AcceptanceRule] = {}
         self._calibrating = threading.Lock()
+        self.encoding = threading.Lock()  # a tokenizer is not made for several threads
 
     def __call__(self, request: Generation) -> Choice:
         """Return what the request asks for. Raises ApiError for what it may not ask for."""
@@ -85,18 +92,42 @@ class Chooser:
                 usual.temperature if request.temperature is None else request.temperature,
                 usual.top_k if request.top_k is None else request.top_k,
                 usual.top_p if request.top_p is None else request.top_p,
+                usual.min_p if request.min_p is None else request.min_p,
             )
+            processing = self.processing(request)
             rule = self.settle(requested_rule(request, self.defaults.rule), sampling)
         except ValueError as error:
             raise of_value(error, list(type(request).model_fields)) from error
         seed = fresh_seed() >> SHORTER if request.seed is None else request.seed
         ends = () if request.ignore_eos else self.model.target.eos_token_ids
         return Choice(
-            Terms(tuple(ends), rule, sampling),
+            Terms((*ends, *request.stop_token_ids), rule, sampling, processing),
             self.defaults.max_new_tokens if request.limit is None else request.limit,
             None if sampling.greedy else seed,
             describe_shortly(rule),
         )
+
+    def processing(self, request: Generation) -> Processing:
+        """Return what changes the logits: what the request says, and else the server's own."""
+        said: dict[str, Any] = {
+            name: value for name in PENALTIES if (value := getattr(request, name)) is not None
+        }
+        if request.min_tokens is not None:
+            said["min_new_tokens"] = request.min_tokens
+        if request.suppress_tokens:
+            said["suppress_tokens"] = as_tokens("suppress_tokens", request.suppress_tokens)
+        if request.logit_bias:
+            said["logit_bias"] = as_biases({token_of(key): bias for key, bias in request.logit_bias.items()})
+        if request.bad_words:
+            with self.encoding:
+                words = words_as_tokens(self.model.tokenizer, request.bad_words)
+            said["bad_words_ids"] = as_sequences("bad_words", words)
+        found = dataclasses.replace(self.defaults.processing, **said)
+        vocab_size = self.model.target.vocab_size
+        found.require_vocabulary(vocab_size)
+        for token in as_tokens("stop_token_ids", request.stop_token_ids, some=False):
+            require_integer("stop_token_ids", token, 0, "leave it out", vocab_size - 1)
+        return found
 
     def settle(self, rule: AcceptanceRule | AutoThreshold, sampling: SamplingConfig) -> AcceptanceRule:
         """Return the rule, with its threshold from the head's calibration where that is wanted."""
@@ -167,6 +198,13 @@ def requested_rule(
     if said.keys() - field_names(base):
         return build_rule(name, **said)  # which says what fields the rule has
     return dataclasses.replace(base, **said)  # type: ignore[type-var]
+
+
+def token_of(key: str) -> int:
+    """Return the token id that a key of logit_bias is. Raises ValueError if it is none."""
+    if not key.isdecimal() or not key.isascii():
+        raise ValueError(f'logit_bias has the key {key!r}: it must be a token id, such as "42"; mend it')
+    return int(key)
 
 
 def without_threshold(name: str) -> AcceptanceRule:

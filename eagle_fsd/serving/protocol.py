@@ -21,6 +21,8 @@ from pydantic import (
 from eagle_fsd.core.checks import format_value
 
 MOST_STOPS, LONGEST_STOP = 16, 200
+MOST_IDS = 1024  # entries of a list of tokens or words: each costs time in every step
+MOST_LOGPROBS = 20
 SEEDS = 2**63
 
 # Fields of OpenAI's and vLLM's requests that are not done, and the values that ask for nothing, which clients
@@ -28,21 +30,9 @@ SEEDS = 2**63
 # it in choices.py.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # how tokens are chosen
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "no_repeat_ngram_size": (0,),
-    "bad_words": ([],),
-    "suppress_tokens": ([],),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
     "best_of": (1,),
     "use_beam_search": (False,),
     # what is reported
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
@@ -60,8 +50,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "structured_outputs": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
     # media and services
     "modalities": (["text"],),
     "audio": (),
@@ -88,6 +76,8 @@ def drop_what_asks_for_nothing(data: Any) -> Any:
         return data
     kept = {}
     for name, value in data.items():
+        if name == "logprobs" and value is False and "prompt" in data:
+            continue  # a client that sends a chat's value with a plain completion
         if name in UNSUPPORTED:
             refuse_unless_neutral(name, value)
         elif name not in WITHOUT_EFFECT and value is not None:
@@ -140,6 +130,7 @@ class StreamOptions(Strict):
 class Generation(Strict):
     """The fields that chats and plain completions share.
 
+    repetition_penalty to min_tokens: see choices.py. stop_token_ids: tokens that end a text as well.
     threshold, divergence, rule, quality_budget: how far a text may be from the target's, see choices.py.
     ignore_eos: end tokens do not end a text. timings_per_token: every chunk of a stream says how fast it was
     so far. return_token_origins: texts also come in pieces that say how their tokens came.
@@ -150,6 +141,16 @@ class Generation(Strict):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_IDS)] = {}
+    bad_words: Annotated[list[Stop], Field(max_length=MOST_IDS)] = []
+    suppress_tokens: Annotated[list[int], Field(max_length=MOST_IDS)] = []
+    stop_token_ids: Annotated[list[int], Field(max_length=MOST_IDS)] = []
+    min_tokens: int | None = None
     seed: int | None = Field(None, ge=0, lt=SEEDS)
     stop: Annotated[list[Stop], BeforeValidator(as_list), Field(max_length=MOST_STOPS)] = []
     n: int = Field(1, ge=1)
@@ -177,6 +178,11 @@ class Generation(Strict):
     @property
     def limit(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def top_tokens(self) -> int | None:
+        """How many likeliest tokens are reported beside each token; None: no log-probabilities at all."""
+        return None
 
 
 class TextPart(Strict):
@@ -224,16 +230,31 @@ Messages = Annotated[list[Message], Field(min_length=1)]
 
 
 class ChatRequest(Generation):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. chat_template_kwargs, documents: for the model's chat template."""
 
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] = {}
+    documents: list[Any] = []
 
     @model_validator(mode="after")
     def require_one_limit(self) -> ChatRequest:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens is the old name of max_completion_tokens: send one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is for logprobs: set that to true, or leave top_logprobs out")
         return self
+
+    @property
+    def top_tokens(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """The arguments of the chat template."""
+        return {**self.chat_template_kwargs, **({"documents": self.documents} if self.documents else {})}
 
     @property
     def limit(self) -> int | None:
@@ -244,6 +265,11 @@ class CompletionRequest(Generation):
     """POST /v1/completions. prompt: a text, several, token ids, or several lists of them."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+    @property
+    def top_tokens(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -259,6 +285,12 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """The arguments of the chat template."""
+        return self.chat_template_kwargs
 
     @model_validator(mode="after")
     def require_one_source(self) -> TokenizeRequest:

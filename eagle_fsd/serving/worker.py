@@ -18,7 +18,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.loop import NonFiniteLogits
 from eagle_fsd.decoding.origins import TokenOrigins
-from eagle_fsd.decoding.request import Terms, Text
+from eagle_fsd.decoding.request import Terms, Text, TokenLogprob
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.serving.choices import Limits
 from eagle_fsd.serving.errors import SERVER, ApiError, queue_full
@@ -34,9 +34,13 @@ CLOSED = "the server is shutting down: try again later"
 
 @dataclass(frozen=True)
 class News:
-    """What has happened to a text: pieces that may be shown, and at the end why it ended, or an error."""
+    """What has happened to a text: pieces that may be shown, and at the end why it ended, or an error.
+
+    logprobs: of the tokens that were taken, some of whose text may still be held back.
+    """
 
     pieces: Sequence[Piece] = ()
+    logprobs: Sequence[TokenLogprob] = ()
     finish_reason: str | None = None
     error: ApiError | None = None
 
@@ -71,6 +75,7 @@ class Job:
     written: StreamedText
     tell: Callable[[News], None]
     wants_origins: bool = False
+    top_logprobs: int | None = None  # see Text
     stats: GenerationStats = field(default_factory=GenerationStats)
     clock: Clock = field(default_factory=Clock)
     token_ids: list[int] = field(default_factory=list)
@@ -209,6 +214,7 @@ class Worker:
         self._number += 1
         job.stats = GenerationStats()
         text = Text(self._number, job.limit, job.terms, job.stats, job.prompt, job.stream)
+        text.top_logprobs = job.top_logprobs
         try:
             self._scheduler.admit(text)
         except ValueError as error:  # the prompt; whoever submits it checks that too
@@ -244,6 +250,7 @@ class Worker:
             tokens, origins = tokens[skipped:], origins[skipped:]
         pieces = job.written.add(tokens, origins)
         taken = job.written.tokens - done
+        logprobs = text.logprobs[len(job.token_ids) : len(job.token_ids) + taken]
         job.token_ids += tokens[:taken]
         job.reused = text.reused
         if job.clock.first is None:
@@ -253,12 +260,13 @@ class Worker:
             self.watcher.emitted(job, taken, now)
         job.clock.last = now
         if job.written.stopped:
-            self._retire(text, job, News(pieces, "stop"))
+            self._retire(text, job, News(pieces, logprobs, "stop"))
         elif text.done:
             del self._texts[text]
-            self._end(job, News([*pieces, *job.written.finish()], text.stats.finish_reason))
-        elif pieces:
-            job.tell(News(pieces))
+            pieces = [*pieces, *job.written.finish()]
+            self._end(job, News(pieces, logprobs, text.stats.finish_reason))
+        elif pieces or logprobs:
+            job.tell(News(pieces, logprobs))
 
     def _retire(self, text: Text, job: Job, news: News | None = None) -> None:
         self._scheduler.retire(text)

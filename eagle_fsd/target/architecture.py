@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +15,21 @@ ATTENTION = ("sdpa", "eager")  # implementations that take our masks
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Options of a generation_config that this package does not apply, and the value that turns each one off.
 NEUTRAL_DEFAULTS = {
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "typical_p"), 1.0),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
-    **dict.fromkeys(("min_length", "min_new_tokens", "min_p", "epsilon_cutoff", "eta_cutoff"), 0),
-    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "typical_p"), 1.0),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "min_length", "epsilon_cutoff", "eta_cutoff"), 0),
+    **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")),
+    **dict.fromkeys(("exponential_decay_length_penalty",)),
     **dict.fromkeys(("stop_strings", "max_time", "watermarking_config", "top_h", "penalty_alpha")),
     **dict.fromkeys(("dola_layers", "constraints", "force_words_ids")),
     **{"num_beams": 1, "token_healing": False},
 }
+# Options of a generation_config that are applied: GenerationOptions' name and its own.
+PROCESSING_DEFAULTS = {
+    **{name: name for name in ("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids")},
+    **{name: name for name in ("suppress_tokens", "min_new_tokens")},
+    "logit_bias": "sequence_bias",
+}
+SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 UNLIMITED = 2**31 - 1  # positions of a model whose config names no limit
 
 
@@ -160,12 +167,21 @@ def ignored_defaults(generation: GenerationConfig | None) -> dict[str, object]:
     return found
 
 
-def suggested_sampling(generation: GenerationConfig | None) -> dict[str, object]:
-    """Return the sampling that a model's generation_config suggests. Here only arguments set it."""
-    if not getattr(generation, "do_sample", None):
-        return {}
-    named = {name: getattr(generation, name, None) for name in ("temperature", "top_k", "top_p")}
-    return {name: value for name, value in named.items() if value is not None}
+def own_defaults(generation: GenerationConfig | None) -> dict[str, Any]:
+    """Return what a model's generation_config says about sampling and processing.
+
+    The names are those of GenerationOptions. As in Hugging Face's `generate`, sampling counts only if it
+    asks for sampling, and top_k is 50 then if it says nothing else.
+    """
+    found = {
+        mine: value
+        for mine, its in PROCESSING_DEFAULTS.items()
+        if (value := getattr(generation, its, None)) is not None and value not in ([], {})
+    }
+    if getattr(generation, "do_sample", None):
+        named = {name: getattr(generation, name, None) for name in SAMPLING_DEFAULTS}
+        found |= {**SAMPLING_DEFAULTS, **{name: value for name, value in named.items() if value is not None}}
+    return found
 
 
 def end_tokens(config: PretrainedConfig, generation: GenerationConfig | None) -> tuple[int, ...]:

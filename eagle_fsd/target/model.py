@@ -28,7 +28,7 @@ from eagle_fsd.target.architecture import (
     layer_kinds,
     logits_transform,
     longest_text,
-    suggested_sampling,
+    own_defaults,
 )
 from eagle_fsd.target.graph_decoder import GraphDecoder
 from eagle_fsd.target.hf_attention import with_grouped_attention
@@ -104,6 +104,11 @@ class TargetModel:
         return getattr(getattr(self.model, "generation_config", None), "pad_token_id", None)
 
     @property
+    def own_defaults(self) -> dict[str, Any]:
+        """What the model's generation_config says about sampling and processing; see GenerationOptions."""
+        return own_defaults(getattr(self.model, "generation_config", None))
+
+    @property
     def parameter_count(self) -> int:
         """The number of weights that a forward reads; of a mixture of experts, all of them."""
         return sum(weight.numel() for weight in self._weights_read())
@@ -123,7 +128,7 @@ class TargetModel:
     def without_generation_defaults(self) -> PreTrainedModel:
         """Return the model for its own `generate`, without the defaults that its repository sets.
 
-        Decoding here does not apply these penalties and warpers either. The caller's model is not changed.
+        Whoever calls it says what applies. The caller's model is not changed.
         """
         pad = next(iter(self.eos_token_ids), 0)
         self._same_modules.generation_config = GenerationConfig(
@@ -273,6 +278,9 @@ class TargetModel:
                 "generate without it",
                 one_line(asked, 200),
             )
-        if sampling := suggested_sampling(getattr(self.model, "generation_config", None)):
-            asked = ", ".join(f"{name}={value}" for name, value in sampling.items())
-            logger.info("the model's generation_config suggests %s: give them as arguments", asked)
+        if self.own_defaults:
+            asked = ", ".join(f"{name}={value!r}" for name, value in self.own_defaults.items())
+            logger.info(
+                "the model's generation_config says %s: so it is, unless arguments say otherwise",
+                one_line(asked, 200),
+            )

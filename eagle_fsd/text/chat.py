@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
@@ -11,13 +11,33 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+# What apply_chat_template takes beside the template's own arguments.
+OWN_ARGUMENTS = frozenset(
+    (
+        "conversation",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+    )
+    + ("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask")
+    + ("tokenizer_kwargs",)
+)
 PLAIN = "or continue the prompt as it is (--raw)"
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase | None, prompt: str, system: str | None = None, raw: bool = False
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: str,
+    system: str | None = None,
+    raw: bool = False,
+    template: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """Return the token ids [1, n] of a prompt, as a chat that waits for its answer, or raw."""
+    """Return the token ids [1, n] of a prompt, as a chat that waits for its answer, or raw.
+
+    template: arguments of the chat template; see `encode_chat`.
+    """
     tokenizer = require_tokenizer(tokenizer)
     try:
         (prompt + (system or "")).encode()
@@ -29,7 +49,7 @@ def encode(
     if raw:
         return tokenizer(prompt, return_tensors="pt")["input_ids"]
     messages = [{"role": "system", "content": system}] if system is not None else []
-    return encode_chat(tokenizer, [*messages, {"role": "user", "content": prompt}])
+    return encode_chat(tokenizer, [*messages, {"role": "user", "content": prompt}], template)
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
@@ -39,14 +59,33 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTo
     return tokenizer
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Mapping[str, str]]) -> Tensor:
-    """Return the token ids [1, n] of a chat of {"role", "content"} that waits for its answer."""
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: Sequence[Mapping[str, str]],
+    template: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """Return the token ids [1, n] of a chat of {"role", "content"} that waits for its answer.
+
+    template: arguments of the model's chat template, such as enable_thinking, tools or documents. Raises
+    ValueError for those that are this function's own.
+    """
     tokenizer = require_tokenizer(tokenizer)
+    if own := OWN_ARGUMENTS.intersection(template or ()):
+        raise ValueError(
+            f"{min(own)} is no argument of a chat template that can be chosen: the answer's form depends on "
+            "it; leave it out"
+        )
     if not tokenizer.chat_template:
         raise ValueError(f"the target's tokenizer has no chat template: choose one that has one, {PLAIN}")
     try:
         return tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+            list(messages),
+            **{
+                **(template or {}),
+                "add_generation_prompt": True,
+                "return_tensors": "pt",
+                "return_dict": True,
+            },
         )["input_ids"]
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"the target's chat template is broken ({error}): fix it, {PLAIN}") from error

@@ -6,11 +6,12 @@ that is complete first counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.text.detokenizer import Detokenizer
+from eagle_fsd.text.streamed import StreamedText
 
 
 class TextUntilStop:
@@ -44,3 +45,42 @@ class TextUntilStop:
         if found:
             self.text = self.text[: min(found)[1]]
             self.stopped = True
+
+
+def make_stoppers(
+    tokenizer: PreTrainedTokenizerBase | None, stops: Sequence[str], rows: int
+) -> list[Callable[[Sequence[int]], int | None]]:
+    """Return a function for each row of a batch that says where its text ends; none without stop strings.
+
+    It takes the tokens of a step and returns how many of them there are up to the one that completes a stop
+    string, None if none does. Raises ValueError without a tokenizer.
+    """
+    if not stops:
+        return []
+    if tokenizer is None:
+        raise ValueError("stop_strings need a tokenizer: the target has none; name one that does")
+    return [stopper(StreamedText(tokenizer, stops)) for _ in range(rows)]
+
+
+def stopper(written: StreamedText) -> Callable[[Sequence[int]], int | None]:
+    def take(tokens: Sequence[int]) -> int | None:
+        before = written.tokens
+        written.add(tokens)
+        return written.tokens - before if written.stopped else None
+
+    return take
+
+
+def words_as_tokens(tokenizer: PreTrainedTokenizerBase | None, words: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of words that must not come, at the beginning of a text and after a space.
+
+    A word that is cut into tokens in another way may still come. Raises ValueError for an empty word.
+    """
+    if tokenizer is None:
+        raise ValueError("bad words need a tokenizer: the target has none; name one that does")
+    found = [
+        tokenizer.encode(form, add_special_tokens=False) for word in words for form in (word, f" {word}")
+    ]
+    if not all(words) or not all(found):
+        raise ValueError("a bad word is empty: write a word of a character at least")
+    return list(map(list, dict.fromkeys(map(tuple, found))))

@@ -79,7 +79,7 @@ def test_flags_become_options() -> None:
                 "0.4",
                 "--divergence",
                 "tv",
-                "--min-p",
+                "--fuzzy-min-p",
                 "0.1",
                 "--seed",
                 "3/2",

@@ -1,0 +1,175 @@
+"""How logits are changed before a token is chosen from them, as a frozen dataclass that validates itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from torch import Tensor
+
+from eagle_fsd.core.checks import format_value, require_integer, require_number
+
+# Takes the token ids [K, L] of K texts and the logits [K, V] of their next tokens, and returns new logits.
+Processor = Callable[[Any, Any], Tensor]
+# Token ids of a sequence, and what is added to the logit of its last token where the others have just come.
+Bias = tuple[tuple[int, ...], float]
+
+
+@dataclass(frozen=True)
+class Processing:
+    """What changes the target's logits at every node of a tree before temperature, top_k, top_p and min_p.
+
+    Each does what the option of this name does in Hugging Face's `generate`, in its order: logit_bias (there
+    sequence_bias), repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram_size,
+    bad_words_ids, min_new_tokens, suppress_tokens, and last the caller's own.
+
+    repetition_penalty: divides the positive logits of tokens that the text has, its prompt included, and
+      multiplies negative ones; above 1 discourages repetition, 1 is off (CTRL, arXiv 1909.05858).
+    presence_penalty, frequency_penalty: are subtracted from the logits of tokens that the answer has, once,
+      and once for each time; 0 is off. Hugging Face has neither; the formula is that of OpenAI's API.
+    no_repeat_ngram_size: no n tokens come twice in a text, its prompt included; 0 is off.
+    bad_words_ids: sequences that never come. A sequence of one end token has no effect.
+    suppress_tokens: tokens that never come.
+    logit_bias: pairs of a sequence and what is added to the logit of its last token after the others.
+    min_new_tokens: no end token comes earlier.
+    own: functions of token ids [K, L] and logits [K, V] that return new logits, such as Hugging Face's
+      LogitsProcessor objects. They must depend on their arguments only, since they see paths of a tree that
+      the text may never take, K at a time.
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
+    logit_bias: tuple[Bias, ...] = ()
+    min_new_tokens: int = 0
+    own: tuple[Processor, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "1 turns it off")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}: it must be finite and above 0; 1 turns "
+                "it off"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            require_finite(name, getattr(self, name), "0 turns it off, 0.5 is usual")
+        require_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, "0 turns it off")
+        require_integer("min_new_tokens", self.min_new_tokens, 0, "0 turns it off")
+        for processor in self.own:
+            if not callable(processor):
+                raise ValueError(
+                    f"logits_processor holds {format_value(processor)}: it must be a function of token ids "
+                    "and logits, such as a LogitsProcessor; leave it out"
+                )
+
+    @classmethod
+    def of(
+        cls,
+        bad_words_ids: object = None,
+        suppress_tokens: object = None,
+        logit_bias: object = None,
+        logits_processor: object = None,
+        **numbers: Any,
+    ) -> Processing:
+        """Return the processing of values as callers write them, with lists and mappings of any kind.
+
+        logit_bias: a mapping of tokens, or tuples of them, to numbers, or Hugging Face's list of pairs.
+        logits_processor: one function, or several. None: nothing. Raises ValueError for bad values.
+        """
+        own: Any = logits_processor if isinstance(logits_processor, Iterable) else [logits_processor]
+        return cls(
+            bad_words_ids=as_sequences("bad_words_ids", bad_words_ids),
+            suppress_tokens=as_tokens("suppress_tokens", suppress_tokens, some=False),
+            logit_bias=as_biases(logit_bias),
+            own=() if logits_processor is None else tuple(own),
+            **numbers,
+        )
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is changed at all."""
+        return self != UNPROCESSED
+
+    @property
+    def counts(self) -> bool:
+        """Whether it matters which tokens a text has."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError for a token that the target does not have."""
+        for name, sequences in (
+            ("bad_words_ids", self.bad_words_ids),
+            ("suppress_tokens", (self.suppress_tokens,)),
+            ("logit_bias", [tokens for tokens, _ in self.logit_bias]),
+        ):
+            for token in (token for tokens in sequences for token in tokens):
+                if token >= vocab_size:
+                    raise ValueError(
+                        f"{name} has the token {token}: the target's tokens are 0..{vocab_size - 1}; leave "
+                        "it out"
+                    )
+
+
+def require_finite(name: str, value: object, remedy: str) -> None:
+    """Raise ValueError unless `value` is a finite number."""
+    require_number(name, value, -math.inf, math.inf, remedy)
+    if not math.isfinite(value):  # type: ignore[arg-type]
+        raise ValueError(f"{name} is {value}: it must be finite; {remedy}")
+
+
+def as_tokens(name: str, value: object, some: bool = True) -> tuple[int, ...]:
+    """Return token ids as a tuple. some: there must be one. Raises ValueError if they are not token ids."""
+    given: tuple[object, ...] = ()
+    if value is not None:
+        given = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    for token in given:
+        if not isinstance(token, Integral) or isinstance(token, bool) or int(token) < 0:
+            raise ValueError(
+                f"{name} has {format_value(token)}: a token id is an integer of at least 0; mend it"
+            )
+    if some and not given:
+        raise ValueError(f"{name} has an empty sequence: it must have a token id at least; leave it out")
+    return tuple(int(token) for token in given)  # type: ignore[call-overload]
+
+
+def as_sequences(name: str, value: object) -> tuple[tuple[int, ...], ...]:
+    """Return sequences of token ids as tuples. Raises ValueError for anything else."""
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)):
+        raise ValueError(f"{name} is {format_value(value)}: it must be a list of lists of token ids; mend it")
+    for one in value:
+        if not isinstance(one, Iterable):
+            raise ValueError(
+                f"{name} has {format_value(one)}: it must be a list of token ids; write [{one!r}]"
+            )
+    return tuple(as_tokens(name, one) for one in value)
+
+
+def as_biases(value: object) -> tuple[Bias, ...]:
+    """Return biases as pairs of a sequence and a number. Raises ValueError for anything else."""
+    given: Any = () if value is None else value
+    try:
+        pairs: list[Any] = list(value.items() if isinstance(value, Mapping) else given)
+        found = {as_tokens("logit_bias", tokens): bias for tokens, bias in pairs}
+    except TypeError as error:
+        raise ValueError(
+            f"logit_bias is {format_value(value)}: it must map tokens to numbers, such as {{42: -5.0}}; mend "
+            "it"
+        ) from error
+    for bias in found.values():
+        require_number("logit_bias", bias, -math.inf, math.inf, "-100 all but rules a token out")
+        if bias == math.inf:
+            raise ValueError(
+                "logit_bias is inf: it must be finite, or -inf; 100 makes a token all but certain"
+            )
+    return tuple((tokens, float(bias)) for tokens, bias in found.items())
+
+
+UNPROCESSED = Processing()

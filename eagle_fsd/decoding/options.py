@@ -1,0 +1,161 @@
+"""How to generate, as callers say it: the keywords of `EagleFSD.generate`, written once and checked first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from torch import Tensor
+
+from eagle_fsd.acceptance.accept import AcceptanceRule
+from eagle_fsd.acceptance.published_fsd import PublishedFSD
+from eagle_fsd.core.checks import require_integer
+from eagle_fsd.core.config import (
+    FSD_PAPER_SAMPLING,
+    FSD_PAPER_TREE,
+    AutoThreshold,
+    AutoTree,
+    SamplingConfig,
+    TreeConfig,
+)
+from eagle_fsd.core.padding import as_ids
+from eagle_fsd.core.processing import Processing, Processor
+from eagle_fsd.core.sampling import Seed
+from eagle_fsd.decoding.request import Observer, Prompts
+from eagle_fsd.target.model import TargetModel
+
+# Options that the model's generation_config may set, by the classes that they end up in.
+SAMPLING = tuple(field.name for field in fields(SamplingConfig))
+PROCESSING = (*(field.name for field in fields(Processing) if field.name != "own"), "logits_processor")
+MOST_LOGPROBS = 100  # likeliest tokens at each place
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How to generate: the arguments of `EagleFSD.generate` beside the prompts.
+
+    max_new_tokens: the most new tokens of each text.
+    temperature, top_k, top_p, min_p: see SamplingConfig; temperature 0 is greedy.
+    rule: when a drafted token is accepted; None is Lossless(), and AutoThreshold() reads the threshold of a
+      quality budget from the head's calibration.
+    tree: the draft tree's size; None is TreeConfig(), total_tokens=1 is plain decoding, and AutoTree()
+      measures which is fastest here, or takes the calibration's.
+    seed: the same seed and the same tree give the same texts; None draws a fresh one, which the output names.
+      Row r of an int seed s draws from the stream (s, r), whatever else is in the batch. A sequence names
+      each row's stream, so that seed=[(s, r)] gives row r again on its own.
+    eos_token_id: the tokens that end a text; None takes the model's own.
+    observer: sees every step, for measurements.
+    repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram_size, bad_words_ids,
+      suppress_tokens, logit_bias, min_new_tokens: see Processing; lists and mappings of any kind will do.
+    logits_processor: functions of your own, such as Hugging Face's LogitsProcessor objects; see Processing.
+      They make steps slow, since they are called once for each length of a path.
+    logprobs: also return the target's log-probability of every new token, before all that the options do,
+      and those of so many of the likeliest tokens in its place; 0: of the new tokens only. None: neither.
+    stop_strings: the text ends with the token that completes one of these, wherever in tokens it begins.
+    num_return_sequences: so many sampled texts of each prompt, one after the other in the batch.
+
+    None for one of temperature ... min_p and repetition_penalty ... min_new_tokens takes what the model's
+    generation_config says, as Hugging Face does, else it is off. Raises ValueError for values out of range
+    and for a tree of another type.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    rule: AcceptanceRule | AutoThreshold | None = None
+    tree: TreeConfig | AutoTree | None = None
+    seed: Seed | None = None
+    eos_token_id: int | Sequence[int] | None = None
+    observer: Observer | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    suppress_tokens: Sequence[int] | None = None
+    logit_bias: Mapping[Any, float] | Sequence[Any] | None = None
+    min_new_tokens: int | None = None
+    logits_processor: Processor | Sequence[Processor] | None = None
+    logprobs: int | None = None
+    stop_strings: str | Sequence[str] | None = None
+    num_return_sequences: int = 1
+
+    @classmethod
+    def fsd_paper(cls, threshold: float = 0.3, divergence: str = "js", **fields: Any) -> GenerationOptions:
+        """Return the algorithm of the FSD paper as published, with the settings of its experiments.
+
+        A chain of five greedy drafts, accepted while divergence(p, q) <= threshold on raw distributions; the
+        first failure ends the step. The paper drafts with a draft model. fields: others of this class, which
+        override these settings.
+        """
+        sampling = asdict(FSD_PAPER_SAMPLING)
+        rule = PublishedFSD(threshold, divergence)
+        return cls(**{"rule": rule, "tree": FSD_PAPER_TREE, **sampling, **fields})
+
+    def __post_init__(self) -> None:
+        require_integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token")
+        require_integer("num_return_sequences", self.num_return_sequences, 1, "1 is one text of each prompt")
+        if self.logprobs is not None:
+            require_integer("logprobs", self.logprobs, 0, "None returns none", MOST_LOGPROBS)
+        for stop in self.stops:
+            if not isinstance(stop, str) or not stop:
+                raise ValueError(
+                    f"stop_strings has {stop!r}: each must be a text of a character at least; mend it"
+                )
+        _ = self.sampling, self.processing  # these raise ValueError for bad values
+        if self.tree is not None and not isinstance(self.tree, (TreeConfig, AutoTree)):
+            raise ValueError(
+                f"tree is {self.tree!r}: it must be a TreeConfig, such as TreeConfig(16, 5, 8), or AutoTree()"
+            )
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        return SamplingConfig(**self._given(SAMPLING))
+
+    @property
+    def processing(self) -> Processing:
+        return Processing.of(**self._given(PROCESSING))
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        stops = self.stop_strings or ()
+        return (stops,) if isinstance(stops, str) else tuple(stops)
+
+    def _given(self, names: Sequence[str]) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> GenerationOptions:
+        """Return the options with a model's own values, see `own_defaults`, for those that are None."""
+        own = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return replace(self, **own) if own else self
+
+
+def settle_options(
+    options: GenerationOptions | None,
+    keywords: Mapping[str, Any],
+    target: TargetModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+) -> tuple[GenerationOptions, Prompts]:
+    """Return the options and the prompts [B, L], each as often as the options say.
+
+    keywords: override options. What neither says is the model's own. Raises ValueError for what does not fit
+    the target or each other.
+    """
+    settled = replace(options or GenerationOptions(), **keywords).with_defaults(target.own_defaults)
+    settled.processing.require_vocabulary(target.vocab_size)
+    copies = settled.num_return_sequences
+    if copies > 1 and settled.sampling.greedy:
+        raise ValueError(
+            f"num_return_sequences is {copies} at temperature 0: all would be the same text; give a "
+            "temperature, or leave it out"
+        )
+    if copies > 1:
+        input_ids = input_ids.repeat_interleave(copies, dim=0)
+        if attention_mask is not None:
+            attention_mask = as_ids(attention_mask).repeat_interleave(copies, dim=0)
+    return settled, Prompts.from_padded(target, input_ids, attention_mask, settled.max_new_tokens)
