@@ -35,7 +35,7 @@ _HOMES = {
     "EagleFSD": "engine",
     "Fuzzy": "acceptance.fuzzy",
     "GenerationOutput": "decoding.outputs",
-    "GenerationOptions": "decoding.request",
+    "GenerationOptions": "decoding.options",
     "GenerationStats": "core.stats",
     "HeadConfig": "drafting.eagle_config",
     "Lossless": "acceptance.accept",

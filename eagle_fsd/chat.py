@@ -79,7 +79,7 @@ class Chat:
         turns = [*self.conversation.turns, {"role": "user", "content": message}]
         origins = TokenOrigins()
         args = self.conversation.args
-        options = with_bad_words(self.conversation.options, args, self.model.tokenizer)
+        options = with_bad_words(self.conversation.options, args, self.model)
         options = replace(options, seed=[(self.seed, self.number)])
         options = replace(
             options, observer=origins if self.coloured else None, tree=self.tree or options.tree

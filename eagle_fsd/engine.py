@@ -28,7 +28,7 @@ from eagle_fsd.core.sampling import RowRandom, fresh_seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.options import GenerationOptions, settle_options
 from eagle_fsd.decoding.outputs import BatchStream, Feed, GenerationOutput, Streamer, TokenStream
-from eagle_fsd.decoding.request import Request, Text, end_token_ids
+from eagle_fsd.decoding.request import Text, end_token_ids
 from eagle_fsd.decoding.workspace import Workspaces
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
@@ -332,7 +332,7 @@ class EagleFSD:
         sampling, seed = options.sampling, options.seed
         ends = end_token_ids(self.target, options.eos_token_id)
         stoppers = make_stoppers(self.tokenizer, options.stops, len(prompts))
-        request = Request.from_prompts(prompts, options, ends, rule, tree, self.device, stoppers)
+        request = options.request(prompts, ends, rule, tree, self.device, stoppers)
         if seed is None:  # greedy decoding draws nothing and leaves torch's generator alone
             seed = 0 if sampling.greedy else fresh_seed()
         random = RowRandom(seed, len(prompts), self.device)

@@ -240,7 +240,7 @@ def run(args: Namespace, out: TextIO) -> int:
         replace(options, num_return_sequences=args.num_return_sequences)  # raises ValueError for bad values
         prompts = [prompt for prompt in prompts for _ in range(args.num_return_sequences)]
         model = load_model(args)
-        options = with_bad_words(options, args, model.tokenizer).with_defaults(model.target.own_defaults)
+        options = with_bad_words(options, args, model).with_defaults(model.target.own_defaults)
         if args.num_return_sequences > 1 and options.sampling.greedy:
             raise ValueError(
                 f"--num-return-sequences is {args.num_return_sequences} at temperature 0: all would be the "

@@ -205,7 +205,7 @@ def run(args: argparse.Namespace) -> int:
     with listen(args.host, args.port) as place:  # before the model is loaded, which takes long
         with raise_user_errors():
             model = load_model(args)
-            options = with_bad_words(options, args, model.tokenizer).with_defaults(model.target.own_defaults)
+            options = with_bad_words(options, args, model).with_defaults(model.target.own_defaults)
             settings = make_settings(args, model, options)
         serve(model, settings, place, args.verbose)
     return 0

@@ -152,6 +152,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     class Interrupted:
         def __init__(self, inner: Any) -> None:
             self.inner, self.tree, self.rule, self.stats = inner, inner.tree, inner.rule, inner.stats
+            self.seed = inner.seed
 
         def __iter__(self) -> Iterator[list[int]]:
             for number, tokens in enumerate(self.inner):

@@ -56,6 +56,9 @@ class Bytes:
     ) -> dict[str, torch.Tensor]:
         return self("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<answer>", "pt")
 
+    def encode(self, text: str, **_options: object) -> list[int]:
+        return list(text.encode())
+
     def decode(self, ids: Sequence[int], **_options: object) -> str:
         return bytes(i for i in ids if i != END).decode("utf-8", errors="replace")
 
@@ -66,7 +69,7 @@ class ScriptedModel:
     base_model, ea_model, dtype, device = "scripted", "head", torch.float32, torch.device("cpu")
     draft_vocab_size: int | None = None
     runtime, weight_format = "torch", "float32"
-    target = SimpleNamespace(ignored_defaults={})
+    target = SimpleNamespace(ignored_defaults={}, own_defaults={})
 
     def __init__(self, reply: str = REPLY, per_step: int = 3) -> None:
         self.tokenizer = Bytes()
@@ -78,7 +81,8 @@ class ScriptedModel:
     def stream(self, input_ids: torch.Tensor, options: GenerationOptions) -> SimpleNamespace:
         self.calls.append(("stream", self.tokenizer.decode(input_ids[0].tolist()), vars(options)))
         stats = GenerationStats()
-        return ScriptedStream(self._steps(options.max_new_tokens, stats), stats, options.rule)
+        seed = None if options.sampling.greedy else options.seed
+        return ScriptedStream(self._steps(options.max_new_tokens, stats), stats, options.rule, seed)
 
     def _steps(self, most: int, stats: GenerationStats) -> Iterator[list[int]]:
         ids = self.ids[:most]
@@ -101,8 +105,10 @@ class ScriptedModel:
 
 
 class ScriptedStream(SimpleNamespace):
-    def __init__(self, steps: Iterator[list[int]], stats: GenerationStats, rule: AcceptanceRule) -> None:
-        super().__init__(steps=steps, stats=stats, tree=TreeConfig(), rule=rule)
+    def __init__(
+        self, steps: Iterator[list[int]], stats: GenerationStats, rule: AcceptanceRule, seed: Any
+    ) -> None:
+        super().__init__(steps=steps, stats=stats, tree=TreeConfig(), rule=rule, seed=seed)
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.steps
@@ -325,7 +331,7 @@ def test_baseline(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
     assert (code, out) == (0, "Grüß\n")
     assert err.endswith("target alone: 6 tokens in 12.0 s (0.5 tok/s), the same text; speed ratio 12.00\n")
     assert [call for call, _, _ in model.calls] == ["stream", "generate", "target_alone", "target_alone"]
-    expected = {"max_new_tokens": 6, "temperature": 0.6, "top_k": 0, "top_p": 0.9, "seed": 5}
+    expected = {"max_new_tokens": 6, "temperature": 0.6, "top_k": None, "top_p": 0.9, "seed": 5}
     assert expected.items() <= model.calls[-1][2].items()
     _, out, _ = run(capsys, "--json", *flags)
     record = json.loads(out)
@@ -336,9 +342,9 @@ def test_baseline(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
 
 def test_a_baseline_says_what_it_leaves_out(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
     """Hugging Face's `generate` with the model's own defaults would be another text."""
-    model.target = SimpleNamespace(ignored_defaults={"repetition_penalty": 1.1, "min_length": 3})
+    model.target = SimpleNamespace(ignored_defaults={"typical_p": 0.9, "min_length": 3}, own_defaults={})
     _, _, err = run(capsys, "--baseline", "Hello?")
-    assert "; target alone without repetition_penalty, min_length: " in err
+    assert "; target alone without typical_p, min_length: " in err
 
 
 # -- seeds ----------------------------------------
@@ -380,7 +386,12 @@ def test_flags_reach_the_engine(model: ScriptedModel, capsys: pytest.CaptureFixt
     tree = "--total-tokens 20 --depth 4 --tree-top-k 6 --min-confidence 0.1"
     rule = "--threshold 0.4 --divergence tv --mode paper --child target"
     guards = "--fuzzy-min-p 0.1 --max-overshoot 4 --min-gain 0.5 --max-consecutive 2 --exact-prefix 7"
-    run(capsys, *f"{sampling} {tree} {rule} {guards} Hello?".split(" "))
+    changes = (
+        "--min-p 0.05 --repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3 "
+        "--no-repeat-ngram-size 3 --suppress-tokens 4,6 --logit-bias 7=-2 --logit-bias 8=1.5 "
+        "--min-new-tokens 2 --stop END --stop STOP --bad-word ab"
+    )
+    run(capsys, *f"{sampling} {tree} {rule} {guards} {changes} Hello?".split(" "))
     assert model.calls[0][2] == {
         "max_new_tokens": 5,
         "temperature": 0.7,
@@ -394,7 +405,55 @@ def test_flags_reach_the_engine(model: ScriptedModel, capsys: pytest.CaptureFixt
         ),
         "eos_token_id": None,
         "observer": None,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[97, 98], [32, 97, 98]],
+        "suppress_tokens": [4, 6],
+        "logit_bias": {7: -2.0, 8: 1.5},
+        "min_new_tokens": 2,
+        "logits_processor": None,
+        "logprobs": None,
+        "stop_strings": ["END", "STOP"],
+        "num_return_sequences": 1,
     }
+
+
+def test_the_text_ends_before_a_stop_string(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
+    assert run(capsys, "--stop", "nowhere", "--stop", ", ", "Hello?")[1] == "Grüße\n"
+
+
+def test_several_answers_have_streams_of_their_own(
+    model: ScriptedModel, capsys: pytest.CaptureFixture
+) -> None:
+    flags = ["--temperature", "1", "--seed", "7", "--num-return-sequences", "3"]
+    _, out, _ = run(capsys, *flags, "Hello?")
+    assert seeds_of(model) == [[(7, 0)], [(7, 1)], [(7, 2)]] and out == "\n".join([f"{REPLY}\n"] * 3)
+    code, _, err = run(capsys, "--num-return-sequences", "3", "Hello?")
+    assert code == 2 and "--num-return-sequences is 3 at temperature 0" in err
+
+
+def test_template_arguments_reach_the_template(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
+    seen: list[dict[str, object]] = []
+    usual = model.tokenizer.apply_chat_template
+    model.tokenizer.apply_chat_template = lambda messages, **given: seen.append(given) or usual(messages)
+    run(capsys, "--chat-template-args", '{"enable_thinking": false}', "Hello?")
+    assert seen[0]["enable_thinking"] is False
+    for flags, message in (
+        (["--chat-template-args", "{", "x"], "'{' is no JSON"),
+        (["--chat-template-args", "[]", "x"], "'[]' is no JSON object"),
+        (["--chat-template-args", '{"tokenize": false}', "x"], "tokenize is no argument of a chat template"),
+        (["--chat-template-args", '{"a": 1}', "--raw", "x"], "--chat-template-args with --raw"),
+        (["--logprobs", "2", "x"], "--logprobs without --json"),
+        (["--logit-bias", "x", "x"], "'x' is not ID=X"),
+        (["--suppress-tokens", "1,b", "x"], "'1,b' is no list of token ids"),
+        (["--bad-word", "", "x"], "a bad word is empty"),
+        (["--baseline", "--stop", "a", "x"], "--baseline with --stop"),
+    ):
+        code, _, err = run(capsys, *flags)
+        assert code == 2 and message in err and err.count("\n") == 1
 
 
 def test_a_tree_is_measured_unless_its_size_is_given() -> None:
@@ -430,7 +489,10 @@ def test_rules_and_their_defaults() -> None:
     [
         ("--quality-budget 0.1", "--quality-budget is 0.1: it is what --threshold auto may cost; give both"),
         ("--threshold 0.3 --quality-budget 0.1", "it is what --threshold auto may cost"),
-        ("--threshold auto --fuzzy-min-p 0.1", "--fuzzy-min-p is 0.1 with --threshold auto: that rule has none"),
+        (
+            "--threshold auto --fuzzy-min-p 0.1",
+            "--fuzzy-min-p is 0.1 with --threshold auto: that rule has none",
+        ),
         ("--threshold auto --rule cactus", "--threshold is auto with --rule cactus: that rule has none"),
         ("--threshold auto --quality-budget 1.5", "quality_budget is 1.5"),
         ("--rule cactus --epsilon 0.1", "--epsilon is 0.1 with --rule cactus"),

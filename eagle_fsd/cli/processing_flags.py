@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from eagle_fsd.decoding.options import GenerationOptions
+    from eagle_fsd.engine import EagleFSD
 
 # Flags that are options of the same name. One that is not given leaves it to the model's generation_config.
 SAME_NAME = (
@@ -148,11 +147,11 @@ def processing_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def with_bad_words(
-    options: GenerationOptions, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None
+    options: GenerationOptions, args: argparse.Namespace, model: EagleFSD
 ) -> GenerationOptions:
     """Return the options with the bad words as token ids, which takes a model's tokenizer."""
     from eagle_fsd.text.stop_strings import words_as_tokens
 
     if not args.bad_word:
         return options
-    return replace(options, bad_words_ids=words_as_tokens(tokenizer, args.bad_word))
+    return replace(options, bad_words_ids=words_as_tokens(model.tokenizer, args.bad_word))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
@@ -22,12 +23,17 @@ from eagle_fsd.core.config import (
 from eagle_fsd.core.padding import as_ids
 from eagle_fsd.core.processing import Processing, Processor
 from eagle_fsd.core.sampling import Seed
-from eagle_fsd.decoding.request import Observer, Prompts
+from eagle_fsd.decoding.request import Observer, Prompts, Request, Stopper
 from eagle_fsd.target.model import TargetModel
 
 # Options that the model's generation_config may set, by the classes that they end up in.
 SAMPLING = tuple(field.name for field in fields(SamplingConfig))
 PROCESSING = (*(field.name for field in fields(Processing) if field.name != "own"), "logits_processor")
+# For measurements, which are of the model and not of its generation_config.
+UNTOUCHED = {
+    **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": (), "suppress_tokens": ()},
+    **{"logit_bias": (), "min_new_tokens": 0},
+}
 MOST_LOGPROBS = 100  # likeliest tokens at each place
 
 
@@ -127,6 +133,30 @@ class GenerationOptions:
 
     def _given(self, names: Sequence[str]) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def request(
+        self,
+        prompts: Prompts,
+        eos_token_ids: Sequence[int],
+        rule: AcceptanceRule,
+        tree: TreeConfig,
+        device: torch.device,
+        stoppers: Sequence[Stopper] = (),
+    ) -> Request:
+        """Return the request for these prompts, with the rule and the tree that were settled."""
+        return Request(
+            tokens=prompts.tokens.to(device),
+            lengths=prompts.lengths,
+            limits=prompts.limits,
+            eos_token_ids=eos_token_ids,
+            rule=rule,
+            tree=tree,
+            sampling=self.sampling,
+            observer=self.observer,
+            processing=self.processing,
+            logprobs=self.logprobs,
+            stoppers=stoppers,
+        )
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> GenerationOptions:
         """Return the options with a model's own values, see `own_defaults`, for those that are None."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified
@@ -17,9 +16,6 @@ from eagle_fsd.core.processing import UNPROCESSED, Processing
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.logits_processing import TextProcessor
 from eagle_fsd.target.model import TargetModel
-
-if TYPE_CHECKING:
-    from eagle_fsd.decoding.options import GenerationOptions
 
 
 class Observer(Protocol):
@@ -199,29 +195,3 @@ class Request:
     processing: Processing = UNPROCESSED
     logprobs: int | None = None
     stoppers: Sequence[Stopper] = ()
-
-    @classmethod
-    def from_prompts(
-        cls,
-        prompts: Prompts,
-        options: GenerationOptions,
-        eos_token_ids: Sequence[int],
-        rule: AcceptanceRule,
-        tree: TreeConfig,
-        device: torch.device,
-        stoppers: Sequence[Stopper] = (),
-    ) -> Request:
-        """Return the request for these prompts, with the rule and the tree that were settled."""
-        return cls(
-            tokens=prompts.tokens.to(device),
-            lengths=prompts.lengths,
-            limits=prompts.limits,
-            eos_token_ids=eos_token_ids,
-            rule=rule,
-            tree=tree,
-            sampling=options.sampling,
-            observer=options.observer,
-            processing=options.processing,
-            logprobs=options.logprobs,
-            stoppers=stoppers,
-        )

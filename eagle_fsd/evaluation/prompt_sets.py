@@ -14,6 +14,7 @@ from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.stats import GenerationStats
+from eagle_fsd.decoding.options import UNTOUCHED
 from eagle_fsd.decoding.outputs import GenerationOutput
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.text.chat import encode
@@ -80,9 +81,12 @@ def answer(
     sampling: SamplingConfig = GREEDY,
     **options: Any,
 ) -> GenerationOutput:
-    """Answer prompts (token ids) as one batch; options: further ones of `EagleFSD.generate`."""
+    """Answer prompts (token ids) as one batch; options: further ones of `EagleFSD.generate`.
+
+    What the model's generation_config says about penalties and bans does not count.
+    """
     ids, mask = pad_left(prompts, engine.pad_token_id)
-    return engine.generate(ids, mask, **asdict(sampling), **options)
+    return engine.generate(ids, mask, **{**UNTOUCHED, **asdict(sampling), **options})
 
 
 def answer_all(

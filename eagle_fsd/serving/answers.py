@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from eagle_fsd.decoding.request import TokenLogprob
@@ -15,19 +15,19 @@ from eagle_fsd.serving.worker import Job, News
 from eagle_fsd.text.streamed import Piece, merged
 from eagle_fsd.version import __version__
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 LEAST = -9999.0  # a log-probability: JSON has no -inf
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"eagle_fsd-{__version__}"
 
 
 class LogprobTables:
-    """Writes the log-probabilities of tokens in OpenAI's forms: as chats have them, or plain completions."""
+    """Writes the log-probabilities of tokens in OpenAI's forms: as chats have them, or plain completions.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool) -> None:
-        self.tokenizer, self.chat = tokenizer, chat
+    decode: returns a token's text.
+    """
+
+    def __init__(self, decode: Callable[[int], str], chat: bool) -> None:
+        self.decode, self.chat = decode, chat
 
     def __call__(self, logprobs: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any]:
         """Return a choice's `logprobs`. offset: characters of the text before the first token."""
@@ -40,9 +40,9 @@ class LogprobTables:
                 for one in logprobs
             ]
             return {"content": content, "refusal": None}
-        tokens = [self._text(one.token) for one in logprobs]
+        tokens = [self.decode(one.token) for one in logprobs]
         starts = [offset + sum(map(len, tokens[:place])) for place in range(len(tokens))]
-        top = [{self._text(token): max(value, LEAST) for token, value in one.top} for one in logprobs]
+        top = [{self.decode(token): max(value, LEAST) for token, value in one.top} for one in logprobs]
         return {
             "tokens": tokens,
             "token_logprobs": [max(one.logprob, LEAST) for one in logprobs],
@@ -52,14 +52,11 @@ class LogprobTables:
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the texts of tokens, one after the other, each as its own."""
-        return "".join(map(self._text, tokens))
+        return "".join(map(self.decode, tokens))
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text(token)
+        text = self.decode(token)
         return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode(errors="replace"))}
-
-    def _text(self, token: int) -> str:
-        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
 
 @dataclass

@@ -109,7 +109,7 @@ class Service:
             for place, prompt in enumerate(texts)
         ]
         read = sum(map(len, prompts))
-        tables = LogprobTables(self.tokenizer, chat) if body.top_tokens is not None else None
+        tables = LogprobTables(self.decode, chat) if body.top_tokens is not None else None
         answer = Answer(chat, self.settings.name, jobs, choice, read, body.return_token_origins, tables)
         self.worker.submit(jobs)
         streamed = False
@@ -161,6 +161,11 @@ class Service:
             if special:
                 return encode(self.tokenizer, prompt, raw=True)[0].tolist() if prompt else []
             return self.tokenizer.encode(prompt, add_special_tokens=False)
+
+    def decode(self, token: int) -> str:
+        """Return one token's text."""
+        with self._encoding:
+            return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         self.require_model(body.model)

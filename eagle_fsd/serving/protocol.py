@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -19,6 +20,7 @@ from pydantic import (
 )
 
 from eagle_fsd.core.checks import format_value
+from eagle_fsd.text.chat import OWN_ARGUMENTS
 
 MOST_STOPS, LONGEST_STOP = 16, 200
 MOST_IDS = 1024  # entries of a list of tokens or words: each costs time in every step
@@ -117,6 +119,15 @@ def require_threshold(value: Any) -> Any:
     return value
 
 
+def require_template(value: Any) -> Any:
+    if own := OWN_ARGUMENTS.intersection(value):
+        raise ValueError(
+            f"chat_template_kwargs has {min(own)}, which is no argument of a template: leave it out"
+        )
+    return value
+
+
+Template = Annotated[dict[str, Any], AfterValidator(require_template)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
@@ -236,7 +247,7 @@ class ChatRequest(Generation):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Template = {}
     documents: list[Any] = []
 
     @model_validator(mode="after")
@@ -285,7 +296,7 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Template = {}
 
     @property
     def template(self) -> dict[str, Any]:

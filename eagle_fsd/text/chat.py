@@ -12,18 +12,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # What apply_chat_template takes beside the template's own arguments.
-OWN_ARGUMENTS = frozenset(
-    (
-        "conversation",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "padding",
-    )
-    + ("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask")
-    + ("tokenizer_kwargs",)
-)
+OWN_ARGUMENTS = {
+    *("conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
 PLAIN = "or continue the prompt as it is (--raw)"
 
 

@@ -195,7 +195,7 @@ def random_run(name: str, seed: int, count: int, monkeypatch: pytest.MonkeyPatch
             found[one] += tokens
         assert limit is None or held(scheduler) <= limit
         assert scheduler.prefixes.slots <= scheduler.prefixes.limit
-    assert scheduler.batch is None and scheduler.reading is None and not scheduler._tokens
+    assert scheduler.batch is None and scheduler.reading is None and not scheduler._unkept
     saved = sum(starts)
     counter.take()
     monkeypatch.setattr(TargetSession, "load_row", load)

@@ -14,7 +14,7 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
 
 from starlette.testclient import TestClient
 from support.serving import settings
-from support.tiny_engine import CHAT, NAME, chat_ids, text_alone, tiny_engine
+from support.tiny_engine import CHAT, NAME, TREE, chat_ids, text_alone, tiny_engine
 
 from eagle_fsd import Fuzzy
 from eagle_fsd.serving.app import create_app
@@ -201,6 +201,67 @@ def test_origins_say_how_every_token_came(client: TestClient) -> None:
     assert "origins" not in post(client, max_tokens=2).json()["choices"][0]
 
 
+CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"repetition_penalty": 1.4}, {}),
+    ({"presence_penalty": 0.8, "frequency_penalty": 0.4}, {}),
+    ({"no_repeat_ngram_size": 1}, {}),
+    ({"temperature": 1.0, "min_p": 0.3, "seed": 3}, {}),
+    ({"logit_bias": {"7": 4, "8": -100.0}}, {"logit_bias": {7: 4.0, 8: -100.0}}),
+    ({"min_tokens": 9, "stop_token_ids": [17, 60, 25]}, {"min_new_tokens": 9, "eos_token_id": [17, 60, 25]}),
+    ({"suppress_tokens": list(range(4, 50))}, {}),
+]
+
+
+@pytest.mark.parametrize(("fields", "options"), CHANGES, ids=lambda one: "-".join(one) or "same")
+def test_what_changes_logits_does_what_the_engine_does(
+    client: TestClient, fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    kept = {key: value for key, value in fields.items() if key not in ("min_tokens", "stop_token_ids")}
+    wanted = text_alone(chat_ids(), max_new_tokens=24, **{**kept, **options})
+    body = post(client, max_tokens=24, **fields).json()
+    assert body["choices"][0]["message"]["content"] == wanted != text_alone(chat_ids(), max_new_tokens=24)
+
+
+def test_bad_words_never_come(client: TestClient) -> None:
+    usual = post(client, max_tokens=24).json()["choices"][0]["message"]["content"]
+    found = post(client, max_tokens=24, bad_words=[usual[:1]]).json()["choices"][0]["message"]["content"]
+    assert usual[:1] not in found and found
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_logprobs_are_those_of_the_engine_whole_and_streamed(client: TestClient, chat: bool) -> None:
+    alone = tiny_engine().generate([chat_ids()], tree=TREE, max_new_tokens=12, logprobs=2).logprobs[0]
+    path, asked = URL, {"messages": CHAT, "logprobs": True, "top_logprobs": 2}
+    if not chat:
+        path, asked = "/v1/completions", {"prompt": chat_ids(), "logprobs": 2}
+    whole = client.post(path, json={**asked, "max_tokens": 12}).json()["choices"][0]["logprobs"]
+    lines = client.post(path, json={**asked, "max_tokens": 12, "stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    parts = [one["choices"][0]["logprobs"] for one in events if one["choices"][0]["logprobs"]]
+    assert len(parts) > 1
+    decode = tiny_engine().tokenizer.decode
+    if chat:
+        streamed = [entry for part in parts for entry in part["content"]]  # from a kept prompt: it rounds
+        assert [one["token"] for one in streamed] == [one["token"] for one in whole["content"]]
+        values = [one["logprob"] for one in whole["content"]]
+        assert [one["logprob"] for one in streamed] == pytest.approx(values, abs=1e-4)
+        assert [entry["token"] for entry in whole["content"]] == [decode([one.token]) for one in alone]
+        for entry, one in zip(whole["content"], alone, strict=True):
+            assert entry["logprob"] == pytest.approx(one.logprob, abs=1e-4)
+            assert bytes(entry["bytes"]).decode() == entry["token"]
+            best = [(top["token"], pytest.approx(top["logprob"], abs=1e-4)) for top in entry["top_logprobs"]]
+            assert best == [(decode([token]), value) for token, value in one.top]
+        return
+    streamed = {key: [item for part in parts for item in part[key]] for key in whole}
+    assert streamed["tokens"] == whole["tokens"] and streamed["text_offset"] == whole["text_offset"]
+    assert streamed["token_logprobs"] == pytest.approx(whole["token_logprobs"], abs=1e-4)
+    assert list(map(list, streamed["top_logprobs"])) == list(map(list, whole["top_logprobs"]))
+    assert whole["tokens"] == [decode([one.token]) for one in alone]
+    assert whole["token_logprobs"] == pytest.approx([one.logprob for one in alone], abs=1e-4)
+    for token, offset in zip(whole["tokens"], whole["text_offset"], strict=True):
+        assert "".join(whole["tokens"])[offset:].startswith(token)
+
+
 # -- errors ----------------------------------------
 
 
@@ -208,7 +269,14 @@ def test_origins_say_how_every_token_came(client: TestClient) -> None:
     ("body", "param", "code"),
     [
         ({"surprise": 1}, "surprise", "unknown_field"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_field"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", None),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", None),
+        ({"repetition_penalty": 0}, "repetition_penalty", None),
+        ({"bad_words": [""]}, "bad_words.0", "invalid_value"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", None),
+        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", "invalid_value"),
+        ({"best_of": 2}, "best_of", "unsupported_field"),
         ({"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
         ({"messages": []}, "messages", "invalid_value"),

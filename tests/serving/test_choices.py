@@ -44,6 +44,8 @@ def test_what_is_not_done_is_refused_by_name_unless_it_asks_for_nothing(name: st
 
 def test_a_boolean_is_no_number() -> None:
     with pytest.raises(Unsupported):
+        chat(best_of=True)
+    with pytest.raises(ValidationError):
         chat(presence_penalty=False)
     with pytest.raises(ValidationError):
         chat(temperature=True)
@@ -143,7 +145,7 @@ def test_a_calibrated_threshold_is_looked_up_once() -> None:
 
     class Calibrated:
         class target:
-            eos_token_ids = (1,)
+            eos_token_ids, vocab_size = (1,), 9
 
         asked = 0
 

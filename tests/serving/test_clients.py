@@ -64,9 +64,9 @@ def test_the_openai_client_reads_everything(server: tuple[str, Any]) -> None:
 
 def test_the_openai_client_raises_its_own_errors(server: tuple[str, Any]) -> None:
     client = client_of(server[0])
-    with pytest.raises(openai.BadRequestError, match="logit_bias is not supported") as found:
-        client.chat.completions.create(**LONG, logit_bias={"5": 1})
-    assert (found.value.param, found.value.code) == ("logit_bias", "unsupported_field")
+    with pytest.raises(openai.BadRequestError, match="store is not supported") as found:
+        client.chat.completions.create(**LONG, store=True)
+    assert (found.value.param, found.value.code) == ("store", "unsupported_field")
     with pytest.raises(openai.NotFoundError, match="name that"):
         client.chat.completions.create(model="other", messages=CHAT)
     with running(settings(key="secret")) as (url, _):

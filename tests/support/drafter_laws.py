@@ -13,6 +13,7 @@ from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.calibration import FILE, Calibration, write_calibrations
 from eagle_fsd.core.config import AutoThreshold
+from eagle_fsd.core.processing import UNPROCESSED, Processing
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.loop import decode
@@ -30,11 +31,18 @@ def random_chain() -> Chain:
 
 
 def worst_fit(
-    target: ChainTarget, drafter: Drafter, rule: AcceptanceRule, rows: int, length: int = 12
+    target: ChainTarget,
+    drafter: Drafter,
+    rule: AcceptanceRule,
+    rows: int,
+    length: int = 12,
+    processing: Processing = UNPROCESSED,
+    law: Chain | None = None,
 ) -> tuple[float, list[GenerationStats]]:
     """Sample many texts of `random_chain`; return the least p-value over its contexts, and the statistics.
 
-    target, drafter: of `rows` rows; the tree is CHAIN_TREE.
+    target, drafter: of `rows` rows; the tree is CHAIN_TREE. law: what the texts should be like; None: the
+    target's chain.
     """
     request = Request(
         tokens=torch.randint(4, (rows, 6), generator=torch.Generator().manual_seed(0)),
@@ -44,6 +52,7 @@ def worst_fit(
         rule=rule,
         tree=CHAIN_TREE,
         sampling=SamplingConfig(1.0),
+        processing=processing,
     )
     stats = [GenerationStats() for _ in range(rows)]
     steps = list(decode(request, target, drafter, RowRandom(3, rows), stats, Stopwatch()))
@@ -52,10 +61,11 @@ def worst_fit(
         text = [*prompt[-2:], *[token for chunks in steps for token in chunks[row]]]
         for context in zip(text, text[1:], text[2:], strict=False):
             counts[context] += 1
-    law = target.chain.table.double().softmax(-1) * counts.sum(-1, keepdim=True)
-    pairs = [(first, second) for first in range(4) for second in range(4) if law[first, second].min() >= 5]
-    assert len(pairs) > 12
-    return min(chisquare(counts[pair].numpy(), law[pair].numpy()).pvalue for pair in pairs), stats
+    table = (law or target.chain).table
+    expected = table.double().softmax(-1) * counts.sum(-1, keepdim=True)
+    contexts = [(one, two) for one in range(4) for two in range(4) if expected[one, two].min() >= 5]
+    assert len(contexts) > 12
+    return min(chisquare(counts[two].numpy(), expected[two].numpy()).pvalue for two in contexts), stats
 
 
 def require_own_calibrations(engines: Sequence[EagleFSD], folder: Path) -> None:

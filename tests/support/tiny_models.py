@@ -111,6 +111,14 @@ class Letters:
         return "".join(chr(97 + token % 26) for token in tokens)
 
 
+EAGER_ONLY = ("gemma2", "gptj")  # no sdpa in transformers
+
+
+def attention_of(family: str) -> str:
+    """Return the attention that a family is loaded with: sdpa if it can."""
+    return "eager" if family in EAGER_ONLY else "sdpa"
+
+
 def tiny_model(
     family: str = "llama", attention: str = "sdpa", seed: int = 0, **overrides: object
 ) -> transformers.PreTrainedModel:

@@ -12,6 +12,7 @@ import torch
 import transformers
 from support.drafters import feed
 from support.tiny_models import (
+    EAGER_ONLY,
     HIDDEN,
     VOCAB,
     WINDOW,
@@ -34,7 +35,6 @@ from eagle_fsd.target.session import TargetSession
 
 NEW_TOKENS = 20
 LENGTHS = (3, 2 * WINDOW + 1, WINDOW + 2)  # shorter and longer than the window, and all end beyond it
-EAGER_ONLY = ("gemma2", "gptj")  # no sdpa in transformers
 SDPA = (
     *("llama", "qwen2", "qwen2-window", "qwen3", "mistral", "gemma3", "phi3", "phi3-window", "olmo2"),
     *("gpt2", "gpt_neox", "mixtral", "qwen3_moe", "granite", "cohere"),

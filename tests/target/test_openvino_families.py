@@ -6,7 +6,7 @@ import functools
 import logging
 
 import pytest
-from support.tiny_models import FAMILIES, WINDOW, prompts_of, tiny_head, tiny_model
+from support.tiny_models import FAMILIES, WINDOW, attention_of, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.core.padding import pad_left
@@ -18,7 +18,6 @@ pytest.importorskip("openvino", reason="the extra openvino is not installed")
 NEW_TOKENS = 20
 LENGTHS = (3, 2 * WINDOW + 1, WINDOW + 2)
 TREE = TreeConfig(8, 4, 2)
-EAGER_ONLY = ("gemma2", "gptj")  # no sdpa in transformers
 ALWAYS = ("llama", "qwen3", "gemma3", "gpt2", "granite")
 # Family -> a part of the reason. gptj has an attention of its own; experts are chosen in a way that the
 # converter does not know.
@@ -32,10 +31,6 @@ SUPPORTED = [
     for family in FAMILIES
     if family not in REFUSED
 ]
-
-
-def attention_of(family: str) -> str:
-    return "eager" if family in EAGER_ONLY else "sdpa"
 
 
 @functools.lru_cache(maxsize=1)
