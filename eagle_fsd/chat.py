@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from eagle_fsd.cli.answer_report import Answer, summary
 from eagle_fsd.cli.conversation import HELP, Conversation, Exit, read_messages
-from eagle_fsd.cli.flags import add_generation_flags, add_model_flags, add_verbose_flag, new_parser
+from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_parser
+from eagle_fsd.cli.model_flags import add_model_flags
 from eagle_fsd.cli.processing_flags import add_template_flag, with_bad_words
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.generate import (

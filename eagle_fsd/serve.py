@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_fsd.cli.arguments import generation_options
-from eagle_fsd.cli.flags import add_generation_flags, add_model_flags, add_verbose_flag, new_parser
+from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_parser
+from eagle_fsd.cli.model_flags import add_model_flags
 from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.generate import UserError, load_model, raise_user_errors, report_mistake

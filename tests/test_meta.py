@@ -21,6 +21,7 @@ from eagle_fsd import Fuzzy, Lossless, TreeConfig, Typical
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang
+from eagle_fsd.acceptance.planned import COSTS
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.loop import keep
@@ -38,6 +39,7 @@ RULES = [
     Fuzzy(0.4, "js_top10", min_p=0.05, max_overshoot=3.0, min_gain=0.2),
     Fuzzy(0.9, "reverse_kl", mode="paper", child="target", max_consecutive=1, exact_prefix=2),
     Fuzzy(float("inf"), "tv", child="likeliest"),
+    *(Fuzzy(0.5, price=1.5, cost=cost, mode=mode) for cost in COSTS for mode in ("hybrid", "paper")),
     *(Typical(), RelaxedTopK(), SGLang(), Cactus(0.5), Ensemble(0.3)),
 ]
 SAMPLINGS = [

@@ -17,6 +17,7 @@ from eagle_fsd.acceptance.accept import (
     scatter_to_owners,
 )
 from eagle_fsd.acceptance.divergence import get_divergence, largest_value, sparse_divergence
+from eagle_fsd.acceptance.planned import COSTS, planned_chances
 from eagle_fsd.core.checks import require_choice, require_number
 from eagle_fsd.core.config import CHILDREN, HYBRID
 
@@ -42,9 +43,14 @@ class Fuzzy:
       lossless. A threshold means nothing without its divergence.
     mode: "hybrid" keeps a child that the target drew and relaxes only a rejection; "paper" follows the draft
       first.
-    child: which child is followed. "draft": drawn from q over the allowed children, when greedy the largest
-      q. "likeliest": the largest q, also when sampling, which leads to where the tree is deepest (the FSD
-      authors' code drafts greedily). "target": the largest p.
+    price: above 0, the best child for the whole tree is followed, and none that does not bring this many more
+      tokens for each unit of cost; see acceptance/planned.py. inf is lossless. The threshold still says where
+      a child may be followed at all; inf lets the price alone decide.
+    cost: what the price is paid for: "tokens" (the share of probability that is moved, that is total
+      variation), "kl" (of the rule's distribution from the target's), or "divergence".
+    child: which child is followed if there is no price. "draft": drawn from q over the allowed children, when
+      greedy the largest q. "likeliest": the largest q, also when sampling, which leads to where the tree is
+      deepest (the FSD authors' code drafts greedily). "target": the largest p.
 
     Guards narrow the children that may be chosen. Always on: p > 0 after the user's warpers. min_p: p >=
     min_p * max p. max_overshoot: q <= max_overshoot * p. min_gain: the target's own draws are expected to
@@ -64,6 +70,8 @@ class Fuzzy:
     exact_eos: bool = True
     exact_prefix: int = 0
     min_gain: float = 0.0
+    price: float = 0.0
+    cost: str = "tokens"
 
     def __post_init__(self) -> None:
         require_number(
@@ -74,6 +82,13 @@ class Fuzzy:
         require_number("min_p", self.min_p, 0.0, 1.0, "0 turns the guard off")
         require_number("max_overshoot", self.max_overshoot, 0.0, math.inf, "inf turns the guard off")
         require_number("min_gain", self.min_gain, 0.0, math.inf, "0 turns the guard off")
+        require_number("price", self.price, 0.0, math.inf, "0 turns planning off, 1.5 is usual")
+        require_choice("cost", self.cost, COSTS)
+        if self.price and self.child != "draft":
+            raise ValueError(
+                f"child is {self.child!r} with a price of {self.price:g}: the plan chooses the child; leave "
+                "it out"
+            )
         require_guards(self.mode, self.max_consecutive, self.exact_prefix)
 
     @classmethod
@@ -93,7 +108,7 @@ class Fuzzy:
     def chances(self, verified: Verified) -> Tensor | None:
         # T = 0 must stay lossless even where a perfect head makes the divergence exactly 0. So it turns the
         # rule off instead of being compared.
-        if self.threshold == 0 or not verified.tree.owners.shape[1]:
+        if self.threshold == 0 or self.price == math.inf or not verified.tree.owners.shape[1]:
             return None
         eligible = verified.allowed(self.exact_eos) & verified.at_parent(self.is_close(verified))  # [B, N]
         if self.min_p > 0:  # the norm cancels out in the ratio to the largest p
@@ -103,6 +118,9 @@ class Fuzzy:
             eligible &= verified.tree.node_log_q().exp() <= self.max_overshoot * verified.log_p().exp()
         if self.min_gain > 0:
             eligible &= verified.gains() >= self.min_gain
+        if self.price > 0:
+            measured = self.node_divergences(verified) if self.cost == "divergence" else None
+            return planned_chances(verified, eligible, self.price, self.cost, self.mode, measured)
         if self.child == "target":  # siblings share one softmax, so their logits are in the order of p
             return likeliest_chances(verified.tree, eligible, verified.at_token(verified.logits))
         log_q = verified.tree.node_log_q()

@@ -1,4 +1,4 @@
-"""Relaxed acceptance rules of other papers and programs, for comparison.
+"""Relaxed acceptance rules of other papers and programs, and FSD as it was published, for comparison.
 
 They were made for one drafted token at a time. Here siblings compete, so each docstring says what the rule
 then does. A rule whose parameters make it lossless in its source is lossless here too. p is after the user's
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import Verified, likeliest_chances, require_guards
+from eagle_fsd.acceptance.divergence import get_divergence
+from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.checks import require_integer, require_number
-from eagle_fsd.core.config import HYBRID, PAPER
+from eagle_fsd.core.config import FIRST_FAILURE, HYBRID, PAPER
 from eagle_fsd.core.long_rows import topk
 
 
@@ -200,3 +202,39 @@ def log_p_at_temperature(verified: Verified) -> Tensor:
     """Return log p [B, N, V] at the sampling temperature (1 when greedy), before top-k and top-p."""
     temperature = 1.0 if verified.sampling.greedy else verified.sampling.temperature
     return (verified.logits / temperature).log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class PublishedFSD:
+    """FSD as published: follow the likeliest child while divergence(p, q) <= threshold, then end the step.
+
+    (Holsman et al., arXiv 2502.20704.) `Fuzzy` has guards, trees and a mode that keeps the target's own
+    draws, and the published algorithm none of them. With a draft model, a chain of five and the sampling of
+    the paper's experiments, this rule is that algorithm; see GenerationOptions.fsd_paper.
+
+    threshold: in nats of `divergence`, on raw distributions at temperature 1; 0 is lossless, as it is for
+    Fuzzy. The token where the step ends is the target's draw, and a child that equals it is not followed any
+    further. There are no guards: a drafted token may end the text, and it may be one that the user's top-k or
+    top-p rule out. In a tree, only the likeliest path is followed.
+    """
+
+    mode: ClassVar[str] = FIRST_FAILURE
+    max_consecutive: ClassVar[int | None] = None
+    exact_prefix: ClassVar[int] = 0
+
+    threshold: float = 0.3
+    divergence: str = "js"
+
+    def __post_init__(self) -> None:
+        require_number(
+            "threshold", self.threshold, 0.0, math.inf, "0 is lossless, inf always follows the draft"
+        )
+        get_divergence(self.divergence)
+
+    def chances(self, verified: Verified) -> Tensor | None:
+        tree = verified.tree
+        if self.threshold == 0 or not tree.owners.shape[1]:
+            return None
+        close = Fuzzy(self.threshold, self.divergence).is_close(verified)
+        eligible = verified.at_parent(close) & (tree.parents >= 0)
+        return likeliest_chances(tree, eligible, tree.node_log_q())

@@ -9,8 +9,7 @@ from typing import Any
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.divergence import DIVERGENCES
 from eagle_fsd.acceptance.fuzzy import Fuzzy
-from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
-from eagle_fsd.acceptance.published_fsd import PublishedFSD
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, PublishedFSD, RelaxedTopK, SGLang, Typical
 
 RULES: dict[str, type[Any]] = {
     "lossless": Lossless,

@@ -14,7 +14,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.calibration import FILE, Calibration, find_calibration, read_calibrations
 from eagle_fsd.acceptance.divergence import require_listed, require_sparse
 from eagle_fsd.acceptance.fuzzy import Fuzzy
-from eagle_fsd.acceptance.published_fsd import PublishedFSD
+from eagle_fsd.acceptance.other_rules import PublishedFSD
 from eagle_fsd.autotune.tree_chooser import TreeChooser
 from eagle_fsd.autotune.tree_search import Choice
 from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Flags for the fields of the rules. A flag that is not given is None, so that the rule's default applies.
 RULE_FLAGS = (
     "threshold", "quality_budget", "divergence", "mode", "child", "fuzzy_min_p", "max_overshoot", "min_gain",
+    "price", "cost",
     "max_consecutive", "exact_prefix", "epsilon", "delta", "candidates", "margin", "single", "acc", "weight",
 )  # fmt: skip
 
@@ -80,6 +81,8 @@ def fuzzy(args: argparse.Namespace) -> AcceptanceRule:
         max_consecutive=given(args.max_consecutive, usual.max_consecutive),
         exact_prefix=given(args.exact_prefix, usual.exact_prefix),
         min_gain=given(args.min_gain, usual.min_gain),
+        price=given(args.price, usual.price),
+        cost=given(args.cost, usual.cost),
     )
 
 
@@ -129,7 +132,7 @@ def ensemble(args: argparse.Namespace) -> AcceptanceRule:
 
 
 def fsd_paper(args: argparse.Namespace) -> AcceptanceRule:
-    from eagle_fsd.acceptance.published_fsd import PublishedFSD
+    from eagle_fsd.acceptance.other_rules import PublishedFSD
 
     usual = PublishedFSD()
     return PublishedFSD(given(args.threshold, usual.threshold), given(args.divergence, usual.divergence))

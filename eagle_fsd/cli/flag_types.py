@@ -9,6 +9,9 @@ from typing import Any, NoReturn
 from eagle_fsd.core.config import FSD_PAPER_SAMPLING, FSD_PAPER_TREE
 
 AUTO = "auto"
+# The names in acceptance.planned and acceptance.rule_names, repeated here because these import torch.
+COSTS = ("tokens", "kl", "divergence")
+RULE_NAMES = ("fuzzy", "lossless", "typical", "relaxed_topk", "sglang", "cactus", "ensemble", "fsd_paper")
 USAGE = 2  # the exit code of a user's mistake
 
 # A preset is other defaults of some flags.
@@ -21,6 +24,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "temperature": FSD_PAPER_SAMPLING.temperature,
         "top_k": FSD_PAPER_SAMPLING.top_k,
         "top_p": FSD_PAPER_SAMPLING.top_p,
+        "min_p": FSD_PAPER_SAMPLING.min_p,
         "lookup": False,
     }
 }

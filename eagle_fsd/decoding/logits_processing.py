@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,20 +113,20 @@ class TextProcessor:
         for path in paths:
             for token in path:
                 columns.setdefault(token, len(columns))
-        counts = np.zeros((len(paths), len(columns)), dtype=np.float32)  # [N, U], in the answer
-        counts[:, : len(self.counts)] = self.counts
-        seen = np.zeros(counts.shape, dtype=bool)  # in the text
+        places = [(node, columns[token]) for node, path in enumerate(paths) for token in path]
+        added = torch.tensor(places, dtype=torch.int64, device="cpu").reshape(-1, 2).unbind(1)
+        counts = torch.zeros(len(paths), len(columns), device="cpu")  # [N, U], in the answer
+        counts[:, : len(self.counts)] = torch.tensor(self.counts, dtype=torch.float32, device="cpu")
+        counts.index_put_(added, torch.ones(len(places), device="cpu"), accumulate=True)
+        seen = torch.zeros(counts.shape, dtype=torch.bool, device="cpu")  # in the text
         seen[:, : len(self.counts)] = True
-        for node, path in enumerate(paths):
-            for token in path:
-                counts[node, columns[token]] += 1
-                seen[node, columns[token]] = True
+        seen[added] = True
         ids = place(list(columns), logits)
         found = logits[:, ids]
         if (penalty := self.processing.repetition_penalty) != 1:
             penalised = torch.where(found < 0, found * penalty, found / penalty)
-            found = torch.where(torch.from_numpy(seen).to(logits.device), penalised, found)
-        times = torch.from_numpy(counts).to(logits.device)
+            found = torch.where(seen.to(logits.device), penalised, found)
+        times = counts.to(logits.device)
         found = found - self.processing.frequency_penalty * times
         logits[:, ids] = found - self.processing.presence_penalty * (times > 0)
 

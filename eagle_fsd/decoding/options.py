@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
-from eagle_fsd.acceptance.published_fsd import PublishedFSD
+from eagle_fsd.acceptance.other_rules import PublishedFSD
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import (
     FSD_PAPER_SAMPLING,

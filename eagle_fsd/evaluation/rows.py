@@ -68,7 +68,8 @@ class Row:
             raise ValueError(f"rule is {data['rule']!r}: it needs a name; {{'name': 'lossless'}} is one")
         rule = dict(data["rule"])
         if rule["name"] == "fuzzy":
-            rule.setdefault("min_gain", 0.0)  # rows from before there was this guard
+            for name, off in (("min_gain", 0.0), ("price", 0.0), ("cost", "tokens")):
+                rule.setdefault(name, off)  # rows from before there was this field
         made = {name: data[name] for name in KINDS if name != "law"} | {"sample": str(data["sample"])}
         made["rule"], made["kl"], made["tv"] = rule, law.get("kl"), law.get("tv")
         for name, kind in (("sampling", SamplingConfig), ("tree", TreeConfig)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -29,6 +30,9 @@ FUZZY = [
 RULES = [
     Lossless(),
     *FUZZY,
+    Fuzzy(math.inf, price=0.5),
+    Fuzzy(0.4, price=0.2, cost="kl"),
+    Fuzzy(10.0, mode="paper", price=1.0, cost="divergence"),
     Typical(0.05, 0.5),
     RelaxedTopK(3, 0.3),
     RelaxedTopK(4, 1.0, mode="paper"),

@@ -13,8 +13,8 @@ from torch import Tensor
 from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Verified, accept
 from eagle_fsd.acceptance.divergence import DIVERGENCES
+from eagle_fsd.acceptance.other_rules import PublishedFSD
 from eagle_fsd.acceptance.output_distribution import path_distributions
-from eagle_fsd.acceptance.published_fsd import PublishedFSD
 from eagle_fsd.acceptance.rule_names import describe, parse_rule
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags import build_parser

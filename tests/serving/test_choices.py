@@ -12,8 +12,7 @@ pytest.importorskip("prometheus_client", reason='the server needs the extra: pip
 from pydantic import ValidationError
 
 from eagle_fsd import AutoThreshold, Fuzzy, Lossless, Typical
-from eagle_fsd.acceptance.other_rules import Cactus
-from eagle_fsd.acceptance.published_fsd import PublishedFSD
+from eagle_fsd.acceptance.other_rules import Cactus, PublishedFSD
 from eagle_fsd.acceptance.rule_names import RULES
 from eagle_fsd.serving.choices import Chooser, Defaults, Limits, requested_rule
 from eagle_fsd.serving.protocol import (

@@ -18,13 +18,22 @@ NAMINGS = {
     "cactus": ("cactus {delta}", "cactus", ("delta",)),
     "ensemble": ("ensemble {weight}", "ensemble", ("weight",)),
 }
+# The same of a fuzzy rule that plans: its price is its main knob.
+PLANNED = ("planned {price} {divergence} {threshold}", "planned {divergence}", ("price", "threshold"))
 # What most rules do, and guards that are off: not worth a word.
 DEFAULTS: dict[str, Any] = {"mode": "hybrid", "child": "draft", "min_p": 0, "max_overshoot": "inf"}
-DEFAULTS |= {"min_gain": 0, "max_consecutive": None, "exact_eos": True, "exact_prefix": 0}
+DEFAULTS |= {
+    "price": 0,
+    "cost": "tokens",
+    "min_gain": 0,
+    "max_consecutive": None,
+    "exact_eos": True,
+    "exact_prefix": 0,
+}
 # Further fields in a word. The values of mode and child need no name before them.
 WORDS = {"mode": "", "child": "", "min_p": "min-p ", "max_overshoot": "overshoot ", "min_gain": "gain "}
-WORDS |= {"max_consecutive": "run ", "exact_prefix": "prefix "}
-KINDS = ("mode", "child", "min_gain")  # the further fields that set families apart
+WORDS |= {"price": "price ", "cost": "cost ", "max_consecutive": "run ", "exact_prefix": "prefix "}
+KINDS = ("mode", "child", "min_gain", "cost")  # the further fields that set families apart
 
 
 def rule_label(rule: Mapping[str, Any]) -> str:
@@ -52,6 +61,8 @@ def rule_knobs(rule: Mapping[str, Any]) -> tuple[float, ...]:
 def naming_of(rule: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
     """Return the naming of a rule; of one whose name or fields are not known here, its bare name."""
     naming = NAMINGS.get(rule["name"])
+    if rule.get("price"):
+        naming = PLANNED
     if naming is not None and {*naming[2]} <= rule.keys():
         return naming
     bare = rule["name"].replace("_", " ")

@@ -34,6 +34,11 @@ OTHERS = (
     *("sglang:1:0.9", "sglang:1:0.7", "sglang:0.5:1", "sglang:0.3:1", "sglang:0.1:1"),
 )
 AHEAD = tuple(f"js:{t}:min_gain=0.7" for t in (0.15, 0.2, 0.3, 0.45, 0.6))
+PLANNED = (
+    *(f"js:inf:price={price}" for price in (0.75, 1.0, 1.25, 1.5, 2.0, 2.5)),
+    *(f"js:inf:price={price}:cost=kl" for price in (0.4, 0.5, 0.6, 0.75, 1.0)),
+    *(f"js:0.6:price={price}" for price in (0.5, 1.0, 1.5)),
+)
 
 # Which rules a sweep runs, lossless first, each as `parse_rule` reads it.
 GRIDS: dict[str, tuple[str, ...]] = {
@@ -43,8 +48,11 @@ GRIDS: dict[str, tuple[str, ...]] = {
         *(f"js:{t}:{mode}" for mode, t in product(MODES, JS)),
         *(f"reverse_kl:{t}:{mode}" for mode, t in product(MODES, REVERSE_KL)),
         *AHEAD,
+        *PLANNED,
         *OTHERS,
     ),
+    # The plan against what comes near it.
+    "planned": ("lossless", "js:0.3", "js:0.6", *AHEAD[1::2], *PLANNED, *OTHERS[:10]),
     # Minutes, not hours: a few of each.
     "quick": (
         *("lossless", "js:0.1", "js:0.3", "js:0.6", "js:0.6:paper", "reverse_kl:0.4", "reverse_kl:1.5"),
@@ -54,7 +62,7 @@ GRIDS: dict[str, tuple[str, ...]] = {
     ),
 }
 SAMPLING = "temperature, top-k (0: off) and top-p (1: off); default: %(default)s"
-GRID = "a list of rules: quick (19) or frontier (63); default: quick, where --rules names none"
+GRID = "a list of rules: quick (19), planned (29) or frontier (77); default: quick, where --rules names none"
 
 
 def build_parser() -> argparse.ArgumentParser:

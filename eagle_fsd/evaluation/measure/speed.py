@@ -76,7 +76,7 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
     if name in HUGGING_FACE:
         target, options, pad = stock(), HUGGING_FACE[name](), engine.pad_token_id
         return lambda prompts: Answers(
-            *generate_alone(target, prompts, most, sampling, seed, pad, options, endless)
+            *generate_alone(target, prompts, most, sampling, seed, pad, options=options, endless=endless)
         )
     if name == LLAMA_CPP:
         if engine.device.type != "cpu":
