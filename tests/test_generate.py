@@ -480,6 +480,10 @@ def test_rules_and_their_defaults() -> None:
     assert rule("--rule", "sglang", "--single", "0.3", "--acc", "0.8") == SGLang(0.3, 0.8)
     assert rule("--rule", "ensemble", "--weight", "0.6") == Ensemble(0.6)
     assert rule("--threshold", "auto") == AutoThreshold()
+    assert rule("--quality-budget", "0.05") == AutoThreshold(0.05)
+    assert rule("--threshold", "inf", "--price", "1.5", "--cost", "kl") == Fuzzy(
+        float("inf"), price=1.5, cost="kl"
+    )
     auto = "--threshold auto --quality-budget 0.05 --divergence tv --mode paper --child target"
     assert rule(*auto.split()) == AutoThreshold(0.05, "tv", "paper", "target")
 
@@ -487,8 +491,14 @@ def test_rules_and_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--quality-budget 0.1", "--quality-budget is 0.1: it is what --threshold auto may cost; give both"),
-        ("--threshold 0.3 --quality-budget 0.1", "it is what --threshold auto may cost"),
+        (
+            "--threshold 0.3 --quality-budget 0.1",
+            "it finds the threshold of the rule fuzzy; leave out --thre",
+        ),
+        (
+            "--rule cactus --quality-budget 0.1",
+            "it finds the threshold of the rule fuzzy; leave out --rule ca",
+        ),
         (
             "--threshold auto --fuzzy-min-p 0.1",
             "--fuzzy-min-p is 0.1 with --threshold auto: that rule has none",

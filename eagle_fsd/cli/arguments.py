@@ -32,7 +32,8 @@ def make_rule(args: argparse.Namespace) -> AcceptanceRule | AutoThreshold:
     """
     from eagle_fsd.acceptance.rule_names import RULES
 
-    auto = args.rule == "fuzzy" and args.threshold == AUTO
+    by_budget = args.threshold is None and args.quality_budget is not None
+    auto = args.rule == "fuzzy" and (args.threshold == AUTO or by_budget)
     refuse_flags_of_others(args, AutoThreshold if auto else RULES[args.rule], auto)
     return auto_threshold(args) if auto else MAKERS[args.rule](args)
 
@@ -47,7 +48,10 @@ def refuse_flags_of_others(args: argparse.Namespace, rule: type, auto: bool) -> 
         flag = "--" + name.replace("_", "-")
         whose = "--threshold auto" if auto else f"--rule {args.rule}"
         if name == "quality_budget":
-            raise ValueError(f"{flag} is {value}: it is what --threshold auto may cost; give both")
+            raise ValueError(
+                f"{flag} is {value}: it finds the threshold of the rule fuzzy; leave out "
+                f"{'--threshold' if args.rule == 'fuzzy' else f'--rule {args.rule}'}, or {flag}"
+            )
         raise ValueError(f"{flag} is {value} with {whose}: that rule has none; drop the flag")
 
 

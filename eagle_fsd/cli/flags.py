@@ -103,9 +103,9 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
         "--quality-budget",
         type=float,
         metavar="B",
-        help="with --threshold auto: the share of tokens that may differ, as the mean total variation "
-        "distance between the rule's distribution and the target's "
-        f"(default: {AutoThreshold().quality_budget:g})",
+        help="--threshold auto, with this share of tokens that may differ: the mean total variation distance "
+        "between the rule's distribution and the target's "
+        f"(default with --threshold auto: {AutoThreshold().quality_budget:g})",
     )
     group.add_argument(
         "--divergence",

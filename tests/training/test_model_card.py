@@ -334,3 +334,21 @@ def test_what_is_not_there_is_named(
     monkeypatch.setattr(model_card, "HfApi", lambda: pytest.fail("the Hub was asked"))
     with pytest.raises(SystemExit, match=f"publish: .*{message}"):
         run(runs, monkeypatch)
+
+
+def test_a_repository_may_bring_code_for_hugging_faces_generate(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can be published again, without the code and with it; another file beside it is somebody's."""
+    out, folder = runs / "out", runs / "out" / "custom_generate"
+    for flags, there in ((["--custom-generate"], True), ([], False), (["--custom-generate"], True)):
+        run(runs, monkeypatch, "--dry-run", *flags)
+        text = (out / "README.md").read_text()
+        assert folder.exists() == there == ("custom_generate=" in text) == ("- custom_generate" in text)
+    run(runs, monkeypatch, "--dry-run", "--custom-generate")
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["generate.py", "requirements.txt"]
+    assert "EA_MODEL = 'me/EAGLE-target'" in (folder / "generate.py").read_text()
+    (folder / "mine.py").write_text("")
+    with pytest.raises(SystemExit, match="is not empty"):
+        run(runs, monkeypatch, "--dry-run", "--custom-generate")

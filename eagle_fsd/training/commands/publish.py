@@ -42,6 +42,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--license", default="apache-2.0", help="of the head; default: %(default)s")
     parser.add_argument("--repo-id", required=True, help="OWNER/NAME on the Hub")
+    parser.add_argument(
+        "--custom-generate",
+        action="store_true",
+        help="add a folder by which Hugging Face's generate(custom_generate=REPO_ID) decodes with the head",
+    )
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument("--output", type=Path, help="folder of the repository (default: HEAD/../publish)")
     parser.add_argument("--dry-run", action="store_true", help="write the folder, push nothing")
@@ -55,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         refuse_mixed_rows(rows, args.tau)
         config = read_config(args.head, "draft head")
         training = read_training(args.run)
-        card = Card(args.base_model, args.license, args.data, training, rows, table(rows), config)
+        about = (args.base_model, args.license, args.data, training, rows, table(rows), config)
+        card = Card(*about, args.custom_generate)
         folder = write_repository(args.head, card, args.repo_id, args.output or args.head.parent / "publish")
         if warning := bias_warning(folder):
             print(f"{name}: {warning}", file=sys.stderr)

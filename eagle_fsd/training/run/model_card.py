@@ -32,6 +32,7 @@ from eagle_fsd.hub.head_checkpoint import (
     kind_by_config,
     read_config,
 )
+from eagle_fsd.training.run.custom_generate import FILE, FOLDER, REQUIREMENTS, write_folder
 
 CARD = "README.md"
 SPECULATORS_FIELD = "speculators_model_type"
@@ -46,6 +47,7 @@ class Card:
 
     base_model: the target's Hub id. data: a sentence on the text and its licences. training: the record of
     the run. taus, table: the rows of `eagle-fsd eval tau`, and their table. config: of the head.
+    custom_generate: whether Hugging Face's `generate` may decode with the repository; see write_repository.
     """
 
     base_model: str
@@ -55,6 +57,7 @@ class Card:
     taus: Sequence[Mapping[str, Any]]
     table: str
     config: Mapping[str, Any]
+    custom_generate: bool = False
 
     def text(self, repo_id: str) -> str:
         """Write the README.md of the repository, with its YAML header."""
@@ -63,7 +66,10 @@ class Card:
             base_model=self.base_model,
             base_model_relation="adapter",
             library_name=LIBRARY,
-            tags=["eagle", *(["eagle3"] if self._eagle3 else []), "speculative-decoding", "draft-head"],
+            tags=[
+                *("eagle", *(["eagle3"] if self._eagle3 else []), "speculative-decoding", "draft-head"),
+                *([FOLDER] if self.custom_generate else []),
+            ],
         )
         name = self.base_model.rsplit("/", 1)[-1]
         parts = [
@@ -73,12 +79,21 @@ class Card:
             "## Use",
             f"```bash\npip install eagle-fsd\npython -m eagle_fsd.generate --base-model {self.base_model} "
             f'--ea-model {repo_id} "Why is the sky blue?"\n```',
+            *([self._through_generate(repo_id)] if self.custom_generate else []),
             "## Measured",
             self._measured(),
             "## Trained",
             self._trained(),
         ]
         return "\n\n".join(parts) + "\n"
+
+    def _through_generate(self, repo_id: str) -> str:
+        """Say how Hugging Face's own generate decodes with the head."""
+        return (
+            "Or inside `transformers`, where `generate` runs the code of this repository's `custom_generate` "
+            f'folder:\n\n```python\nmodel.generate(\n    **inputs, custom_generate="{repo_id}", '
+            "trust_remote_code=True, max_new_tokens=128, threshold=0.3\n)\n```"
+        )
 
     @property
     def _eagle3(self) -> bool:
@@ -184,6 +199,7 @@ def refuse_mixed_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 def write_repository(head: Path, card: Card, repo_id: str, folder: Path) -> Path:
     """Write the repository: the head's files and the card, into a new folder or over an earlier repository.
 
+    With card.custom_generate also a folder of that name, with code that decodes through this package.
     An earlier card that differs is kept beside the folder, as FOLDER.README.md.old.
     """
     earlier = refuse_other_folder(folder, head)
@@ -200,13 +216,17 @@ def write_repository(head: Path, card: Card, repo_id: str, folder: Path) -> Path
             shutil.copyfile(file, Path(parts) / file.name)
         (Path(parts) / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (Path(parts) / CARD).write_bytes(text.encode())
+        if card.custom_generate:
+            write_folder(Path(parts), repo_id)
         made = {file.name for file in Path(parts).iterdir()}
         if CARD in earlier and (place / CARD).read_bytes() != text.encode():
             shutil.copyfile(place / CARD, place.with_name(f"{place.name}.{CARD}.old"))
         for name in made:
+            if (place / name).is_dir():
+                shutil.rmtree(place / name)
             (Path(parts) / name).replace(place / name)
     for name in earlier - made:
-        (place / name).unlink()
+        shutil.rmtree(place / name) if name == FOLDER else (place / name).unlink()
     return folder
 
 
@@ -239,7 +259,9 @@ def refuse_other_folder(folder: Path, head: Path) -> set[str]:
     found = {path.name for path in folder.iterdir()} if folder.exists() else set()
     card = folder / CARD
     ours = card.is_file() and f"library_name: {LIBRARY}".encode() in card.read_bytes()
-    plain = found <= KINDS and all((folder / name).is_file() for name in found)
+    plain = found <= {*KINDS, FOLDER} and all((folder / name).is_file() for name in found - {FOLDER})
+    if FOLDER in found:
+        plain &= {path.name for path in (folder / FOLDER).iterdir()} <= {FILE, REQUIREMENTS}
     if found and not (ours and plain and folder.resolve() != head.resolve()):
         raise ValueError(
             f"folder {str(folder)!r} is not empty: it may hold an earlier repository, with its {CARD}, and "

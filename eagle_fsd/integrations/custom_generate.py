@@ -1,0 +1,140 @@
+"""Hugging Face's `generate(custom_generate=...)`: the model decodes through this package, with a draft head.
+
+A repository with a folder `custom_generate/` is named in the call (eagle_fsd/training/run writes that folder):
+
+    model.generate(**inputs, custom_generate="owner/EAGLE-head", trust_remote_code=True, threshold=0.3)
+
+The arguments are those of `generate`, and threshold, divergence, rule, tree, seed and ea_model beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from eagle_fsd.acceptance.rule_names import parse_rule
+from eagle_fsd.autotune.head_reading import settle_head
+from eagle_fsd.core.checks import format_value
+from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.padding import pad_right
+from eagle_fsd.decoding.outputs import GenerationOutput
+from eagle_fsd.drafting.eagle3.head import Eagle3Head
+from eagle_fsd.engine import EagleFSD
+from eagle_fsd.hub.resolve import load_any_head, resolve_head
+from eagle_fsd.target.model import TargetModel
+
+ENGINES = "_eagle_fsd_engines"  # a model's engines, by the name of their head, so that they go with it
+
+# Arguments of `generate` that GenerationOptions has too, by its name for them.
+SAME = {
+    name: name
+    for name in (
+        *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "eos_token_id", "repetition_penalty"),
+        *("no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "min_new_tokens", "logits_processor"),
+        *("stop_strings", "num_return_sequences", "seed"),
+    )
+} | {"sequence_bias": "logit_bias"}
+# What else it takes.
+OTHERS = {
+    *("do_sample", "max_length", "pad_token_id", "return_dict_in_generate", "streamer", "generation_config"),
+    *("threshold", "divergence", "rule", "tree", "inputs", "input_ids", "attention_mask", "tokenizer"),
+}
+# Values that ask for nothing. bos_token_id matters only without a prompt.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("synced_gpus", "output_scores", "output_logits"), (False,)),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "token_healing"), (False,)),
+    **{"num_beams": (1,), "num_beam_groups": (1,), "use_cache": (True,), "early_stopping": (False,)},
+    **{"stopping_criteria": ([],), "typical_p": (1.0,), "length_penalty": (1.0,), "min_length": (0,)},
+}
+WITHOUT_EFFECT = {"bos_token_id", "transformers_version", "cache_implementation", "use_model_defaults"}
+
+
+def generate_with_head(
+    model: PreTrainedModel, ea_model: str, inputs: Tensor | None = None, **arguments: Any
+) -> Tensor | GenerationOutput:
+    """Generate as `model.generate` does, by draft trees of a head.
+
+    model: a causal language model. ea_model: the head, or "none" for drafts that are looked up. inputs, or
+    input_ids: [B, L]. arguments: those of `generate`; and threshold and divergence (default: 0, lossless), or
+    rule, an acceptance rule or its words, such as "js:0.6:min_gain=0.7"; tree, a TreeConfig or its words;
+    seed. Returns sequences [B, L + new], or with return_dict_in_generate a GenerationOutput. max_new_tokens
+    is 256 unless said. Raises ValueError for an argument that is not done.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    config = given.pop("generation_config", None)
+    if config is not None:
+        given = {**settings_of(config), **given}
+    require_known(given)
+    ids = inputs if inputs is not None else given.get("input_ids")
+    if ids is None:
+        raise ValueError("input_ids is missing: this generation continues a prompt; give one")
+    options = options_of(model, given, ids.shape[-1])
+    engine = engine_for(model, ea_model, given.get("tokenizer"))
+    made = engine.generate(ids, given.get("attention_mask"), streamer=given.get("streamer"), **options)
+    if given.get("return_dict_in_generate"):
+        return made
+    pad = given.get("pad_token_id", getattr(model.generation_config, "pad_token_id", None))
+    added = pad_right(made.new_tokens, engine.pad_token_id if pad is None else pad).to(ids.device)
+    return torch.cat((made.sequences[:, : ids.shape[1]], added), dim=1)
+
+
+def settings_of(config: GenerationConfig) -> dict[str, Any]:
+    """Return what a generation_config says beyond its class's defaults."""
+    return {name: value for name, value in config.to_diff_dict().items() if value is not None}
+
+
+def require_known(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument that asks for what is not done."""
+    for name, value in given.items():
+        if name in SAME or name in OTHERS or name in WITHOUT_EFFECT or name.startswith("_"):
+            continue
+        if not any(type(value) is type(one) and value == one for one in NEUTRAL.get(name, ())):
+            raise ValueError(
+                f"{name} is {format_value(value)}: eagle_fsd does not do that; leave it out, or generate "
+                "without custom_generate"
+            )
+
+
+def options_of(model: PreTrainedModel, given: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """Return the keywords of `EagleFSD.generate` for arguments of `generate` and a prompt of this length."""
+    options = {mine: given[name] for name, mine in SAME.items() if name in given}
+    own = getattr(model, "generation_config", None)
+    sampled = given.get("do_sample", getattr(own, "do_sample", None))
+    if not sampled:
+        options["temperature"] = 0.0
+    elif not getattr(own, "do_sample", None):  # else the engine takes the model's own
+        options = {"temperature": 1.0, "top_k": 50, **options}
+    if "max_new_tokens" not in options and "max_length" in given:
+        options["max_new_tokens"] = max(1, int(given["max_length"]) - length)
+    rule = given.get("rule")
+    if rule is None:
+        rule = f"{given.get('divergence', 'js')}:{given.get('threshold', 0)}"
+    elif "threshold" in given or "divergence" in given:
+        raise ValueError("threshold and divergence belong to the rule fuzzy: leave them out beside a rule")
+    options["rule"] = parse_rule(rule) if isinstance(rule, str) else rule
+    tree = given.get("tree")
+    options["tree"] = TreeConfig.parse(tree) if isinstance(tree, str) else tree
+    return options
+
+
+def engine_for(
+    model: PreTrainedModel, ea_model: str, tokenizer: PreTrainedTokenizerBase | None = None
+) -> EagleFSD:
+    """Return the engine of a model and a head, made at the first call and kept with the model."""
+    engines: dict[str, EagleFSD] = model.__dict__.setdefault(ENGINES, {})
+    if ea_model not in engines:
+        target = TargetModel(model)
+        head = None
+        if ea_model != "none":
+            sizes = (target.hidden_size, target.vocab_size, target.config.num_hidden_layers)
+            head = load_any_head(resolve_head(ea_model, ""), *sizes, target.dtype, target.device)
+        if isinstance(head, Eagle3Head):
+            settle_head(head, target, tokenizer)
+        engines[ea_model] = EagleFSD(target, head, ea_model=ea_model, lookup=head is None)
+    engine = engines[ea_model]
+    engine.tokenizer = engine.tokenizer if tokenizer is None else tokenizer
+    return engine

@@ -1,0 +1,122 @@
+"""`generate(custom_generate=...)` of Hugging Face through a folder on disk: its texts are generate's own."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.tiny_models import VOCAB, tiny_head, tiny_model
+from transformers import AutoModelForCausalLM
+
+from eagle_fsd import Fuzzy, hub
+from eagle_fsd.integrations.custom_generate import ENGINES, generate_with_head
+from eagle_fsd.training.run.custom_generate import write_folder
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("repository")
+    head = hub.save_head(tiny_head(), folder / "head")
+    write_folder(folder, str(head))
+    return str(folder)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Copies of remote code go to a folder of these tests."""
+    folder = str(tmp_path_factory.mktemp("modules"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", folder)
+        yield
+
+
+def prompts(rows: int = 3) -> torch.Tensor:
+    return torch.randint(4, VOCAB, (rows, 7), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_new_tokens": 16},
+        {"max_length": 20, "repetition_penalty": 1.3},
+        {"max_new_tokens": 16, "eos_token_id": [17, 60, 5, 8, 9, 12, 31, 66], "no_repeat_ngram_size": 2},
+        {
+            "max_new_tokens": 12,
+            "bad_words_ids": [[17], [34]],
+            "sequence_bias": {(7,): 2.5},
+            "use_cache": True,
+        },
+        {"generation_config": transformers.GenerationConfig(max_new_tokens=9, suppress_tokens=[17, 5])},
+        {"max_new_tokens": 9, "num_beams": 1, "do_sample": False, "attention_mask": torch.ones(3, 7)},
+    ],
+    ids=lambda one: "-".join(one),
+)
+def test_greedy_texts_are_those_of_generate(repository: str, arguments: dict[str, Any]) -> None:
+    model = tiny_model()
+    wanted = model.generate(prompts(), **arguments)
+    for tree in ("8/3/3", "1/1/1"):
+        made = model.generate(
+            prompts(), custom_generate=repository, trust_remote_code=True, tree=tree, **arguments
+        )
+        assert torch.equal(made, wanted)
+
+
+def test_sampling_rules_and_statistics(repository: str) -> None:
+    model = tiny_model()
+    shared = {"custom_generate": repository, "trust_remote_code": True, "max_new_tokens": 16, "seed": 3}
+    shared |= {"return_dict_in_generate": True, "do_sample": True}
+    fuzzy = model.generate(prompts(), threshold=9.0, divergence="reverse_kl", **shared)
+    assert fuzzy.rule == Fuzzy(9.0, "reverse_kl") and sum(row.fuzzy_accepts for row in fuzzy.stats) > 0
+    assert fuzzy.seed == 3 and fuzzy.sequences.shape[0] == 3
+    exact = model.generate(prompts(), **shared)
+    assert exact.rule.threshold == 0 and exact.new_tokens != fuzzy.new_tokens
+    several = model.generate(prompts(1), num_return_sequences=4, temperature=1.3, **shared)
+    assert several.sequences.shape[0] == 4
+    assert model.generate(prompts(1), rule="typical", **shared).rule.epsilon == 0.3
+    looked_up = model.generate(prompts(1), ea_model="none", **shared)
+    assert looked_up.stats[0].sources["head"] == 0
+
+
+def test_the_model_goes_with_its_engines(repository: str) -> None:
+    model = tiny_model()
+    model.generate(prompts(1), custom_generate=repository, trust_remote_code=True, max_new_tokens=2)
+    assert list(model.__dict__[ENGINES]) == [str(Path(repository) / "head")]
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_target_with_the_folder_decodes_so_by_itself(repository: str, tmp_path: Path) -> None:
+    """Hugging Face puts the folder of a model's own repository in the place of its generate."""
+    tiny_model().save_pretrained(tmp_path / "target")
+    write_folder(tmp_path / "target", str(Path(repository) / "head"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", trust_remote_code=True)
+    made = model.generate(inputs=prompts(), max_new_tokens=9, return_dict_in_generate=True)
+    assert made.stats[0].steps > 0
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assert torch.equal(made.sequences, plain.generate(prompts(), max_new_tokens=9))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"num_beams": 4}, "num_beams is 4: eagle_fsd does not do that"),
+        ({"output_scores": True}, "output_scores is True"),
+        ({"penalty_alpha": 0.6}, "penalty_alpha is 0.6"),
+        ({"assistant_model": "x"}, "assistant_model is 'x'"),
+        ({"rule": "typical", "threshold": 0.3}, "threshold and divergence belong to the rule fuzzy"),
+        ({"tree": "16"}, "tree is '16'"),
+        ({"input_ids": None}, "input_ids is missing"),
+        ({"ea_model": "/not/there"}, "/not/there"),
+    ],
+)
+def test_what_is_not_done_is_named(repository: str, arguments: dict[str, Any], named: str) -> None:
+    given = {"ea_model": str(Path(repository) / "head"), "input_ids": prompts(1), **arguments}
+    with pytest.raises(ValueError, match=named):
+        generate_with_head(tiny_model(), **given)
