@@ -1,6 +1,6 @@
 """Hugging Face's `generate(custom_generate=...)`: the model decodes through this package, with a draft head.
 
-A repository with a folder `custom_generate/` is named in the call (eagle_fsd/training/run writes that folder):
+A repository with a folder `custom_generate/`, see eagle_fsd/training/run, is named in the call:
 
     model.generate(**inputs, custom_generate="owner/EAGLE-head", trust_remote_code=True, threshold=0.3)
 
