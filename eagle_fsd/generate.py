@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -196,6 +197,8 @@ def load_model(args: Namespace) -> EagleFSD:
         logging.getLogger("eagle_fsd").setLevel(logging.INFO)
     else:
         transformers.utils.logging.set_verbosity_error()
+        # What transformers will change in itself is no news to whoever asks a question.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     return EagleFSD.from_pretrained(
         args.base_model if args.base_model is not None else DEFAULT_TARGET,
         ea_model=args.ea_model,
