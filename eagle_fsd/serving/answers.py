@@ -50,10 +50,6 @@ class LogprobTables:
             "text_offset": starts,
         }
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return the texts of tokens, one after the other, each as its own."""
-        return "".join(map(self.decode, tokens))
-
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.decode(token)
         return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode(errors="replace"))}
@@ -83,6 +79,7 @@ class Answer:
         self.created = int(time.time())
         self.pieces = [[] for _ in self.jobs]
         self.logprobs = [[] for _ in self.jobs]
+        self._offsets = [0 for _ in self.jobs]  # characters of the tokens whose table was written
         self.reasons = [None for _ in self.jobs]
 
     def take(self, place: int, news: News) -> None:
@@ -167,18 +164,17 @@ class Answer:
         """Return the chunk for a text's news. The last one of the answer always has the timings."""
         text = "".join(piece.text for piece in news.pieces)
         said = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
-        choice = self._choice(place, said, news, len(self.logprobs[place]) - len(news.logprobs))
+        choice = self._choice(place, said, news)
         return self._chunk([choice], **({"timings": self.timings} if with_timings or self.done else {}))
 
     def usage_chunk(self) -> bytes:
         return self._chunk([], usage=self.usage, timings=self.timings)
 
-    def _choice(self, place: int, said: dict[str, Any], news: News, before: int = 0) -> dict[str, Any]:
-        """Return a choice. before: how many of the text's tokens came before those of the news."""
+    def _choice(self, place: int, said: dict[str, Any], news: News) -> dict[str, Any]:
         logprobs = None
         if self.tables is not None and news.logprobs:
-            offset = len(self.tables.text(self.jobs[place].token_ids[:before]))
-            logprobs = self.tables(news.logprobs, offset)
+            logprobs = self.tables(news.logprobs, self._offsets[place])
+            self._offsets[place] += sum(map(len, logprobs.get("tokens", ())))
         choice = {"index": place, **said, "logprobs": logprobs, "finish_reason": news.finish_reason}
         if self.with_origins:
             choice["origins"] = [{"text": piece.text, "origin": piece.origin} for piece in news.pieces]
