@@ -1,0 +1,85 @@
+"""Other clients of OpenAI's API against a real server: langchain-openai, and the program llm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WITHOUT = 'the server and its test need extras: pip install "eagle-fsd[dev]"'
+for needed in ("fastapi", "uvicorn", "prometheus_client", "openai"):
+    pytest.importorskip(needed, reason=WITHOUT)
+
+from support.serving import running, settings
+from support.tiny_engine import CHAT, NAME, chat_ids, text_alone
+
+from eagle_fsd import Fuzzy
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(settings()) as (url, _):
+        yield f"{url}/v1"
+
+
+def chat_of(url: str, **fields: Any) -> Any:
+    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    return langchain.ChatOpenAI(
+        **{"base_url": url, "api_key": "none", "model": NAME, "max_retries": 0, "temperature": 0, **fields}
+    )
+
+
+def test_langchain_asks_streams_stops_and_passes_a_threshold(url: str) -> None:
+    expected = text_alone(chat_ids(), max_new_tokens=20)
+    messages = [(one["role"], one["content"]) for one in CHAT]
+    chat = chat_of(url, max_tokens=20)
+    answer = chat.invoke(messages)
+    assert answer.content == expected and answer.usage_metadata["output_tokens"] == 20
+    assert answer.response_metadata["finish_reason"] == "length"
+    chunks = list(chat.stream(messages))
+    assert "".join(chunk.content for chunk in chunks) == expected and len(chunks) > 2
+    stop = expected[12:15]
+    assert chat.invoke(messages, stop=[stop]).content == expected[: expected.index(stop)]
+    fuzzy = chat_of(url, max_tokens=20, extra_body={"threshold": 0.3, "divergence": "js"})
+    assert fuzzy.invoke(messages).content == text_alone(chat_ids(), max_new_tokens=20, rule=Fuzzy(0.3))
+    penalised = chat_of(url, max_tokens=20, presence_penalty=0.8, frequency_penalty=0.4, logprobs=True)
+    wanted = text_alone(chat_ids(), max_new_tokens=20, presence_penalty=0.8, frequency_penalty=0.4)
+    answer = penalised.invoke(messages)
+    assert answer.content == wanted
+    assert len(answer.response_metadata["logprobs"]["content"]) == 20
+    assert [one.content for one in chat.batch([messages] * 3)] == [expected] * 3
+
+
+def test_langchain_raises_the_servers_errors(url: str) -> None:
+    openai = pytest.importorskip("openai")
+    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        chat_of(url).bind(tools=[tool]).invoke("Hi")
+
+
+def test_the_program_llm_asks_and_streams(url: str, tmp_path: Path) -> None:
+    pytest.importorskip("llm", reason="llm is not installed")
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        json.dumps([{"model_id": "tiny", "model_name": NAME, "api_base": url, "api_key_name": "none"}])
+    )
+    environment = {
+        **os.environ,
+        "LLM_USER_PATH": str(tmp_path),
+        "LLM_LOAD_PLUGINS": "",
+        "OPENAI_API_KEY": "x",
+    }
+    options = ["-o", "max_tokens", "20", "-o", "temperature", "0", "--key", "none"]
+    expected = text_alone(chat_ids(), max_new_tokens=20)
+    for more in ([], ["--no-stream"]):
+        command = [sys.executable, "-m", "llm", "-m", "tiny", CHAT[0]["content"], *options, *more]
+        made = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert made.returncode == 0, made.stderr
+        assert made.stdout.rstrip("\n") == expected.rstrip("\n")
