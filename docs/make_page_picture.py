@@ -1,6 +1,6 @@
 """Take the picture of the server's page, docs/page.png, with selenium and Chromium.
 
-    python -m eagle_fsd.serve --weight-format packed &
+    python -m eagle_fsd.serve --weight-format packed --total-tokens 8 &
     python docs/make_page_picture.py http://127.0.0.1:8000
 
 It asks one question exactly and fuzzily, once before the picture, so that the figures are of a warm server.
