@@ -240,15 +240,11 @@ def run(args: Namespace, out: TextIO) -> int:
         if args.logprobs is not None and not args.json:
             raise ValueError("--logprobs without --json: only that shows them; give both")
         options = generation_options(args)
-        replace(options, num_return_sequences=args.num_return_sequences)  # raises ValueError for bad values
-        prompts = [prompt for prompt in prompts for _ in range(args.num_return_sequences)]
+        prompts = [prompt for prompt in prompts for _ in range(options.num_return_sequences)]
         model = load_model(args)
         options = with_bad_words(options, args, model).with_defaults(model.target.own_defaults)
-        if args.num_return_sequences > 1 and options.sampling.greedy:
-            raise ValueError(
-                f"--num-return-sequences is {args.num_return_sequences} at temperature 0: all would be the "
-                "same text; give --temperature, or leave it out"
-            )
+        options.require_different_texts("--num-return-sequences")
+        options = replace(options, num_return_sequences=1)
     ((seed, first),) = options.seed or [(fresh_seed(), 0)]
     for number, prompt in enumerate(prompts, 1):
         of_prompt = replace(options, seed=[(seed, first + number - 1)])

@@ -89,6 +89,12 @@ class Verified:
         mine = ids[self.rows, self.parents] == self.tree.tokens[..., None]  # [B, N, K]
         return torch.where(mine, probs[self.rows, self.parents], 0.0).sum(-1)
 
+    def drawn_p(self) -> Tensor:
+        """Return how likely the target draws every node's token at its parent: [B, N], 0 or 1 when greedy."""
+        if self.sampling.greedy:
+            return (self.at_parent(self.best[1]) == self.tree.tokens).float()
+        return self.warped_p()
+
     @cached_property
     def parents(self) -> Tensor:
         """[B, N], the node whose distributions a node's token is read in; the root's is itself."""
@@ -121,10 +127,7 @@ class Verified:
         p is known at every node, so there is a closed form: a node's gain is the sum over its children of
         p(child) * (1 + the child's gain), with p after the user's warpers.
         """
-        if self.sampling.greedy:
-            p = (self.at_parent(self.best[1]) == self.tree.tokens).float()
-        else:
-            p = self.warped_p()
+        p = self.drawn_p()
         below = self.tree.children.to(p.dtype)  # [B, N, N]
         gains = torch.zeros_like(p)
         for _ in range(self.tree.depth):  # each round carries gains one level up

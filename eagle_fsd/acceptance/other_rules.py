@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import Verified, likeliest_chances, require_guards
-from eagle_fsd.acceptance.divergence import get_divergence
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.core.config import FIRST_FAILURE, HYBRID, PAPER
@@ -226,10 +225,7 @@ class PublishedFSD:
     divergence: str = "js"
 
     def __post_init__(self) -> None:
-        require_number(
-            "threshold", self.threshold, 0.0, math.inf, "0 is lossless, inf always follows the draft"
-        )
-        get_divergence(self.divergence)
+        Fuzzy(self.threshold, self.divergence)  # raises ValueError for bad values
 
     def chances(self, verified: Verified) -> Tensor | None:
         tree = verified.tree

@@ -44,7 +44,7 @@ def planned_chances(
     eligible: [B, N] bool, the children that may be followed. price: drafted tokens that one unit of cost must
     bring. divergences: [B, N], D(p, q) at every node, for the cost "divergence".
     """
-    tree, p = verified.tree, draw_chances(verified)
+    tree, p = verified.tree, verified.drawn_p()
     children = tree.children
     weights = children.to(p.dtype)
     # When greedy the draw is certain, and a cost in KL would be infinite. So costs are of the raw p then.
@@ -66,13 +66,6 @@ def planned_chances(
         worth = exact + left * best.clamp(min=0.0) if mode == HYBRID else torch.maximum(exact, best)
     least = 0.0 if mode == HYBRID else verified.at_parent(exact)
     return likeliest_chances(tree, eligible & (follow > least), follow)
-
-
-def draw_chances(verified: Verified) -> Tensor:
-    """Return how likely the target draws every node's token at its parent: [B, N]."""
-    if not verified.sampling.greedy:
-        return verified.warped_p()
-    return (verified.at_parent(verified.best[1]) == verified.tree.tokens).float()
 
 
 def unit_cost(verified: Verified, cost: str, p: Tensor, moved: Tensor, divergences: Tensor | None) -> Tensor:

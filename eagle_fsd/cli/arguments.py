@@ -186,6 +186,7 @@ def generation_options(args: argparse.Namespace) -> GenerationOptions:
         tree=make_tree(args),
         rule=make_rule(args),
         logprobs=getattr(args, "logprobs", None),
+        num_return_sequences=getattr(args, "num_return_sequences", 1),
         **processing_options(args),
     )
 

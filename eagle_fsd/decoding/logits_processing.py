@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.processing import Bias, Processing
 from eagle_fsd.core.tree import DraftTree
 
@@ -84,9 +85,9 @@ class TextProcessor:
         short = processing.min_new_tokens - (len(self.text) - self.prompt_length)
         if self.ends and short > 0:
             early = [node for node, path in enumerate(paths) if len(path) < short]
-            logits[place(early, logits)[:, None], place(self.ends, logits)] = -torch.inf
+            logits[on_device(early, logits.device)[:, None], on_device(self.ends, logits.device)] = -torch.inf
         if processing.suppress_tokens:
-            logits[:, place(processing.suppress_tokens, logits)] = -torch.inf
+            logits[:, on_device(processing.suppress_tokens, logits.device)] = -torch.inf
         if processing.own:
             self._apply_own(logits, paths)
 
@@ -99,7 +100,7 @@ class TextProcessor:
                     continue
                 added = torch.tensor(list(found.values()), dtype=logits.dtype, device=logits.device)
                 # Without a beginning they are the same everywhere.
-                logits[node if length else slice(None), place(list(found), logits)] += added
+                logits[node if length else slice(None), on_device(list(found), logits.device)] += added
                 if not length:
                     break
 
@@ -121,7 +122,7 @@ class TextProcessor:
         seen = torch.zeros(counts.shape, dtype=torch.bool, device="cpu")  # in the text
         seen[:, : len(self.counts)] = True
         seen[added] = True
-        ids = place(list(columns), logits)
+        ids = on_device(list(columns), logits.device)
         found = logits[:, ids]
         if (penalty := self.processing.repetition_penalty) != 1:
             penalised = torch.where(found < 0, found * penalty, found / penalty)
@@ -142,7 +143,7 @@ class TextProcessor:
                 if recent[start : start + size - 1] == before:
                     banned.add(recent[start + size - 1])
             if banned:
-                logits[node, place(list(banned), logits)] = -torch.inf
+                logits[node, on_device(list(banned), logits.device)] = -torch.inf
 
     def _apply_own(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> None:
         """Call the caller's processors, once for all nodes of a length."""
@@ -168,8 +169,3 @@ def by_beginning(biases: Iterable[Bias]) -> Biases:
     for words, bias in biases:
         found.setdefault(len(words) - 1, {}).setdefault(words[:-1], {})[words[-1]] = bias
     return found
-
-
-def place(ids: Sequence[int], logits: Tensor) -> Tensor:
-    """Return indices [n] on the device of the logits."""
-    return torch.tensor(list(ids), dtype=torch.int64, device=logits.device)

@@ -56,16 +56,7 @@ def decode(
 
     texts_made: the texts are added to it, for those who want more of them than their tokens.
     """
-    terms = Terms(tuple(request.eos_token_ids), request.rule, request.sampling, request.processing)
-    texts = [
-        Text(number, limit, terms, of_row, top_logprobs=request.logprobs)
-        for number, (limit, of_row) in enumerate(zip(request.limits, stats, strict=True))
-    ]
-    for text, stopper in zip(texts, request.stoppers, strict=False):
-        text.stopper = stopper
-    if request.processing.active:
-        for text, row, length in zip(texts, request.tokens.tolist(), request.lengths, strict=True):
-            text.prompt = row[:length]
+    texts = request.texts(stats)
     if texts_made is not None:
         texts_made += texts
     batch = Batch(target, drafter, random, request.tree, watch, accept_step, request.observer)

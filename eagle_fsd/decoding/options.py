@@ -28,12 +28,9 @@ from eagle_fsd.target.model import TargetModel
 
 # Options that the model's generation_config may set, by the classes that they end up in.
 SAMPLING = tuple(field.name for field in fields(SamplingConfig))
-PROCESSING = (*(field.name for field in fields(Processing) if field.name != "own"), "logits_processor")
 # For measurements, which are of the model and not of its generation_config.
-UNTOUCHED = {
-    **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": (), "suppress_tokens": ()},
-    **{"logit_bias": (), "min_new_tokens": 0},
-}
+UNTOUCHED = {field.name: field.default for field in fields(Processing) if field.name != "own"}
+PROCESSING = (*UNTOUCHED, "logits_processor")
 MOST_LOGPROBS = 100  # likeliest tokens at each place
 
 
@@ -158,6 +155,14 @@ class GenerationOptions:
             stoppers=stoppers,
         )
 
+    def require_different_texts(self, name: str = "num_return_sequences") -> None:
+        """Raise ValueError if several texts of a prompt would be the same. name: what the user calls it."""
+        if self.num_return_sequences > 1 and self.sampling.greedy:
+            raise ValueError(
+                f"{name} is {self.num_return_sequences} at temperature 0: all would be the same text; give a "
+                "temperature, or leave it out"
+            )
+
     def with_defaults(self, defaults: Mapping[str, Any]) -> GenerationOptions:
         """Return the options with a model's own values, see `own_defaults`, for those that are None."""
         own = {name: value for name, value in defaults.items() if getattr(self, name) is None}
@@ -178,13 +183,8 @@ def settle_options(
     """
     settled = replace(options or GenerationOptions(), **keywords).with_defaults(target.own_defaults)
     settled.processing.require_vocabulary(target.vocab_size)
-    copies = settled.num_return_sequences
-    if copies > 1 and settled.sampling.greedy:
-        raise ValueError(
-            f"num_return_sequences is {copies} at temperature 0: all would be the same text; give a "
-            "temperature, or leave it out"
-        )
-    if copies > 1:
+    settled.require_different_texts()
+    if (copies := settled.num_return_sequences) > 1:
         input_ids = input_ids.repeat_interleave(copies, dim=0)
         if attention_mask is not None:
             attention_mask = as_ids(attention_mask).repeat_interleave(copies, dim=0)

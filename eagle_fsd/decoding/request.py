@@ -195,3 +195,18 @@ class Request:
     processing: Processing = UNPROCESSED
     logprobs: int | None = None
     stoppers: Sequence[Stopper] = ()
+
+    def texts(self, stats: Sequence[GenerationStats]) -> list[Text]:
+        """Return the texts of the rows, which are counted in these statistics."""
+        terms = Terms(tuple(self.eos_token_ids), self.rule, self.sampling, self.processing)
+        texts = [
+            Text(number, limit, terms, of_row, top_logprobs=self.logprobs)
+            for number, (limit, of_row) in enumerate(zip(self.limits, stats, strict=True))
+        ]
+        if self.stoppers:
+            for text, stopper in zip(texts, self.stoppers, strict=True):
+                text.stopper = stopper
+        if self.processing.active:
+            for text, row, length in zip(texts, self.tokens.tolist(), self.lengths, strict=True):
+                text.prompt = row[:length]
+        return texts

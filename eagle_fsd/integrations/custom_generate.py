@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,11 +19,10 @@ from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.autotune.head_reading import settle_head
 from eagle_fsd.core.checks import format_value
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.padding import pad_right
 from eagle_fsd.decoding.outputs import GenerationOutput
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.hub.resolve import load_any_head, resolve_head
+from eagle_fsd.hub.resolve import load_any_head
 from eagle_fsd.target.model import TargetModel
 
 ENGINES = "_eagle_fsd_engines"  # a model's engines, by the name of their head, so that they go with it
@@ -78,8 +76,8 @@ def generate_with_head(
     if given.get("return_dict_in_generate"):
         return made
     pad = given.get("pad_token_id", getattr(model.generation_config, "pad_token_id", None))
-    added = pad_right(made.new_tokens, engine.pad_token_id if pad is None else pad).to(ids.device)
-    return torch.cat((made.sequences[:, : ids.shape[1]], added), dim=1)
+    pad = engine.pad_token_id if pad is None else pad
+    return GenerationOutput.of(ids, made.new_tokens, made.stats, pad).sequences
 
 
 def settings_of(config: GenerationConfig) -> dict[str, Any]:
@@ -131,7 +129,7 @@ def engine_for(
         head = None
         if ea_model != "none":
             sizes = (target.hidden_size, target.vocab_size, target.config.num_hidden_layers)
-            head = load_any_head(resolve_head(ea_model, ""), *sizes, target.dtype, target.device)
+            head = load_any_head(ea_model, *sizes, target.dtype, target.device)
         if isinstance(head, Eagle3Head):
             settle_head(head, target, tokenizer)
         engines[ea_model] = EagleFSD(target, head, ea_model=ea_model, lookup=head is None)

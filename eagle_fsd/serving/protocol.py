@@ -78,8 +78,6 @@ def drop_what_asks_for_nothing(data: Any) -> Any:
         return data
     kept = {}
     for name, value in data.items():
-        if name == "logprobs" and value is False and "prompt" in data:
-            continue  # a client that sends a chat's value with a plain completion
         if name in UNSUPPORTED:
             refuse_unless_neutral(name, value)
         elif name not in WITHOUT_EFFECT and value is not None:
@@ -111,6 +109,11 @@ class Unsupported(Exception):
 
 def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def none_if_false(value: Any) -> Any:
+    """Take a chat's way to ask for no log-probabilities as well."""
+    return None if value is False else value
 
 
 def require_threshold(value: Any) -> Any:
@@ -276,7 +279,7 @@ class CompletionRequest(Generation):
     """POST /v1/completions. prompt: a text, several, token ids, or several lists of them."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: Annotated[int | None, BeforeValidator(none_if_false)] = Field(None, ge=0, le=MOST_LOGPROBS)
 
     @property
     def top_tokens(self) -> int | None:

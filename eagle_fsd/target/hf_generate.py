@@ -80,9 +80,8 @@ def hf_options(processing: Processing, prompt_length: int) -> dict[str, Any]:
     Penalties that Hugging Face lacks come after its own processors. The order matters only beside a
     repetition_penalty, which multiplies.
     """
-    biases = {words: bias for words, bias in processing.logit_bias}
     named: dict[str, Any] = {
-        "sequence_bias": biases,
+        "sequence_bias": dict(processing.logit_bias),
         "bad_words_ids": [list(words) for words in processing.bad_words_ids],
         "suppress_tokens": list(processing.suppress_tokens),
         "no_repeat_ngram_size": processing.no_repeat_ngram_size,

@@ -22,8 +22,8 @@ class StreamedText:
     """Turns a text's tokens into pieces that may be shown at once.
 
     stops: the text ends before the first of these strings that is complete; of several that end in the same
-    place, the longest counts. Characters that may still become the beginning of one are held back, and so are
-    tokens that hold half a character. context: token ids that the text continues.
+    place, the longest counts, and empty ones are none. Characters that may still become the beginning of one
+    are held back, and so are tokens that hold half a character. context: token ids that the text continues.
 
     text: all that was shown. tokens: how many tokens were taken; those after a stop string are not.
     """
@@ -34,7 +34,7 @@ class StreamedText:
         self.stopped = False
         self.tokens = 0
         self.text = ""
-        self._stops = tuple(stops)
+        self._stops = tuple(stop for stop in stops if stop)
         self._reach = max(map(len, self._stops), default=1) - 1
         self._held: list[Piece] = []
         self._detokenizer = Detokenizer(tokenizer, context)

@@ -19,7 +19,7 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.integrations.lm_eval.answers import Answer, Ask, Ending, answers, end_tokens
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.text.stop_strings import TextUntilStop
+from eagle_fsd.text.streamed import StreamedText
 
 PROMPTS = prompts_of((5, 13, 1, 9, 13))
 NEW_TOKENS = 24
@@ -77,21 +77,23 @@ def test_a_text_is_cut_before_the_stop_string_that_is_complete_first(seed: int) 
         text = "".join(draw.choices("abc", k=draw.randint(0, 30)))
         until = ["".join(draw.choices("abc", k=draw.randint(0, 4))) for _ in range(draw.randint(0, 3))]
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        found = TextUntilStop(tokenizer, until)
+        found = StreamedText(tokenizer, until)
         while ids:
             size = draw.randint(1, 6)
             found.add(ids[:size])
             ids = ids[size:]
-        assert found.finish() == cut(text, until)
+        found.finish()
+        assert found.text == cut(text, until)
         assert found.stopped == any(stop and stop in text for stop in until)
 
 
 def test_tokens_after_the_end_are_dropped() -> None:
     tokenizer = tiny_tokenizer()
-    text = TextUntilStop(tokenizer, ["."])
+    text = StreamedText(tokenizer, ["."])
     for piece in ("one.two", "three."):
         text.add(tokenizer(piece, add_special_tokens=False)["input_ids"])
-    assert text.finish() == "one"
+    text.finish()
+    assert text.text == "one"
 
 
 # --- batches ---

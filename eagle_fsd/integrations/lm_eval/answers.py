@@ -18,7 +18,7 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.outputs import BatchStream
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import batches
-from eagle_fsd.text.stop_strings import TextUntilStop
+from eagle_fsd.text.streamed import StreamedText
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ def answers(
             batch = [asks[place] for place in part]
             ids, mask = pad_left([ask.prompt for ask in batch], engine.pad_token_id)
             stream = engine.stream_batch(ids, mask, seed=[ask.seed for ask in batch], **options)
-            texts = [TextUntilStop(engine.tokenizer, ending.until) for _ in batch]
+            texts = [StreamedText(engine.tokenizer, ending.until) for _ in batch]
             yield dict(zip(part, read_to_the_end(stream, texts), strict=True))
 
 
-def read_to_the_end(stream: BatchStream, texts: Sequence[TextUntilStop]) -> list[Answer]:
+def read_to_the_end(stream: BatchStream, texts: Sequence[StreamedText]) -> list[Answer]:
     """Read one batch, which ends when every row has."""
     ended: dict[int, GenerationStats] = {}
     start = time.perf_counter()
