@@ -31,6 +31,7 @@ SAMPLING = tuple(field.name for field in fields(SamplingConfig))
 # For measurements, which are of the model and not of its generation_config.
 UNTOUCHED = {field.name: field.default for field in fields(Processing) if field.name != "own"}
 PROCESSING = (*UNTOUCHED, "logits_processor")
+ASKED_TO_SAMPLE = {"temperature": 1.0, "top_k": 50}  # Hugging Face's defaults
 MOST_LOGPROBS = 100  # likeliest tokens at each place
 
 
@@ -57,6 +58,8 @@ class GenerationOptions:
       and those of so many of the likeliest tokens in its place; 0: of the new tokens only. None: neither.
     stop_strings: the text ends with the token that completes one of these, wherever in tokens it begins.
     num_return_sequences: so many sampled texts of each prompt, one after the other in the batch.
+    do_sample: as in Hugging Face: False is greedy, and True samples, at temperature 1 with top_k 50 where
+      neither a field nor the model says otherwise. None: the temperature says it.
 
     None for one of temperature ... min_p and repetition_penalty ... min_new_tokens takes what the model's
     generation_config says, as Hugging Face does, else it is off. Raises ValueError for values out of range
@@ -85,6 +88,7 @@ class GenerationOptions:
     logprobs: int | None = None
     stop_strings: str | Sequence[str] | None = None
     num_return_sequences: int = 1
+    do_sample: bool | None = None
 
     @classmethod
     def fsd_paper(cls, threshold: float = 0.3, divergence: str = "js", **fields: Any) -> GenerationOptions:
@@ -103,6 +107,12 @@ class GenerationOptions:
         require_integer("num_return_sequences", self.num_return_sequences, 1, "1 is one text of each prompt")
         if self.logprobs is not None:
             require_integer("logprobs", self.logprobs, 0, "None returns none", MOST_LOGPROBS)
+        both = None not in (self.do_sample, self.temperature)
+        if both and self.do_sample == (self.temperature == 0):
+            raise ValueError(
+                f"do_sample is {self.do_sample} and temperature is {self.temperature}: they contradict each "
+                "other, since temperature 0 is greedy; leave one out"
+            )
         for stop in self.stops:
             if not isinstance(stop, str) or not stop:
                 raise ValueError(
@@ -163,8 +173,21 @@ class GenerationOptions:
                 "temperature, or leave it out"
             )
 
+    def require_alone(self) -> None:
+        """Raise ValueError for an option that Hugging Face's `generate` is not given by this package."""
+        for name in ("eos_token_id", "observer", "logprobs", "stop_strings"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} is not for the target alone, which ends texts as its model says and shows no "
+                    "steps; leave it out"
+                )
+
     def with_defaults(self, defaults: Mapping[str, Any]) -> GenerationOptions:
         """Return the options with a model's own values, see `own_defaults`, for those that are None."""
+        if self.do_sample is False:
+            defaults = {**defaults, "temperature": 0.0}
+        elif self.do_sample:
+            defaults = {**ASKED_TO_SAMPLE, **defaults}
         own = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return replace(self, **own) if own else self
 
