@@ -5,8 +5,9 @@ It turns padded batches into requests and back. It works on token ids; the token
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -20,11 +21,11 @@ from eagle_fsd.acceptance.calibration import Calibration
 from eagle_fsd.autotune.head_reading import settle_head
 from eagle_fsd.autotune.settle import Settler
 from eagle_fsd.autotune.tree_search import Choice
-from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import AutoTree, SamplingConfig
 from eagle_fsd.core.padding import as_ids
 from eagle_fsd.core.sampling import RowRandom, fresh_seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
+from eagle_fsd.decoding.alone import run_alone
 from eagle_fsd.decoding.options import GenerationOptions, settle_options
 from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, Streamer, TokenStream, run_to_end
 from eagle_fsd.decoding.request import Text, end_token_ids
@@ -33,10 +34,9 @@ from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import EagleSpec
 from eagle_fsd.drafting.eagle_head import DraftHead
-from eagle_fsd.drafting.specs import spec_for, with_lookup
+from eagle_fsd.drafting.specs import spec_for, with_head, with_lookup
 from eagle_fsd.hub.load_pair import load_pair
 from eagle_fsd.runtime.packed_linear import repack_changed
-from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.stop_strings import make_stoppers
 
@@ -71,8 +71,7 @@ class EagleFSD:
             self.drafter = with_lookup(self.drafter, target)
             ea_model = self.drafter.name if head is None else ea_model
         self.tokenizer = tokenizer
-        self.base_model = base_model
-        self.ea_model = ea_model
+        self.base_model, self.ea_model = base_model, ea_model
         self._settler = Settler(target, self.drafter, base_model, tokenizer, head_folder)
         self._workspaces = Workspaces(target)
 
@@ -146,9 +145,9 @@ class EagleFSD:
         )
         if isinstance(pair.head, Eagle3Head):
             settle_head(pair.head, pair.target, pair.tokenizer)
-        names = (pair.base_model, pair.ea_model)
         lookup = pair.looks_up if lookup is None else lookup
-        return cls(pair.target, pair.head, pair.tokenizer, *names, pair.head_dtype, pair.folder, lookup)
+        parts = (pair.base_model, pair.ea_model, pair.head_dtype, pair.folder, lookup)
+        return cls(pair.target, pair.head, pair.tokenizer, *parts)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -280,14 +279,8 @@ class EagleFSD:
         prompt's positions do.
         """
         input_ids = as_ids(input_ids)
-        options, prompts = settle_options(options, keywords, self.target, input_ids, attention_mask)
-        options.require_alone()
-        seed = fresh_seed() if options.seed is None else options.seed
-        require_integer("seed", seed, 0, "any will do")
-        sampling, used = options.sampling, None if options.sampling.greedy else seed
-        parts = (prompts.rows, min(prompts.limits), sampling, seed, self.pad_token_id, options.processing)
-        new_tokens, stats = generate_alone(self.target, *parts)
-        return GenerationOutput.of(input_ids, new_tokens, stats, self.pad_token_id, seed=used)
+        settled = settle_options(options, keywords, self.target, input_ids, attention_mask)
+        return run_alone(self.target, input_ids, *settled, self.pad_token_id)
 
     def choose_tree(
         self,
@@ -317,6 +310,15 @@ class EagleFSD:
         """Raise ValueError unless this is an acceptance rule that works with this drafter."""
         self._settler.require_rule(rule)
 
+    def draft_with(self, weights: Mapping[str, Tensor]) -> None:
+        """Draft with other weights of the same head from the next text on. Its calibration is void then."""
+        assert self.head is not None, "there is no EAGLE-1/2 head"
+        self.head = copy.deepcopy(self.head)  # other engines may draft with it too
+        self.head.load_state_dict(weights)
+        self.drafter = with_head(self.drafter, self.head, self.target)
+        self._settler.draft_with(self.drafter)
+        self._workspaces.clear()
+
     def free_memory(self) -> None:
         """Drop the caches and recordings that are kept on a GPU for the next batch."""
         self._workspaces.clear()
@@ -343,8 +345,7 @@ class EagleFSD:
         workspace = self._workspaces.take(
             len(prompts), max(prompts.lengths), prompts.longest_text, tree, self.drafter
         )
-        stats = [GenerationStats() for _ in prompts.lengths]
-        watch = Stopwatch()
+        stats, watch = [GenerationStats() for _ in prompts.lengths], Stopwatch()
         texts: list[Text] = []
         steps = self._workspaces.decode(workspace, request, random, stats, watch, texts)
         return BatchStream(steps, stats, watch, tree, rule, None if sampling.greedy else seed, texts)

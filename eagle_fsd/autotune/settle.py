@@ -59,6 +59,10 @@ class Settler:
         self._chooser: TreeChooser | None = None
         self._choosing = threading.Lock()  # concurrent measurements would slow each other down
 
+    def draft_with(self, drafter: DrafterSpec) -> None:
+        """Settle for other weights of the same head: trees stay those chosen, its calibration is void."""
+        self.drafter = drafter
+
     def settle(self, options: GenerationOptions, prompts: Prompts) -> tuple[AcceptanceRule, TreeConfig]:
         """Return the rule and the tree for these prompts. Raises ValueError if they do not fit."""
         rule, tree, sampling = options.rule, options.tree or TreeConfig(), options.sampling

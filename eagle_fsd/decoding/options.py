@@ -173,15 +173,6 @@ class GenerationOptions:
                 "temperature, or leave it out"
             )
 
-    def require_alone(self) -> None:
-        """Raise ValueError for an option that Hugging Face's `generate` is not given by this package."""
-        for name in ("eos_token_id", "observer", "logprobs", "stop_strings"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} is not for the target alone, which ends texts as its model says and shows no "
-                    "steps; leave it out"
-                )
-
     def with_defaults(self, defaults: Mapping[str, Any]) -> GenerationOptions:
         """Return the options with a model's own values, see `own_defaults`, for those that are None."""
         if self.do_sample is False:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
@@ -81,6 +81,14 @@ class EagleSpec:
             vocabulary = DraftVocabulary(target, head.draft_tokens, head.fc.weight.dtype, target.runtime)
         graph = None if target.runtime is None else head_graph(head, target.runtime)
         return cls(head, vocabulary, target.device, target.stepper, graph)
+
+    def with_head(self, head: DraftHead, target: Verifier) -> EagleSpec:
+        """Return the spec that drafts for the same target with other weights of the same head.
+
+        Nothing of it is kept on disk.
+        """
+        graph = None if target.runtime is None else head_graph(head, target.runtime, kept=False)
+        return replace(self, head=head, graph=graph)
 
     @property
     def network(self) -> DraftHead:
@@ -215,8 +223,11 @@ def cache_members(head: DraftHead) -> list[tuple[int, int]]:
     return [(head.config.num_key_value_heads, head.config.head_dim)] * 2
 
 
-def head_graph(head: DraftHead, runtime: OpenVINO) -> Network:
-    """Compile a head. The graph takes features and embeddings [B, n, d] and positions [B, n]."""
+def head_graph(head: DraftHead, runtime: OpenVINO, kept: bool = True) -> Network:
+    """Compile a head. The graph takes features and embeddings [B, n, d] and positions [B, n].
+
+    kept: on disk, for the next process.
+    """
 
     def work(
         inputs: Sequence[Tensor], masks: Sequence[Tensor], blocks: Sequence[tuple[Tensor, Tensor]]
@@ -231,7 +242,7 @@ def head_graph(head: DraftHead, runtime: OpenVINO) -> Network:
 
     rows = torch.zeros(1, 3, head.config.hidden_size)
     layout = Layout((rows, rows, torch.arange(3)[None]), 1, cache_members(head))
-    return runtime.network("head", head, work, layout, asdict(head.config))
+    return runtime.network("head", head, work, layout, asdict(head.config), kept)
 
 
 def pair_prompts(seen: Seen) -> tuple[Tensor, Tensor, list[int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from eagle_fsd.drafting.drafter import DrafterSpec
@@ -26,6 +28,19 @@ def spec_for(
     if isinstance(head, Eagle3Head):
         return Eagle3Spec.for_target(place_head(head, target.device, dtype), target)
     return head
+
+
+def with_head(spec: DrafterSpec | None, head: DraftHead, target: TappedVerifier) -> DrafterSpec:
+    """Return the spec of an EAGLE-1/2 head, merged with lookup or not, with other weights of that head.
+
+    Raises ValueError if the spec has no such head.
+    """
+    if isinstance(spec, MergedSpec):
+        return replace(spec, head=with_head(spec.head, head, target))
+    if not isinstance(spec, EagleSpec):
+        name = "none" if spec is None else spec.name
+        raise ValueError(f"the drafter is {name}: only the weights of an EAGLE-1/2 head can be replaced")
+    return spec.with_head(head, target)
 
 
 def with_lookup(spec: DrafterSpec | None, target: TappedVerifier) -> DrafterSpec:

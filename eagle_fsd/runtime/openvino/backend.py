@@ -58,15 +58,24 @@ class OpenVINO:
         library.require()
 
     def network(
-        self, name: str, module: nn.Module, work: Traceable, layout: Layout, made_of: object
+        self,
+        name: str,
+        module: nn.Module,
+        work: Traceable,
+        layout: Layout,
+        made_of: object,
+        kept: bool = True,
     ) -> Network:
         """Trace and compile a network on blocks; see network.trace.
 
-        name: for people. made_of: what the graph depends on beside the module's weights.
+        name: for people. made_of: what the graph depends on beside the module's weights. kept: on disk, for
+        the next process.
         """
         weights = [*module.parameters(), *module.buffers()]
         parts = [made_of, layout.masks, layout.members, [list(one.shape[2:]) for one in layout.inputs]]
-        graph, compile_graph, folder = self._graph(name, weights, parts, lambda: trace(module, work, layout))
+        graph, compile_graph, folder = self._graph(
+            name, weights, parts, lambda: trace(module, work, layout), kept
+        )
 
         def compile_for(sizes: tuple[int, ...] | None) -> Any:
             return compile_graph(with_sizes(graph, layout, sizes))
@@ -98,7 +107,12 @@ class OpenVINO:
         return round_to_int8(weight) if own is None and draft and self.weight_format == PACKED else own
 
     def _graph(
-        self, name: str, weights: Sequence[Tensor], parts: object, make: Callable[[], Any]
+        self,
+        name: str,
+        weights: Sequence[Tensor],
+        parts: object,
+        make: Callable[[], Any],
+        kept: bool = True,
     ) -> tuple[Any, Callable[[Any], Any], Path | None]:
         """Return a graph in this format, made or read from disk, what compiles it, and its folder on disk."""
         rounds = self.weight_format in (INT8, PACKED)
@@ -110,7 +124,8 @@ class OpenVINO:
                 compress(graph, functools.partial(self.encode, draft=name in DRAFT))
             return graph
 
-        graph, folder = find_or_make(name, weights, [self.weight_format, blocks, parts], make_graph)
+        made_of = [self.weight_format, blocks, parts]
+        graph, folder = find_or_make(name, weights, made_of, make_graph, kept)
         self.weight_bytes += constant_bytes(graph)
         precision = "bf16" if self.weight_format == BFLOAT16 else "f32"
 

@@ -64,13 +64,14 @@ def clear() -> None:
 
 
 def find_or_make(
-    name: str, tensors: Iterable[Tensor], parts: object, make: Callable[[], Any]
+    name: str, tensors: Iterable[Tensor], parts: object, make: Callable[[], Any], kept: bool = True
 ) -> tuple[Any, Path | None]:
     """Return a graph, read from disk if it is kept there, and the folder for its compiled form.
 
     name: for people. tensors: the network's weights. parts: what else the graph depends on. make: makes it.
+    kept: False makes it anew and leaves nothing on disk.
     """
-    if os.environ.get(OFF, "0") not in ("", "0"):
+    if not kept or os.environ.get(OFF, "0") not in ("", "0"):
         return read_back(make()), None
     key = digest(tensors, [name, parts, VERSION, library.version(), torch.__version__])
     folder = root_folder() / f"{name}-{key}"

@@ -1,0 +1,36 @@
+"""The baseline: the same prompts through the target's own Hugging Face `generate`, as an output of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from eagle_fsd.core.checks import require_integer
+from eagle_fsd.core.sampling import fresh_seed
+from eagle_fsd.decoding.options import GenerationOptions
+from eagle_fsd.decoding.outputs import GenerationOutput
+from eagle_fsd.decoding.request import Prompts
+from eagle_fsd.target.hf_generate import generate_alone
+from eagle_fsd.target.model import TargetModel
+
+STEPPED = ("eos_token_id", "observer", "logprobs", "stop_strings")  # options that need steps of ours
+
+
+def run_alone(
+    target: TargetModel, input_ids: Tensor, options: GenerationOptions, prompts: Prompts, pad_token_id: int
+) -> GenerationOutput:
+    """Run the target alone on prompts; see EagleFSD.target_alone. Raises ValueError for what it cannot do."""
+    for name in STEPPED:
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"{name} is not for the target alone, which ends texts as its model says and shows no steps; "
+                "leave it out"
+            )
+    seed = fresh_seed() if options.seed is None else options.seed
+    require_integer("seed", seed, 0, "any will do")
+    sampling = options.sampling
+    settings: tuple[Any, ...] = (sampling, seed, pad_token_id, options.processing)
+    new_tokens, stats = generate_alone(target, prompts.rows, min(prompts.limits), *settings)
+    used = None if sampling.greedy else seed
+    return GenerationOutput.of(input_ids, new_tokens, stats, pad_token_id, seed=used)

@@ -1,0 +1,246 @@
+"""Let a head learn from the texts it drafts for, between them, on a copy that must prove itself first.
+
+Cf. Online Speculative Decoding (arXiv 2310.07177). The target has just written these texts, so what the head
+should have predicted is known: the target's features and distributions along them. These are the goals, and
+never the tokens, some of which a fuzzy rule may have let through. Lossless decoding stays lossless whatever
+the head learns. With a threshold, text may drift: a head that comes closer to the target is followed more.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from eagle_fsd.core.checks import require_integer, require_number
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.hub.head_checkpoint import save_head
+from eagle_fsd.training.batching import collate, features_std, input_sizes, tokens_of_batch
+from eagle_fsd.training.data.examples import Example
+from eagle_fsd.training.data.features import OnlineFeatures
+from eagle_fsd.training.data.shards import FeatureSequence
+from eagle_fsd.training.held_out import HeldOut, best_tokens, evaluate
+from eagle_fsd.training.loss import LossWeights, head_loss
+from eagle_fsd.training.optimizer import HeadOptimizer
+from eagle_fsd.training.readout import Readout
+
+if TYPE_CHECKING:
+    from eagle_fsd.engine import EagleFSD
+
+logger = logging.getLogger(__name__)
+
+CLIP = 0.5  # of the gradient's norm
+SETBACK = 0.05  # tokens of a chain by which a copy may be worse than the head before it is thrown away
+LONGEST = 2048  # tokens of a text that are learned from
+
+
+@dataclass(frozen=True)
+class AdaptConfig:
+    """How a head adapts.
+
+    every: answer tokens from one update to the next. learning_rate: see HeadOptimizer. replay: the share of
+    an update that is texts of earlier updates, so that they are not forgotten. held_back: one text of so many
+    is never learned from, and tells whether an update helps. kept: the most such texts that are kept, the
+    newest. memory: the most tokens of texts that are kept for replay. unroll: drafting steps that are taught.
+    """
+
+    every: int = 512
+    learning_rate: float = 3e-4
+    replay: float = 0.5
+    held_back: int = 4
+    kept: int = 8
+    memory: int = 65_536
+    unroll: int = 3
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 1), ("held_back", 2), ("kept", 1), ("memory", 0), ("unroll", 1)):
+            require_integer(name, getattr(self, name), least, f"the default is {getattr(AdaptConfig, name)}")
+        require_number("learning_rate", self.learning_rate, 0.0, 1.0, "the default is 3e-4")
+        require_number("replay", self.replay, 0.0, 0.9, "the default is 0.5")
+
+
+@dataclass(frozen=True)
+class AdaptReport:
+    """One update. tokens: answer tokens that it learned from, replay included.
+
+    before, after: the expected tokens per step of a chain of drafts on the held-back texts, with the head
+    that drafts and with the copy that has learned. used: the copy drafts from now on. dropped: it became so
+    much worse that it begins again from the head that drafts.
+    """
+
+    tokens: int
+    before: float
+    after: float
+    used: bool
+    dropped: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        outcome = "used" if self.used else "dropped" if self.dropped else "not used yet"
+        return (
+            f"the head learned from {self.tokens} tokens in {self.seconds:.1f} s: chains on held-back "
+            f"texts give {self.before:.3f} tokens before and {self.after:.3f} after, {outcome}"
+        )
+
+
+@dataclass
+class HeldBackText:
+    """A text that is never learned from. chain: the expected tokens per step with the head that drafts."""
+
+    text: HeldOut
+    chain: float
+
+
+class HeadAdapter:
+    """Adapts an engine's EAGLE-1/2 head. Call `add` for finished texts, and `update` between texts.
+
+    `update` must not run while a text is made on this engine in another thread; texts made by other engines
+    of the same model are not affected. Nothing is written to disk unless `save` is called. Raises ValueError
+    if the engine drafts without such a head.
+    """
+
+    def __init__(self, engine: EagleFSD, config: AdaptConfig | None = None) -> None:
+        if not isinstance(engine.head, DraftHead):
+            drafts = "none" if engine.drafter is None else engine.drafter.name
+            raise ValueError(
+                f"the drafter is {drafts}: only an EAGLE-1/2 head can adapt; leave adaptation out (--adapt), "
+                "or name such a head"
+            )
+        self.engine, self.config = engine, config or AdaptConfig()
+        target = engine.target
+        self._embedding = target.model.get_input_embeddings().weight.detach().to("cpu", torch.float32)
+        self._readout = Readout.from_target(target).to("cpu", torch.float32)
+        drafted = engine.head.draft_tokens
+        self._drafted = torch.arange(target.vocab_size) if drafted is None else drafted.cpu()
+        self._drafts = self._readout.restrict(self._drafted)
+        self._live = plain_copy(engine.head)
+        self._copy = copy.deepcopy(self._live)
+        self._optimizer: HeadOptimizer | None = None
+        self._new: list[Example] = []
+        self._memory: deque[FeatureSequence] = deque()
+        self._held_back: deque[HeldBackText] = deque(maxlen=self.config.kept)
+        self._random = Random(0)
+        self._texts = 0
+        self.updates: list[AdaptReport] = []
+
+    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Take in a finished text: its prompt's token ids and those that were generated."""
+        ends = self.engine.target.eos_token_ids
+        tokens = [*prompt, *(answer[:-1] if answer and answer[-1] in ends else answer)][:LONGEST]
+        # The token before the answer is marked too: after it the target writes the first of them.
+        learn = [place >= len(prompt) - 1 for place in range(len(tokens))]
+        if sum(learn) > 1:
+            self._new.append(Example(tokens, learn))
+
+    @property
+    def ready(self) -> bool:
+        """Whether enough new text has come for an update."""
+        return sum(sum(one.learn) for one in self._new) >= self.config.every
+
+    def update(self) -> AdaptReport | None:
+        """Learn from the texts since the last update if there are enough of them, and report the result.
+
+        The copy drafts from now on if it does better on the held-back texts. While none is held back, texts
+        are only collected. Returns None if nothing was learned.
+        """
+        if not self.ready:
+            return None
+        started = time.monotonic()
+        learned = self._sort_in()
+        if not learned or not self._held_back:
+            self._memory.extend(learned)
+            return None
+        tokens = self._learn(learned)
+        chains = [self._chain(self._copy, one.text) for one in self._held_back]
+        before = fmean(one.chain for one in self._held_back)
+        after = fmean(chains)
+        used = after > before
+        dropped = not after >= before - SETBACK  # also for a loss that is not finite
+        if used:
+            self._live.load_state_dict(self._copy.state_dict())
+            self.engine.draft_with(self._copy.state_dict())
+            for one, chain in zip(self._held_back, chains, strict=True):
+                one.chain = chain
+        elif dropped:
+            self._copy.load_state_dict(self._live.state_dict())
+            self._optimizer = None
+        report = AdaptReport(tokens, before, after, used, dropped, time.monotonic() - started)
+        self.updates.append(report)
+        logger.info("%s", report)
+        return report
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the head that drafts now as a checkpoint that `ea_model` takes, and return its folder.
+
+        It holds what was learned from the texts, which may be private.
+        """
+        adapted = {
+            "settings": asdict(self.config),
+            "updates": len(self.updates),
+            "used": sum(one.used for one in self.updates),
+        }
+        return save_head(self._live, folder, {"adapted": adapted})
+
+    # -- inside ----------------------------------------
+
+    def _sort_in(self) -> list[FeatureSequence]:
+        """Compute the new texts' features, hold some texts back, and return the others."""
+        new, self._new = self._new, []
+        sequences = OnlineFeatures(self.engine.target.decoder, new).read(range(len(new)))
+        learned = []
+        for sequence in sequences:
+            self._texts += 1
+            if self._texts % self.config.held_back == 0:
+                greedy = best_tokens(sequence.features.float(), 1, self._readout).squeeze(1)
+                text = HeldOut([sequence], [greedy], self._best)
+                self._held_back.append(HeldBackText(text, self._chain(self._live, text)))
+            else:
+                learned.append(sequence)
+        return learned
+
+    def _learn(self, new: list[FeatureSequence]) -> int:
+        """Teach the copy with new texts and some of the memory, and return how many tokens it learned."""
+        share = self.config.replay / (1 - self.config.replay)
+        replayed = self._random.sample(list(self._memory), min(len(self._memory), round(len(new) * share)))
+        lesson = [*new, *replayed]
+        self._memory.extend(new)
+        while sum(len(one.tokens) for one in self._memory) > self.config.memory:
+            self._memory.popleft()
+        if self._optimizer is None:
+            self._optimizer = HeadOptimizer(self._copy, 0.0, input_sizes(lesson, self._embedding))
+        batch = collate(lesson)
+        readout = self._readout.restrict(tokens_of_batch(self._drafted, batch))
+        self._copy.zero_grad()
+        parts = (batch, self._embedding, readout, features_std(lesson), self.config.unroll)
+        loss, _ = head_loss(self._copy, *parts, LossWeights())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self._copy.parameters(), CLIP)
+        if math.isfinite(loss.item() + norm.item()):
+            self._optimizer.step(self.config.learning_rate)
+        return sum(int(one.learn.sum()) for one in lesson)
+
+    def _chain(self, head: DraftHead, text: HeldOut) -> float:
+        """Return the expected tokens per step of a chain of drafts on a held-back text."""
+        return float(evaluate(head, text, self._embedding)["chain_tau"])
+
+    def _best(self, features: Tensor, k: int) -> Tensor:
+        """Return the k likeliest tokens [N, k], of those that are drafted, for predictions [N, d]."""
+        return self._drafted[best_tokens(features, k, self._drafts)]
+
+
+def plain_copy(head: DraftHead) -> DraftHead:
+    """Return a copy of a head in float32 on the host, with plain layers, that can be trained."""
+    made = DraftHead(replace(head.config, draft_vocab_size=None))
+    made.load_state_dict({name: value.detach().cpu().float() for name, value in head.state_dict().items()})
+    return made.restrict(None if head.draft_tokens is None else head.draft_tokens.cpu())
