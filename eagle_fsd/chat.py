@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from eagle_fsd.cli.answer_report import Answer, summary
 from eagle_fsd.cli.conversation import HELP, Conversation, Exit, read_messages
 from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_parser
-from eagle_fsd.cli.model_flags import add_model_flags
+from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags
 from eagle_fsd.cli.processing_flags import add_template_flag, with_bad_words
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.generate import (
@@ -29,10 +29,12 @@ from eagle_fsd.generate import (
     raise_user_errors,
     report_mistake,
 )
+from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted
 
 if TYPE_CHECKING:
     from eagle_fsd.core.config import TreeConfig
     from eagle_fsd.engine import EagleFSD
+    from eagle_fsd.training.online.adapter import HeadAdapter
 
 # Drafted tokens are green if the target drew them too, and bold yellow if the rule let them through. The
 # target's own are as the terminal writes.
@@ -53,18 +55,30 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model_flags(parser)
     add_generation_flags(parser)
+    add_adapt_flags(parser)
     parser.set_defaults(max_new_tokens=1024)
     add_verbose_flag(parser.add_argument_group("output"))
     return parser
 
 
 class Chat:
-    """A conversation with one engine. out: takes the answers. coloured: whether it understands colours."""
+    """A conversation with one engine.
 
-    def __init__(self, model: EagleFSD, conversation: Conversation, out: TextIO, coloured: bool) -> None:
+    out: takes the answers. coloured: whether it understands colours. adapter: learns from the answers.
+    """
+
+    def __init__(
+        self,
+        model: EagleFSD,
+        conversation: Conversation,
+        out: TextIO,
+        coloured: bool,
+        adapter: HeadAdapter | None = None,
+    ) -> None:
         from eagle_fsd.core.sampling import fresh_seed
 
         self.model, self.conversation, self.out, self.coloured = model, conversation, out, coloured
+        self.adapter = adapter
         self.tree: TreeConfig | None = None  # settled with the first answer: measuring takes long
         ((self.seed, self.number),) = conversation.options.seed or [(fresh_seed(), 0)]
 
@@ -103,6 +117,9 @@ class Chat:
         self.out.flush()
         sys.stderr.write(f"{summary(answer)}\n")
         self.number += 1
+        if self.adapter is not None:
+            self.adapter.add(input_ids[0].tolist(), answer.token_ids)
+            self.adapter.update()
         self.conversation.turns = [*turns, {"role": "assistant", "content": written.text}]
 
     def show(self, pieces: Sequence[tuple[str, str]]) -> None:
@@ -146,7 +163,9 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
         conversation = Conversation(args)
         conversation.options  # noqa: B018  # raises ValueError for flags that do not fit
         with contextlib.redirect_stdout(sys.stderr):  # what libraries print
+            check_adaptation(args)
             model = load_model(args)
+            adapter = make_adapter(args, model)
     at_terminal = sys.stdin.isatty() and out.isatty()
     coloured = at_terminal and args.colour and "NO_COLOR" not in os.environ
     if at_terminal:
@@ -154,7 +173,10 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
             import readline  # noqa: F401  # gives input() a history and editing
         legend = f"; {LEGEND}" if coloured else ""
         sys.stderr.write(f"{model.base_model}: /help lists the commands{legend}\n")
-    Chat(model, conversation, out, coloured).run()
+    try:
+        Chat(model, conversation, out, coloured, adapter).run()
+    finally:
+        save_adapted(args, adapter)
     return 0
 
 

@@ -28,6 +28,7 @@ from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.text.prompt_files import decode_text, read_prompts
+from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted
 
 # torch and transformers take seconds to import. Only functions that run a model import them, so that --help
 # and error messages come at once.
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from eagle_fsd.decoding.options import GenerationOptions
     from eagle_fsd.decoding.outputs import TokenStream
     from eagle_fsd.engine import EagleFSD
+    from eagle_fsd.training.online.adapter import HeadAdapter
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
 
@@ -75,9 +77,17 @@ def read_prompt_arguments(args: Namespace) -> list[str]:
 
 
 def answer_prompt(
-    model: EagleFSD, prompt: str, args: Namespace, options: GenerationOptions, out: TextIO
+    model: EagleFSD,
+    prompt: str,
+    args: Namespace,
+    options: GenerationOptions,
+    out: TextIO,
+    adapter: HeadAdapter | None = None,
 ) -> Answer:
-    """Run one prompt and write its text to `out` as it is made, unless --json is given."""
+    """Run one prompt and write its text to `out` as it is made, unless --json is given.
+
+    adapter: is shown the answer.
+    """
     from eagle_fsd.text.chat import encode
     from eagle_fsd.text.streamed import StreamedText
 
@@ -113,6 +123,8 @@ def answer_prompt(
     except KeyboardInterrupt:  # a second Ctrl-C did not wait for the step's end
         answer.interrupted = True
     show(written.finish())
+    if adapter is not None:
+        adapter.add(input_ids[0].tolist(), answer.token_ids)
     answer.logprobs = stream.logprobs if options.logprobs is not None else None
     if not args.json:
         out.write("\n")
@@ -225,8 +237,6 @@ def load_model(args: Namespace) -> EagleFSD:
 
 def run(args: Namespace, out: TextIO) -> int:
     """Check the arguments, load the model, answer the prompts in turn, and return the exit code."""
-    from eagle_fsd.core.sampling import fresh_seed
-
     with raise_user_errors():
         prompts = read_prompt_arguments(args)
         if args.baseline and args.stop:
@@ -239,17 +249,36 @@ def run(args: Namespace, out: TextIO) -> int:
             )
         if args.logprobs is not None and not args.json:
             raise ValueError("--logprobs without --json: only that shows them; give both")
+        check_adaptation(args)
         options = generation_options(args)
         prompts = [prompt for prompt in prompts for _ in range(options.num_return_sequences)]
         model = load_model(args)
         options = with_bad_words(options, args, model).with_defaults(model.target.own_defaults)
         options.require_different_texts("--num-return-sequences")
         options = replace(options, num_return_sequences=1)
+        adapter = make_adapter(args, model)
+    try:
+        return answer_prompts(model, prompts, args, options, out, adapter)
+    finally:
+        save_adapted(args, adapter)
+
+
+def answer_prompts(
+    model: EagleFSD,
+    prompts: Sequence[str],
+    args: Namespace,
+    options: GenerationOptions,
+    out: TextIO,
+    adapter: HeadAdapter | None,
+) -> int:
+    """Answer the prompts in turn and return the exit code. adapter: learns from the answers."""
+    from eagle_fsd.core.sampling import fresh_seed
+
     ((seed, first),) = options.seed or [(fresh_seed(), 0)]
     for number, prompt in enumerate(prompts, 1):
         of_prompt = replace(options, seed=[(seed, first + number - 1)])
         try:
-            answer = answer_prompt(model, prompt, args, of_prompt, out)
+            answer = answer_prompt(model, prompt, args, of_prompt, out, adapter)
         except UserError as error:
             raise UserError(
                 f"prompt {number} of {len(prompts)}: {error}" if len(prompts) > 1 else str(error)
@@ -262,6 +291,8 @@ def run(args: Namespace, out: TextIO) -> int:
         sys.stderr.write(summary(answer) + "\n")
         if answer.interrupted:
             return INTERRUPTED
+        if adapter is not None and number < len(prompts):
+            adapter.update()
     return 0
 
 

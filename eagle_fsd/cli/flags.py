@@ -14,7 +14,7 @@ from eagle_fsd.cli.flag_types import (
     OneLineParser,
     parse_auto_or,
 )
-from eagle_fsd.cli.model_flags import add_model_flags
+from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags
 from eagle_fsd.cli.processing_flags import add_answer_flags, add_processing_flags, add_template_flag
 from eagle_fsd.core.config import CHILDREN, AutoThreshold, TreeConfig
 from eagle_fsd.version import __version__
@@ -69,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_model_flags(parser)
     add_generation_flags(parser)
+    add_adapt_flags(parser)
 
     group = parser.add_argument_group("output")
     add_answer_flags(group)

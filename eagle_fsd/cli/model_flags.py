@@ -7,6 +7,22 @@ import argparse
 from eagle_fsd.cli.flag_types import parse_taps
 
 
+def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a head that goes on learning."""
+    group = parser.add_argument_group("adaptation")
+    group.add_argument(
+        "--adapt",
+        action="store_true",
+        help="let the EAGLE-1/2 head learn from the answers, between them; what it has learned is used once "
+        "it does better on answers that are held back",
+    )
+    group.add_argument(
+        "--adapt-save",
+        metavar="FOLDER",
+        help="at the end, write the adapted head into a new folder; it holds what was learned from the texts",
+    )
+
+
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name target and head, and say how they are loaded."""
     group = parser.add_argument_group("models")

@@ -1,0 +1,1 @@
+"""A head that goes on learning while it drafts."""

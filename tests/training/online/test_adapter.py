@@ -1,0 +1,190 @@
+"""HeadAdapter: what a head learns while it drafts, and that no lossless text ever changes by it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_models import prompts_of, tiny_head, tiny_model
+from transformers import PreTrainedModel
+
+from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd.core.config import SamplingConfig
+from eagle_fsd.hub.resolve import load_head
+from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.runtime.packed_linear import PackedLinear, pack_linears
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.online.adapter import AdaptConfig, HeadAdapter
+
+TREE = TreeConfig(8, 3, 3)
+QUICK = AdaptConfig(every=24, learning_rate=0.05)
+PROMPTS = prompts_of([6] * 8, seed=5)
+
+
+def simple_model() -> PreTrainedModel:
+    """Return a target whose next token depends on the last one alone, so that a head soon learns it."""
+    model = tiny_model()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                weight.zero_()
+    return model
+
+
+def engine(lookup: bool = False, runtime: OpenVINO | None = None) -> EagleFSD:
+    return EagleFSD(TargetModel(simple_model(), runtime=runtime), tiny_head(), lookup=lookup)
+
+
+def answer(model: EagleFSD, prompt: list[int], **options: object) -> list[int]:
+    made = model.generate([prompt], max_new_tokens=24, tree=TREE, **options)
+    return made.new_tokens[0]
+
+
+def adapt(model: EagleFSD, config: AdaptConfig = QUICK, rounds: int = 8) -> HeadAdapter:
+    """Let a model answer the prompts again and again, and its head learn in between."""
+    adapter = HeadAdapter(model, config)
+    for _ in range(rounds):
+        for prompt in PROMPTS:
+            adapter.add(prompt, answer(model, prompt))
+            adapter.update()
+    return adapter
+
+
+def steps(model: EagleFSD) -> int:
+    return sum(model.generate([one], max_new_tokens=24, tree=TREE).stats[0].steps for one in PROMPTS)
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+@pytest.mark.parametrize("runtime", ["torch", "openvino"])
+def test_the_head_drafts_better_and_no_lossless_text_changes(lookup: bool, runtime: str) -> None:
+    if runtime == "openvino":
+        pytest.importorskip("openvino", reason="this needs the extra openvino")
+    model = engine(lookup, OpenVINO("float32") if runtime == "openvino" else None)
+    texts, before = [answer(model, prompt) for prompt in PROMPTS], steps(model)
+    adapter = adapt(model, rounds=8 if runtime == "torch" else 4)
+    used = [one for one in adapter.updates if one.used]
+    assert used and all(one.after > one.before for one in used)
+    assert [answer(model, prompt) for prompt in PROMPTS] == texts
+    if not lookup:  # copies of a short text leave little to a head
+        assert steps(model) < before
+
+
+def test_sampled_texts_are_those_of_their_seed_with_the_head_as_it_then_is() -> None:
+    """The head that is saved gives the same sampled texts in another engine, so nothing else has changed."""
+    model = engine()
+    adapter = adapt(model)
+    other = EagleFSD(TargetModel(simple_model()), tiny_head())
+    other.draft_with(adapter._live.state_dict())
+    options = {"temperature": 1.0, "seed": 3}
+    assert answer(model, PROMPTS[0], **options) == answer(other, PROMPTS[0], **options)
+
+
+def test_a_copy_that_does_worse_is_dropped_and_never_drafts() -> None:
+    model = engine()
+    weights = {name: value.clone() for name, value in model.head.state_dict().items()}
+    adapter = adapt(model, AdaptConfig(every=40, learning_rate=1.0), rounds=3)
+    assert not any(one.used for one in adapter.updates if one.after <= one.before)
+    dropped = [one for one in adapter.updates if one.dropped]
+    assert dropped
+    if not any(one.used for one in adapter.updates):
+        assert all(torch.equal(value, weights[name]) for name, value in model.head.state_dict().items())
+    if adapter.updates[-1].dropped:  # it begins again from the head that drafts
+        copied, live = adapter._copy.state_dict(), adapter._live.state_dict()
+        assert all(torch.equal(copied[name], live[name]) for name in live)
+
+
+def test_a_loss_that_is_not_finite_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = engine()
+    adapter = HeadAdapter(model, QUICK)
+    before = {name: value.clone() for name, value in adapter._copy.state_dict().items()}
+
+    def broken(head: torch.nn.Module, *_: object) -> tuple[torch.Tensor, None]:
+        return sum(one.sum() for one in head.parameters()) * math.nan, None
+
+    monkeypatch.setattr("eagle_fsd.training.online.adapter.head_loss", broken)
+    for prompt in PROMPTS:
+        adapter.add(prompt, answer(model, prompt))
+    adapter.update()
+    assert adapter.updates and not adapter.updates[-1].used
+    assert all(torch.equal(value, before[name]) for name, value in adapter._copy.state_dict().items())
+
+
+def test_held_back_texts_are_never_learned_from() -> None:
+    model = engine()
+    adapter = adapt(model, rounds=2)
+    learned = {tuple(one.tokens.tolist()) for one in adapter._memory}
+    # Each round gives the same texts, so look at which places were held back.
+    assert adapter._texts == 16 and len(adapter._held_back) == 4
+    assert len(adapter._memory) == 12 and learned
+
+
+def test_the_memory_is_bounded() -> None:
+    model = engine()
+    adapter = adapt(model, AdaptConfig(every=40, memory=100, kept=2), rounds=3)
+    assert sum(len(one.tokens) for one in adapter._memory) <= 100
+    assert len(adapter._held_back) == 2
+
+
+def test_other_engines_keep_their_head() -> None:
+    """Two engines may share one head; the one that adapts takes a copy."""
+    target, head = TargetModel(simple_model()), tiny_head()
+    mine, other = EagleFSD(target, head), EagleFSD(target, head)
+    before = {name: value.clone() for name, value in head.state_dict().items()}
+    assert any(one.used for one in adapt(mine).updates)
+    assert other.head is head and mine.head is not head
+    assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
+
+
+def test_packed_layers_are_packed_anew() -> None:
+    target, head = TargetModel(simple_model()), tiny_head()
+    packed = EagleFSD(target, pack_linears(tiny_head()))
+    if not any(isinstance(layer, PackedLinear) for layer in packed.head.modules()):
+        pytest.skip("this machine packs no layers")
+    weights = tiny_head(seed=9).state_dict()
+    plain = EagleFSD(target, head)
+    for one in (packed, plain):
+        one.draft_with(weights)
+    assert any(isinstance(layer, PackedLinear) for layer in packed.head.modules())
+    options = {"temperature": 1.0, "seed": 1}
+    assert answer(packed, PROMPTS[0], **options) == answer(plain, PROMPTS[0], **options)
+    assert packed.drafter.identity == plain.drafter.identity
+
+
+def test_a_calibration_is_void_once_the_head_has_changed(tmp_path: Path) -> None:
+    model = engine()
+    model._settler.folder = tmp_path
+    before = model.identity()
+    model.draft_with(tiny_head(seed=9).state_dict())
+    assert model.identity() != before
+    with pytest.raises(ValueError, match="calibration"):
+        model.calibration(SamplingConfig(1.0))
+
+
+def test_the_adapted_head_is_saved_as_a_checkpoint(tmp_path: Path) -> None:
+    model = engine()
+    adapter = adapt(model)
+    folder = adapter.save(tmp_path / "adapted")
+    again = load_head(folder, model.target.hidden_size, model.target.vocab_size)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in adapter._live.state_dict().items())
+    assert [answer(EagleFSD(model.target, again), one) for one in PROMPTS] == [
+        answer(model, one) for one in PROMPTS
+    ]
+
+
+def test_what_cannot_adapt_is_named() -> None:
+    target = TargetModel(simple_model())
+    with pytest.raises(ValueError, match="the drafter is none"):
+        HeadAdapter(EagleFSD(target, None))
+    with pytest.raises(ValueError, match="the drafter is lookup"):
+        HeadAdapter(EagleFSD(target, None, lookup=True))
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [({"every": 0}, "every is 0"), ({"replay": 1.0}, "replay is 1.0"), ({"held_back": 1}, "held_back is 1")],
+)
+def test_wrong_settings_are_named(setting: dict[str, float], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        AdaptConfig(**setting)
