@@ -19,7 +19,7 @@ LOGPROBS = ("raw_logprobs", "raw_logits")
 REMEDY = f"install vLLM {TESTED}, with which this was tested"
 
 RUNNER = ("requests", "input_batch", "sampler", "drafter", "rejection_sampler", "speculative_config")
-DRAFTER = ("model", "_sample_draft_tokens", "take_last_draft_probs", "_last_draft_probs")
+DRAFTER = ("_sample_draft_tokens", "take_last_draft_probs", "_last_draft_probs")
 SAMPLER = ("sampler", "apply_logits_processors", "_get_logprobs_tensors", "is_processed_logprobs_mode")
 # Functions that are called or replaced, and the parameters that they must have, in order.
 SIGNATURES = {

@@ -13,7 +13,12 @@ from vllm.platforms import current_platform
 
 from eagle_fsd.integrations.vllm.sampler import FSDRejectionSampler, keep_q
 from eagle_fsd.integrations.vllm.settings import server_defaults
-from eagle_fsd.integrations.vllm.shape import require_runner, require_settings, require_version
+from eagle_fsd.integrations.vllm.shape import (
+    require_attributes,
+    require_runner,
+    require_settings,
+    require_version,
+)
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -31,6 +36,10 @@ class FSDWorker(Worker):
         require_settings(self.vllm_config)
         super().init_device()
         install(self.model_runner, self.vllm_config)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        require_attributes("draft model", self.model_runner.drafter.model, ("compute_logits",))
 
     def fsd_counts(self) -> dict[str, int]:
         """Return how many tokens were drafted and accepted so far; for `collective_rpc`."""
