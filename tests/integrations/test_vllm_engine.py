@@ -1,4 +1,4 @@
-"""FSD inside vLLM: texts, distributions, thresholds and errors of a running engine and its server.
+"""FSD inside vLLM with SmolLM2: texts, thresholds, tau and errors of a running engine and its server.
 
 Needs vLLM in this environment, and the extra's versions of torch and transformers beside it; docs/vllm.md has
 the commands.
@@ -7,7 +7,6 @@ the commands.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +22,15 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed; see docs/vllm.md")
 
-from scipy.stats import chisquare
-from support.tiny_models import randomize
+from support.vllm_engines import DRAFTED, counts, engine, installed_plugin
 
 from eagle_fsd import EagleFSD, Fuzzy, TreeConfig, hub
 from eagle_fsd.acceptance.accept import Lossless
-from eagle_fsd.core.config import SamplingConfig
-from eagle_fsd.core.sampling import warp
+from eagle_fsd.core.padding import pad_left
 from eagle_fsd.training.commands.export_vllm import export_head, export_target
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-DRAFTED = 4  # tokens in a chain
 PROMPTS = [
     "What is the capital of France, and what is it known for?",
     "Write a short story about a dog that finds its way home.",
@@ -59,20 +53,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Make this checkout an installed package with its entry points, here and in processes of vLLM."""
-    folder = tmp_path_factory.mktemp("installed")
-    command = [sys.executable, "setup.py", "-q", "dist_info", "--output-dir", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    settings = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")]),
-        "VLLM_PLUGINS": "fsd",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        for name, value in settings.items():
-            patch.setenv(name, value)
+    with installed_plugin(tmp_path_factory.mktemp("installed")):
         yield
 
 
@@ -83,23 +64,6 @@ def real(tmp_path_factory: pytest.TempPathFactory, smollm2: EagleFSD) -> Path:
     export_head(hub.resolve_head(None, hub.DEFAULT_TARGET), folder / "head")
     export_target(hub.resolve_target(hub.DEFAULT_TARGET), folder / "target", "float32")
     return folder
-
-
-@contextmanager
-def engine(target: Path, draft: Path | None = None, **options: Any) -> Iterator[Any]:
-    """Run vLLM in this process' children: with FSD if there is a draft, else as it is."""
-    from vllm import LLM
-
-    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "seed": 0}
-    settings |= {"kv_cache_memory_bytes": 200_000_000, "gpu_memory_utilization": 0.1}
-    if draft is not None:
-        speculation = {"method": "eagle", "model": str(draft), "num_speculative_tokens": DRAFTED}
-        settings |= {"speculative_config": speculation, "additional_config": {"fsd": {}}}
-    llm = LLM(str(target), **(settings | options))
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
 
 
 def chat(llm: Any, prompts: Sequence[str], **sampling: Any) -> list[list[int]]:
@@ -127,10 +91,6 @@ def plain_ids(real: Path) -> list[list[int]]:
 def fsd(real: Path, plain_ids: list[list[int]]) -> Iterator[Any]:
     with engine(real / "target", real / "head") as llm:
         yield llm
-
-
-def counts(llm: Any) -> dict[str, int]:
-    return llm.collective_rpc("fsd_counts")[0]
 
 
 def test_greedy_lossless_ids_are_plain_vllms(fsd: Any, plain_ids: list[list[int]]) -> None:
@@ -179,22 +139,17 @@ def test_tau_is_that_of_our_own_chain(
     own = EagleFSD.from_pretrained(
         str(real / "target"), str(real / "head"), dtype=torch.float32, device="cpu", lookup=False
     )
-    tree, steps, tokens, texts = TreeConfig(DRAFTED + 1, DRAFTED, 1), 0, 0, []
-    for prompt in PROMPTS:
-        asked = [{"role": "user", "content": prompt}]
-        ids = own.tokenizer.apply_chat_template(
-            asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
-        made = own.generate(ids, rule=rule, tree=tree, temperature=0.0, max_new_tokens=96)
-        steps += made.stats[0].steps
-        tokens += made.stats[0].new_tokens
-        texts.append(list(made.new_tokens[0]))
+    asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    rows = [own.tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"] for one in asked]
+    tree = TreeConfig(DRAFTED + 1, DRAFTED, 1)
+    made = own.generate(*pad_left(rows, 0), rule=rule, tree=tree, temperature=0.0, max_new_tokens=96)
+    steps, tokens = sum(one.steps for one in made.stats), sum(one.new_tokens for one in made.stats)
     before = counts(fsd)
     ids = chat(fsd, PROMPTS, temperature=0.0, max_tokens=96, extra_args={"fsd_threshold": threshold})
     after = counts(fsd)
     # vLLM's first token comes of the prompt, without a chain.
     tau = (sum(map(len, ids)) - len(ids)) / (after["steps"] - before["steps"])
-    same = sum(mine == its for mine, its in zip(ids, texts, strict=True))
+    same = sum(mine == list(its) for mine, its in zip(ids, made.new_tokens, strict=True))
     record_property("tau", f"{threshold}: {tau:.4f} in vLLM, {tokens / steps:.4f} here, {same} texts equal")
     assert tau == pytest.approx(tokens / steps, rel=0.03)
     assert same >= len(ids) - 2 if not threshold else same > 0
@@ -239,139 +194,7 @@ def test_log_probabilities_and_stop_strings_go_with_chains(fsd: Any, plain_ids: 
         assert found[token].rank == 1 and found[token].logprob <= 0
 
 
-# --- tiny models --------------------------------------------------------------------------------------------
-
-TINY = 64
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A tiny target and a noisy copy of it as its draft, of TINY tokens; and the target itself."""
-    import transformers
-
-    folder = tmp_path_factory.mktemp("tiny")
-    config = transformers.LlamaConfig(
-        vocab_size=TINY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    randomize(model, 3)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(0.3)
-    model.save_pretrained(folder / "target")
-    draft = transformers.LlamaForCausalLM(config).eval()
-    draft.load_state_dict(model.state_dict())
-    random = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight.add_(0.05 * weight.std() * torch.randn(weight.shape, generator=random))
-    draft.save_pretrained(folder / "draft")
-    return folder, model
-
-
-def tiny_engine(folder: Path, **options: Any) -> Any:
-    speculation = {"method": "draft_model", "model": str(folder / "draft"), "num_speculative_tokens": 3}
-    settings = {"max_model_len": 128, "skip_tokenizer_init": True, "max_num_seqs": 128}
-    return engine(folder / "target", folder / "draft", speculative_config=speculation, **(settings | options))
-
-
-def sampled(llm: Any, count: int, **options: Any) -> torch.Tensor:
-    from vllm import SamplingParams
-
-    asked = SamplingParams(temperature=0.8, top_k=20, top_p=0.95, max_tokens=3, detokenize=False, **options)
-    prompts = [{"prompt_token_ids": [5, 9, 11, 3]}] * count
-    made = llm.generate(prompts, asked, use_tqdm=False)
-    return torch.tensor([list(one.outputs[0].token_ids) for one in made])  # [count, 3]
-
-
-def test_sampled_lossless_tokens_have_the_targets_distribution(tiny: tuple[Path, Any]) -> None:
-    """The first three tokens by chi-square, the exact law of each summed over all tokens before it."""
-    folder, model = tiny
-    sampling, count = SamplingConfig(0.8, 20, 0.95), 4000
-
-    @torch.no_grad()
-    def law(prefixes: torch.Tensor) -> torch.Tensor:
-        return warp(model(prefixes).logits[:, -1], sampling).double()
-
-    prompt, every = torch.tensor([[5, 9, 11, 3]]), torch.arange(TINY)[:, None]
-    first = law(prompt)[0]
-    given_first = law(torch.cat((prompt.expand(TINY, -1), every), 1))  # [first, second]
-    pairs = torch.cartesian_prod(torch.arange(TINY), torch.arange(TINY))
-    given_both = torch.cat(
-        [law(torch.cat((prompt.expand(len(part), -1), part), 1)) for part in pairs.split(512)]
-    )
-    two = first[:, None] * given_first
-    laws = [first, two.sum(0), two.flatten() @ given_both]
-    with tiny_engine(folder) as llm:
-        tokens, found = sampled(llm, count), counts(llm)
-        assert found["exact"] > 0.2 * count and found["fuzzy"] == 0
-        for place, exact in enumerate(laws):
-            seen = torch.bincount(tokens[:, place], minlength=TINY).double()
-            assert not seen[exact == 0].any()
-            often = exact * count >= 5  # the rest is one outcome
-            pvalue = chisquare(
-                [*seen[often].tolist(), float(seen[~often].sum()) + 1e-9],
-                [*(exact[often] * count).tolist(), float(exact[~often].sum() * count) + 1e-9],
-            ).pvalue
-            assert pvalue > 1e-4, place
-        # A seed gives a text again, alone and among others.
-        one = sampled(llm, 1, seed=3, extra_args={"fsd_threshold": 0.2})
-        assert torch.equal(sampled(llm, 40, seed=3, extra_args={"fsd_threshold": 0.2}), one.expand(40, -1))
-
-
-def test_asynchronous_scheduling(tiny: tuple[Path, Any]) -> None:
-    """Texts are the same with it; an exact beginning is refused there."""
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    folder, _ = tiny
-    texts = []
-    for asynchronous in (False, True):
-        with tiny_engine(folder, async_scheduling=asynchronous) as llm:
-            assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == asynchronous
-            prompts = [{"prompt_token_ids": [5 + row, 9, 11]} for row in range(6)]
-            fixed = {"temperature": 0.0, "max_tokens": 40, "detokenize": False}
-            each = [
-                SamplingParams(**fixed, extra_args={"fsd_threshold": 0.1 * (row % 3)}) for row in range(6)
-            ]
-            made = llm.generate(prompts, each, use_tqdm=False)
-            texts.append([list(one.outputs[0].token_ids) for one in made])
-            assert counts(llm)["fuzzy"] > 0
-            asked = SamplingParams(max_tokens=4, extra_args={"fsd_threshold": 0.3, "fsd_exact_prefix": 2})
-            if asynchronous:
-                with pytest.raises(VLLMValidationError, match="fsd_exact_prefix is 2: with asynchronous"):
-                    llm.generate(prompts[:1], asked, use_tqdm=False)
-            else:
-                llm.generate(prompts[:1], asked, use_tqdm=False)
-    assert texts[0] == texts[1]
-
-
-def test_an_engine_that_cannot_run_fsd_is_refused_at_start(tiny: tuple[Path, Any]) -> None:
-    folder, _ = tiny
-    for options, said in (
-        ({"speculative_config": None}, "fsd is set without a draft"),
-        ({"additional_config": {"fsd": {"threshold": -1}}}, "fsd in additional_config: threshold is -1"),
-        ({"logprobs_mode": "processed_logprobs"}, "logprobs_mode is 'processed_logprobs'"),
-        ({"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}, "worker_cls is 'vllm.v1.worker.cpu_worker"),
-        (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
-            "speculative method is 'ngram'",
-        ),
-    ):
-        with pytest.raises(ValueError, match=said), tiny_engine(folder, **{**options}):
-            pass
-
-
-# --- over HTTP ----------------------------------------------------------------------------------------------
+# --- over HTTP
 
 
 def post(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
