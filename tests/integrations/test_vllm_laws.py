@@ -98,7 +98,7 @@ def test_sampled_lossless_tokens_have_the_targets_distribution(tiny: tuple[Path,
     laws = [first, two.sum(0), two.flatten() @ given_both]
     with tiny_engine(folder) as llm:
         tokens, found = sampled(llm, count), counts(llm)
-        assert found["exact"] > 0.2 * count and found["fuzzy"] == 0
+        assert found["exact"] > 0.1 * count and found["fuzzy"] == 0
         for place, exact in enumerate(laws):
             seen = torch.bincount(tokens[:, place], minlength=TINY).double()
             assert not seen[exact == 0].any()
