@@ -12,7 +12,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
+from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.acceptance.divergence import get_divergence
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.config import PAPER, SamplingConfig
@@ -21,6 +21,7 @@ from eagle_fsd.integrations.vllm import shape
 from eagle_fsd.integrations.vllm.chain import NO_TOKEN, Chains, Counts, Row, accept_chains, chain_tree
 from eagle_fsd.integrations.vllm.settings import (
     GREEDY_BELOW,
+    Rule,
     Terms,
     fsd_arguments,
     make_terms,
@@ -56,9 +57,7 @@ GREEDY = SamplingConfig()
         ({}, {"fsd_threshold": 0.3, "fsd_price": 1.5, "fsd_cost": "kl"}, Fuzzy(0.3, price=1.5, cost="kl")),
     ],
 )
-def test_a_requests_rule(
-    defaults: dict[str, Any], asked: dict[str, Any] | None, rule: AcceptanceRule
-) -> None:
+def test_a_requests_rule(defaults: dict[str, Any], asked: dict[str, Any] | None, rule: Rule) -> None:
     assert request_rule(defaults, asked) == rule
 
 
@@ -165,7 +164,7 @@ def plain_greedy(row: Row, tokens: list[int], logits: Tensor, log_q: Tensor, bon
     return [*out, bonus]
 
 
-RULES: list[AcceptanceRule] = [
+RULES: list[Rule] = [
     Lossless(),
     Fuzzy(0.05),
     Fuzzy(math.inf),

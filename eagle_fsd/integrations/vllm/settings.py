@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
+from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.checks import format_value
 from eagle_fsd.core.config import SamplingConfig
 
+Rule = Fuzzy | Lossless
 PREFIX = "fsd_"
 CONFIG_KEY = "fsd"  # in vLLM's additional_config
 FIELDS = (
@@ -31,7 +32,7 @@ GREEDY_BELOW = 1e-5  # vLLM takes a temperature below this as 0
 class Terms:
     """What a request is accepted by. ends: the tokens that end its text."""
 
-    rule: AcceptanceRule
+    rule: Rule
     sampling: SamplingConfig
     ends: tuple[int, ...] = ()
 
@@ -64,7 +65,7 @@ def server_defaults(additional_config: object) -> dict[str, Any]:
 
 def request_rule(
     defaults: Mapping[str, Any], extra_args: Mapping[str, Any] | None, async_scheduling: bool = False
-) -> AcceptanceRule:
+) -> Rule:
     """Return the rule of a request: its own fields over the server's. Raises ValueError with their names.
 
     async_scheduling: whether vLLM plans a step before it knows the tokens of the last one. The number of
@@ -82,7 +83,7 @@ def request_rule(
     return rule
 
 
-def build_rule(fields: Mapping[str, Any]) -> AcceptanceRule:
+def build_rule(fields: Mapping[str, Any]) -> Rule:
     """Build the rule of these fields of Fuzzy. The threshold is 0, that is lossless, unless it is given."""
     if "child" in fields:
         raise ValueError(
@@ -100,7 +101,7 @@ def build_rule(fields: Mapping[str, Any]) -> AcceptanceRule:
     return rule if rule.threshold else Lossless()
 
 
-def read_value(name: str, value: object) -> object:
+def read_value(name: str, value: object) -> Any:
     """Return a JSON value as a field's: "inf" as a number, and 0 and 1 as bools where one is meant."""
     if name == "exact_eos":
         if isinstance(value, (bool, int)) and value in (0, 1):  # vLLM's server makes 1 of true
@@ -110,9 +111,7 @@ def read_value(name: str, value: object) -> object:
 
 
 @functools.lru_cache(maxsize=4096)
-def make_terms(
-    rule: AcceptanceRule, temperature: float, top_k: int, top_p: float, ends: tuple[int, ...]
-) -> Terms:
+def make_terms(rule: Rule, temperature: float, top_k: int, top_p: float, ends: tuple[int, ...]) -> Terms:
     """Return the terms of a request with vLLM's sampling parameters, in which a top_k of -1 is none."""
     if temperature < GREEDY_BELOW:
         return Terms(rule, SamplingConfig(), ends)
