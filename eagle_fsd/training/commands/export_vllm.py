@@ -1,0 +1,99 @@
+"""Write a draft head, and its target, as vLLM reads them.
+
+    eagle-fsd train export-vllm --output runs/vllm
+
+makes runs/vllm/head and runs/vllm/target of the default models. vLLM reads no draft vocabulary, so that the
+head is written without; it then drafts all tokens. vLLM's `fc` has no bias: a head with one is refused unless
+it is folded into the weights, by `eagle-fsd train fold-bias`, or given up, with --drop-bias. The target is
+written as safetensors, which a .gguf file is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from eagle_fsd import hub
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.hub.eagle3_checkpoint import is_eagle3
+from eagle_fsd.hub.head_checkpoint import extra_fields, read_config, read_head, save_head, stored_dtype
+from eagle_fsd.training.cli import run_command
+
+TARGET, HEAD = "target", "head"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ea-model", help="the head: a folder or a Hub id (default: the shipped one)")
+    parser.add_argument(
+        "--base-model", default=hub.DEFAULT_TARGET, help="the target: Hub id, folder or .gguf file"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the target; default: %(default)s",
+    )
+    parser.add_argument("--head-only", action="store_true", help="write no target: vLLM can read yours")
+    parser.add_argument("--drop-bias", action="store_true", help="write the head without the bias of its fc")
+    parser.add_argument("--output", type=Path, required=True, help="the folder of both folders")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_command(build_parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    source = hub.resolve_target(args.base_model)
+    head = hub.resolve_head(args.ea_model, source.name)
+    print(export_head(head, args.output / HEAD, args.drop_bias))
+    if not args.head_only:
+        print(export_target(source, args.output / TARGET, args.dtype))
+
+
+def export_head(source: hub.HeadSource, folder: Path, drop_bias: bool = False) -> Path:
+    """Write an EAGLE-1/2 head for vLLM into a folder, and return it. Raises ValueError for other kinds.
+
+    drop_bias: leave out the bias of `fc`; without it, a head that has one is refused.
+    """
+    if is_eagle3(source.file, source.name):
+        raise ValueError(
+            f"draft head {source.name!r} is of EAGLE-3: vLLM reads its files as they are; name its folder"
+        )
+    config = read_config(source.folder, "draft head")
+    sizes = (config.get("hidden_size", 0), config.get("vocab_size", 0))
+    head = without_list_and_bias(read_head(source.file, source.name, *sizes), source.name, drop_bias)
+    return save_head(head, folder, extra_fields(source.folder, head.config), stored_dtype(source.file))
+
+
+def without_list_and_bias(head: DraftHead, name: str, drop_bias: bool) -> DraftHead:
+    """Return a head that drafts all tokens and whose `fc` has no bias. name: of the head, for errors."""
+    if head.fc.bias is not None and not drop_bias:
+        raise ValueError(
+            f"draft head {name!r} has a bias of fc, up to {float(head.fc.bias.detach().abs().max()):.3g}: "
+            "vLLM's fc has none and would drop it in silence; fold it with `eagle-fsd train fold-bias`, or "
+            "give --drop-bias"
+        )
+    made = DraftHead(replace(head.config, fc_bias=False, draft_vocab_size=None))
+    made.load_state_dict({key: value for key, value in head.state_dict().items() if key != "fc.bias"})
+    return made
+
+
+def export_target(source: hub.TargetSource, folder: Path, dtype: str | torch.dtype) -> Path:
+    """Write a target's weights as safetensors, its config and tokenizer, into a folder, and return it."""
+    model, tokenizer = hub.load_target(source, dtype, "cpu")
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    main()
