@@ -22,7 +22,7 @@ from eagle_fsd.autotune.head_reading import settle_head
 from eagle_fsd.autotune.settle import Settler
 from eagle_fsd.autotune.tree_search import Choice
 from eagle_fsd.core.checks import require_integer
-from eagle_fsd.core.config import AutoTree, SamplingConfig
+from eagle_fsd.core.config import FORMS, AutoTree, SamplingConfig
 from eagle_fsd.core.padding import as_ids
 from eagle_fsd.core.sampling import RowRandom, fresh_seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
@@ -39,6 +39,7 @@ from eagle_fsd.hub.load_pair import load_pair
 from eagle_fsd.runtime.packed_linear import repack_changed
 from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.grammar import compile_form
 from eagle_fsd.text.stop_strings import make_stoppers
 
 
@@ -271,11 +272,11 @@ class EagleFSD:
         """
         input_ids = as_ids(input_ids)
         options, prompts = settle_options(options, keywords, self.target, input_ids, attention_mask)
-        for name in ("eos_token_id", "observer", "logprobs", "stop_strings"):
+        for name in ("eos_token_id", "observer", "logprobs", "stop_strings", *FORMS):
             if getattr(options, name) is not None:
                 raise ValueError(
-                    f"{name} is not for the target alone, which ends texts as its model says and shows no "
-                    "steps; leave it out"
+                    f"{name} is not for the target alone, whose texts have any form and end as its model "
+                    "says, and which shows no steps; leave it out"
                 )
         seed = fresh_seed() if options.seed is None else options.seed
         require_integer("seed", seed, 0, "any will do")
@@ -332,7 +333,8 @@ class EagleFSD:
         sampling, seed = options.sampling, options.seed
         ends = end_token_ids(self.target, options.eos_token_id)
         stoppers = make_stoppers(self.tokenizer, options.stops, len(prompts))
-        request = options.request(prompts, ends, rule, tree, self.device, stoppers)
+        constraint = compile_form(options.form, self.tokenizer, self.target.vocab_size)
+        request = options.request(prompts, ends, rule, tree, self.device, stoppers, constraint)
         if seed is None:  # greedy decoding draws nothing and leaves torch's generator alone
             seed = 0 if sampling.greedy else fresh_seed()
         random = RowRandom(seed, len(prompts), self.device)
