@@ -115,7 +115,7 @@ def call_grammar(
 
 def quoted(text: str) -> str:
     """Return a text as a string of the grammar's language."""
-    return json.dumps(text)
+    return json.dumps(text, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
