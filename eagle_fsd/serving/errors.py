@@ -133,5 +133,5 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 def is_type_name(part: object) -> bool:
     """Whether a part of pydantic's place is a member of a union, such as `str` or `list[int]`."""
     return isinstance(part, str) and bool(
-        re.match(r"(str|int|float|list\[|function-|constrained|literal\[|NamedTool$|\w+Part$)", part)
+        re.match(r"(str$|int$|float$|list\[|function-|constrained|literal\[|NamedTool$|\w+Part$)", part)
     )

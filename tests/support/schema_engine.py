@@ -19,7 +19,7 @@ END_ID = 2
 @cache
 def schema_engine(runtime: str = "torch", template: str = TOOL_TEMPLATE) -> EagleFSD:
     """Return an engine whose drafter is near its target."""
-    near, model = tiny_model(), tiny_model()
+    near, model = (tiny_model(max_position_embeddings=2048) for _ in range(2))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in near.parameters():

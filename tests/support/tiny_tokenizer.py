@@ -40,10 +40,10 @@ def tiny_tokenizer(special: int | None = None) -> transformers.PreTrainedTokeniz
 
 JOINED = [("{", '"'), ('"', ":"), ("t", "r"), ("u", "e")]  # tokens of two characters
 TOOL_TEMPLATE = (
-    "{% if tools %}system: {% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% if tools %}system: {% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}{% endif %}"
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
     "{% for call in message['tool_calls'] or [] %}\n<tool_call>\n{{ call['function'] | tojson }}\n"
-    "</tool_call>{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    "</tool_call>{% endfor %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 
