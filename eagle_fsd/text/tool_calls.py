@@ -151,6 +151,7 @@ class CallReader:
         self.names, self.tagged, self.several = names, tagged, several
         self.calls: list[Call] = []
         self._held = ""
+        self._after_call = False  # and no text since
 
     def add(self, text: str, last: bool = False) -> tuple[str, list[Call]]:
         """Take more text; return what of it is text, and the calls that are complete. last: no more comes."""
@@ -184,11 +185,15 @@ class CallReader:
             return whole
         if self.several or not self.calls:
             self.calls.append(call)
+        self._after_call = True
         return ""
 
     def _between(self, text: str) -> str:
-        """Return text that is no call; white space after a call is none either."""
-        return "" if self.calls and not text.strip() else text
+        """Return text that is no call; white space alone after one is none either."""
+        if self._after_call and not text.strip():
+            return ""
+        self._after_call = False
+        return text
 
     def _length_to_hold(self) -> int:
         """Return how many characters at the end may belong to a call: white space, and a tag's beginning."""
