@@ -94,6 +94,8 @@ def compile_form(
     source = to_grammar(form)
     # The library also writes what it refuses to stderr, unless it is told not to.
     start = LLMatcher(known, source, log_level=0)
+    if not start.is_error():
+        start.compute_bitmask()  # what is too large shows here, and all texts share the work
     if start.is_error():
         raise ValueError(f"{form.kind} cannot be followed: {reason(start.get_error())}; change it")
     return Grammar(form, known, start)

@@ -181,11 +181,11 @@ class CallReader:
     def _take(self, whole: str, inner: str) -> str:
         """Note a call; return the text that it is if it is none."""
         call = read_call(inner, self.names)
+        self._after_call = call is not None
         if call is None:
             return whole
         if self.several or not self.calls:
             self.calls.append(call)
-        self._after_call = True
         return ""
 
     def _between(self, text: str) -> str:

@@ -20,6 +20,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, Lossless, TreeConfig
 from eagle_fsd.acceptance.other_rules import PublishedFSD
 from eagle_fsd.core.config import Form
+from eagle_fsd.decoding.loop import NothingAllowed
 from eagle_fsd.text.grammar import compile_form
 
 TREE = TreeConfig(8, 3, 3)
@@ -154,6 +155,12 @@ def test_forms_that_cannot_be_followed_are_named(options: Mapping[str, Any], nam
     with pytest.raises(ValueError, match=named) as found:
         schema_engine().generate(prompts(1), max_new_tokens=3, tree=TREE, **options)
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.slow
+def test_a_form_that_is_too_hard_ends_with_the_reason() -> None:
+    with pytest.raises(NothingAllowed, match="regex cannot be followed any further .*too many expressions"):
+        schema_engine().generate(prompts(1), max_new_tokens=9, tree=TREE, regex="((a{100}){100}){100}")
 
 
 def test_what_a_form_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
