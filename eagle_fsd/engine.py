@@ -38,6 +38,7 @@ from eagle_fsd.drafting.specs import spec_for, with_head, with_lookup
 from eagle_fsd.hub.load_pair import load_pair
 from eagle_fsd.runtime.packed_linear import repack_changed
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.grammar import compile_form
 from eagle_fsd.text.stop_strings import make_stoppers
 
 
@@ -338,7 +339,8 @@ class EagleFSD:
         sampling, seed = options.sampling, options.seed
         ends = end_token_ids(self.target, options.eos_token_id)
         stoppers = make_stoppers(self.tokenizer, options.stops, len(prompts))
-        request = options.request(prompts, ends, rule, tree, self.device, stoppers)
+        constraint = compile_form(options.form, self.tokenizer, self.target.vocab_size)
+        request = options.request(prompts, ends, rule, tree, self.device, stoppers, constraint)
         if seed is None:  # greedy decoding draws nothing and leaves torch's generator alone
             seed = 0 if sampling.greedy else fresh_seed()
         random = RowRandom(seed, len(prompts), self.device)

@@ -251,6 +251,10 @@ def run(args: Namespace, out: TextIO) -> int:
             raise ValueError("--logprobs without --json: only that shows them; give both")
         check_adaptation(args)
         options = generation_options(args)
+        if args.baseline and options.form is not None:
+            raise ValueError(
+                f"--baseline with a form ({options.form.kind}): the target alone knows none; leave one out"
+            )
         prompts = [prompt for prompt in prompts for _ in range(options.num_return_sequences)]
         model = load_model(args)
         options = with_bad_words(options, args, model).with_defaults(model.target.own_defaults)

@@ -126,6 +126,9 @@ def check_arguments(args: argparse.Namespace) -> GenerationOptions:
     """Return the options of a request that says nothing. Raises ValueError for flags out of range."""
     if args.seed is not None:
         raise ValueError(f"--seed is {args.seed}: every request names its own seed; drop the flag")
+    for flag, form in (("--json-schema", args.json_schema), ("--regex", args.regex)):
+        if form is not None:
+            raise ValueError(f"{flag} is given: every request names its own response_format; drop the flag")
     require_integer("--port", args.port, 0, "8000 is usual", 65535)
     require_integer("--max-rows", args.max_rows, 1, "4 suits a CPU")
     require_integer("--max-queue", args.max_queue, 0, "0 lets none wait")

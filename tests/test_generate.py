@@ -418,7 +418,37 @@ def test_flags_reach_the_engine(model: ScriptedModel, capsys: pytest.CaptureFixt
         "logprobs": None,
         "stop_strings": ["END", "STOP"],
         "num_return_sequences": 1,
+        "json_schema": None,
+        "regex": None,
+        "grammar": None,
     }
+
+
+def test_a_form_reaches_the_engine(
+    model: ScriptedModel,
+    capsys: pytest.CaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("llguidance", reason='forms need an extra: pip install "eagle-fsd[schema]"')
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "object"}')
+    for schema in (str(file), ' {"type": "object"}'):
+        run(capsys, "--json-schema", schema, "Hello?")
+        assert model.calls[-1][2]["json_schema"] == {"type": "object"}
+    run(capsys, "--regex", "a+", "Hello?")
+    assert model.calls[-1][2]["regex"] == "a+"
+    for flags, message in (
+        (["--json-schema", "{", "x"], "'{' is no JSON"),
+        (["--json-schema", str(tmp_path / "none.json"), "x"], "none.json' is no schema, and no file of one"),
+        (["--json-schema", "{}", "--regex", "a", "x"], "regex beside json_schema: a text has one form"),
+        (["--regex", "a", "--baseline", "x"], "--baseline with a form (regex)"),
+    ):
+        code, _, err = run(capsys, *flags)
+        assert code == 2 and message in err and err.count("\n") == 1
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    code, _, err = run(capsys, "--regex", "a", "x")
+    assert code == 2 and '--regex needs llguidance: run pip install "eagle-fsd[schema]"' in err
 
 
 def test_the_text_ends_before_a_stop_string(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:

@@ -214,7 +214,7 @@ class PublishedFSD:
     threshold: in nats of `divergence`, on raw distributions at temperature 1; 0 is lossless, as it is for
     Fuzzy. The token where the step ends is the target's draw, and a child that equals it is not followed any
     further. There are no guards: a drafted token may end the text, and it may be one that the user's top-k or
-    top-p rule out. In a tree, only the likeliest path is followed.
+    top-p rule out, but not one whose logit is -inf. In a tree, only the likeliest path is followed.
     """
 
     mode: ClassVar[str] = FIRST_FAILURE
@@ -232,5 +232,8 @@ class PublishedFSD:
         if self.threshold == 0 or not tree.owners.shape[1]:
             return None
         close = Fuzzy(self.threshold, self.divergence).is_close(verified)
-        eligible = verified.at_parent(close) & (tree.parents >= 0)
+        possible = (
+            verified.at_token(verified.logits) > -torch.inf
+        )  # bans and forms are not the rule's to break
+        eligible = verified.at_parent(close) & (tree.parents >= 0) & possible
         return likeliest_chances(tree, eligible, tree.node_log_q())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 # Flags that are options of the same name. One that is not given leaves it to the model's generation_config.
 SAME_NAME = (
     "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size",
-    "suppress_tokens", "logit_bias", "min_new_tokens",
+    "suppress_tokens", "logit_bias", "min_new_tokens", "json_schema", "regex",
 )  # fmt: skip
 
 
@@ -80,6 +81,17 @@ def add_processing_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end the answer before this text; may be given several times",
     )
+    group.add_argument(
+        "--json-schema",
+        type=parse_schema,
+        metavar="FILE",
+        help="the answer is JSON of this schema, in a file or written out; needs the extra schema",
+    )
+    group.add_argument(
+        "--regex",
+        metavar="PATTERN",
+        help="the whole answer fits this regular expression; needs the extra schema",
+    )
 
 
 def add_answer_flags(group: argparse._ActionsContainer) -> None:
@@ -138,8 +150,26 @@ def parse_object(text: str) -> dict[str, Any]:
     return found
 
 
+def parse_schema(text: str) -> dict[str, Any]:
+    """Return the JSON schema that a text is, or that a file of this name holds; an argparse type."""
+    if text.lstrip().startswith("{"):
+        return parse_object(text)
+    try:
+        return parse_object(Path(text).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no schema, and no file of one: {error}") from error
+
+
 def processing_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of a generation that these flags set."""
+    """Return the options of a generation that these flags set.
+
+    Raises ValueError for a form without the library that follows it, before a model is loaded.
+    """
+    for name in ("json_schema", "regex"):
+        if getattr(args, name) is not None:
+            from eagle_fsd.text.grammar import require_library
+
+            require_library("--" + name.replace("_", "-"))
     given = {name: getattr(args, name) for name in SAME_NAME}
     if given["logit_bias"] is not None:
         given["logit_bias"] = dict(given["logit_bias"])

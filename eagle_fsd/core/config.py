@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from eagle_fsd.core.checks import require_choice, require_integer, require_number
+from eagle_fsd.core.checks import format_value, require_choice, require_integer, require_number
 
 HYBRID, PAPER = "hybrid", "paper"  # which comes first, the target's draw or the rule; see acceptance
 FIRST_FAILURE = "first-failure"  # the rule alone decides, and a step ends where it follows no child
@@ -186,6 +188,40 @@ class AutoThreshold:
         require_choice("mode", self.mode, (HYBRID, PAPER))
         require_choice("child", self.child, CHILDREN)
         require_number("min_gain", self.min_gain, 0.0, math.inf, "0 turns the guard off")
+
+
+FORMS = ("json_schema", "regex", "grammar")
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a text must look like: a JSON schema, a regular expression or a Lark grammar, as text."""
+
+    kind: str
+    source: str
+
+    def __post_init__(self) -> None:
+        require_choice("form", self.kind, FORMS)
+        if not isinstance(self.source, str) or not self.source:
+            raise ValueError(
+                f"{self.kind} is {format_value(self.source)}: it must be a text of a character at least; "
+                "leave it out for any answer"
+            )
+
+    @classmethod
+    def json_schema(cls, schema: object) -> Form:
+        """Return the form of a JSON schema, an object or its JSON. Raises ValueError for anything else."""
+        try:
+            found = json.loads(schema) if isinstance(schema, str) else schema
+            if isinstance(found, Mapping):
+                return cls("json_schema", json.dumps(found, allow_nan=False))
+            reason = ""
+        except (TypeError, ValueError) as error:
+            reason = f" ({error})"
+        raise ValueError(
+            f"json_schema is {format_value(schema)}: it must be a JSON object{reason}, such as "
+            '{"type": "object"}; mend it'
+        )
 
 
 # The settings of the FSD paper's experiments (arXiv 2502.20704): five drafted tokens, one after the other.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -18,13 +18,48 @@ Processor = Callable[[Any, Any], Tensor]
 Bias = tuple[tuple[int, ...], float]
 
 
+class Walk(Protocol):
+    """One text that a constraint follows, token by token.
+
+    complete: whether the text may end here. failure: why it cannot be followed any more; "": it can.
+    """
+
+    @property
+    def complete(self) -> bool: ...
+
+    @property
+    def failure(self) -> str: ...
+
+    def allowed(self) -> Tensor:
+        """Return which tokens may come next: [V] bool on the CPU. End tokens are not among them."""
+
+    def advance(self, token: int) -> None:
+        """Take in a token that is allowed."""
+
+    def back(self) -> None:
+        """Take the last token back."""
+
+
+class Constraint(Protocol):
+    """Rules tokens out by all that came before them, such as a grammar. Equal ones allow the same texts.
+
+    name: of the option that it came from.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def begin(self) -> Walk:
+        """Return the walk of a text that has no token yet."""
+
+
 @dataclass(frozen=True)
 class Processing:
     """What changes the target's logits at every node of a tree before temperature, top_k, top_p and min_p.
 
     Each does what the option of this name does in Hugging Face's `generate`, in its order: logit_bias (there
     sequence_bias), repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram_size,
-    bad_words_ids, min_new_tokens, suppress_tokens, and last the caller's own.
+    bad_words_ids, min_new_tokens, suppress_tokens, the caller's own, and last the constraint.
 
     repetition_penalty: divides the positive logits of tokens that the text has, its prompt included, and
       multiplies negative ones; above 1 discourages repetition, 1 is off (CTRL, arXiv 1909.05858).
@@ -38,6 +73,7 @@ class Processing:
     own: functions of token ids [K, L] and logits [K, V] that return new logits, such as Hugging Face's
       LogitsProcessor objects. They must depend on their arguments only, since they see paths of a tree that
       the text may never take, K at a time.
+    constraint: of the answer's tokens. Where it leaves none but the end, min_new_tokens does not hold.
     """
 
     repetition_penalty: float = 1.0
@@ -49,6 +85,7 @@ class Processing:
     logit_bias: tuple[Bias, ...] = ()
     min_new_tokens: int = 0
     own: tuple[Processor, ...] = ()
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         require_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "1 turns it off")

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from eagle_fsd.core.checks import require_integer
+from eagle_fsd.core.config import FORMS
 from eagle_fsd.core.sampling import fresh_seed
 from eagle_fsd.decoding.options import GenerationOptions
 from eagle_fsd.decoding.outputs import GenerationOutput
@@ -14,7 +15,8 @@ from eagle_fsd.decoding.request import Prompts
 from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
 
-STEPPED = ("eos_token_id", "observer", "logprobs", "stop_strings")  # options that need steps of ours
+# Options that need steps of ours.
+STEPPED = ("eos_token_id", "observer", "logprobs", "stop_strings", *FORMS)
 
 
 def run_alone(
@@ -24,8 +26,8 @@ def run_alone(
     for name in STEPPED:
         if getattr(options, name) is not None:
             raise ValueError(
-                f"{name} is not for the target alone, which ends texts as its model says and shows no steps; "
-                "leave it out"
+                f"{name} is not for the target alone, whose texts have any form and end as its model says, "
+                "and which shows no steps; leave it out"
             )
     seed = fresh_seed() if options.seed is None else options.seed
     require_integer("seed", seed, 0, "any will do")

@@ -15,6 +15,7 @@ from torch import Tensor
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.processing import Bias, Processing
 from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.decoding.constrained import ConstrainedText
 
 Biases = dict[int, dict[tuple[int, ...], dict[int, float]]]
 
@@ -47,16 +48,26 @@ class TextProcessor:
         ends = {(end,) for end in self.ends}
         bans = [(words, -torch.inf) for words in processing.bad_words_ids if words not in ends]
         self.bans = by_beginning(bans)
+        self.constrained = None
+        if processing.constraint is not None:
+            self.constrained = ConstrainedText(processing.constraint, self.ends)
         self.ngrams: dict[tuple[int, ...], set[int]] = {}  # what has followed n - 1 tokens
         self.columns: dict[int, int] = {}  # the tokens of the text, each with its place among them
         self.counts: list[int] = []  # how often the answer has each of them
         self._note(0)
+
+    @property
+    def failure(self) -> str:
+        """Why its constraint cannot be followed any further; "": it can."""
+        return "" if self.constrained is None else self.constrained.walk.failure
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take in tokens that the text has emitted."""
         before = len(self.text)
         self.text += tokens
         self._note(before)
+        if self.constrained is not None:
+            self.constrained.add(tokens)
 
     def _note(self, start: int) -> None:
         if size := self.processing.no_repeat_ngram_size:
@@ -76,6 +87,9 @@ class TextProcessor:
         for node, parent in enumerate(parents):
             paths.append([*paths[parent], tokens[node]] if node and parent >= 0 else [])
         processing = self.processing
+        only_ends: set[int] = set()
+        if self.constrained is not None:
+            refused, only_ends = self.constrained.refused(tokens, parents, logits.shape[-1])
         self._bias(logits, paths, self.biases)
         if processing.counts:
             self._penalise(logits, paths)
@@ -84,12 +98,14 @@ class TextProcessor:
         self._bias(logits, paths, self.bans)
         short = processing.min_new_tokens - (len(self.text) - self.prompt_length)
         if self.ends and short > 0:
-            early = [node for node, path in enumerate(paths) if len(path) < short]
+            early = [node for node, path in enumerate(paths) if len(path) < short and node not in only_ends]
             logits[on_device(early, logits.device)[:, None], on_device(self.ends, logits.device)] = -torch.inf
         if processing.suppress_tokens:
             logits[:, on_device(processing.suppress_tokens, logits.device)] = -torch.inf
         if processing.own:
             self._apply_own(logits, paths)
+        if self.constrained is not None:
+            logits.masked_fill_(refused.to(logits.device), -torch.inf)
 
     def _bias(self, logits: Tensor, paths: Sequence[Sequence[int]], biases: Biases) -> None:
         """Add biases to the last tokens of sequences that have begun; see `by_beginning`."""

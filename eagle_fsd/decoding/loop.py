@@ -33,12 +33,23 @@ class NonFiniteLogits(FloatingPointError):
     step: counted from 1. row: its place in the request.
     """
 
-    def __init__(self, step: int, row: int) -> None:
-        super().__init__(
-            f"step {step} of row {row}: the target's logits are not finite, as where float16 overflows or "
-            "weights are damaged; load the model in bfloat16 or float32 (dtype), or check its files"
+    def __init__(self, step: int, row: int, why: str | None = None) -> None:
+        usual = (
+            "the target's logits are not finite, as where float16 overflows or weights are damaged; load the "
+            "model in bfloat16 or float32 (dtype), or check its files"
         )
+        super().__init__(f"step {step} of row {row}: {why or usual}")
         self.step, self.row = step, row
+
+
+class NothingAllowed(NonFiniteLogits):
+    """No token can be emitted at a place of a text that has a form. name: of the form's option."""
+
+    def __init__(self, step: int, row: int, name: str, failure: str) -> None:
+        why = f"{name} and the other options allow no token here, or the target's logits are not finite; "
+        if failure:
+            why = f"{name} cannot be followed any further ({failure}); "
+        super().__init__(step, row, f"{why}make the form simpler, or take bans and biases away")
 
 
 @torch.inference_mode()
@@ -285,7 +296,10 @@ def emit(text: Text, step: Step) -> list[int]:
     """Cut a step's tokens at the limit and after the first one that ends the text, and record the others."""
     stats, ends = text.stats, text.terms.eos_token_ids
     if not step.finite:
-        raise NonFiniteLogits(stats.steps + 1, text.number)
+        if (constraint := text.terms.processing.constraint) is None:
+            raise NonFiniteLogits(stats.steps + 1, text.number)
+        failure = text.processor.failure
+        raise NothingAllowed(stats.steps + 1, text.number, constraint.name, failure)
     limit = text.limit - stats.new_tokens
     end = next((place for place, token in enumerate(step.tokens) if token in ends), limit)
     emitted = step.tokens[: min(limit, end + 1)]

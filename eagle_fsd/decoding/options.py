@@ -17,19 +17,22 @@ from eagle_fsd.core.config import (
     FSD_PAPER_TREE,
     AutoThreshold,
     AutoTree,
+    Form,
     SamplingConfig,
     TreeConfig,
 )
 from eagle_fsd.core.padding import as_ids
-from eagle_fsd.core.processing import Processing, Processor
+from eagle_fsd.core.processing import Constraint, Processing, Processor
 from eagle_fsd.core.sampling import Seed
+from eagle_fsd.decoding.constrained import require_ends
 from eagle_fsd.decoding.request import Observer, Prompts, Request, Stopper
 from eagle_fsd.target.model import TargetModel
 
 # Options that the model's generation_config may set, by the classes that they end up in.
 SAMPLING = tuple(field.name for field in fields(SamplingConfig))
 # For measurements, which are of the model and not of its generation_config.
-UNTOUCHED = {field.name: field.default for field in fields(Processing) if field.name != "own"}
+NOT_OPTIONS = ("own", "constraint")
+UNTOUCHED = {field.name: field.default for field in fields(Processing) if field.name not in NOT_OPTIONS}
 PROCESSING = (*UNTOUCHED, "logits_processor")
 ASKED_TO_SAMPLE = {"temperature": 1.0, "top_k": 50}  # Hugging Face's defaults
 MOST_LOGPROBS = 100  # likeliest tokens at each place
@@ -57,6 +60,10 @@ class GenerationOptions:
     logprobs: also return the target's log-probability of every new token, before all that the options do,
       and those of so many of the likeliest tokens in its place; 0: of the new tokens only. None: neither.
     stop_strings: the text ends with the token that completes one of these, wherever in tokens it begins.
+    json_schema, regex, grammar: the text's form, of which there is one at most; it needs the extra `schema`.
+      A JSON schema is an object or its JSON, a regular expression fits the whole text, and a grammar is in
+      Lark's language. All tokens that leave the form are ruled out at every node, for every rule, and an end
+      token comes only where the form is complete.
     num_return_sequences: so many sampled texts of each prompt, one after the other in the batch.
     do_sample: as in Hugging Face: False is greedy, and True samples, at temperature 1 with top_k 50 where
       neither a field nor the model says otherwise. None: the temperature says it.
@@ -89,6 +96,9 @@ class GenerationOptions:
     stop_strings: str | Sequence[str] | None = None
     num_return_sequences: int = 1
     do_sample: bool | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     @classmethod
     def fsd_paper(cls, threshold: float = 0.3, divergence: str = "js", **fields: Any) -> GenerationOptions:
@@ -118,7 +128,7 @@ class GenerationOptions:
                 raise ValueError(
                     f"stop_strings has {stop!r}: each must be a text of a character at least; mend it"
                 )
-        _ = self.sampling, self.processing  # these raise ValueError for bad values
+        _ = self.sampling, self.processing, self.form  # these raise ValueError for bad values
         if self.tree is not None and not isinstance(self.tree, (TreeConfig, AutoTree)):
             raise ValueError(
                 f"tree is {self.tree!r}: it must be a TreeConfig, such as TreeConfig(16, 5, 8), or AutoTree()"
@@ -138,6 +148,20 @@ class GenerationOptions:
         stops = self.stop_strings or ()
         return (stops,) if isinstance(stops, str) else tuple(stops)
 
+    @property
+    def form(self) -> Form | None:
+        """What the text must look like."""
+        forms = [
+            Form(name, source) for name in ("regex", "grammar") if (source := getattr(self, name)) is not None
+        ]
+        if self.json_schema is not None:
+            forms.insert(0, Form.json_schema(self.json_schema))
+        if len(forms) > 1:
+            raise ValueError(
+                f"{forms[1].kind} beside {forms[0].kind}: a text has one form; leave one of them out"
+            )
+        return forms[0] if forms else None
+
     def _given(self, names: Sequence[str]) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -149,8 +173,11 @@ class GenerationOptions:
         tree: TreeConfig,
         device: torch.device,
         stoppers: Sequence[Stopper] = (),
+        constraint: Constraint | None = None,
     ) -> Request:
-        """Return the request for these prompts, with the rule and the tree that were settled."""
+        """Return the request for these prompts, with the rule, the tree and the form that were settled."""
+        if constraint is not None:
+            require_ends(constraint.name, eos_token_ids)
         return Request(
             tokens=prompts.tokens.to(device),
             lengths=prompts.lengths,
@@ -160,7 +187,7 @@ class GenerationOptions:
             tree=tree,
             sampling=self.sampling,
             observer=self.observer,
-            processing=self.processing,
+            processing=replace(self.processing, constraint=constraint),
             logprobs=self.logprobs,
             stoppers=stoppers,
         )

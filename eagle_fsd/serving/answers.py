@@ -81,6 +81,8 @@ class Answer:
         self.logprobs = [[] for _ in self.jobs]
         self._offsets = [0 for _ in self.jobs]  # characters of the tokens whose table was written
         self.reasons = [None for _ in self.jobs]
+        plan = self.choice.tools
+        self._readers = [] if plan is None else [plan.reader() for _ in self.jobs]
 
     def take(self, place: int, news: News) -> None:
         """Note what has happened to a text."""
@@ -144,9 +146,13 @@ class Answer:
         """Return the body of an answer that is not streamed."""
         choices = []
         for place, pieces in enumerate(self.pieces):
-            text = "".join(piece.text for piece in pieces)
-            said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
             told = News(merged(pieces), self.logprobs[place], self.reasons[place])
+            text, calls = self._read(place, told)
+            said: dict[str, Any] = {"text": text}
+            if self.chat:
+                said = {"message": {"role": "assistant", "content": text}}
+            if calls:
+                said["message"] |= {"content": text or None, "tool_calls": calls}
             choices.append(self._choice(place, said, told))
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": self.usage, "timings": self.timings}
@@ -162,20 +168,43 @@ class Answer:
 
     def chunk(self, place: int, news: News, with_timings: bool) -> bytes:
         """Return the chunk for a text's news. The last one of the answer always has the timings."""
-        text = "".join(piece.text for piece in news.pieces)
-        said = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
+        text, calls = self._read(place, news)
+        said: dict[str, Any] = {"text": text}
+        if self.chat:
+            said = {"delta": {"content": text} if text else {}}
+        if calls:
+            first = len(self._readers[place].calls) - len(calls)
+            said["delta"]["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls, first)]
         choice = self._choice(place, said, news)
         return self._chunk([choice], **({"timings": self.timings} if with_timings or self.done else {}))
 
     def usage_chunk(self) -> bytes:
         return self._chunk([], usage=self.usage, timings=self.timings)
 
+    def _read(self, place: int, news: News) -> tuple[str, list[dict[str, Any]]]:
+        """Return what a text's news say: text, and the calls of functions that are complete with them."""
+        text = "".join(piece.text for piece in news.pieces)
+        if not self._readers:
+            return text, []
+        text, calls = self._readers[place].add(text, last=news.finish_reason is not None)
+        return text, [
+            {
+                "id": f"call_{uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+
     def _choice(self, place: int, said: dict[str, Any], news: News) -> dict[str, Any]:
         logprobs = None
         if self.tables is not None and news.logprobs:
             logprobs = self.tables(news.logprobs, self._offsets[place])
             self._offsets[place] += sum(map(len, logprobs.get("tokens", ())))
-        choice = {"index": place, **said, "logprobs": logprobs, "finish_reason": news.finish_reason}
+        reason = news.finish_reason
+        if reason == "stop" and self._readers and self._readers[place].calls:
+            reason = "tool_calls"
+        choice = {"index": place, **said, "logprobs": logprobs, "finish_reason": reason}
         if self.with_origins:
             choice["origins"] = [{"text": piece.text, "origin": piece.origin} for piece in news.pieces]
         return choice

@@ -32,6 +32,7 @@ from eagle_fsd.serving.protocol import (
     TokenizeRequest,
     Unsupported,
 )
+from eagle_fsd.serving.tools.plan import ToolPlan, turns_of
 from eagle_fsd.serving.worker import Job, Worker
 from eagle_fsd.text.chat import encode, encode_chat, require_tokenizer
 from eagle_fsd.text.streamed import StreamedText
@@ -87,7 +88,7 @@ class Service:
         deadline = Deadline(self.limits.request_timeout)
         self.require_model(body.model)
         choice = await asyncio.to_thread(self.choose, body)
-        prompts = await asyncio.to_thread(self.encode, body)
+        prompts = await asyncio.to_thread(self.encode, body, choice.tools)
         feed, chat = Feed(), isinstance(body, ChatRequest)
         seed, stops = choice.seed or 0, body.stop or self.settings.defaults.stops
         texts = [prompt for prompt in prompts for _ in range(body.n)]
@@ -131,10 +132,10 @@ class Service:
             message = f"model is {name!r}: this server has {self.settings.name!r}; name that, or leave it out"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def encode(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
+    def encode(self, body: ChatRequest | CompletionRequest, tools: ToolPlan | None) -> list[list[int]]:
         """Return the prompts' token ids. Raises ApiError for one that is none, or too long."""
         if isinstance(body, ChatRequest):
-            name, prompts = "messages", [self.chat_ids(body)]
+            name, prompts = "messages", [self.chat_ids(body, tools)]
         else:
             name, prompts = "prompt", [self.text_ids(one) for one in body.prompts]
             if not prompts:
@@ -143,13 +144,13 @@ class Service:
             self.choose.require_prompt(prompt, name)
         return prompts
 
-    def chat_ids(self, body: ChatRequest | TokenizeRequest) -> list[int]:
-        turns = [message.as_turn() for message in body.messages or ()]
+    def chat_ids(self, body: ChatRequest | TokenizeRequest, tools: ToolPlan | None = None) -> list[int]:
+        turns, arguments = turns_of(body.messages or (), tools, self.choose.calls)
         for turn in turns:
             require_unicode(turn["content"], "messages")
         try:
             with self._encoding:
-                return encode_chat(self.tokenizer, turns, body.template)[0].tolist()
+                return encode_chat(self.tokenizer, turns, {**body.template, **arguments})[0].tolist()
         except ValueError as error:
             raise ApiError(400, one_line(error), "messages") from error
 

@@ -6,19 +6,25 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.rule_names import build_rule, describe, parse_rule
-from eagle_fsd.core.checks import require_integer
+from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.config import AutoThreshold, SamplingConfig
-from eagle_fsd.core.processing import UNPROCESSED, Processing, as_biases, as_sequences, as_tokens
+from eagle_fsd.core.processing import UNPROCESSED, Constraint, Processing, as_biases, as_sequences, as_tokens
 from eagle_fsd.core.sampling import fresh_seed
+from eagle_fsd.decoding.constrained import require_ends
 from eagle_fsd.decoding.request import Terms
 from eagle_fsd.serving.errors import ApiError, of_value
-from eagle_fsd.serving.protocol import Generation
+from eagle_fsd.serving.protocol import ChatRequest, Generation
+from eagle_fsd.serving.tools.plan import ToolPlan, plan_tools
+from eagle_fsd.text.chat import require_tokenizer
+from eagle_fsd.text.grammar import compile_form
 from eagle_fsd.text.stop_strings import words_as_tokens
+from eagle_fsd.text.tool_calls import CallFormat, call_format
 
 if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
@@ -67,12 +73,14 @@ class Choice:
     """What one request settled on.
 
     seed: None if nothing is drawn. described: the rule, its threshold and its divergence, for the timings.
+    tools: what may be called.
     """
 
     terms: Terms
     limit: int
     seed: int | None
     described: dict[str, Any]
+    tools: ToolPlan | None = None
 
 
 class Chooser:
@@ -84,9 +92,15 @@ class Chooser:
         self._calibrating = threading.Lock()
         self.encoding = threading.Lock()  # a tokenizer is not made for several threads
 
+    @cached_property
+    def calls(self) -> CallFormat:
+        """How the model's chat template has calls of functions."""
+        with self.encoding:
+            return call_format(require_tokenizer(self.model.tokenizer))
+
     def __call__(self, request: Generation) -> Choice:
         """Return what the request asks for. Raises ApiError for what it may not ask for."""
-        usual = self.defaults.sampling
+        usual, tools = self.defaults.sampling, self.plan(request)
         try:
             sampling = SamplingConfig(
                 usual.temperature if request.temperature is None else request.temperature,
@@ -100,12 +114,36 @@ class Chooser:
             raise of_value(error, list(type(request).model_fields)) from error
         seed = fresh_seed() >> SHORTER if request.seed is None else request.seed
         ends = () if request.ignore_eos else self.model.target.eos_token_ids
+        ends = (*ends, *request.stop_token_ids)
+        if (constraint := self.constraint(request, tools, ends)) is not None:
+            processing = dataclasses.replace(processing, constraint=constraint)
         return Choice(
-            Terms((*ends, *request.stop_token_ids), rule, sampling, processing),
+            Terms(ends, rule, sampling, processing),
             self.defaults.max_new_tokens if request.limit is None else request.limit,
             None if sampling.greedy else seed,
             describe_shortly(rule),
+            tools,
         )
+
+    def plan(self, request: Generation) -> ToolPlan | None:
+        """Return what the request's tools come to."""
+        wanted = isinstance(request, ChatRequest) and (request.tools or request.tool_choice is not None)
+        return plan_tools(request, self.calls) if wanted else None
+
+    def constraint(
+        self, request: Generation, tools: ToolPlan | None, ends: Sequence[int]
+    ) -> Constraint | None:
+        """Return what the form of the answer allows. Raises ApiError for one that cannot be followed."""
+        form = request.form if tools is None else tools.form
+        if form is None:
+            return None
+        name = "response_format" if request.response_format is not None else "structured_outputs"
+        name = name if tools is None else "tools"
+        try:
+            require_ends(name, ends)
+            return compile_form(form, self.model.tokenizer, self.model.target.vocab_size)
+        except ValueError as error:
+            raise ApiError(400, f"{name}: {one_line(error)}", name, "invalid_value") from error
 
     def processing(self, request: Generation) -> Processing:
         """Return what changes the logits: what the request says, and else the server's own."""

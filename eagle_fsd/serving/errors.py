@@ -123,6 +123,8 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, reason, reason.split()[0], "invalid_value")
     if not place:
         return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
+    if found["type"] == "value_error" and isinstance(place[-1], int):  # of a part as a whole
+        return ApiError(400, f"{param}: {reason}", f"{param}.{reason.split()[0]}", "invalid_value")
     if found["type"] == "value_error" and reason.startswith(str(place[-1])):
         return ApiError(400, reason, param, "invalid_value")
     return ApiError(400, f"{param} is {format_value(found.get('input'))}: {reason}", param, "invalid_value")
@@ -131,5 +133,5 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 def is_type_name(part: object) -> bool:
     """Whether a part of pydantic's place is a member of a union, such as `str` or `list[int]`."""
     return isinstance(part, str) and bool(
-        re.match(r"(str|int|float|list\[|function-|constrained|\w+Part$)", part)
+        re.match(r"(str$|int$|float$|list\[|function-|constrained|literal\[|NamedTool$|\w+Part$)", part)
     )

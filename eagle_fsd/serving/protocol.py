@@ -10,16 +10,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationInfo,
-    field_validator,
     model_validator,
 )
 
-from eagle_fsd.core.checks import format_value
+from eagle_fsd.core.config import Form
+from eagle_fsd.serving.tools.fields import (
+    Messages,
+    Strict,
+    StructuredOutputs,
+    ToolChoice,
+    Tools,
+    WantedFormat,
+)
 from eagle_fsd.text.chat import OWN_ARGUMENTS
 
 MOST_STOPS, LONGEST_STOP = 16, 200
@@ -39,18 +44,13 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "include_reasoning": (False,),
-    # tools and forms
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
+    # older names of tools and forms
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "guided_json": (),
     "guided_regex": (),
     "guided_grammar": (),
     "guided_choice": (),
-    "structured_outputs": (),
     "chat_template": (),
     # media and services
     "modalities": (["text"],),
@@ -64,12 +64,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 # These name a client or its own business, and change no text.
 WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "cache_prompt")
-
-
-class Strict(BaseModel):
-    """A part of a request."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def drop_what_asks_for_nothing(data: Any) -> Any:
@@ -146,6 +140,7 @@ class Generation(Strict):
 
     repetition_penalty to min_tokens: see choices.py. stop_token_ids: tokens that end a text as well.
     threshold, divergence, rule, quality_budget: how far a text may be from the target's, see choices.py.
+    response_format, structured_outputs: what form the text has, one of them at most.
     ignore_eos: end tokens do not end a text. timings_per_token: every chunk of a stream says how fast it was
     so far. return_token_origins: texts also come in pieces that say how their tokens came.
     """
@@ -174,6 +169,8 @@ class Generation(Strict):
     divergence: str | None = None
     rule: str | None = Field(None, max_length=200)
     quality_budget: float | None = None
+    response_format: WantedFormat = None
+    structured_outputs: StructuredOutputs | None = None
     ignore_eos: bool = False
     timings_per_token: bool = False
     return_token_origins: bool = False
@@ -189,6 +186,18 @@ class Generation(Strict):
             raise ValueError("stream_options is for streams: leave it out, or set stream to true")
         return self
 
+    @model_validator(mode="after")
+    def require_one_form(self) -> Generation:
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("structured_outputs beside response_format: a text has one form; leave one out")
+        return self
+
+    @property
+    def form(self) -> Form | None:
+        """What form the text has."""
+        wanted = self.response_format or self.structured_outputs
+        return None if wanted is None else wanted.form
+
     @property
     def limit(self) -> int | None:
         return self.max_tokens
@@ -199,52 +208,11 @@ class Generation(Strict):
         return None
 
 
-class TextPart(Strict):
-    """A part of a message; texts are the only kind."""
-
-    type: Literal["text"]
-    text: str
-
-
-# What OpenAI's own answers carry in a message, and clients send back.
-ABSENT = ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content", "reasoning")
-
-
-class Message(Strict):
-    """A turn of a chat. The role developer means system."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-
-    @model_validator(mode="before")
-    @classmethod
-    def drop_absent_parts(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        return {name: value for name, value in data.items() if name not in ABSENT or value not in (None, [])}
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def require_text(cls, value: Any) -> Any:
-        for part in value if isinstance(value, list) else ():
-            if isinstance(part, Mapping) and part.get("type") not in ("text", None):
-                kind = format_value(part["type"])
-                raise ValueError(
-                    f"content has a part of type {kind}: this server reads text only; leave it out"
-                )
-        return value
-
-    def as_turn(self) -> dict[str, str]:
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
-Messages = Annotated[list[Message], Field(min_length=1)]
-
-
 class ChatRequest(Generation):
-    """POST /v1/chat/completions. chat_template_kwargs, documents: for the model's chat template."""
+    """POST /v1/chat/completions. chat_template_kwargs, documents: for the model's chat template.
+
+    tools, tool_choice, parallel_tool_calls: see tools/plan.py.
+    """
 
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -252,6 +220,9 @@ class ChatRequest(Generation):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: Template = {}
     documents: list[Any] = []
+    tools: Tools = []
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def require_one_limit(self) -> ChatRequest:

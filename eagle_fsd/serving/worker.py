@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.stats import GenerationStats
-from eagle_fsd.decoding.loop import NonFiniteLogits
+from eagle_fsd.decoding.loop import NonFiniteLogits, NothingAllowed
 from eagle_fsd.decoding.origins import TokenOrigins
 from eagle_fsd.decoding.request import Terms, Text, TokenLogprob
 from eagle_fsd.decoding.scheduler import Scheduler
@@ -301,7 +301,7 @@ class Worker:
         for text, job in texts.items():
             guilty = not isinstance(error, NonFiniteLogits) or error.row == text.number
             if text not in untouched and guilty:
-                self._end(job, News(error=lost_text(one_line(error))))
+                self._end(job, News(error=impossible_text(error) or lost_text(one_line(error))))
             else:
                 self._admit(job)
 
@@ -314,6 +314,13 @@ class Worker:
             cache_tokens=self.limits.cache_tokens,
             prefix_tokens=self.limits.prefix_tokens,
         )
+
+
+def impossible_text(error: Exception) -> ApiError | None:
+    """Return the error of a request that asked for what cannot be; None if it is no such error."""
+    if not isinstance(error, NothingAllowed):
+        return None
+    return ApiError(400, f"the text cannot be made: {one_line(error)}", code="nothing_allowed")
 
 
 def lost_text(reason: str) -> ApiError:

@@ -22,6 +22,8 @@ from eagle_fsd.serving.protocol import (
     CompletionRequest,
     Unsupported,
 )
+from eagle_fsd.serving.tools.plan import turns_of
+from eagle_fsd.text.tool_calls import OWN_FORMAT, CallFormat
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -75,7 +77,9 @@ def test_prompts_come_in_four_forms() -> None:
 def test_parts_of_a_message_are_joined_and_developer_means_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     message = {"role": "developer", "content": parts, "refusal": None, "tool_calls": []}
-    assert chat(messages=[message]).messages[0].as_turn() == {"role": "system", "content": "ab"}
+    for known in (OWN_FORMAT, CallFormat(known=True, tagged=True)):
+        turns, arguments = turns_of(chat(messages=[message]).messages, None, known)
+        assert turns == [{"role": "system", "content": "ab"}] and arguments == {}
 
 
 HALF = Fuzzy(0.5, "tv", mode="paper", child="target", min_p=0.1)

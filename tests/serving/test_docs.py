@@ -86,6 +86,7 @@ def test_mistakes_end_in_one_line(
 ) -> None:
     for flags, message in (
         (["--seed", "1"], "--seed is 1: every request names its own seed"),
+        (["--regex", "a"], "--regex is given: every request names its own response_format"),
         (["--port", "99999"], "--port is 99999: it must be an integer between 0 and 65535"),
         (["--max-rows", "0"], "--max-rows is 0"),
         (["--host", "not.there.invalid"], "not.there.invalid port 8000 cannot be listened at"),

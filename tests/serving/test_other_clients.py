@@ -58,9 +58,8 @@ def test_langchain_asks_streams_stops_and_passes_a_threshold(url: str) -> None:
 
 def test_langchain_raises_the_servers_errors(url: str) -> None:
     openai = pytest.importorskip("openai")
-    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
-        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-        chat_of(url).bind(tools=[tool]).invoke("Hi")
+    with pytest.raises(openai.BadRequestError, match="best_of is not supported"):
+        chat_of(url, extra_body={"best_of": 2}).invoke("Hi")
 
 
 def test_the_program_llm_asks_and_streams(url: str, tmp_path: Path) -> None:

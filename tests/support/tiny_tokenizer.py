@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers.pre_tokenizers import ByteLevel
 
 from support.tiny_models import VOCAB
 
@@ -35,3 +36,27 @@ def tiny_tokenizer(special: int | None = None) -> transformers.PreTrainedTokeniz
         tokenizer.add_tokens(["<stop>"], special_tokens=True)
     assert len(tokenizer) == VOCAB
     return tokenizer
+
+
+JOINED = [("{", '"'), ('"', ":"), ("t", "r"), ("u", "e")]  # tokens of two characters
+TOOL_TEMPLATE = (
+    "{% if tools %}system: {% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}{% endif %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}\n<tool_call>\n{{ call['function'] | tojson }}\n"
+    "</tool_call>{% endfor %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def byte_tokenizer(template: str = TEMPLATE) -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer of VOCAB tokens as real models have them, on bytes, with all that JSON needs."""
+    left_out = set("~`^|@#$")
+    characters = [one for one in "\n" + "".join(map(chr, range(32, 127))) if one not in left_out]
+    split = ByteLevel(add_prefix_space=False, use_regex=False)
+    letters = [split.pre_tokenize_str(one)[0][0] for one in characters]
+    tokens = [PAD, BEGIN, END, *letters, *map("".join, JOINED)]
+    assert len(tokens) == VOCAB
+    inner = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, JOINED))
+    inner.pre_tokenizer, inner.decoder = split, decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token=PAD, bos_token=BEGIN, eos_token=END, chat_template=template
+    )

@@ -1,0 +1,1 @@
+"""Forms of answers and calls of functions in requests."""

@@ -1,0 +1,237 @@
+"""The parts of requests that ask for a form of the answer, or for calls of functions, as OpenAI has them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from eagle_fsd.core.checks import format_value
+from eagle_fsd.core.config import Form
+from eagle_fsd.text.tool_calls import quoted
+
+MOST_FUNCTIONS, MOST_CHOICES = 128, 1024
+NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+ANY_OBJECT = {"type": "object"}
+
+
+class Strict(BaseModel):
+    """A part of a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class NamedSchema(Strict):
+    """A JSON schema with a name, which changes nothing. strict: the schema holds in any case."""
+
+    name: str = Field("answer", max_length=64)
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(ANY_OBJECT, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """response_format: any text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def require_schema(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError(
+                "response_format has a json_schema if its type is json_schema, and only then: mend it"
+            )
+        return self
+
+    @property
+    def form(self) -> Form | None:
+        if self.type == "text":
+            return None
+        return Form.json_schema(self.json_schema.json_schema if self.json_schema is not None else ANY_OBJECT)
+
+
+class StructuredOutputs(Strict):
+    """structured_outputs, as vLLM has it: one of these. grammar: in Lark's language."""
+
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = Field(None, min_length=1)
+    choice: Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)] | None = None
+    grammar: str | None = Field(None, min_length=1)
+
+    @model_validator(mode="after")
+    def require_one(self) -> StructuredOutputs:
+        given = [self.json_schema, self.regex, self.choice, self.grammar]
+        if sum(one is not None for one in given) != 1:
+            raise ValueError("structured_outputs must have one of json, regex, choice and grammar: send one")
+        return self
+
+    @property
+    def form(self) -> Form:
+        if self.json_schema is not None:
+            return Form.json_schema(self.json_schema)
+        if self.regex is not None:
+            return Form("regex", self.regex)
+        if self.choice is not None:
+            return Form("grammar", "start: " + " | ".join(map(quoted, self.choice)))
+        assert self.grammar is not None
+        return Form("grammar", self.grammar)
+
+
+def none_for_text(value: Any) -> Any:
+    """Take {"type": "text"} as nothing."""
+    return None if value == {"type": "text"} else value
+
+
+WantedFormat = Annotated[ResponseFormat | None, BeforeValidator(none_for_text)]
+
+
+class Function(Strict):
+    """A function that the model may call. strict: its arguments have their schema in any case."""
+
+    name: str = Field(pattern=NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The function as a chat template shows it."""
+        shown: dict[str, Any] = {"name": self.name, "description": self.description or ""}
+        return {**shown, "parameters": self.parameters or {**ANY_OBJECT, "properties": {}}}
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    """tool_choice: this function is called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+def require_different(tools: list[Tool]) -> list[Tool]:
+    names = [tool.function.name for tool in tools]
+    if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
+        raise ValueError(f"tools has the function {twice} twice: name it once")
+    return tools
+
+
+Tools = Annotated[list[Tool], Field(max_length=MOST_FUNCTIONS), AfterValidator(require_different)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class TextPart(Strict):
+    """A part of a message; texts are the only kind."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    """name and arguments of a call; arguments: the JSON of an object."""
+
+    name: str
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def require_object(cls, value: str) -> str:
+        try:
+            found = json.loads(value) if value else {}
+        except ValueError as error:
+            raise ValueError(
+                f"arguments must be the JSON of an object ({error}): send it as it came"
+            ) from error
+        if not isinstance(found, dict):
+            raise ValueError("arguments must be the JSON of an object: send it as it came")
+        return value
+
+    @property
+    def read(self) -> dict[str, Any]:
+        return json.loads(self.arguments) if self.arguments else {}
+
+
+class ToolCall(Strict):
+    """A call that an assistant made. index: as a stream has it; it has no effect."""
+
+    id: str = Field("", max_length=200)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+# What OpenAI's own answers carry in a message, and clients send back.
+ABSENT = ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content", "reasoning")
+
+
+class Message(Strict):
+    """A turn of a chat. The role developer means system, and tool is the result of a call.
+
+    name: of the function whose result it is; it has no effect.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] = ""
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_absent_parts(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {name: value for name, value in data.items() if name not in ABSENT or value not in (None, [])}
+        if kept.get("tool_calls") and kept.get("content", "") is None:
+            kept["content"] = ""
+        return kept
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def require_text(cls, value: Any) -> Any:
+        for part in value if isinstance(value, list) else ():
+            if isinstance(part, dict) and part.get("type") not in ("text", None):
+                kind = format_value(part["type"])
+                raise ValueError(
+                    f"content has a part of type {kind}: this server reads text only; leave it out"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def require_what_the_role_has(self) -> Message:
+        given = self.model_fields_set
+        if "content" not in given and not self.tool_calls:
+            raise ValueError("content is missing: add it")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls are an assistant's, not of the role {self.role}: leave them out")
+        for name in ("tool_call_id", "name"):
+            if name in given and self.role != "tool":
+                raise ValueError(f"{name} is for messages of the role tool: leave it out")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("tool_call_id is missing: say which call this is the result of")
+        return self
+
+    @property
+    def text(self) -> str:
+        content = self.content
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]

@@ -1,0 +1,137 @@
+"""What a chat's tools come to: the turns that the model reads, the form of its answer, and its reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_fsd.core.config import Form
+from eagle_fsd.serving.errors import ApiError
+from eagle_fsd.serving.protocol import ChatRequest, Generation
+from eagle_fsd.serving.tools.fields import Message, NamedTool
+from eagle_fsd.text.tool_calls import (
+    OWN_FORMAT,
+    CallFormat,
+    CallReader,
+    call_grammar,
+    call_text,
+    describe_functions,
+)
+
+
+@dataclass(frozen=True)
+class ToolPlan:
+    """How the functions of one chat are offered and called.
+
+    functions: as templates show them. format: how the answer calls them. form: forces that; None: the model
+    may call or not, in its own words. several: whether there may be more than one call.
+    """
+
+    functions: Sequence[dict[str, Any]]
+    format: CallFormat
+    form: Form | None
+    several: bool
+
+    def reader(self) -> CallReader:
+        return CallReader([one["name"] for one in self.functions], self.format.tagged, self.several)
+
+
+def plan_tools(request: Generation, known: CallFormat) -> ToolPlan | None:
+    """Return what a request's tools come to; None without any, or if none may be called.
+
+    known: what the model's chat template has. Raises ApiError for what cannot be done with it.
+    """
+    if not isinstance(request, ChatRequest):
+        return None
+    choice = request.tool_choice or ("auto" if request.tools else "none")
+    if not request.tools and choice != "none" and request.tool_choice != "auto":
+        raise ApiError(400, "tool_choice without tools: send tools, or leave it out", "tool_choice")
+    if choice == "none" or not request.tools:
+        return None
+    offered = [tool.function for tool in request.tools]
+    if isinstance(choice, NamedTool):
+        offered = [one for one in offered if one.name == choice.function.name]
+        if not offered:
+            name = choice.function.name
+            raise ApiError(400, f"tool_choice names {name!r}, which is not in tools: add it", "tool_choice")
+    if request.response_format is not None or request.structured_outputs is not None:
+        name = "response_format" if request.response_format is not None else "structured_outputs"
+        message = f"{name} beside tools: an answer has one form; leave one out, or set tool_choice to none"
+        raise ApiError(400, message, name)
+    # A template that knows functions says how to call them in its own words, tagged or not.
+    functions = [one.shown for one in offered]
+    several = request.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+    if choice != "auto":
+        grammar = call_grammar(functions, known, several)
+        return ToolPlan(functions, known, Form("grammar", grammar), several)
+    if not known.known or not known.tagged:
+        lacks = "reads no tools" if not known.known else "writes calls in a way that is not read here"
+        message = (
+            f"tools: the model's chat template {lacks}; set tool_choice to required or name a function, "
+            "whose call is then forced, or leave tools out"
+        )
+        raise ApiError(400, message, "tools", "unsupported_field")
+    form = None
+    if any(one.strict for one in offered):  # their arguments can only be promised by force
+        form = Form("grammar", call_grammar(functions, known, several, free=True))
+    return ToolPlan(functions, known, form, several)
+
+
+def turns_of(
+    messages: Sequence[Message], plan: ToolPlan | None, known: CallFormat
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the turns of a chat, and the arguments of the chat template, with functions, calls and results.
+
+    Where the template knows none, they are written into the messages; see OWN_FORMAT.
+    """
+    if known.known:
+        tools = [{"type": "function", "function": one} for one in plan.functions] if plan else []
+        return [as_known_turn(message) for message in messages], {"tools": tools} if tools else {}
+    turns = [as_plain_turn(message) for message in messages]
+    if plan is not None:
+        described = describe_functions(plan.functions)
+        if turns[0]["role"] == "system":
+            turns[0] = {"role": "system", "content": f"{turns[0]['content']}\n\n{described}"}
+        else:
+            turns.insert(0, {"role": "system", "content": described})
+    return merged_results(turns), {}
+
+
+def role_of(message: Message) -> str:
+    return "system" if message.role == "developer" else message.role
+
+
+def as_known_turn(message: Message) -> dict[str, Any]:
+    turn: dict[str, Any] = {"role": role_of(message), "content": message.text}
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {"type": "function", "function": {"name": call.function.name, "arguments": call.function.read}}
+            | ({"id": call.id} if call.id else {})
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        turn["tool_call_id"] = message.tool_call_id
+        if message.name is not None:
+            turn["name"] = message.name
+    return turn
+
+
+def as_plain_turn(message: Message) -> dict[str, Any]:
+    if message.role == "tool":
+        return {"role": "tool", "content": f"<tool_response>\n{message.text}\n</tool_response>"}
+    calls = [call_text(call.function.name, call.function.read, OWN_FORMAT) for call in message.tool_calls]
+    return {"role": role_of(message), "content": "\n".join(filter(None, [message.text, *calls]))}
+
+
+def merged_results(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the turns with results as the user's; several in a row are one, since roles must alternate."""
+    found: list[dict[str, Any]] = []
+    results = False  # whether the last turn is of results
+    for turn in turns:
+        if turn["role"] == "tool" and results:
+            found[-1]["content"] += f"\n{turn['content']}"
+            continue
+        results = turn["role"] == "tool"
+        found.append({**turn, "role": "user" if results else turn["role"]})
+    return found

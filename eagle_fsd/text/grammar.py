@@ -1,0 +1,150 @@
+"""Forms of texts: a JSON schema, a regular expression or a grammar, as a constraint of token ids.
+
+The library is llguidance, of the extra `schema`. It is imported when the first form is wanted.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.config import Form
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+# Between the parts of JSON: nothing, a space, or a new line with its indentation. Where any white space may
+# come, a small model may write it for ever.
+WHITE_SPACE = {"whitespace_pattern": r"( |\n[ \t]{0,16})?"}
+LONGEST_REASON = 300
+
+_tokenizers: WeakKeyDictionary[Any, dict[int, LLTokenizer]] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A form for one tokenizer; see Constraint. start: the state of a text without tokens."""
+
+    form: Form
+    tokenizer: LLTokenizer
+    start: LLMatcher = field(compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.form.kind
+
+    def begin(self) -> GrammarWalk:
+        return GrammarWalk(self.start.deep_copy(), self.tokenizer)
+
+
+class GrammarWalk:
+    """A text in a grammar; see Walk. matcher: at its beginning."""
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+        self.matcher, self.ends, self.size = matcher, tokenizer.eos_tokens, tokenizer.vocab_size
+
+    @property
+    def complete(self) -> bool:
+        return not self.failure and self.matcher.is_accepting()
+
+    @property
+    def failure(self) -> str:
+        # After its first error, such as a limit of its parser, the library allows nothing.
+        return reason(self.matcher.get_error()) if self.matcher.is_error() else ""
+
+    def allowed(self) -> Tensor:
+        if self.failure:
+            return torch.zeros(self.size, dtype=torch.bool, device="cpu")
+        bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        found = torch.from_numpy(np.unpackbits(bits, count=self.size, bitorder="little").astype(bool))
+        found[self.ends] = False  # the text has end tokens of its own
+        return found
+
+    def advance(self, token: int) -> None:
+        self.matcher.consume_token(token)
+
+    def back(self) -> None:
+        self.matcher.rollback(1)
+
+
+def compile_form(
+    form: Form | None, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> Grammar | None:
+    """Return the constraint that a form is for this tokenizer, of a target with so many tokens.
+
+    Raises ValueError for a form that is wrong or too large, without the library, and for a tokenizer that the
+    library does not read.
+    """
+    if form is None:
+        return None
+    require_library(form.kind)
+    from llguidance import LLMatcher
+
+    known = read_tokenizer(form.kind, tokenizer, vocab_size)
+    source = to_grammar(form)
+    # The library also writes what it refuses to stderr, unless it is told not to.
+    start = LLMatcher(known, source, log_level=0)
+    if not start.is_error():
+        start.compute_bitmask()  # what is too large shows here, and all texts share the work
+    if start.is_error():
+        raise ValueError(f"{form.kind} cannot be followed: {reason(start.get_error())}; change it")
+    return Grammar(form, known, start)
+
+
+def require_library(name: str) -> None:
+    """Raise ValueError unless the library is installed. name: of the option that needs it."""
+    try:
+        import llguidance  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f'{name} needs llguidance: run pip install "eagle-fsd[schema]"') from error
+
+
+def to_grammar(form: Form) -> str:
+    """Return a form in the library's own words. Raises ValueError if it has none."""
+    from llguidance import LLMatcher
+
+    if form.kind == "regex":
+        return LLMatcher.grammar_from_regex(form.source)
+    if form.kind == "grammar":
+        return LLMatcher.grammar_from_lark(form.source)
+    try:
+        return LLMatcher.grammar_from_json_schema(form.source, defaults=WHITE_SPACE)
+    except ValueError as error:
+        raise ValueError(f"{form.kind} cannot be followed: {reason(str(error))}; change it") from error
+
+
+def read_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> LLTokenizer:
+    """Return the library's reading of a tokenizer, made once."""
+    from llguidance.hf import from_tokenizer
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        kind = "none" if tokenizer is None else type(tokenizer).__name__
+        raise ValueError(
+            f"{name} needs a fast tokenizer: the target has {kind}; choose a target that has one"
+        )
+    with _making:
+        known = _tokenizers.setdefault(tokenizer, {})
+        if vocab_size not in known:
+            try:  # it must not be smaller than the tokenizer's own
+                known[vocab_size] = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)))
+            except ValueError as error:
+                raise ValueError(
+                    f"{name}: the target's tokenizer cannot be followed ({reason(str(error))}); choose a "
+                    "target with another one"
+                ) from error
+        return known[vocab_size]
+
+
+def reason(message: str) -> str:
+    """Return the library's error as one short line, without the state that it appends."""
+    return one_line(message.split("<state>")[0].strip(), LONGEST_REASON)

@@ -1,0 +1,203 @@
+"""Calls of functions in a chat: how a model writes them, the grammar that forces them, and reading them.
+
+A tagged call is <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as the templates of Qwen and Hermes
+have it. Functions are {"name", "description", "parameters"}; the last is a JSON schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from eagle_fsd.text.chat import encode_chat
+from eagle_fsd.text.grammar import WHITE_SPACE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TAGGED_CALL = re.compile(rf"{OPEN}(\s*)\{{.*?\}}(\s*){CLOSE}", re.DOTALL)
+PROBE = "probe_of_tools"  # a name that no template has of its own
+ANY_ARGUMENTS = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a chat template has calls of functions.
+
+    known: it shows functions to the model. tagged: a call is tagged; else it is the bare JSON. before, after:
+    the white space inside the tags.
+    """
+
+    known: bool
+    tagged: bool
+    before: str = "\n"
+    after: str = "\n"
+
+
+# Written into messages for a template that knows no functions.
+OWN_FORMAT = CallFormat(known=False, tagged=True)
+
+
+def call_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
+    """Find out how a chat template has calls, by what it makes of one."""
+    user = {"role": "user", "content": "x"}
+    function = {"name": PROBE, "description": "", "parameters": ANY_ARGUMENTS}
+    shown = written(tokenizer, [user], [{"type": "function", "function": function}])
+    if PROBE not in shown:
+        return OWN_FORMAT
+    call = {"type": "function", "function": {"name": PROBE, "arguments": {"one": 1}}}
+    turns = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, user]
+    found = TAGGED_CALL.search(written(tokenizer, turns, []))
+    if found is None or read_call(found[0].removeprefix(OPEN).removesuffix(CLOSE), [PROBE]) is None:
+        return CallFormat(known=True, tagged=False)
+    return CallFormat(True, True, found[1], found[2])
+
+
+def written(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+) -> str:
+    """Return a chat as an answer's text would show it, without special tokens; "" if it cannot be written."""
+    try:
+        ids = encode_chat(tokenizer, turns, {"tools": list(tools)} if tools else {})[0]
+    except ValueError:
+        return ""
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def describe_functions(functions: Sequence[Mapping[str, Any]]) -> str:
+    """Return what a system message says where the template says nothing of functions."""
+    lines = "\n".join(json.dumps(one, ensure_ascii=False) for one in functions)
+    return (
+        f"You may call these functions, one a line, each with the JSON schema of its parameters:\n{lines}\n"
+        f'To call one, write {OPEN}\n{{"name": "its name", "arguments": {{...}}}}\n{CLOSE}'
+    )
+
+
+def call_text(name: str, arguments: Mapping[str, Any], form: CallFormat = OWN_FORMAT) -> str:
+    """Return a tagged call."""
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"{OPEN}{form.before}{call}{form.after}{CLOSE}"
+
+
+def call_grammar(
+    functions: Sequence[Mapping[str, Any]], form: CallFormat, several: bool, free: bool = False
+) -> str:
+    """Return a grammar (Lark) of answers that call one of these functions.
+
+    several: or more, one after the other, where calls are tagged. free: an answer may also be any text, or
+    have any text before its calls; tagged calls only.
+    """
+    first = again = end = ""
+    if form.tagged:
+        first = again = quoted(OPEN + form.before)
+        end = quoted(form.after + CLOSE)
+    rules = ["start: calls"]
+    if free:
+        # The lazy rule ends with the first tag that is complete, so that no text goes on behind it.
+        rules = ["start: TEXT | calls", f"free[lazy]: TEXT {quoted(OPEN)}", "TEXT: /(?s:.*)/"]
+        first = f"free {quoted(form.before)}" if form.before else "free"
+    more = f' ("\\n" {again} call {end})*' if several and form.tagged else ""
+    rules.append(f"calls: {first} call {end}{more}")
+    rules.append("call: " + " | ".join(f"call{place}" for place in range(len(functions))))
+    for place, function in enumerate(functions):
+        schema = {"x-guidance": WHITE_SPACE, **(function.get("parameters") or ANY_ARGUMENTS)}
+        begin = quoted(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
+        rules += [
+            f'call{place}: {begin} arguments{place} "}}"',
+            f"arguments{place}: %json {json.dumps(schema)}",
+        ]
+    return "\n".join(rules)
+
+
+def quoted(text: str) -> str:
+    """Return a text as a string of the grammar's language."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a function. arguments: JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+def read_call(text: str, names: Sequence[str]) -> Call | None:
+    """Return the call that a JSON text is; None if it is none, or of no function of these names."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(found, Mapping) or found.get("name") not in names:
+        return None
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if not isinstance(arguments, Mapping):
+        return None
+    return Call(found["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+class CallReader:
+    """Takes calls out of an answer as its text arrives.
+
+    names: of the functions. tagged: see CallFormat; a bare call is the whole answer. What only looks like a
+    call stays text. several: whether there may be more than one; the others are left out.
+    """
+
+    def __init__(self, names: Sequence[str], tagged: bool, several: bool = True) -> None:
+        self.names, self.tagged, self.several = names, tagged, several
+        self.calls: list[Call] = []
+        self._held = ""
+        self._after_call = False  # and no text since
+
+    def add(self, text: str, last: bool = False) -> tuple[str, list[Call]]:
+        """Take more text; return what of it is text, and the calls that are complete. last: no more comes."""
+        self._held += text
+        shown, before = "", len(self.calls)
+        while self.tagged:
+            start = self._held.find(OPEN)
+            if start < 0:
+                break
+            shown += self._between(self._held[:start])
+            self._held = self._held[start:]
+            end = self._held.find(CLOSE)
+            if end < 0:
+                break
+            whole, self._held = self._held[: end + len(CLOSE)], self._held[end + len(CLOSE) :]
+            shown += self._take(whole, whole.removeprefix(OPEN).removesuffix(CLOSE))
+        if last:
+            rest, self._held = self._held, ""
+            shown += self._between(rest) if self.tagged else self._take(rest, rest)
+        elif self.tagged and not self._held.startswith(OPEN):
+            kept = self._length_to_hold()
+            ready = self._held[: len(self._held) - kept]
+            self._held = self._held[len(ready) :]
+            shown += self._between(ready)
+        return shown, self.calls[before:]
+
+    def _take(self, whole: str, inner: str) -> str:
+        """Note a call; return the text that it is if it is none."""
+        call = read_call(inner, self.names)
+        self._after_call = call is not None
+        if call is None:
+            return whole
+        if self.several or not self.calls:
+            self.calls.append(call)
+        return ""
+
+    def _between(self, text: str) -> str:
+        """Return text that is no call; white space alone after one is none either."""
+        if self._after_call and not text.strip():
+            return ""
+        self._after_call = False
+        return text
+
+    def _length_to_hold(self) -> int:
+        """Return how many characters at the end may belong to a call: white space, and a tag's beginning."""
+        text = self._held
+        tag = next((n for n in range(len(OPEN) - 1, 0, -1) if text.endswith(OPEN[:n])), 0)
+        rest = text[: len(text) - tag]
+        return tag + len(rest) - len(rest.rstrip())

@@ -1,0 +1,431 @@
+"""Forms of answers and calls of functions through the openai client, against a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import pytest
+
+WITHOUT = 'the server and its test need extras: pip install "eagle-fsd[dev]"'
+for needed in ("fastapi", "uvicorn", "prometheus_client", "openai", "llguidance"):
+    pytest.importorskip(needed, reason=WITHOUT)
+
+import openai
+from pydantic import BaseModel, ConfigDict, Field
+from support.schema_engine import schema_engine
+from support.serving import running, settings
+from support.tiny_engine import CHAT, NAME
+from support.tiny_tokenizer import TEMPLATE
+from torch import Tensor
+
+from eagle_fsd.core.processing import Processing
+from eagle_fsd.serving.choices import Defaults
+
+ASK: dict[str, Any] = {"model": NAME, "messages": CHAT, "max_tokens": 300}
+ANY_TOKEN = {"threshold": 1000.0}
+
+
+class Person(BaseModel):
+    """What answers must be."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: Literal["ann", "bob"]
+    age: int = Field(ge=0, le=150)
+    tags: list[bool] = Field(max_length=2)
+
+
+PERSON = Person.model_json_schema()
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+
+
+def function(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+TOOLS = [
+    function("greet", description="Greet somebody.", parameters=PERSON),
+    function("now"),
+    function("pick", parameters={"$ref": "#/$defs/one", "$defs": {"one": {"type": "object", "properties": {
+        "n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}}}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    with running(settings(), schema_engine()) as (url, _):
+        yield client_of(url)
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(**{**ASK, **fields})
+
+
+def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str, dict[int, dict[str, str]], str]:
+    """Return the text, the calls by index and the reason of a stream, put together as clients do."""
+    text, calls, reason = "", {}, ""
+    for chunk in ask(client, stream=True, **fields):
+        (choice,) = chunk.choices
+        text += choice.delta.content or ""
+        for call in choice.delta.tool_calls or ():
+            mine = calls.setdefault(call.index, {"id": "", "name": "", "arguments": ""})
+            mine["id"] += call.id or ""
+            mine["name"] += call.function.name or ""
+            mine["arguments"] += call.function.arguments or ""
+        reason = choice.finish_reason or reason
+    return text, calls, reason
+
+
+# -- forms ----------------------------------------
+
+
+@pytest.mark.parametrize(("temperature", "more"), [(0, {}), (0, ANY_TOKEN), (1, ANY_TOKEN)], ids=str)
+def test_answers_have_their_schema_whole_and_streamed(
+    client: openai.OpenAI, more: dict[str, Any], temperature: float
+) -> None:
+    asked = {"temperature": temperature, "seed": 4, "extra_body": more}
+    found = client.chat.completions.parse(**ASK, **asked, response_format=Person).choices[0]
+    assert isinstance(found.message.parsed, Person) and found.finish_reason == "stop"
+    loose = {"type": "json_schema", "json_schema": {"name": "x", "schema": PERSON}}
+    text, calls, reason = streamed(client, **asked, response_format=loose)
+    Person.model_validate_json(text)
+    assert reason == "stop" and not calls
+    if temperature == 0 and not more:  # kept prompts round
+        assert text == found.message.content
+    assert ask(client, **asked, response_format={"type": "text"}).choices[0].message.content != text
+
+
+def test_an_object_is_any_object(client: openai.OpenAI) -> None:
+    wanted = {"response_format": {"type": "json_object"}, "temperature": 1.2, "n": 4, "seed": 3}
+    likely = schema_engine().tokenizer.convert_tokens_to_ids(['"', "}", "]", "1"])
+    bias = dict.fromkeys(likely, 5.0)  # a random model would go on for long
+    texts = [one.message.content for one in ask(client, **wanted, logit_bias=bias).choices]
+    assert all(isinstance(json.loads(text), dict) for text in texts) and len(set(texts)) > 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [
+        ({"regex": r"(yes|no)-\d{2}"}, r"(yes|no)-\d{2}"),
+        ({"choice": ["red", 'a "b"', "c\\d"]}, r'red|a "b"|c\\d'),
+        ({"json": {"enum": [1, "x"]}}, '1|"x"'),
+        ({"json": '{"enum": [1, "x"]}'}, '1|"x"'),
+        ({"grammar": 'start: "a" B\nB: /[0-4]{3}/'}, "a[0-4]{3}"),
+    ],
+)
+def test_structured_outputs_as_vllm_has_them(
+    client: openai.OpenAI, wanted: dict[str, Any], pattern: str
+) -> None:
+    for temperature in (0, 1.5):
+        body = {"structured_outputs": wanted, **ANY_TOKEN}
+        chat = ask(client, temperature=temperature, n=1 + 2 * (temperature > 0), extra_body=body)
+        plain = client.completions.create(
+            model=NAME, prompt="Hi", max_tokens=60, temperature=temperature, extra_body=body
+        )
+        texts = [choice.message.content for choice in chat.choices] + [plain.choices[0].text]
+        assert all(re.fullmatch(pattern, text) for text in texts), texts
+
+
+def test_a_completion_has_a_response_format_too(client: openai.OpenAI) -> None:
+    made = client.completions.create(
+        model=NAME, prompt=["Hi", "Ho"], max_tokens=300, extra_body={"response_format": FORMAT}
+    )
+    assert [Person.model_validate_json(choice.text) for choice in made.choices]
+
+
+# -- calls that are forced ----------------------------------------
+
+
+def require_call(name: str, arguments: str) -> None:
+    found = json.loads(arguments)
+    match name:
+        case "greet":
+            Person.model_validate(found)
+        case "pick":
+            assert found in ({"n": 1}, {"n": 2})
+        case _:
+            assert name == "now" and found == {}
+
+
+# A function without parameters may be given any; here it must be none, since a random model never ends.
+FORCED = [TOOLS[0], function("now", parameters={"type": "object", "additionalProperties": False}), TOOLS[2]]
+
+
+@pytest.mark.parametrize(("template", "more"), [("known", {}), ("unknown", ANY_TOKEN)])
+def test_a_required_call_fits_its_schema(template: str, more: dict[str, Any]) -> None:
+    """Also where the chat template knows no tools: these are then described in the system message."""
+    engine = schema_engine() if template == "known" else schema_engine(template=TEMPLATE)
+    with running(settings(), engine) as (url, _):
+        client = client_of(url)
+        names = set()
+        for seed in range(3):
+            asked = {"temperature": 1.3, "seed": seed, "extra_body": more, "tools": FORCED}
+            (choice,) = ask(client, **asked, tool_choice="required", parallel_tool_calls=False).choices
+            (call,) = choice.message.tool_calls
+            assert choice.finish_reason == "tool_calls" and choice.message.content is None
+            assert call.type == "function" and call.id
+            require_call(call.function.name, call.function.arguments)
+            names.add(call.function.name)
+            named = {"type": "function", "function": {"name": "pick"}}
+            text, calls, reason = streamed(client, **asked, tool_choice=named)
+            assert (text, reason, list(calls)) == ("", "tool_calls", [0])
+            assert calls[0]["name"] == "pick" and calls[0]["id"].startswith("call_")
+            require_call("pick", calls[0]["arguments"])
+        assert len(names) > 1
+
+
+def test_several_calls_are_told_apart(client: openai.OpenAI) -> None:
+    asked = {"tools": FORCED[1:], "tool_choice": "required", "temperature": 1, "logit_bias": {"2": -6}}
+    asked["max_tokens"] = 170
+    counts = set()
+    for seed in range(2):
+        choice = ask(client, **asked, seed=seed).choices[0]
+        text, calls, reason = streamed(client, **asked, seed=seed)
+        assert reason == choice.finish_reason
+        assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
+            (calls[place]["name"], calls[place]["arguments"]) for place in range(len(calls))
+        ]
+        assert len({call["id"] for call in calls.values()}) == len(calls)
+        for call in calls.values():
+            require_call(call["name"], call["arguments"])
+        counts.add(len(calls))
+        if reason == "length":  # what of a call there is shows as text
+            assert text == (choice.message.content or "")
+    assert max(counts) > 1
+
+
+# -- calls of the model's own ----------------------------------------
+
+
+def writes(text: str, force: float = 60.0) -> Processing:
+    """Return what makes a model write this text after the prompt."""
+    tokenizer = schema_engine().tokenizer
+    script = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    mark = tokenizer.encode("assistant:", add_special_tokens=False)
+
+    def forced(ids: Tensor, scores: Tensor) -> Tensor:
+        changed = scores.clone()
+        for row, tokens in enumerate(ids.tolist()):
+            starts = [at for at in range(len(tokens)) if tokens[at : at + len(mark)] == mark]
+            said = tokens[starts[-1] + len(mark) :] if starts else []
+            changed[row, script[min(len(said), len(script) - 1)]] += force
+        return changed
+
+    return Processing.of(logits_processor=forced)
+
+
+def call(name: str, arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+SCRIPTS: dict[str, tuple[str, str | None, list[tuple[str, Any]]]] = {
+    "text": ("Just text, 1 < 2.", "Just text, 1 < 2.", []),
+    "a call": (call("pick", {"n": 1}), None, [("pick", {"n": 1})]),
+    "text and calls": (
+        f"Wait.\n{call('pick', {'n': 1})}\n{call('now', {})}",
+        "Wait.\n",
+        [("pick", {"n": 1}), ("now", {})],
+    ),
+    "an unknown function": (call("fly", {}), call("fly", {}), []),
+    "no JSON": ("<tool_call>\nnow()\n</tool_call>", "<tool_call>\nnow()\n</tool_call>", []),
+    "no end": ('<tool_call>\n{"name": "now"', '<tool_call>\n{"name": "now"', []),
+    "a tag's beginning": ("a <tool_cal", "a <tool_cal", []),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_models_own_calls_are_read(name: str) -> None:
+    written, content, calls = SCRIPTS[name]
+    defaults = Defaults(processing=writes(written))
+    with running(settings(defaults=defaults), schema_engine()) as (url, _):
+        client = client_of(url)
+        (answer,) = ask(client, tools=TOOLS).choices
+        assert answer.message.content == content
+        found = [
+            (one.function.name, json.loads(one.function.arguments)) for one in answer.message.tool_calls or ()
+        ]
+        assert found == calls and answer.finish_reason == ("tool_calls" if calls else "stop")
+        text, parts, reason = streamed(client, tools=TOOLS)
+        assert (text or None, reason) == (content, answer.finish_reason)
+        assert [(one["name"], json.loads(one["arguments"])) for one in parts.values()] == calls
+        if name != "text and calls":
+            return
+        (answer,) = ask(client, tools=TOOLS, tool_choice="auto", parallel_tool_calls=False).choices
+        assert len(answer.message.tool_calls or ()) == min(1, len(calls))
+        (answer,) = ask(client, tools=TOOLS, tool_choice="none").choices
+        assert answer.message.content == written and not answer.message.tool_calls
+
+
+def test_a_strict_function_is_called_with_what_its_schema_allows_or_not_at_all() -> None:
+    strict = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
+    wrong = f"Hm. {call('pick', {'n': 7})}"
+    for written, said, called in ((wrong, "Hm. ", ["pick"]), ("Only <b> text.", "Only <b> text.", [])):
+        defaults = Defaults(processing=writes(written))
+        with running(settings(defaults=defaults), schema_engine()) as (url, _):
+            (answer,) = ask(client_of(url), tools=strict, parallel_tool_calls=False).choices
+        assert answer.message.content == said
+        assert [one.function.name for one in answer.message.tool_calls or ()] == called
+        for one in answer.message.tool_calls or ():
+            require_call(one.function.name, one.function.arguments)
+
+
+# -- calls and results in messages ----------------------------------------
+
+HISTORY: Sequence[dict[str, Any]] = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "a", "type": "function", "function": {"name": "pick", "arguments": '{"n": 1}'}},
+        {"id": "b", "type": "function", "function": {"name": "now", "arguments": ""}},
+    ]},
+    {"role": "tool", "tool_call_id": "a", "content": "one"},
+    {"role": "tool", "tool_call_id": "b", "name": "now", "content": [{"type": "text", "text": "noon"}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", ["known", "unknown"])
+def test_calls_and_results_go_into_the_prompt(template: str) -> None:
+    engine = schema_engine() if template == "known" else schema_engine(template=TEMPLATE)
+    with running(settings(), engine) as (url, _):
+        client = client_of(url)
+        answer = ask(client, messages=HISTORY, tools=FORCED, tool_choice="required")
+        plain = client.post("/../tokenize", body={"messages": HISTORY}, cast_to=object)
+        again = ask(client, messages=HISTORY, max_tokens=3)
+    text = engine.tokenizer.decode(plain["tokens"])
+    assert again.usage.prompt_tokens == plain["count"]
+    assert answer.usage.prompt_tokens > plain["count"] + len(json.dumps(PERSON)) // 2
+    calls = [re.sub(r"\s", "", one) for one in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)]
+    assert [json.loads(one) for one in calls] == [
+        {"name": "pick", "arguments": {"n": 1}},
+        {"name": "now", "arguments": {}},
+    ]
+    results = "tool: one\ntool: noon\n"
+    if template == "unknown":
+        results = "user: <tool_response>\none\n</tool_response>\n<tool_response>\nnoon\n</tool_response>\n"
+    assert text.endswith(f"{results}assistant:")
+
+
+# -- what is refused ----------------------------------------
+
+PICK = {"type": "function", "function": {"name": "pick"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "has a json_schema if"),
+        (
+            {"response_format": {**FORMAT, "json_schema": {"name": "x", "schema": {"type": "foo"}}}},
+            "response_format",
+            "Invalid type: foo",
+        ),
+        (
+            {"response_format": {**FORMAT, "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}},
+            "response_format",
+            "uniqueItems",
+        ),
+        ({"response_format": FORMAT, "tools": TOOLS}, "response_format", "beside tools"),
+        ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs", "one form"),
+        ({"response_format": FORMAT, "ignore_eos": True}, "response_format", "needs an end token"),
+        ({"structured_outputs": {}}, "structured_outputs", "one of json, regex, choice and grammar"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed"),
+        ({"structured_outputs": {"structural": 1}}, "structured_outputs.structural", "not a field"),
+        ({"guided_json": PERSON}, "guided_json", "not supported"),
+        ({"functions": [{"name": "x"}]}, "functions", "not supported"),
+        ({"tools": [{"type": "custom"}]}, "tools.0.type", "custom"),
+        ({"tools": [function("a b")]}, "tools.0.function.name", "a b"),
+        ({"tools": [function("x"), function("x")]}, "tools", "x twice"),
+        ({"tools": [function("x", parameters={"type": 5})], "tool_choice": "required"}, "tools", "type"),
+        ({"tool_choice": "required"}, "tool_choice", "without tools"),
+        ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice", "sometimes"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice", "allowed_tools"),
+        ({"tool_choice": PICK, "tools": TOOLS[:1]}, "tool_choice", "'pick', which is not in tools"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "is missing"),
+        ({"messages": [{"role": "assistant"}]}, "messages.0.content", "is missing"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": HISTORY[1]["tool_calls"]}]},
+            "messages.0.tool_calls",
+            "assistant's",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[1]"}}]}]},
+            "messages.0.tool_calls.0.function.arguments",
+            "JSON of an object",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_not_done_is_refused_by_name(
+    client: openai.OpenAI, fields: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=re.escape(words)) as found:
+        client.post("/chat/completions", body={**ASK, **fields}, cast_to=object)
+    assert found.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (TEMPLATE, "the model's chat template reads no tools"),
+        (
+            TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}{{ tools | tojson if tools }}"),
+            "the model's chat template writes calls in a way that is not read here",
+        ),
+    ],
+)
+def test_a_template_that_has_no_calls_is_named(template: str, words: str) -> None:
+    """Forcing a call works all the same, and so does a chat whose tools are not to be called."""
+    with running(settings(), schema_engine(template=template)) as (url, _):
+        client = client_of(url)
+        for more in ({}, {"tool_choice": "auto"}):
+            with pytest.raises(openai.BadRequestError, match=words) as found:
+                ask(client, tools=TOOLS, **more)
+            assert (found.value.param, found.value.code) == ("tools", "unsupported_field")
+        (choice,) = ask(client, tools=TOOLS, tool_choice=PICK).choices
+        require_call("pick", choice.message.tool_calls[0].function.arguments)
+        assert ask(client, tools=TOOLS, tool_choice="none", max_tokens=3).choices[0].message.content
+
+
+def test_without_the_library_forms_are_refused_and_free_calls_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with running(settings(), schema_engine()) as (url, _):
+        client = client_of(url)
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        for fields, param in (
+            ({"response_format": FORMAT}, "response_format"),
+            ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs"),
+            ({"tools": TOOLS, "tool_choice": "required"}, "tools"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=r'pip install "eagle-fsd\[schema\]"') as found:
+                ask(client, **fields)
+            assert found.value.param == param
+        assert ask(client, tools=TOOLS, max_tokens=3).choices
+
+
+def test_a_text_that_cannot_go_on_ends_alone(client: openai.OpenAI) -> None:
+    """The bias rules out what the form needs; a neighbour's text is not touched."""
+    alone = ask(client, max_tokens=40).choices[0].message.content
+    stream = ask(client, max_tokens=40, stream=True)
+    b = schema_engine().tokenizer.convert_tokens_to_ids("b")
+    asked = {"suppress_tokens": [b], "structured_outputs": {"regex": "ab"}}
+    with pytest.raises(openai.BadRequestError, match="regex and the other options allow no token") as found:
+        ask(client, extra_body=asked)
+    assert found.value.code == "nothing_allowed"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == alone
+
+
+def test_rows_with_and_without_a_form_are_decoded_together(client: openai.OpenAI) -> None:
+    text = ask(client, max_tokens=60).choices[0].message.content
+    stream = ask(client, max_tokens=60, stream=True)
+    forms = [ask(client, response_format=FORMAT, seed=seed, temperature=1) for seed in range(3)]
+    for form in forms:
+        Person.model_validate_json(form.choices[0].message.content)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text

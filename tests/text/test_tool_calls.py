@@ -1,0 +1,101 @@
+"""Calls of functions in texts: what a chat template has, and a reader that sees the text in any pieces."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from support.tiny_tokenizer import TEMPLATE, TOOL_TEMPLATE, byte_tokenizer
+
+from eagle_fsd.text.chat import encode_chat
+from eagle_fsd.text.tool_calls import (
+    OWN_FORMAT,
+    Call,
+    CallFormat,
+    CallReader,
+    call_format,
+    call_text,
+    describe_functions,
+    read_call,
+)
+
+A, B = call_text("a", {"x": "</b> \n"}), call_text("b", {})
+CALLS = [Call("a", '{"x": "</b> \\n"}'), Call("b", "{}")]
+TEXTS: dict[str, tuple[str, str, list[Call]]] = {
+    "": ("", "", []),
+    "text": ("a < b, <tool> and\n\n<tool_cal", "a < b, <tool> and\n\n<tool_cal", []),
+    "call": (A, "", CALLS[:1]),
+    "calls": (f"\n{A}\n\n{B}\n", "\n", CALLS),
+    "text around": (f"one {A} two {B} three\n", "one  two  three\n", CALLS),
+    "broken": ("<tool_call>{</tool_call> <tool_call>", "<tool_call>{</tool_call> <tool_call>", []),
+    "unknown": (call_text("c", {}) + B, call_text("c", {}), CALLS[1:]),
+    "no object": ('<tool_call>{"name": "a", "arguments": 3}</tool_call>',) * 2 + ([],),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_reader_finds_the_same_in_any_pieces(name: str) -> None:
+    text, content, calls = TEXTS[name]
+    for seed in range(30):
+        draw, reader, shown, found, rest = random.Random(seed), CallReader(["a", "b"], True), "", [], text
+        while rest:
+            size = draw.choice([1, 2, 5, len(text)])
+            more, new = reader.add(rest[:size])
+            shown, found, rest = shown + more, found + new, rest[size:]
+            assert content.startswith(shown)
+        more, new = reader.add("", last=True)
+        assert (shown + more, found + new) == (content, calls) and reader.calls == calls
+    reader = CallReader(["a", "b"], True, several=False)
+    assert reader.add(text, last=True)[1] == calls[:1]
+
+
+def test_a_bare_call_is_a_whole_answer() -> None:
+    whole = '{"name": "a", "parameters": {"x": [1, {}]}}'
+    reader = CallReader(["a"], tagged=False)
+    assert [reader.add(part) for part in (whole[:9], whole[9:])] == [("", []), ("", [])]
+    assert reader.add("", last=True) == ("", [Call("a", '{"x": [1, {}]}')])
+    assert CallReader(["b"], tagged=False).add(whole, last=True) == (whole, [])
+    for wrong in ("", "[1]", '"a"', '{"name": "a", "arguments": "x"}', "{"):
+        assert read_call(wrong, ["a"]) is None
+
+
+BARE = TOOL_TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", "")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (TOOL_TEMPLATE, CallFormat(True, True)),
+        (
+            TOOL_TEMPLATE.replace("<tool_call>\n", "<tool_call>").replace('\n"\n    "</tool', "</tool"),
+            CallFormat(True, True, "", "\n"),
+        ),
+        (BARE, CallFormat(True, False)),
+        (TEMPLATE, OWN_FORMAT),
+        ("{{ raise_exception('no') }}", OWN_FORMAT),
+    ],
+    ids=["tagged", "no line before", "bare", "unknown", "refuses"],
+)
+def test_what_a_template_has_is_seen_in_what_it_writes(template: str, expected: CallFormat) -> None:
+    assert call_format(byte_tokenizer(template)) == expected
+
+
+def test_a_tag_that_is_a_special_token_is_not_seen_in_answers() -> None:
+    tokenizer = byte_tokenizer(TOOL_TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    assert call_format(tokenizer) == CallFormat(True, False)
+
+
+def test_a_call_is_written_as_templates_do() -> None:
+    function = {"name": "a", "arguments": {"x": 1}}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+    ]
+    tokenizer = byte_tokenizer(TOOL_TEMPLATE)
+    assert call_text("a", {"x": 1}) in tokenizer.decode(encode_chat(tokenizer, turns)[0])
+    described = describe_functions([{"name": "a", "parameters": {}}, {"name": "b"}])
+    assert [json.loads(line)["name"] for line in described.splitlines() if line.startswith('{"name": "') and
+            "its name" not in line] == ["a", "b"]  # fmt: skip
