@@ -37,6 +37,7 @@ from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.specs import spec_for, with_lookup
 from eagle_fsd.hub.load_pair import load_pair
 from eagle_fsd.runtime.packed_linear import repack_changed
+from eagle_fsd.runtime.ranks import held_bytes
 from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.stop_strings import make_stoppers
@@ -101,6 +102,7 @@ class EagleFSD:
         draft_model: str | os.PathLike[str] | None = None,
         draft_layers: int | None = None,
         draft_device: torch.device | str | None = None,
+        tp_plan: str | None = None,
     ) -> EagleFSD:
         """Load a target and its head.
 
@@ -122,7 +124,8 @@ class EagleFSD:
         the head that ships with the package. draft_model: in place of a
         head, a language model with the target's vocabulary, named as base_model is, in head_dtype on
         draft_device; None means the target's. draft_layers: in place of a head, this many of the target's own
-        first layers, with its lm_head.
+        first layers, with its lm_head. tp_plan: "auto" splits the target among the processes that torchrun
+        started, which must then make the same calls; see docs/targets-and-heads.md.
         Raises ValueError for anything that is missing, does not fit or is not supported.
         """
         pair = load_pair(
@@ -145,12 +148,12 @@ class EagleFSD:
             draft_model=None if draft_model is None else os.fspath(draft_model),
             draft_layers=draft_layers,
             draft_device=draft_device,
+            tp_plan=tp_plan,
         )
         if isinstance(pair.head, Eagle3Head):
             settle_head(pair.head, pair.target, pair.tokenizer)
-        names = (pair.base_model, pair.ea_model)
-        lookup = pair.looks_up if lookup is None else lookup
-        return cls(pair.target, pair.head, pair.tokenizer, *names, pair.head_dtype, pair.folder, lookup)
+        parts = (pair.tokenizer, pair.base_model, pair.ea_model, pair.head_dtype, pair.folder)
+        return cls(pair.target, pair.head, *parts, pair.looks_up if lookup is None else lookup)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -271,19 +274,12 @@ class EagleFSD:
         """
         input_ids = as_ids(input_ids)
         options, prompts = settle_options(options, keywords, self.target, input_ids, attention_mask)
-        for name in ("eos_token_id", "observer", "logprobs", "stop_strings"):
-            if getattr(options, name) is not None:
-                raise ValueError(
-                    f"{name} is not for the target alone, which ends texts as its model says and shows no "
-                    "steps; leave it out"
-                )
-        seed = fresh_seed() if options.seed is None else options.seed
+        options.require_plain()
+        seed = self.target.ranks.lead(fresh_seed()) if options.seed is None else options.seed
         require_integer("seed", seed, 0, "any will do")
-        limit, sampling = min(prompts.limits), options.sampling
-        parts = (prompts.rows, limit, sampling, seed, self.pad_token_id, options.processing)
-        new_tokens, stats = generate_alone(self.target, *parts)
-        used = None if sampling.greedy else seed
-        return GenerationOutput.of(input_ids, new_tokens, stats, self.pad_token_id, seed=used)
+        pad, used = self.pad_token_id, None if options.sampling.greedy else seed
+        parts = (prompts.rows, min(prompts.limits), options.sampling, seed, pad, options.processing)
+        return GenerationOutput.of(input_ids, *generate_alone(self.target, *parts), pad, seed=used)
 
     def choose_tree(
         self,
@@ -313,6 +309,13 @@ class EagleFSD:
         """Raise ValueError unless this is an acceptance rule that works with this drafter."""
         self._settler.require_rule(rule)
 
+    def memory(self) -> list[dict[str, int]]:
+        """Return the bytes that each rank holds; see docs/targets-and-heads.md. All ranks must call this."""
+        model, network = self.target.model, self.drafter and self.drafter.network
+        held = {"weight_bytes": held_bytes(model), "head_bytes": held_bytes(network, besides=model)}
+        held["cache_bytes"] = self._workspaces.cache_bytes
+        return self.target.ranks.gather({"rank": self.target.ranks.rank, **held})
+
     def free_memory(self) -> None:
         """Drop the caches and recordings that are kept on a GPU for the next batch."""
         self._workspaces.clear()
@@ -326,6 +329,9 @@ class EagleFSD:
     ) -> BatchStream:
         """Check the arguments, settle rule and tree and set up a batch, whose texts run at the first step."""
         options, prompts = settle_options(options, keywords, self.target, input_ids, attention_mask)
+        (ranks := self.target.ranks).check_alike(
+            "generate", prompts.rows, prompts.limits, options.sampling, options.seed
+        )
         rule, tree = self._settler.settle(options, prompts)
         for network in filter(None, (self.target.model, self.drafter and self.drafter.network)):
             repack_changed(network)
@@ -334,13 +340,11 @@ class EagleFSD:
         stoppers = make_stoppers(self.tokenizer, options.stops, len(prompts))
         request = options.request(prompts, ends, rule, tree, self.device, stoppers)
         if seed is None:  # greedy decoding draws nothing and leaves torch's generator alone
-            seed = 0 if sampling.greedy else fresh_seed()
+            seed = 0 if sampling.greedy else ranks.lead(fresh_seed())
         random = RowRandom(seed, len(prompts), self.device)
-        workspace = self._workspaces.take(
-            len(prompts), max(prompts.lengths), prompts.longest_text, tree, self.drafter
-        )
-        stats = [GenerationStats() for _ in prompts.lengths]
-        watch = Stopwatch()
+        sizes = (len(prompts), max(prompts.lengths), prompts.longest_text)
+        workspace = self._workspaces.take(*sizes, tree, self.drafter)
+        stats, watch = [GenerationStats() for _ in prompts.lengths], Stopwatch()
         texts: list[Text] = []
         steps = self._workspaces.decode(workspace, request, random, stats, watch, texts)
         return BatchStream(steps, stats, watch, tree, rule, None if sampling.greedy else seed, texts)

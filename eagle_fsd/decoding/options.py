@@ -163,6 +163,15 @@ class GenerationOptions:
                 "temperature, or leave it out"
             )
 
+    def require_plain(self) -> None:
+        """Raise ValueError for options that the target alone does not have."""
+        for name in ("eos_token_id", "observer", "logprobs", "stop_strings"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} is not for the target alone, which ends texts as its model says and shows no "
+                    "steps; leave it out"
+                )
+
     def with_defaults(self, defaults: Mapping[str, Any]) -> GenerationOptions:
         """Return the options with a model's own values, see `own_defaults`, for those that are None."""
         own = {name: value for name, value in defaults.items() if getattr(self, name) is None}
