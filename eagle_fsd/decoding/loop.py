@@ -21,7 +21,7 @@ from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import HEAD, DraftTree
 from eagle_fsd.decoding.logits_processing import process
-from eagle_fsd.decoding.on_ranks.agreement import rank_0_tree, rank_0_verdict
+from eagle_fsd.decoding.on_ranks.agreement import check_step, rank_0_tree, rank_0_verdict
 from eagle_fsd.decoding.prompts.prefill import prefill
 from eagle_fsd.decoding.request import Observer, Request, Terms, Text, TokenLogprob
 from eagle_fsd.drafting.drafter import Drafter, NextTokens, Seen
@@ -111,9 +111,9 @@ class Batch:
 
     def _step(self, keep_done: bool) -> dict[Text, list[int]]:
         watch, before, ranks = self.watch, self.active, self.target.ranks
+        check_step(ranks, self.target.cache.row_lengths)
         with watch("draft"):
-            tree = self.drafter.draft(self.roots, self.tree)
-            tree = rank_0_tree(ranks, tree, self.target.cache.row_lengths)
+            tree = rank_0_tree(ranks, self.drafter.draft(self.roots, self.tree), self.tree.total_tokens)
         with watch("verify"):
             logits, features = self.target.verify(tree)
         with watch("accept"):

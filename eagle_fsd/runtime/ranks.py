@@ -24,7 +24,7 @@ from eagle_fsd.core.checks import one_line
 
 Value = TypeVar("Value")
 PATIENCE = timedelta(hours=2)  # that a rank waits for another: reading large weights takes long
-NUMBERS = 8  # of a check: what it is of, and what must be alike
+NUMBERS = 4  # of a check: what it is of, and what must be alike
 COMMAND = "torchrun --nproc-per-node N -m eagle_fsd.generate --tp-plan auto ..."
 
 
@@ -76,25 +76,23 @@ class Ranks:
         dist.all_gather_object(found, value, group=self.control)
         return found
 
-    def check(self, what: str, alike: Sequence[int], others: Sequence[int] = ()) -> list[int]:
-        """Raise RanksDiverged unless all ranks are at `what`, with `alike` numbers; return rank 0's `others`.
+    def check(self, what: str, numbers: Sequence[int] = ()) -> None:
+        """Raise RanksDiverged unless all ranks are at `what`, with the same numbers, fewer than NUMBERS.
 
-        All numbers are small integers, and there are fewer than NUMBERS. Every rank raises, and none waits.
+        Every rank raises, and none waits for another.
         """
         if not self.several:
-            return list(others)
-        mine = [zlib.crc32(what.encode()), *alike, *others]
+            return
+        mine = [zlib.crc32(what.encode()), *numbers]
         sent = torch.tensor([*mine, *[0] * (NUMBERS - len(mine))])
         found = [torch.empty_like(sent) for _ in range(self.size)]
         dist.all_gather(found, sent, group=self.control)
-        first, count = found[0].tolist(), 1 + len(alike)
-        for rank, numbers in enumerate(found):
-            if numbers.tolist()[:count] != first[:count]:
+        for rank, theirs in enumerate(found):
+            if not theirs.equal(found[0]):
                 raise RanksDiverged(
                     f"rank {rank} is not where rank 0 is ({what} on rank {self.rank}): every rank must make "
                     "the same calls with the same arguments, and read streams to the same step"
                 )
-        return first[count : count + len(others)]
 
     def check_alike(self, what: str, *values: object) -> None:
         """Raise RanksDiverged unless all ranks are at `what` with values of the same repr."""

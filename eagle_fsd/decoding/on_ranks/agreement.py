@@ -12,30 +12,43 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import Verdict
+from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.runtime.ranks import Ranks, digest_number
 
 
-def rank_0_tree(ranks: Ranks, tree: DraftTree, lengths: Sequence[int]) -> DraftTree:
-    """Return rank 0's tree on every rank. lengths: the committed tokens of each row.
+def check_step(ranks: Ranks, lengths: Sequence[int]) -> None:
+    """Raise RanksDiverged if another batch, or the same one at another step, is decoded elsewhere.
 
-    On other ranks it has no distributions of the draft: only rank 0 accepts. Raises RanksDiverged if another
-    batch, or the same one at another step, is decoded elsewhere.
+    It comes before the draft, in which ranks wait for each other. lengths: the committed tokens of each row.
+    """
+    if ranks.several:
+        ranks.check("a decoding step", (len(lengths), digest_number(repr(list(lengths)))))
+
+
+def rank_0_tree(ranks: Ranks, tree: DraftTree, most: int) -> DraftTree:
+    """Return rank 0's tree on every rank. most: the most nodes that it can have.
+
+    On other ranks it has no distributions of the draft: only rank 0 accepts.
     """
     if not ranks.several:
         return tree
-    state = digest_number(repr(list(lengths)))
-    batch = len(tree.tokens)
-    nodes, depth = ranks.check("a decoding step", (batch, state), (tree.tokens.shape[1], tree.depth))
-    device = tree.tokens.device
+    batch, nodes = tree.tokens.shape
+    most, device = max(most, tree.largest), tree.tokens.device
+    packed = torch.zeros(4 * batch * most + 2, dtype=torch.int64, device=device)
+    parts = packed[2:].view(4, batch, most)
     if ranks.leads:
         sources = torch.zeros_like(tree.tokens) if tree.sources is None else tree.sources
-        ranks.lead_tensor(torch.stack((tree.tokens, tree.parents, tree.depths, sources)))
+        parts[:, :, :nodes] = torch.stack((tree.tokens, tree.parents, tree.depths, sources))
+        packed[:2] = on_device([nodes, tree.depth], device)
+        ranks.lead_tensor(packed)
         return tree
-    packed = ranks.lead_tensor(torch.empty(4, batch, nodes, dtype=torch.int64, device=device))
-    tokens, parents, depths, sources = packed
-    none = tree.log_q[:, :0]
-    return DraftTree(tokens, parents, depths, none, tree.owners[:, :0], depth, sources=sources)
+    ranks.lead_tensor(packed)
+    nodes, depth = packed[:2].tolist()
+    tokens, parents, depths, sources = parts[:, :, :nodes]
+    return DraftTree(
+        tokens, parents, depths, tree.log_q[:, :0], tree.owners[:, :0], depth, most=tree.most, sources=sources
+    )
 
 
 def rank_0_verdict(ranks: Ranks, tree: DraftTree, accept: Callable[[], Verdict]) -> Verdict:
