@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import pickle
@@ -19,7 +20,7 @@ import pytest
 import torch
 import transformers
 from support.eagle3 import eagle3_head, save_eagle3
-from support.split_run import TREE, environment, free_port, on_two_ranks, run_job
+from support.split_run import MINE, TREE, environment, free_port, on_two_ranks, run_job
 from support.tiny_models import FAMILIES, prompts_of, tiny_head, tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 
@@ -67,8 +68,11 @@ def quick(folder: Path) -> tuple[Jobs, list[list[Any]]]:
         ("stray", {"base_model": llama, **head}),
         ("refused", {"base_model": llama, **head, "device_map": "auto"}),
         ("refused", {"base_model": llama, "ea_model": str(folder / "missing")}),
+        ("refused", {"base_model": llama, "ea_model": MINE}),
     ]
-    return jobs, on_two_ranks(folder, jobs)
+    save_head(tiny_head(), folder / "0")  # there is none for rank 1
+    with contextlib.chdir(folder):
+        return jobs, on_two_ranks(folder, jobs)
 
 
 @pytest.mark.parametrize("number", range(3), ids=["llama", "qwen3", "experts"])
@@ -116,6 +120,7 @@ def test_every_rank_refuses_what_one_cannot_load(quick: tuple[Jobs, list[list[An
         assert "device_map is 'auto' with tp_plan" in found[rank][6]
         assert "missing" in found[rank][7]
     assert found[0][7] == found[1][7]
+    assert found[0][8] == found[1][8] and found[0][8].startswith("rank 1: draft head '1'")
 
 
 # -- what one process can tell ----------------------------------------
@@ -175,34 +180,29 @@ def test_rank_0_tells_what_its_scheduler_is_told() -> None:
     """Two schedulers that are told the same are at the same place, whatever comes and goes."""
     target = TargetModel(tiny_model("llama"))
     channel: list[Any] = []
-    told = Leader(FakeRanks(0, 2, channel=channel))
-    made: list[tuple[Scheduler, list[Text]]] = []
+    told, made = Leader(FakeRanks(0, 2, channel=channel)), list[Scheduler]()
 
     def new_scheduler() -> Scheduler:
-        made.append((Scheduler(target, None, TreeConfig(1), rows=2, slice_tokens=4, prefix_tokens=64), []))
-        return made[-1][0]
+        made.append(Scheduler(target, None, TreeConfig(1), rows=2, slice_tokens=16, prefix_tokens=4096))
+        return made[-1]
 
     mine = new_scheduler()
-    texts = [Text(n, 5, Terms(()), prompt=prompt) for n, prompt in enumerate(prompts_of([9, 3, 9, 6]))]
+    texts = [Text(n, 5, Terms(()), prompt=prompt) for n, prompt in enumerate(prompts_of([40, 36, 44, 50]))]
     for text in texts:
         mine.admit(text)
         told.admit(text)
-    for step in range(12):
-        if step == 4:
+    for step in range(40):
+        if step == 9:
             mine.retire(texts[2])
             told.retire(texts[2])
         told.step()
         mine.step()
     told.stop()
     follow(FakeRanks(1, 2, channel=channel), new_scheduler)
-    follower = made[-1][0]
     assert all(text.done for text in texts) and texts[2].stats.finish_reason == "cancelled"
-    assert (
-        [kept.tokens.tolist() for kept in follower.prefixes.texts]
-        == [kept.tokens.tolist() for kept in mine.prefixes.texts]
-        != []
-    )
-    assert not follower.busy and not channel
+    kept = [[text.tokens.tolist() for text in scheduler.prefixes.texts] for scheduler in made]
+    assert kept[0] == kept[1] and len(kept[0]) == 3
+    assert not made[1].busy and not channel
 
 
 @dataclass(frozen=True)

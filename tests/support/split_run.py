@@ -25,6 +25,7 @@ TESTS = Path(__file__).parents[1]
 TREE = TreeConfig(12, 4, 3)
 LENGTHS = (9, 4)  # of the two prompts
 NEW_TOKENS = 14
+MINE = "(rank)"  # in the arguments of a job: the number of the rank, for files that one of them lacks
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "seed": 3},
@@ -145,8 +146,12 @@ def on_two_ranks(folder: Path, jobs: Sequence[tuple[str, dict[str, Any]]]) -> li
 
 def main(path: Path) -> None:
     jobs = json.loads(path.read_text(encoding="utf-8"))
-    found = [run_job(scenario, load, tp_plan="auto") for scenario, load in jobs]
-    path.with_suffix(f".{join_ranks().rank}").write_text(json.dumps(found), encoding="utf-8")
+    rank = join_ranks().rank
+    found = []
+    for scenario, load in jobs:
+        mine = {name: str(rank) if value == MINE else value for name, value in load.items()}
+        found.append(run_job(scenario, mine, tp_plan="auto"))
+    path.with_suffix(f".{rank}").write_text(json.dumps(found), encoding="utf-8")
     leave_ranks()
 
 
