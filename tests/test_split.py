@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import pickle
@@ -71,8 +70,7 @@ def quick(folder: Path) -> tuple[Jobs, list[list[Any]]]:
         ("refused", {"base_model": llama, "ea_model": MINE}),
     ]
     save_head(tiny_head(), folder / "0")  # there is none for rank 1
-    with contextlib.chdir(folder):
-        return jobs, on_two_ranks(folder, jobs)
+    return jobs, on_two_ranks(folder, jobs)
 
 
 @pytest.mark.parametrize("number", range(3), ids=["llama", "qwen3", "experts"])

@@ -111,7 +111,7 @@ class Batch:
 
     def _step(self, keep_done: bool) -> dict[Text, list[int]]:
         watch, before, ranks = self.watch, self.active, self.target.ranks
-        check_step(ranks, self.target.cache.row_lengths)
+        check_step(ranks, [text.stats.new_tokens for text in self.texts])
         with watch("draft"):
             tree = rank_0_tree(ranks, self.drafter.draft(self.roots, self.tree), self.tree.total_tokens)
         with watch("verify"):

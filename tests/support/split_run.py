@@ -129,6 +129,7 @@ def on_two_ranks(folder: Path, jobs: Sequence[tuple[str, dict[str, Any]]]) -> li
         subprocess.Popen(
             [sys.executable, "-m", "support.split_run", str(path)],
             env=environment(**common, RANK=str(rank), LOCAL_RANK=str(rank)),
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -17,13 +17,13 @@ from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.runtime.ranks import Ranks, digest_number
 
 
-def check_step(ranks: Ranks, lengths: Sequence[int]) -> None:
+def check_step(ranks: Ranks, emitted: Sequence[int]) -> None:
     """Raise RanksDiverged if another batch, or the same one at another step, is decoded elsewhere.
 
-    It comes before the draft, in which ranks wait for each other. lengths: the committed tokens of each row.
+    It comes before the draft, in which ranks wait for each other. emitted: each row's new tokens.
     """
     if ranks.several:
-        ranks.check("a decoding step", (len(lengths), digest_number(repr(list(lengths)))))
+        ranks.check("a decoding step", (len(emitted), digest_number(repr(list(emitted)))))
 
 
 def rank_0_tree(ranks: Ranks, tree: DraftTree, most: int) -> DraftTree:
