@@ -19,6 +19,7 @@ from eagle_fsd.cli.conversation import HELP, Conversation, Exit, read_messages
 from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_parser
 from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags
 from eagle_fsd.cli.processing_flags import add_template_flag, with_bad_words
+from eagle_fsd.cli.ranks import on_every_rank
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.generate import (
     BROKEN_PIPE,
@@ -159,6 +160,11 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
     """Check the arguments, load the model, and chat."""
     if sys.stdin is None:
         raise UserError("stdin is closed: the chat reads messages from it; open it")
+    if args.tp_plan is not None:
+        raise UserError(
+            "--tp-plan in the terminal chat: it has one process; serve the target with torchrun "
+            "--nproc-per-node N -m eagle_fsd.serve --tp-plan auto ..., whose page is a chat"
+        )
     with raise_user_errors():
         conversation = Conversation(args)
         conversation.options  # noqa: B018  # raises ValueError for flags that do not fit
@@ -182,6 +188,11 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments, chat, and return the exit code."""
+    return on_every_rank(program, argv)
+
+
+def program(argv: Sequence[str] | None = None) -> int:
+    """Do what `main` does, on one rank."""
     parser = build_parser()
     args = parser.parse_args(argv)
     out = sys.stdout

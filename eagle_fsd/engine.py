@@ -37,6 +37,7 @@ from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.specs import spec_for, with_head, with_lookup
 from eagle_fsd.hub.load_pair import load_pair
 from eagle_fsd.runtime.packed_linear import repack_changed
+from eagle_fsd.runtime.ranks import held_bytes
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.grammar import compile_form
 from eagle_fsd.text.stop_strings import make_stoppers
@@ -100,6 +101,7 @@ class EagleFSD:
         draft_model: str | os.PathLike[str] | None = None,
         draft_layers: int | None = None,
         draft_device: torch.device | str | None = None,
+        tp_plan: str | None = None,
     ) -> EagleFSD:
         """Load a target and its head.
 
@@ -121,6 +123,8 @@ class EagleFSD:
         the head that ships with the package. draft_model: in place of a head, a language model with the
         target's vocabulary, named as base_model is, in head_dtype on draft_device; None means the target's.
         draft_layers: in place of a head, this many of the target's own first layers, with its lm_head.
+        tp_plan: "auto" splits the target among the processes that torchrun started, which must then make the
+        same calls; see docs/targets-and-heads.md.
         Raises ValueError for anything that is missing, does not fit or is not supported.
         """
         pair = load_pair(
@@ -143,6 +147,7 @@ class EagleFSD:
             draft_model=None if draft_model is None else os.fspath(draft_model),
             draft_layers=draft_layers,
             draft_device=draft_device,
+            tp_plan=tp_plan,
         )
         if isinstance(pair.head, Eagle3Head):
             settle_head(pair.head, pair.target, pair.tokenizer)
@@ -320,6 +325,13 @@ class EagleFSD:
         self._settler.draft_with(self.drafter)
         self._workspaces.clear()
 
+    def memory(self) -> list[dict[str, int]]:
+        """Return the bytes that each rank holds; see docs/targets-and-heads.md. All ranks must call this."""
+        model, network = self.target.model, self.drafter and self.drafter.network
+        held = {"weight_bytes": held_bytes(model), "head_bytes": held_bytes(network, besides=model)}
+        held["cache_bytes"] = self._workspaces.cache_bytes
+        return self.target.ranks.gather({"rank": self.target.ranks.rank, **held})
+
     def free_memory(self) -> None:
         """Drop the caches and recordings that are kept on a GPU for the next batch."""
         self._workspaces.clear()
@@ -333,6 +345,9 @@ class EagleFSD:
     ) -> BatchStream:
         """Check the arguments, settle rule and tree and set up a batch, whose texts run at the first step."""
         options, prompts = settle_options(options, keywords, self.target, input_ids, attention_mask)
+        (ranks := self.target.ranks).check_alike(
+            "generate", prompts.rows, prompts.limits, options.sampling, options.seed
+        )
         rule, tree = self._settler.settle(options, prompts)
         for network in filter(None, (self.target.model, self.drafter and self.drafter.network)):
             repack_changed(network)
@@ -342,11 +357,10 @@ class EagleFSD:
         constraint = compile_form(options.form, self.tokenizer, self.target.vocab_size)
         request = options.request(prompts, ends, rule, tree, self.device, stoppers, constraint)
         if seed is None:  # greedy decoding draws nothing and leaves torch's generator alone
-            seed = 0 if sampling.greedy else fresh_seed()
+            seed = 0 if sampling.greedy else ranks.lead(fresh_seed())
         random = RowRandom(seed, len(prompts), self.device)
-        workspace = self._workspaces.take(
-            len(prompts), max(prompts.lengths), prompts.longest_text, tree, self.drafter
-        )
+        sizes = (len(prompts), max(prompts.lengths), prompts.longest_text)
+        workspace = self._workspaces.take(*sizes, tree, self.drafter)
         stats, watch = [GenerationStats() for _ in prompts.lengths], Stopwatch()
         texts: list[Text] = []
         steps = self._workspaces.decode(workspace, request, random, stats, watch, texts)

@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -26,6 +27,7 @@ from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flag_types import USAGE
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.cli.processing_flags import with_bad_words
+from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.text.prompt_files import decode_text, read_prompts
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted
@@ -117,7 +119,7 @@ def answer_prompt(
             for token_ids in steps:
                 answer.token_ids += token_ids
                 show(written.add(token_ids))
-                if stop.is_set():
+                if model.target.ranks.lead(stop.is_set()):
                     answer.interrupted = True
                     break
     except KeyboardInterrupt:  # a second Ctrl-C did not wait for the step's end
@@ -232,13 +234,16 @@ def load_model(args: Namespace) -> EagleFSD:
         draft_model=args.draft_model,
         draft_layers=args.draft_layers,
         draft_device=args.draft_device,
+        tp_plan=args.tp_plan,
     )
 
 
 def run(args: Namespace, out: TextIO) -> int:
     """Check the arguments, load the model, answer the prompts in turn, and return the exit code."""
     with raise_user_errors():
-        prompts = read_prompt_arguments(args)
+        ranks = join(args, "generate")
+        read = partial(read_prompt_arguments, args)
+        prompts = read() if ranks is None else ranks.on_rank_0(read)  # stdin is read once
         if args.baseline and args.stop:
             raise ValueError("--baseline with --stop: the target alone knows no stop strings; leave one out")
         if args.raw and args.system is not None:
@@ -278,7 +283,7 @@ def answer_prompts(
     """Answer the prompts in turn and return the exit code. adapter: learns from the answers."""
     from eagle_fsd.core.sampling import fresh_seed
 
-    ((seed, first),) = options.seed or [(fresh_seed(), 0)]
+    ((seed, first),) = options.seed or [(model.target.ranks.lead(fresh_seed()), 0)]
     for number, prompt in enumerate(prompts, 1):
         of_prompt = replace(options, seed=[(seed, first + number - 1)])
         try:
@@ -287,12 +292,16 @@ def answer_prompts(
             raise UserError(
                 f"prompt {number} of {len(prompts)}: {error}" if len(prompts) > 1 else str(error)
             ) from error
+        if args.tp_plan is not None:
+            answer.memory = model.memory()
         if args.json:
             out.write(to_json(model, answer, args.baseline) + "\n")
             out.flush()
         elif number < len(prompts):
             out.write("\n")
         sys.stderr.write(summary(answer) + "\n")
+        if args.verbose and answer.memory is not None:
+            sys.stderr.write(show_memory(answer.memory) + "\n")
         if answer.interrupted:
             return INTERRUPTED
         if adapter is not None and number < len(prompts):
@@ -315,6 +324,11 @@ def discard_stdout() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments, run, and return the exit code."""
+    return on_every_rank(program, argv)
+
+
+def program(argv: Sequence[str] | None = None) -> int:
+    """Do what `main` does, on one rank."""
     parser = build_parser()
     args = parser.parse_args(argv)
     out = sys.stdout

@@ -7,8 +7,10 @@ user's mistake (one line, no traceback).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_parser
 from eagle_fsd.cli.model_flags import add_model_flags
 from eagle_fsd.cli.processing_flags import with_bad_words
+from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.generate import UserError, load_model, raise_user_errors, report_mistake
 
@@ -206,13 +209,35 @@ def run(args: argparse.Namespace) -> int:
     require_packages()
     with raise_user_errors():
         options = check_arguments(args)
-    with listen(args.host, args.port) as place:  # before the model is loaded, which takes long
+        ranks = join(args, "serve")
+    leads = ranks is None or ranks.leads
+    # Before the model is loaded, which takes long.
+    with listen(args.host, args.port) if leads else contextlib.nullcontext() as place:
         with raise_user_errors():
             model = load_model(args)
             options = with_bad_words(options, args, model).with_defaults(model.target.own_defaults)
             settings = make_settings(args, model, options)
-        serve(model, settings, place, args.verbose)
+        if ranks is not None:
+            memory = model.memory()
+            if args.verbose:
+                sys.stderr.write(show_memory(memory) + "\n")
+            if model.head_folder is not None:
+                model.identity()  # by all ranks: later, a request that asks for it reaches rank 0 alone
+        if place is None:
+            follow_rank_0(model, settings)
+        else:
+            serve(model, settings, place, args.verbose)
     return 0
+
+
+def follow_rank_0(model: EagleFSD, settings: Settings) -> None:
+    """Do on this rank what the server on rank 0 does, until it ends."""
+    from eagle_fsd.decoding.on_ranks.following import follow
+    from eagle_fsd.serving.worker import new_scheduler
+
+    for name in (signal.SIGINT, signal.SIGTERM):  # rank 0 has them too, and lets answers under way finish
+        signal.signal(name, signal.SIG_IGN)
+    follow(model.target.ranks, lambda: new_scheduler(model, settings.tree, settings.limits))
 
 
 def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bool = False) -> None:
@@ -246,6 +271,11 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments, run, and return the exit code."""
+    return on_every_rank(program, argv)
+
+
+def program(argv: Sequence[str] | None = None) -> int:
+    """Do what `main` does, on one rank."""
     parser = build_parser()
     args = parser.parse_args(argv)
     try:

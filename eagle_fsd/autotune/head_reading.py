@@ -49,7 +49,9 @@ def settle_head(head: Eagle3Head, target: TargetModel, tokenizer: PreTrainedToke
         return TargetSession(target, 1, len(text), taps).prefill(tokens[None], [len(text)])[0]
 
     losses = reading_losses(head, target, tokens, features)
-    logger.info("%s", shown_losses(losses, settle_reading(head, losses)))
+    settled = settle_reading(head, losses)
+    target.ranks.check_alike("the reading of a head", head.config.reading)
+    logger.info("%s", shown_losses(losses, settled))
 
 
 def own_text(target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

@@ -57,6 +57,7 @@ class Settler:
         self.target, self.drafter, self.name = target, drafter, name
         self.tokenizer, self.folder = tokenizer, folder
         self._chooser: TreeChooser | None = None
+        self._identity: dict[str, Any] | None = None
         self._choosing = threading.Lock()  # concurrent measurements would slow each other down
 
     def draft_with(self, drafter: DrafterSpec) -> None:
@@ -126,9 +127,17 @@ class Settler:
         return found
 
     def identity(self) -> dict[str, Any]:
-        """Return a fingerprint of this target and drafter; this reads all of the drafter's weights."""
+        """Return a fingerprint of this target and drafter; this reads all of the drafter's weights.
+
+        If the target is split among ranks, all must call this the first time, and the answer is kept.
+        """
+        if self._identity is not None:
+            return self._identity
         drafter = None if self.drafter is None else self.drafter.identity
-        return models_identity(self.name, self.target.model, drafter)
+        found = models_identity(self.name, self.target.model, drafter)
+        if self.target.ranks.several:
+            self._identity = found
+        return found
 
     def require_rule(self, rule: object) -> None:
         """Raise ValueError unless this is an acceptance rule that works with this drafter's drafts."""

@@ -73,9 +73,9 @@ def decode_sample(
         spent = watch.seconds["accept"] + watch.seconds["keep"]
         rests.append(spent - before)
         before = spent
-        if time.monotonic() - start > LONGEST:
+        if target.ranks.lead(time.monotonic() - start > LONGEST):
             break
-    return statistics.median(rests)
+    return target.ranks.lead(statistics.median(rests))
 
 
 def observe(
@@ -89,7 +89,7 @@ def observe(
     """Decode a few texts with the wide tree and return their steps."""
     observer, ends = TreeObserver(), target.eos_token_ids
     decode_sample(target, drafting, prompts, rule, sampling, wide, eos_token_ids=ends, observer=observer)
-    return observer.observations
+    return target.ranks.lead(observer.observations)  # only rank 0 sees what is accepted
 
 
 def measure_costs(
@@ -139,15 +139,18 @@ def measure_forwards(
         return Call(lambda: drafter.draft(roots, TreeConfig(1 + depth, depth, beam)), verify_root)
 
     untimed, repeats = RECORDED if target.stepper.view else 1, {}
+    time_calls = functools.partial(
+        time_in_turn, device=target.device, untimed=untimed, agree=target.ranks.lead
+    )
     with target.stepper.running(batch):
         for widths in in_pairs((1, *WIDTHS)):
             for width in widths:
                 # A tree that is decoded with has a graph of its own size; only few are kept at a time.
                 target.expect(batch, width, again=False)
             calls = {("verify", width): verify(width) for width in widths}
-            repeats |= time_in_turn(calls, target.device, untimed)
+            repeats |= time_calls(calls)
         calls = {("draft", (beam, depth)): draft(beam, depth) for beam in beams for depth in (1, LEVELS)}
-        repeats |= time_in_turn(calls, target.device, untimed)
+        repeats |= time_calls(calls)
     median = {key: statistics.median(seconds) for key, seconds in repeats.items()}
     drafts = {}
     for beam in beams:

@@ -76,6 +76,8 @@ class TreeChooser:
             "placed": str(getattr(target.model, "hf_device_map", None)),
             "threads": torch.get_num_threads() if cpu else None,
         }
+        if target.ranks.several:
+            self.machine["ranks"] = target.ranks.size
         self.known: dict[str, Any] = {}  # by key: all that this process has measured, read or chosen
         self.announced = False
         self.may_remember = True  # whether choices may be: all measurements so far were reliable
@@ -211,12 +213,13 @@ class TreeChooser:
         measure: returns the value and whether it is reliable, and so worth remembering in the file.
         """
         if key not in self.known:
-            found = recall(key, unpack)
+            ranks = self.target.ranks
+            found = ranks.lead(recall(key, unpack) if ranks.leads else None)
             if found is None:
                 found, reliable = measure()
-                if reliable:
+                if reliable and ranks.leads:
                     remember(key, pack(found))
-                else:
+                elif not reliable:
                     self.may_remember = False
             self.known[key] = found
         return self.known[key]

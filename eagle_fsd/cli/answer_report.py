@@ -38,6 +38,7 @@ class Answer:
     seed: str | None = None  # as --seed takes it; None if nothing was sampled
     ignored_defaults: str = ""  # options of the model's generation_config that were not applied
     logprobs: list[TokenLogprob] | None = None  # if they were asked for
+    memory: list[dict[str, int]] | None = None  # of each rank, if the target is split
     baseline: GenerationStats | None = None
     baseline_ids: list[int] | None = None
 
@@ -66,8 +67,9 @@ def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
 def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
     """Return one line of JSON with JSON_KEYS.
 
-    It also has draft_vocab_size if the head has one, logprobs with --logprobs, and rule unless that is fuzzy
-    or lossless. With --baseline the keys of the target alone follow (null if interrupted).
+    It also has draft_vocab_size if the head has one, logprobs with --logprobs, ranks with --tp-plan, and rule
+    unless that is fuzzy or lossless. With --baseline the keys of the target alone follow (null if
+    interrupted).
     """
     stats, fields = answer.stats.to_dict(), rule_fields(answer.rule)
     if (rule := fields.pop("rule")) in ("fuzzy", "lossless"):  # the other fields tell which
@@ -91,6 +93,8 @@ def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
     }
     if answer.logprobs is not None:
         record["logprobs"] = [one._asdict() for one in answer.logprobs]
+    if answer.memory is not None:
+        record["ranks"] = answer.memory
     if rule is not None:
         record["rule"] = rule
     if model.draft_vocab_size is not None:

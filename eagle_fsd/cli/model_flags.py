@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from eagle_fsd.cli.flag_types import parse_taps
+from eagle_fsd.cli.ranks import add_split_flag
 
 
 def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +79,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is a GPU, else cpu)")
     group.add_argument("--device-map", metavar="MAP", help="spread the target over devices, e.g. auto")
+    add_split_flag(group)
     group.add_argument(
         "--attn-implementation", metavar="NAME", help="sdpa or eager (default: the model's own choice)"
     )

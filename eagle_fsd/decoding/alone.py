@@ -29,7 +29,7 @@ def run_alone(
                 f"{name} is not for the target alone, whose texts have any form and end as its model says, "
                 "and which shows no steps; leave it out"
             )
-    seed = fresh_seed() if options.seed is None else options.seed
+    seed = target.ranks.lead(fresh_seed()) if options.seed is None else options.seed
     require_integer("seed", seed, 0, "any will do")
     sampling = options.sampling
     settings: tuple[Any, ...] = (sampling, seed, pad_token_id, options.processing)

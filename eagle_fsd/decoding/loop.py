@@ -21,6 +21,7 @@ from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import HEAD, DraftTree
 from eagle_fsd.decoding.logits_processing import process
+from eagle_fsd.decoding.on_ranks.agreement import check_step, rank_0_tree, rank_0_verdict
 from eagle_fsd.decoding.prompts.prefill import prefill
 from eagle_fsd.decoding.request import Observer, Request, Terms, Text, TokenLogprob
 from eagle_fsd.drafting.drafter import Drafter, NextTokens, Seen
@@ -120,13 +121,15 @@ class Batch:
             return self._step(keep_done)
 
     def _step(self, keep_done: bool) -> dict[Text, list[int]]:
-        watch, before = self.watch, self.active
+        watch, before, ranks = self.watch, self.active, self.target.ranks
+        check_step(ranks, [text.stats.new_tokens for text in self.texts])
         with watch("draft"):
-            tree = self.drafter.draft(self.roots, self.tree)
+            tree = rank_0_tree(ranks, self.drafter.draft(self.roots, self.tree), self.tree.total_tokens)
         with watch("verify"):
             logits, features = self.target.verify(tree)
         with watch("accept"):
-            groups, verdict = self._accept(tree, logits)
+            groups: list[tuple[list[int], Verified, Verdict]] = []
+            verdict = rank_0_verdict(ranks, tree, lambda: self._accept(tree, logits, groups))
             on_host = to_host(verdict, tree.sources)  # the one place where a step waits
             steps = dict(zip(self.texts, on_host, strict=True))
             emitted = {text: emit(text, steps[text]) for text in before}
@@ -168,9 +171,9 @@ class Batch:
             self.texts[place] = text
 
     def _accept(
-        self, tree: DraftTree, logits: Tensor
-    ) -> tuple[list[tuple[list[int], Verified, Verdict]], Verdict]:
-        """Apply each text's rule. Return the verdicts on groups of rows with the same terms, and on all."""
+        self, tree: DraftTree, logits: Tensor, found: list[tuple[list[int], Verified, Verdict]]
+    ) -> Verdict:
+        """Apply each text's rule and return the verdict. found: takes those on rows with the same terms."""
         emitted = on_device([text.stats.new_tokens for text in self.texts], logits.device)
         groups: list[tuple[Terms, list[int]]] = []
         for row, text in enumerate(self.texts):
@@ -179,7 +182,6 @@ class Batch:
                 groups.append((text.terms, [row]))
             else:
                 mine.append(row)
-        found = []
         for terms, rows in groups:  # almost always one, whose tensors need no copy
             trees, of_rows, random, counts = tree, logits, self.random, emitted
             if len(groups) > 1:
@@ -190,7 +192,7 @@ class Batch:
             ends = self._end_tokens(terms, logits.device)
             part = (trees, of_rows, random, counts)
             found.append((rows, *self.accept_step(terms.rule, terms.sampling, ends, *part, len(groups) > 1)))
-        return found, merge_verdicts([(rows, verdict) for rows, _, verdict in found])
+        return merge_verdicts([(rows, verdict) for rows, _, verdict in found])
 
     def _end_tokens(self, terms: Terms, device: torch.device) -> Tensor:
         ends = terms.eos_token_ids

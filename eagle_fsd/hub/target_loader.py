@@ -20,8 +20,10 @@ from eagle_fsd.core.checks import one_line, require_choice
 from eagle_fsd.core.devices import resolve_device, resolve_dtype
 from eagle_fsd.hub.download import CHAT_FILES, TOKENIZER_FILES, wants_progress_bars
 from eagle_fsd.hub.head_checkpoint import CONFIG_NAME
+from eagle_fsd.hub.split.plan import check_split, require_weights_of_its_own, split_options
 from eagle_fsd.hub.target_files import check_decoder, check_folder, check_plausible, check_sizes
 from eagle_fsd.hub.weights_cache import Origin, find, find_origin, is_whole, keep
+from eagle_fsd.runtime.ranks import ALONE, Ranks, rank_by_environment
 from eagle_fsd.target.architecture import ATTENTION, end_tokens, longest_text
 
 logger = logging.getLogger(__name__)
@@ -57,13 +59,14 @@ class TargetText:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """The checked arguments of load_model: how a target is read."""
+    """The checked arguments of load_model: how a target is read. ranks: split it among them, if several."""
 
     dtype: torch.dtype
     device: torch.device
     device_map: str | dict[str, Any] | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
+    ranks: Ranks = ALONE
 
 
 Loaded = tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase | None]
@@ -77,20 +80,24 @@ def load_model(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     weights_cache: bool = True,
+    ranks: Ranks = ALONE,
 ) -> Loaded:
     """Load a target in eval mode, and its tokenizer (None if the source has none).
 
     `device_map` places the layers and overrides `device`. A missing weight is an error. weights_cache: keep
-    the converted weights of a .gguf file and read them the next time; see weights_cache.py.
+    the converted weights of a .gguf file and read them the next time; see weights_cache.py. ranks: split the
+    target among them by transformers' own plan, if there are several.
     """
     place = resolve_device(device)
     settings = LoadSettings(
-        resolve_dtype(dtype, place), place, device_map, attn_implementation, trust_remote_code
+        resolve_dtype(dtype, place), place, device_map, attn_implementation, trust_remote_code, ranks
     )
     if attn_implementation is not None:
         require_choice("attn_implementation", attn_implementation, ATTENTION)
     if isinstance(device_map, str):
         require_choice("device_map", device_map, DEVICE_MAPS)
+    if ranks.several:
+        require_weights_of_its_own(source.name, source.gguf_file)
     with _one_at_a_time:
         return load_kept_or_convert(source, settings, weights_cache)
 
@@ -126,6 +133,8 @@ def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
     config = load_config(source, options)
     if source.gguf_file is None:
         check_plausible(config, source.folder, source.name)
+    if settings.ranks.several:
+        check_split(config, settings.ranks.size, source.name)
     with one_line_errors(source.name), hide_loading_bars(source.gguf_file is not None):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             source.folder,
@@ -136,9 +145,10 @@ def load_files(source: TargetSource, settings: LoadSettings) -> Loaded:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # check_whole reports them better
             **options,
+            **split_options(settings.ranks),
             **(dequantize_options() if source.gguf_file is not None else {}),
         )
-        if settings.device_map is None:
+        if settings.device_map is None and not settings.ranks.several:
             model = model.to(settings.device)
     check_whole(report, source.name)
     if source.gguf_file is not None:
@@ -213,6 +223,8 @@ def restore_name(source: TargetSource, loaded: Loaded) -> Loaded:
 
 def show_progress(text: str) -> None:
     """Tell people at a terminal what takes a while; elsewhere it is only logged."""
+    if rank_by_environment()[0] > 0:
+        return  # under torchrun one process speaks
     if wants_progress_bars():
         sys.stderr.write(f"{text}\n")
     else:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle_fsd.files.fingerprints import sample_values
+from eagle_fsd.files.fingerprints import sample_values, whole
 from eagle_fsd.runtime.matmul_backends import ONEDNN, MatmulBackend, backend_for
 
 MADE = ("packed", "sample", "sample_then")  # made from the weight, and made again for a copy of the layer
@@ -117,9 +117,9 @@ def take_rows(
     """Return a linear layer with only the outputs `rows` [K] of another; it is packed if the other is."""
     rows = rows.to(linear.weight.device)
     made = nn.Linear(linear.in_features, len(rows), bias=linear.bias is not None, device="meta")
-    made.weight = nn.Parameter(linear.weight.detach()[rows].to(device, dtype), requires_grad=False)
+    made.weight = nn.Parameter(whole(linear.weight).detach()[rows].to(device, dtype), requires_grad=False)
     if linear.bias is not None:
-        made.bias = nn.Parameter(linear.bias.detach()[rows].to(device, dtype), requires_grad=False)
+        made.bias = nn.Parameter(whole(linear.bias).detach()[rows].to(device, dtype), requires_grad=False)
     return PackedLinear(made, linear.preferred) if isinstance(linear, PackedLinear) else made
 
 

@@ -38,6 +38,7 @@ def time_in_turn(
     device: torch.device,
     untimed: int = 1,
     clock: Callable[[], float] = time.perf_counter,
+    agree: Callable[[tuple[float, float]], tuple[float, float]] = lambda seconds: seconds,
 ) -> dict[Key, list[float]]:
     """Time each call and return the seconds of its repeats.
 
@@ -45,7 +46,7 @@ def time_in_turn(
     turns, so that a disturbance hits a few repeats of every call instead of all repeats of one: the medians
     stay good, and `disagreement` shows it. untimed: how often each is called before the clock starts;
     RECORDED if the second call records it. If a single untimed call takes ENOUGH seconds, it counts as the
-    only repeat.
+    only repeat. agree: returns the seconds that count, where several processes time the same calls.
     """
     wait = synchronizer(device) or (lambda: None)
     found: dict[Key, list[float]] = {key: [] for key in calls}
@@ -59,7 +60,7 @@ def time_in_turn(
         call.work()
         wait()
         end = clock()
-        return end - start, end - begin
+        return agree((end - start, end - begin))
 
     spent = dict.fromkeys(calls, 0.0)
     for key, call in calls.items():

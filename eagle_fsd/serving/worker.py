@@ -7,6 +7,8 @@ nobody up: what it has not read yet is kept for it, which its text's limit bound
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +19,7 @@ from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.loop import NonFiniteLogits, NothingAllowed
+from eagle_fsd.decoding.on_ranks.following import HEARTBEAT, Leader
 from eagle_fsd.decoding.origins import TokenOrigins
 from eagle_fsd.decoding.request import Terms, Text, TokenLogprob
 from eagle_fsd.decoding.scheduler import Scheduler
@@ -105,13 +108,14 @@ class Worker:
     ) -> None:
         self.model, self.tree, self.limits, self.watcher = model, tree, limits, watcher
         self._origins = TokenOrigins()
+        self._leader = Leader(model.target.ranks)
         self._scheduler = self._new_scheduler()
         self._texts: dict[Text, Job] = {}
         self._number = 0
         self._speed = 0.0  # texts per second, lately
         self._inbox: list[Job] = []
         self._open = 0  # jobs that have not ended
-        self._closing = False
+        self._closing = self._lost = False  # lost: the other ranks are
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="eagle-fsd-worker", daemon=True)
 
@@ -176,6 +180,7 @@ class Worker:
             before = set(self._scheduler.waiting)
             begun, read = time.perf_counter(), self.phase_seconds("prefill")
             try:
+                self._leader.step()
                 emitted = self._scheduler.step()
             except Exception as error:  # noqa: BLE001  # whatever a step raises, the thread lives on
                 self._recover(error, before)
@@ -187,6 +192,8 @@ class Worker:
                 if tokens and text in self._texts:
                     self._try_to_hand_on(text, tokens, now)
             self._origins.clear()
+        if not self._lost:
+            self._leader.stop()
         for job in [*self._texts.values(), *self._inbox]:
             self._end(job, News(error=ApiError(503, CLOSED, code="closing", kind=SERVER)))
 
@@ -194,7 +201,8 @@ class Worker:
         """Wait until there is something to do, and admit what has come. Return False at the end."""
         with self._wake:
             while not (self._inbox or self._scheduler.busy or self._closing):
-                self._wake.wait()
+                if not self._wake.wait(HEARTBEAT if self._leader.ranks.several else None):
+                    self._leader.send()
             if self._closing:
                 return False
             new, self._inbox = self._inbox, []
@@ -217,6 +225,7 @@ class Worker:
         text.top_logprobs = job.top_logprobs
         try:
             self._scheduler.admit(text)
+            self._leader.admit(text)
         except ValueError as error:  # the prompt; whoever submits it checks that too
             self._end(job, News(error=ApiError(400, one_line(error))))
             return
@@ -270,6 +279,7 @@ class Worker:
 
     def _retire(self, text: Text, job: Job, news: News | None = None) -> None:
         self._scheduler.retire(text)
+        self._leader.retire(text)
         del self._texts[text]
         self._end(job, news or News(finish_reason="cancelled"))
 
@@ -296,7 +306,12 @@ class Worker:
         logger.error("a step failed: %s", one_line(error), exc_info=not isinstance(error, NonFiniteLogits))
         untouched = before.intersection(self._scheduler.waiting)
         texts, self._texts = self._texts, {}
+        if self._leader.ranks.several and not isinstance(error, NonFiniteLogits):
+            # Nobody knows where the other ranks are: the server ends, and with it all of them.
+            untouched, self._closing, self._lost = set(), True, True
+            os.kill(os.getpid(), signal.SIGTERM)
         self._scheduler = self._new_scheduler()
+        self._leader.renew()
         self._origins.clear()
         for text, job in texts.items():
             guilty = not isinstance(error, NonFiniteLogits) or error.row == text.number
@@ -306,14 +321,19 @@ class Worker:
                 self._admit(job)
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(
-            self.model.target,
-            self.model.drafter,
-            self.tree,
-            self.limits.max_rows,
-            cache_tokens=self.limits.cache_tokens,
-            prefix_tokens=self.limits.prefix_tokens,
-        )
+        return new_scheduler(self.model, self.tree, self.limits)
+
+
+def new_scheduler(model: EagleFSD, tree: TreeConfig, limits: Limits) -> Scheduler:
+    """Return what decodes the texts of a server, on any rank."""
+    return Scheduler(
+        model.target,
+        model.drafter,
+        tree,
+        limits.max_rows,
+        cache_tokens=limits.cache_tokens,
+        prefix_tokens=limits.prefix_tokens,
+    )
 
 
 def impossible_text(error: Exception) -> ApiError | None:

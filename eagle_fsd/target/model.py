@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -17,6 +16,7 @@ from eagle_fsd.core.tree import additive, within_window
 from eagle_fsd.runtime.flash_attention import FlashPlan
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.runtime.ranks import ALONE, Ranks, local_bytes, look_up
 from eagle_fsd.runtime.step_recorder import EAGER, FixedShapes, Stepper
 from eagle_fsd.target.admission import check_taps, check_tree_verification, flash_verifies
 from eagle_fsd.target.architecture import (
@@ -41,15 +41,20 @@ class TargetModel:
     """A causal LM with everything that decoding needs. Raises ValueError if it cannot verify trees.
 
     hidden_size, vocab_size: of features and logits. max_positions: the longest text, prompt included.
-    stepper: how the parts of a step are run. ignored_defaults: options of the model's generation_config that
-    are not applied here, such as a repetition penalty. The model itself is never changed, not even
-    temporarily.
+    stepper: how the parts of a step are run. ranks: the processes that hold a part of it each.
+    ignored_defaults: options of the model's generation_config that are not applied here, such as a repetition
+    penalty. The model itself is never changed, not even temporarily.
     """
 
     def __init__(
-        self, model: PreTrainedModel, stepper: Stepper = EAGER, runtime: OpenVINO | None = None
+        self,
+        model: PreTrainedModel,
+        stepper: Stepper = EAGER,
+        runtime: OpenVINO | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         check_model(model)
+        self.ranks = ranks
         self.model = model.eval()
         self.stepper = stepper
         self.config = model.config.get_text_config(decoder=True)
@@ -115,10 +120,10 @@ class TargetModel:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of the weights that a forward reads."""
+        """The bytes of the weights that a forward reads on this rank."""
         if self.graphs is not None:
             return self.graphs.weight_bytes
-        return sum(weight.nbytes for weight in self._weights_read())
+        return sum(map(local_bytes, self._weights_read()))
 
     def _weights_read(self) -> list[Tensor]:
         """Return all weights but input embeddings that are not the lm_head's: few of their rows are read."""
@@ -139,7 +144,7 @@ class TargetModel:
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings [..., d] of tokens [...], unscaled, as EAGLE's heads read them."""
         weight = self.model.get_input_embeddings().weight
-        return F.embedding(tokens.to(weight.device), weight).to(self.device)
+        return look_up(tokens.to(weight.device), weight).to(self.device)
 
     def logits(self, features: Tensor) -> Tensor:
         """Return logits [..., V] float32 of features [..., d], with the model's own scaling and soft-cap.

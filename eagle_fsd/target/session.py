@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eagle_fsd.core.tree import DraftTree, ancestors, visible_slots
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
+from eagle_fsd.runtime.ranks import Ranks
 from eagle_fsd.runtime.step_recorder import Stepper
 
 PREFILL_CHUNK = 512  # tokens per prefill forward: bounds the mask to chunk x context
@@ -20,6 +21,7 @@ class MaskedForward(Protocol):
 
     device: torch.device
     stepper: Stepper
+    ranks: Ranks
     hidden_size: int
     max_positions: int
 
@@ -60,7 +62,7 @@ class TargetSession:
     """
 
     def __init__(self, target: MaskedForward, batch: int, capacity: int, taps: tuple[int, ...] = ()) -> None:
-        self.target = target
+        self.target, self.ranks = target, target.ranks
         self.taps = taps
         self.cache = target.new_cache(batch, capacity)
         self._forward = target.stepper.wrap(self._verify, self.cache)

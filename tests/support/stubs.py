@@ -21,6 +21,7 @@ from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting.drafter import Drafter, Seen
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.runtime.ranks import ALONE
 from support.drafters import StandIn
 
 
@@ -67,6 +68,8 @@ class ChainTarget:
 
     texts: the committed tokens of each row, if `record` is set (slow), so that a test sees them.
     """
+
+    ranks = ALONE
 
     def __init__(self, chain: Chain, batch: int, record: bool = False) -> None:
         self.chain = chain

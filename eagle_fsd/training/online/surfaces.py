@@ -20,6 +20,8 @@ def check_adaptation(args: Namespace) -> None:
         if args.adapt_save is not None:
             raise ValueError("--adapt-save without --adapt: nothing would be learned; give both")
         return
+    if args.tp_plan is not None:
+        raise ValueError("--adapt with --tp-plan: a head adapts in one process only; leave one of them out")
     if args.threshold == AUTO or args.quality_budget is not None:
         raise ValueError(
             "--adapt with a calibrated threshold: a calibration holds for the head as it was; give "

@@ -1,0 +1,99 @@
+"""Programs on several ranks: torchrun starts the same command in each process, and rank 0 speaks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+# torch takes seconds to import. It is imported only to run a model, so that --help answers at once.
+if TYPE_CHECKING:
+    from eagle_fsd.runtime.ranks import Ranks
+
+FLAG = "--tp-plan"
+GRACE = 5.0  # seconds for rank 0 to report what is wrong on all ranks: then torchrun ends the others
+
+
+def add_split_flag(group: argparse._ArgumentGroup) -> None:
+    """Add the flag that splits a target among ranks."""
+    group.add_argument(
+        FLAG,
+        choices=("auto",),
+        help="split the target among the processes of torchrun --nproc-per-node N -m eagle_fsd.generate, by "
+        "transformers' tensor parallel plan; server too (default: one process holds it)",
+    )
+
+
+def join(args: argparse.Namespace, module: str) -> Ranks | None:
+    """Join the other ranks if the target is to be split among them; None: there are none.
+
+    Raises ValueError if this process was not started by torchrun. module: of eagle_fsd, for the message.
+    """
+    if args.tp_plan is None:
+        return None
+    command = f"torchrun --nproc-per-node N -m eagle_fsd.{module} {FLAG} {args.tp_plan} ..."
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        raise ValueError(
+            f"{FLAG} in a single process: each part of the target has its own; run {command}, N of at least 2"
+        )
+    from eagle_fsd.runtime.ranks import join_ranks
+
+    return join_ranks(command)
+
+
+def on_every_rank(program: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
+    """Run a program and return its exit code. If it is split among ranks, only rank 0 is heard.
+
+    Another rank speaks up if it alone fails, so that rank 0 waits for it.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    if not any(word.partition("=")[0] == FLAG for word in words):
+        return program(argv)
+    if rank := int(os.environ.get("RANK", 0)):
+        return in_silence(program, argv, rank)
+    code = program(argv)
+    leave(code)
+    return code
+
+
+def in_silence(program: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None, rank: int) -> int:
+    """Run a program without its output. If it fails and nobody ends it in GRACE seconds, say why."""
+    said = io.StringIO()
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nothing,
+        contextlib.redirect_stdout(nothing),
+        contextlib.redirect_stderr(said),
+    ):
+        try:
+            code = program(argv)
+        except SystemExit as end:  # of the parser
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        except Exception:
+            time.sleep(GRACE)
+            raise
+    if code:
+        time.sleep(GRACE)
+        lines = said.getvalue().strip().splitlines()
+        sys.stderr.write(f"rank {rank}: {lines[-1] if lines else f'exit code {code}'}\n")
+    leave(code)
+    return code
+
+
+def leave(code: int) -> None:
+    """End the group of this process, unless others may hang in it."""
+    if code == 0 and (ranks := sys.modules.get("eagle_fsd.runtime.ranks")):
+        ranks.leave_ranks()
+
+
+def show_memory(memory: Sequence[dict[str, int]]) -> str:
+    """Return what each rank holds, a line for each."""
+    lines = []
+    for held in memory:
+        parts = [f"{held[f'{name}_bytes'] / 1e6:.1f} MB of {name}" for name in ("weight", "head", "cache")]
+        lines.append(f"rank {held['rank']}: {', '.join(parts)}")
+    return "\n".join(lines)

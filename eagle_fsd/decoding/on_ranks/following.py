@@ -1,0 +1,81 @@
+"""A scheduler on several ranks: rank 0 tells the others what its own is told, and they do the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle_fsd.decoding.loop import NonFiniteLogits
+from eagle_fsd.decoding.request import Terms, Text
+from eagle_fsd.decoding.scheduler import Scheduler
+from eagle_fsd.runtime.ranks import Ranks
+
+ADMIT, RETIRE, RENEW, STEP, STOP = "admit", "retire", "renew", "step", "stop"
+HEARTBEAT = 60.0  # seconds after which rank 0 tells the others that it is still there
+
+
+@dataclass
+class Leader:
+    """Rank 0's end. What the scheduler is told is told here as well, and goes out before its next step.
+
+    All is done by one thread. Without other ranks this does nothing.
+    """
+
+    ranks: Ranks
+    _told: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def admit(self, text: Text) -> None:
+        """Tell that a text was admitted. Its rule and processing are not told: only rank 0 accepts."""
+        prompt, ends = [int(token) for token in text.prompt], text.terms.eos_token_ids
+        self._tell(ADMIT, text.number, text.limit, ends, prompt, text.stream)
+
+    def retire(self, text: Text) -> None:
+        self._tell(RETIRE, text.number)
+
+    def renew(self) -> None:
+        """Tell that a new scheduler has taken the old one's place."""
+        self._tell(RENEW)
+
+    def step(self) -> None:
+        """Send what was told, and that a step comes."""
+        self._tell(STEP)
+        self.send()
+
+    def stop(self) -> None:
+        """Send that no step will come any more."""
+        self._tell(STOP)
+        self.send()
+
+    def send(self) -> None:
+        """Send what was told: nothing will do, to be heard of."""
+        told, self._told = self._told, []
+        if self.ranks.several:
+            self.ranks.lead(told)
+
+    def _tell(self, *command: Any) -> None:
+        if self.ranks.several:
+            self._told.append(command)
+
+
+def follow(ranks: Ranks, new_scheduler: Callable[[], Scheduler]) -> None:
+    """Do on this rank what rank 0's scheduler is told, until it stops."""
+    scheduler, texts = new_scheduler(), dict[int, Text]()
+    while True:
+        for name, *rest in ranks.lead(list[Any]()):
+            if name == ADMIT:
+                number, limit, ends, prompt, stream = rest
+                texts[number] = Text(number, limit, Terms(ends), prompt=prompt, stream=stream)
+                scheduler.admit(texts[number])
+            elif name == RETIRE:
+                if (text := texts.pop(rest[0], None)) is not None:  # else it is done
+                    scheduler.retire(text)
+            elif name == RENEW:
+                scheduler, texts = new_scheduler(), {}
+            elif name == STOP:
+                return
+            else:
+                with contextlib.suppress(NonFiniteLogits):  # rank 0 has them too, and renews the scheduler
+                    scheduler.step()
+                texts = {number: text for number, text in texts.items() if not text.done}

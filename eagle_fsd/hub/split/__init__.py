@@ -1,0 +1,1 @@
+"""Targets that are split among several processes, by transformers' own plan of tensor parallelism."""
