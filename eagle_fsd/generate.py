@@ -19,17 +19,15 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from eagle_fsd.cli.answer_report import Answer, summary, to_json
-from eagle_fsd.cli.arguments import generation_options
+from eagle_fsd.cli.arguments import generation_options, read_prompt_arguments
 from eagle_fsd.cli.flag_types import USAGE
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
 from eagle_fsd.core.checks import one_line
-from eagle_fsd.text.prompt_files import decode_text, read_prompts
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted
 
 # torch and transformers take seconds to import. Only functions that run a model import them, so that --help
@@ -49,30 +47,6 @@ INTERRUPTED, BROKEN_PIPE = 130, 141
 
 class UserError(Exception):
     """A user's mistake, shown as one line on stderr; the exit code is 2."""
-
-
-def read_prompt_arguments(args: Namespace) -> list[str]:
-    """Return the prompts that the arguments name, without a final newline.
-
-    Raises ValueError if there is none or one is blank.
-    """
-    if args.prompt_file is not None:
-        prompts, origin = read_prompts(Path(args.prompt_file)), args.prompt_file
-    elif args.text == "-":
-        if sys.stdin is None:
-            raise ValueError("stdin is closed: pipe a prompt into it, or give a TEXT")
-        prompts, origin = [decode_text(sys.stdin.buffer.read(), "stdin")], "stdin"
-    else:
-        given = args.prompt if args.prompt is not None else args.text
-        if given is None:
-            raise ValueError("no prompt: give a TEXT, --prompt TEXT, --prompt-file FILE, or - for stdin")
-        prompts, origin = [given], "the command line"
-    if not prompts:
-        raise ValueError(f"{origin} holds no prompt: it must hold at least one")
-    for number, prompt in enumerate(prompts, 1):
-        if not prompt.strip():
-            raise ValueError(f"prompt {number} of {origin} is empty: write something to answer")
-    return prompts
 
 
 # -- running ----------------------------------------

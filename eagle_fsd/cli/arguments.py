@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from eagle_fsd.cli.flag_types import AUTO
 from eagle_fsd.cli.processing_flags import processing_options
 from eagle_fsd.core.config import AutoThreshold, AutoTree, TreeConfig
+from eagle_fsd.text.prompt_files import decode_text, read_prompts
 
 if TYPE_CHECKING:
     from eagle_fsd.acceptance.accept import AcceptanceRule
@@ -198,3 +201,27 @@ def parse_stream(text: str) -> tuple[int, int]:
     if not all(part.isascii() and part.isdecimal() and int(part) < 2**63 for part in parts):
         raise ValueError(f"seed is {text}: it must be S or S/N, whole numbers from 0 below 2**63; choose one")
     return int(parts[0]), int(parts[1])
+
+
+def read_prompt_arguments(args: argparse.Namespace) -> list[str]:
+    """Return the prompts that the arguments name, without a final newline.
+
+    Raises ValueError if there is none or one is blank.
+    """
+    if args.prompt_file is not None:
+        prompts, origin = read_prompts(Path(args.prompt_file)), args.prompt_file
+    elif args.text == "-":
+        if sys.stdin is None:
+            raise ValueError("stdin is closed: pipe a prompt into it, or give a TEXT")
+        prompts, origin = [decode_text(sys.stdin.buffer.read(), "stdin")], "stdin"
+    else:
+        given = args.prompt if args.prompt is not None else args.text
+        if given is None:
+            raise ValueError("no prompt: give a TEXT, --prompt TEXT, --prompt-file FILE, or - for stdin")
+        prompts, origin = [given], "the command line"
+    if not prompts:
+        raise ValueError(f"{origin} holds no prompt: it must hold at least one")
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.strip():
+            raise ValueError(f"prompt {number} of {origin} is empty: write something to answer")
+    return prompts
