@@ -28,7 +28,7 @@ from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.alone import run_alone
 from eagle_fsd.decoding.options import GenerationOptions, settle_options
 from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, Streamer, TokenStream, run_to_end
-from eagle_fsd.decoding.request import Text, end_token_ids
+from eagle_fsd.decoding.request import Text
 from eagle_fsd.decoding.workspace import Workspaces
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
@@ -37,10 +37,7 @@ from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.specs import spec_for, with_head, with_lookup
 from eagle_fsd.hub.load_pair import load_pair
 from eagle_fsd.runtime.packed_linear import repack_changed
-from eagle_fsd.runtime.ranks import held_bytes
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.text.grammar import compile_form
-from eagle_fsd.text.stop_strings import make_stoppers
 
 
 class EagleFSD:
@@ -74,7 +71,7 @@ class EagleFSD:
             ea_model = self.drafter.name if head is None else ea_model
         self.tokenizer = tokenizer
         self.base_model, self.ea_model = base_model, ea_model
-        self._settler = Settler(target, self.drafter, base_model, tokenizer, head_folder)
+        self.settler = Settler(target, self.drafter, base_model, tokenizer, head_folder)
         self._workspaces = Workspaces(target)
 
     @classmethod
@@ -176,12 +173,12 @@ class EagleFSD:
     @property
     def draft_vocab_size(self) -> int | None:
         """The number of tokens that can be drafted; None if all can, or if there is no drafter."""
-        return self._settler.tokens if self._settler.drafts_some_tokens else None
+        return self.settler.tokens if self.settler.drafts_some_tokens else None
 
     @property
     def head_folder(self) -> Path | None:
         """The folder with the head's calibration."""
-        return self._settler.folder
+        return self.settler.folder
 
     @property
     def pad_token_id(self) -> int:
@@ -302,19 +299,15 @@ class EagleFSD:
         The first time takes half a minute or more of measurements; the choice is remembered on disk.
         prompts: token ids of texts to observe the head on if the example prompts cannot be encoded.
         """
-        return self._settler.choose_tree(wanted, rule, sampling, batch, context, prompts)
+        return self.settler.choose_tree(wanted, rule, sampling, batch, context, prompts)
 
     def calibration(self, sampling: SamplingConfig) -> Calibration:
         """Return the thresholds found for this target, head and sampling, or raise ValueError."""
-        return self._settler.calibration(sampling)
+        return self.settler.calibration(sampling)
 
     def identity(self) -> dict[str, Any]:
         """Return a fingerprint of this target and head; this reads all of the head's weights."""
-        return self._settler.identity()
-
-    def require_rule(self, rule: object) -> None:
-        """Raise ValueError unless this is an acceptance rule that works with this drafter."""
-        self._settler.require_rule(rule)
+        return self.settler.identity()
 
     def draft_with(self, weights: Mapping[str, Tensor]) -> None:
         """Draft with other weights of the same head from the next text on. Its calibration is void then."""
@@ -322,15 +315,13 @@ class EagleFSD:
         self.head = copy.deepcopy(self.head)  # other engines may draft with it too
         self.head.load_state_dict(weights)
         self.drafter = with_head(self.drafter, self.head, self.target)
-        self._settler.draft_with(self.drafter)
+        self.settler.draft_with(self.drafter)
         self._workspaces.clear()
 
     def memory(self) -> list[dict[str, int]]:
         """Return the bytes that each rank holds; see docs/targets-and-heads.md. All ranks must call this."""
-        model, network = self.target.model, self.drafter and self.drafter.network
-        held = {"weight_bytes": held_bytes(model), "head_bytes": held_bytes(network, besides=model)}
-        held["cache_bytes"] = self._workspaces.cache_bytes
-        return self.target.ranks.gather({"rank": self.target.ranks.rank, **held})
+        network = self.drafter and self.drafter.network
+        return self.target.ranks.memory(self.target.model, network, self._workspaces.cache_bytes)
 
     def free_memory(self) -> None:
         """Drop the caches and recordings that are kept on a GPU for the next batch."""
@@ -345,23 +336,16 @@ class EagleFSD:
     ) -> BatchStream:
         """Check the arguments, settle rule and tree and set up a batch, whose texts run at the first step."""
         options, prompts = settle_options(options, keywords, self.target, input_ids, attention_mask)
-        (ranks := self.target.ranks).check_alike(
-            "generate", prompts.rows, prompts.limits, options.sampling, options.seed
-        )
-        rule, tree = self._settler.settle(options, prompts)
+        request = self.settler.request(options, prompts)
         for network in filter(None, (self.target.model, self.drafter and self.drafter.network)):
             repack_changed(network)
-        sampling, seed = options.sampling, options.seed
-        ends = end_token_ids(self.target, options.eos_token_id)
-        stoppers = make_stoppers(self.tokenizer, options.stops, len(prompts))
-        constraint = compile_form(options.form, self.tokenizer, self.target.vocab_size)
-        request = options.request(prompts, ends, rule, tree, self.device, stoppers, constraint)
+        tree, seed, greedy = request.tree, options.seed, options.sampling.greedy
         if seed is None:  # greedy decoding draws nothing and leaves torch's generator alone
-            seed = 0 if sampling.greedy else ranks.lead(fresh_seed())
+            seed = 0 if greedy else self.target.ranks.lead(fresh_seed())
         random = RowRandom(seed, len(prompts), self.device)
         sizes = (len(prompts), max(prompts.lengths), prompts.longest_text)
         workspace = self._workspaces.take(*sizes, tree, self.drafter)
         stats, watch = [GenerationStats() for _ in prompts.lengths], Stopwatch()
         texts: list[Text] = []
         steps = self._workspaces.decode(workspace, request, random, stats, watch, texts)
-        return BatchStream(steps, stats, watch, tree, rule, None if sampling.greedy else seed, texts)
+        return BatchStream(steps, stats, watch, tree, request.rule, None if greedy else seed, texts)

@@ -19,11 +19,13 @@ from eagle_fsd.autotune.tree_chooser import TreeChooser
 from eagle_fsd.autotune.tree_search import Choice
 from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.decoding.options import GenerationOptions
-from eagle_fsd.decoding.request import Prompts
+from eagle_fsd.decoding.request import Prompts, Request, end_token_ids
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.files.fingerprints import models_identity
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import encode
+from eagle_fsd.text.grammar import compile_form
+from eagle_fsd.text.stop_strings import make_stoppers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,6 +80,17 @@ class Settler:
             tree = self.choose_tree(tree, rule, *setting).tree
         self.check_tree(tree, prompts.lengths)
         return rule, tree
+
+    def request(self, options: GenerationOptions, prompts: Prompts) -> Request:
+        """Return the request for these prompts, with all that was left open. Raises ValueError as `settle`."""
+        self.target.ranks.check_alike(
+            "generate", prompts.rows, prompts.limits, options.sampling, options.seed
+        )
+        rule, tree = self.settle(options, prompts)
+        ends = end_token_ids(self.target, options.eos_token_id)
+        stoppers = make_stoppers(self.tokenizer, options.stops, len(prompts))
+        constraint = compile_form(options.form, self.tokenizer, self.target.vocab_size)
+        return options.request(prompts, ends, rule, tree, self.target.device, stoppers, constraint)
 
     def choose_tree(
         self,

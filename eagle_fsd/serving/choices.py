@@ -172,7 +172,7 @@ class Chooser:
         if isinstance(rule, AutoThreshold):
             with self._calibrating:
                 rule = self._from_calibration(rule, sampling)
-        self.model.require_rule(rule)
+        self.model.settler.require_rule(rule)
         return rule
 
     def _from_calibration(self, wanted: AutoThreshold, sampling: SamplingConfig) -> AcceptanceRule:

@@ -138,7 +138,7 @@ def test_it_is_lossless_at_zero_and_known_by_name() -> None:
             PublishedFSD(**bad)
     some = EagleFSD(TARGET, tiny_head().restrict(torch.arange(0, 96, 2)))
     with pytest.raises(ValueError, match="it is infinite where the draft has no probability"):
-        some.require_rule(PublishedFSD(0.3, "ag"))
+        some.settler.require_rule(PublishedFSD(0.3, "ag"))
 
 
 def test_the_preset_is_a_set_of_defaults() -> None:

@@ -358,7 +358,7 @@ def test_measuring_is_no_part_of_a_generations_seconds(monkeypatch: pytest.Monke
         time.sleep(0.5)
         return Choice(TreeConfig(4, 3, 2), 1.0, 1.0, 1.0)
 
-    monkeypatch.setattr(model._settler, "choose_tree", slow)
+    monkeypatch.setattr(model.settler, "choose_tree", slow)
     output = model.generate(prompts_of([5]), max_new_tokens=2, tree=AutoTree())
     assert output.stats[0].seconds < 0.4 and output.tree == TreeConfig(4, 3, 2)
 

@@ -173,9 +173,9 @@ def test_recorded_steps_give_the_same_text() -> None:
 
 def test_fuzzy_rules_ask_for_a_divergence_of_sparse_drafts() -> None:
     model = engine()
-    model.require_rule(Fuzzy(0.3, "js"))
+    model.settler.require_rule(Fuzzy(0.3, "js"))
     with pytest.raises(ValueError, match="40"):
-        model.require_rule(Fuzzy(0.3, "forward_kl"))
+        model.settler.require_rule(Fuzzy(0.3, "forward_kl"))
 
 
 def test_a_head_of_another_target_is_refused() -> None:

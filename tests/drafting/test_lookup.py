@@ -314,7 +314,7 @@ def test_divergences_that_need_every_token_are_refused(name: str) -> None:
     model = engine()
     with pytest.raises(ValueError, match=f"divergence is '{name}': .* choose one of reverse_kl, js, tv"):
         model.generate([[1, 2]], rule=Fuzzy(0.3, name))
-    model.require_rule(Fuzzy(0.0, name))
+    model.settler.require_rule(Fuzzy(0.0, name))
 
 
 def test_the_pages_floors_are_those_of_the_divergences() -> None:

@@ -159,6 +159,10 @@ def test_a_calibrated_threshold_is_looked_up_once() -> None:
         def find(self, budget: float, *kind: Any) -> Any:
             return Fuzzy(10 * budget)
 
+        @property
+        def settler(self) -> Any:
+            return self
+
         def require_rule(self, rule: Any) -> None:
             pass
 

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sampling, tree = SamplingConfig.parse(arguments.sampling), TreeConfig.parse(arguments.tree)
         engine = load_engine(arguments)
         for rule in rules:
-            engine.require_rule(rule)
+            engine.settler.require_rule(rule)
         most = arguments.max_new_tokens
         questions = Questions.of_prompts(arguments.prompts, engine, arguments.limit, arguments.skip, most)
         if arguments.splits and len(questions.samples) < 2:

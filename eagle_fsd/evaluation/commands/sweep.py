@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tasks = [task_named(name) for name in dict.fromkeys(arguments.tasks)]
         engine = load_engine(arguments)
         for rule in rules:
-            engine.require_rule(rule)
+            engine.settler.require_rule(rule)
         most, limit, skip = arguments.max_new_tokens, arguments.limit, arguments.skip
         asked = [Questions.load(task, engine, arguments.data, limit, skip) for task in tasks]
         if arguments.prompts:  # all files are one more task

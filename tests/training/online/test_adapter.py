@@ -158,7 +158,7 @@ def test_packed_layers_are_packed_anew() -> None:
 
 def test_a_calibration_is_void_once_the_head_has_changed(tmp_path: Path) -> None:
     model = engine()
-    model._settler.folder = tmp_path
+    model.settler.folder = tmp_path
     before = model.identity()
     model.draft_with(tiny_head(seed=9).state_dict())
     assert model.identity() != before
