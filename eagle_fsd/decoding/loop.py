@@ -20,7 +20,7 @@ from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import HEAD, DraftTree
-from eagle_fsd.decoding.logits_processing import process
+from eagle_fsd.decoding.logits.processing import process
 from eagle_fsd.decoding.on_ranks.agreement import check_step, rank_0_tree, rank_0_verdict
 from eagle_fsd.decoding.prompts.prefill import prefill
 from eagle_fsd.decoding.request import Observer, Request, Terms, Text, TokenLogprob

@@ -14,7 +14,7 @@ from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.padding import infer_mask, unpad
 from eagle_fsd.core.processing import UNPROCESSED, Processing
 from eagle_fsd.core.stats import GenerationStats
-from eagle_fsd.decoding.logits_processing import TextProcessor
+from eagle_fsd.decoding.logits.processing import TextProcessor
 from eagle_fsd.target.model import TargetModel
 
 

@@ -16,7 +16,7 @@ from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.config import AutoThreshold, SamplingConfig
 from eagle_fsd.core.processing import UNPROCESSED, Constraint, Processing, as_biases, as_sequences, as_tokens
 from eagle_fsd.core.sampling import fresh_seed
-from eagle_fsd.decoding.constrained import require_ends
+from eagle_fsd.decoding.logits.constrained import require_ends
 from eagle_fsd.decoding.request import Terms
 from eagle_fsd.serving.errors import ApiError, of_value
 from eagle_fsd.serving.protocol import ChatRequest, Generation

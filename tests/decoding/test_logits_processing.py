@@ -18,7 +18,7 @@ from transformers.generation import logits_process as theirs
 from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, Lossless, TreeConfig
 from eagle_fsd.core.processing import UNPROCESSED, Processing
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.decoding.logits_processing import TextProcessor, process
+from eagle_fsd.decoding.logits.processing import TextProcessor, process
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.drafting.draft_model import DraftModelSpec

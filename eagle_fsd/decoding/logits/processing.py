@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.processing import Bias, Processing
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.decoding.constrained import ConstrainedText
+from eagle_fsd.decoding.logits.constrained import ConstrainedText
 
 Biases = dict[int, dict[tuple[int, ...], dict[int, float]]]
 

@@ -1,0 +1,1 @@
+"""What changes the logits at every node of a tree."""
