@@ -217,6 +217,7 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
     import uvicorn
 
     from eagle_fsd.serving.app import create_app
+    from eagle_fsd.serving.gate import HttpProtocol
 
     host, port = place.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -234,6 +235,7 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
 
     config = uvicorn.Config(
         create_app(model, settings),
+        http=HttpProtocol,
         log_level="info" if verbose else "warning",
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,

@@ -25,6 +25,7 @@ from eagle_fsd.evaluation.serving.soak_requests import (
     NO_HTTP,
     PLAIN,
     Asked,
+    Hostile,
     head,
     is_clear,
     texts_of,
@@ -91,7 +92,12 @@ def soak(
     client: Client, requests: Sequence[Asked], expected: Sequence[Sequence[str]], clients: int, seconds: float
 ) -> Findings:
     """Let clients send random ones of these requests, and nonsense, at once for some seconds."""
-    end, found, lock = time.monotonic() + seconds, Findings(), threading.Lock()
+    found, lock = Findings(), threading.Lock()
+    first = SoakClient(client, requests, expected, random.Random())
+    for sent in HOSTILE:  # each once at least, and before memory is weighed: long ones need some for good
+        first.found.outcomes[first.refused(sent)] += 1
+    found.add(first.found)
+    end = time.monotonic() + seconds
 
     def one(seed: int) -> None:
         mine = SoakClient(client, requests, expected, random.Random(seed))
@@ -169,7 +175,10 @@ class SoakClient:
         return "left before the answer"
 
     def hostile(self, _number: int) -> str:
-        sent = self.draw.choice(HOSTILE)
+        return self.refused(self.draw.choice(HOSTILE))
+
+    def refused(self, sent: Hostile) -> str:
+        """Send what must be refused."""
         reply = self.client.post(sent.path, sent.body, sent.method)
         if reply.status not in sent.statuses or not is_clear(reply):
             said = reply.body[:200].decode(errors="replace")
