@@ -75,8 +75,9 @@ def wait_until_ready(server: Server, path: str, log: Path) -> None:
         time.sleep(0.2)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Ask a process to end, and force it to if it does not."""
+def end(process: subprocess.Popen[bytes]) -> float:
+    """Ask a process to end, and force it to if it does not. Return the seconds that it took."""
+    start = time.monotonic()
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:
@@ -84,6 +85,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    return time.monotonic() - start
 
 
 def free_port() -> int:

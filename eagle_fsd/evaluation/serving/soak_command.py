@@ -6,8 +6,8 @@
 What stands behind -- are flags of `python -m eagle_fsd.serve`, which is started as a process of its own. At
 first every request is answered alone. Then clients send the same requests at random, whole and as streams,
 leave in the middle, and send what must be refused. The promises: no answer is lost; each is the one that the
-request got alone; every error has OpenAI's body; memory grows by at most 5 % after the warm-up; and the
-server is idle in the end. Exit code 1 if one is broken.
+request got alone; every error has OpenAI's body; memory grows by at most 5 % after the warm-up; the
+server is idle in the end, and ends at a signal. Exit code 1 if one is broken.
 
 With rounding (float32, packed weights) a batch may decide a near-tie the other way. A different answer to a
 greedy, exact request is judged by the target's log-probabilities: within --near-tie it is no wrong one. Other
@@ -32,7 +32,7 @@ from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.evaluation.cli import mistakes_on_one_line, plain_parser, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.serving.client import Client
-from eagle_fsd.evaluation.serving.processes import Scale, Server, free_port, started
+from eagle_fsd.evaluation.serving.processes import Scale, Server, end, free_port, started
 from eagle_fsd.evaluation.serving.soak import LOST, UNCLEAR, Findings, answers_alone, judge, soak
 from eagle_fsd.evaluation.serving.soak_requests import KINDS, draw_requests
 from eagle_fsd.files.atomic import atomic_path
@@ -42,6 +42,7 @@ GROWTH = 0.05  # of the memory, at most
 WEIGHED = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # shares of the time
 WINDOW = 0.1  # of the time: memory is the median over it
 IDLE_SECONDS = 30.0
+SOON = 10.0  # seconds for a server without texts to end in
 BUSY = re.compile(r"^eagle_fsd_num_requests_(?:running|waiting) ([\d.]+)$", re.MULTILINE)
 
 
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "eagle_fsd.serve", "--port", str(port), *arguments.server]
         with started(command, port, "/health", arguments.output / "server.log") as server:
             report = run(arguments, server)
+            ended = f"it ends within {SOON:g} s of a signal"
+            report["promises"][ended] = end(server.process) <= SOON
     report |= provenance()
     with atomic_path(arguments.output / "report.json") as partial:
         partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
