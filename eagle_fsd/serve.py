@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "EAGLE_FSD_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 LOOPBACK = ("127.0.0.1", "::1", "localhost", "[::1]")
+CONTEXT = 256  # tokens of the texts for which trees are measured
 SHUTDOWN_SECONDS = 30  # answers under way may take this long after a signal
 
 DESCRIPTION = """\
@@ -70,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("limits")
     group.add_argument(
-        "--max-rows", type=int, default=4, metavar="N", help="texts decoded side by side (default: 4)"
+        "--max-rows", type=int, default=8, metavar="N", help="texts decoded side by side (default: 8)"
     )
     group.add_argument(
         "--max-queue",
@@ -127,7 +128,7 @@ def check_arguments(args: argparse.Namespace) -> GenerationOptions:
     if args.seed is not None:
         raise ValueError(f"--seed is {args.seed}: every request names its own seed; drop the flag")
     require_integer("--port", args.port, 0, "8000 is usual", 65535)
-    require_integer("--max-rows", args.max_rows, 1, "4 suits a CPU")
+    require_integer("--max-rows", args.max_rows, 1, "8 suits a CPU")
     require_integer("--max-queue", args.max_queue, 0, "0 lets none wait")
     if args.max_prompt_tokens is not None:
         require_integer("--max-prompt-tokens", args.max_prompt_tokens, 1, "drop it for the target's own")
@@ -151,15 +152,36 @@ def settle_tree(model: EagleFSD, options: GenerationOptions) -> TreeConfig:
     return stream.tree
 
 
+def settle_crowded(
+    model: EagleFSD, options: GenerationOptions, tree: TreeConfig, rows: int
+) -> dict[int, TreeConfig]:
+    """Return the trees for steps of many texts, measured like that of one text; none if that is given."""
+    from eagle_fsd.acceptance.accept import Lossless
+    from eagle_fsd.core.config import AutoTree, SamplingConfig
+
+    found: dict[int, TreeConfig] = {}
+    if not isinstance(options.tree, AutoTree) or tree.total_tokens == 1:
+        return found
+    for size in (2**power for power in range(1, rows.bit_length())):
+        best = model.choose_tree(options.tree, Lossless(), SamplingConfig(), size, CONTEXT).tree
+        if tree.holds(best):
+            found[size] = best
+            model.target.expect(size, best.total_tokens)
+    model.free_memory()
+    return found
+
+
 def make_settings(args: argparse.Namespace, model: EagleFSD, options: GenerationOptions) -> Settings:
     from eagle_fsd.acceptance.accept import Lossless
     from eagle_fsd.serving.app import Settings
     from eagle_fsd.serving.choices import Defaults, Limits
 
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    tree = settle_tree(model, options)
     return Settings(
         name=args.served_model_name or Path(model.base_model).name,
-        tree=settle_tree(model, options),
+        tree=tree,
+        crowded=settle_crowded(model, options, tree, args.max_rows),
         limits=Limits(
             max_rows=args.max_rows,
             max_queue=args.max_queue,

@@ -19,7 +19,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
-from eagle_fsd.core.tree import HEAD, DraftTree
+from eagle_fsd.core.tree import HEAD, DraftTree, root_only
 from eagle_fsd.decoding.logits_processing import process
 from eagle_fsd.decoding.prompts.prefill import prefill
 from eagle_fsd.decoding.request import Observer, Request, Terms, Text, TokenLogprob
@@ -70,7 +70,8 @@ def decode(
 class Batch:
     """Texts that are decoded together. Rows leave when their text is done, and others may take their places.
 
-    texts: by row. roots: [B], the newest token of each row, which the target has not read yet.
+    texts: by row. roots: [B], the newest token of each row, which the target has not read yet. tree: of the
+    next step; what was made for a larger one can be given a smaller one at any time.
     """
 
     def __init__(
@@ -111,7 +112,10 @@ class Batch:
     def _step(self, keep_done: bool) -> dict[Text, list[int]]:
         watch, before = self.watch, self.active
         with watch("draft"):
-            tree = self.drafter.draft(self.roots, self.tree)
+            if self.tree.total_tokens == 1:  # what drafts is not asked, but it is shown the step
+                tree = root_only(self.roots, 0)
+            else:
+                tree = self.drafter.draft(self.roots, self.tree)
         with watch("verify"):
             logits, features = self.target.verify(tree)
         with watch("accept"):
@@ -187,9 +191,9 @@ class Batch:
             self._ends[ends] = torch.tensor(ends, dtype=torch.int64, device=device)
         return self._ends[ends]
 
-    def drop_done_rows(self) -> None:
-        """Drop rows whose texts are done; see `choose_rows`."""
-        recorded = self.accept_step.stepper.records and self.observer is None
+    def drop_done_rows(self, few_sizes: bool = False) -> None:
+        """Drop rows whose texts are done; see `choose_rows`. few_sizes: as with recording."""
+        recorded = few_sizes or (self.accept_step.stepper.records and self.observer is None)
         kept = choose_rows([text.done for text in self.texts], recorded)
         if len(kept) < len(self.texts):
             self.select(kept)

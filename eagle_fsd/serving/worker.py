@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -98,11 +98,18 @@ class Worker:
     """Serves texts with one engine.
 
     tree: of every text. limits: how many texts it decodes and lets wait, and what their caches may take.
+    crowded: trees of steps of many texts, see Scheduler.
     """
 
     def __init__(
-        self, model: EagleFSD, tree: TreeConfig, limits: Limits, watcher: Watcher | None = None
+        self,
+        model: EagleFSD,
+        tree: TreeConfig,
+        limits: Limits,
+        watcher: Watcher | None = None,
+        crowded: Mapping[int, TreeConfig] | None = None,
     ) -> None:
+        self.crowded = crowded
         self.model, self.tree, self.limits, self.watcher = model, tree, limits, watcher
         self._origins = TokenOrigins()
         self._scheduler = self._new_scheduler()
@@ -313,6 +320,7 @@ class Worker:
             self.limits.max_rows,
             cache_tokens=self.limits.cache_tokens,
             prefix_tokens=self.limits.prefix_tokens,
+            crowded=self.crowded,
         )
 
 
