@@ -51,6 +51,7 @@ setup(
         "peers": ["llama-cpp-python>=0.3.36"],
         "openvino": ["openvino>=2026.4"],
         "serve": [*SERVER],
+        "ray": [*SERVER, "ray[serve]>=2.40"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
         "dev": [
             "openvino>=2026.4",

@@ -226,12 +226,16 @@ def run(args: argparse.Namespace) -> int:
     with raise_user_errors():
         options = check_arguments(args)
     with listen(args.host, args.port) as place:  # before the model is loaded, which takes long
-        with raise_user_errors():
-            model = load_model(args)
-            options = with_bad_words(options, args, model).with_defaults(model.target.own_defaults)
-            settings = make_settings(args, model, options)
-        serve(model, settings, place, args.verbose)
+        serve(*load(args, options), place, args.verbose)
     return 0
+
+
+def load(args: argparse.Namespace, options: GenerationOptions) -> tuple[EagleFSD, Settings]:
+    """Load the model that the flags name, and settle how it is served. options: of `check_arguments`."""
+    with raise_user_errors():
+        model = load_model(args)
+        options = with_bad_words(options, args, model).with_defaults(model.target.own_defaults)
+        return model, make_settings(args, model, options)
 
 
 def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bool = False) -> None:
