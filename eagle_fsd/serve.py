@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "EAGLE_FSD_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 LOOPBACK = ("127.0.0.1", "::1", "localhost", "[::1]")
-CONTEXT = 256  # tokens of the texts for which trees are measured
 SHUTDOWN_SECONDS = 30  # answers under way may take this long after a signal
 
 DESCRIPTION = """\
@@ -152,27 +151,9 @@ def settle_tree(model: EagleFSD, options: GenerationOptions) -> TreeConfig:
     return stream.tree
 
 
-def settle_crowded(
-    model: EagleFSD, options: GenerationOptions, tree: TreeConfig, rows: int
-) -> dict[int, TreeConfig]:
-    """Return the trees for steps of many texts, measured like that of one text; none if that is given."""
-    from eagle_fsd.acceptance.accept import Lossless
-    from eagle_fsd.core.config import AutoTree, SamplingConfig
-
-    found: dict[int, TreeConfig] = {}
-    if not isinstance(options.tree, AutoTree) or tree.total_tokens == 1:
-        return found
-    for size in (2**power for power in range(1, rows.bit_length())):
-        best = model.choose_tree(options.tree, Lossless(), SamplingConfig(), size, CONTEXT).tree
-        if tree.holds(best):
-            found[size] = best
-            model.target.expect(size, best.total_tokens)
-    model.free_memory()
-    return found
-
-
 def make_settings(args: argparse.Namespace, model: EagleFSD, options: GenerationOptions) -> Settings:
     from eagle_fsd.acceptance.accept import Lossless
+    from eagle_fsd.decoding.scheduler import trees_of_many
     from eagle_fsd.serving.app import Settings
     from eagle_fsd.serving.choices import Defaults, Limits
 
@@ -181,7 +162,7 @@ def make_settings(args: argparse.Namespace, model: EagleFSD, options: Generation
     return Settings(
         name=args.served_model_name or Path(model.base_model).name,
         tree=tree,
-        crowded=settle_crowded(model, options, tree, args.max_rows),
+        crowded=trees_of_many(tree, args.max_rows) if model.device.type == "cpu" else {},
         limits=Limits(
             max_rows=args.max_rows,
             max_queue=args.max_queue,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -30,6 +31,22 @@ from eagle_fsd.target.session import TargetSession
 
 CANCELLED = "cancelled"  # the finish reason of a retired text
 SLICE = 256  # prompt tokens between two steps
+
+
+def trees_of_many(tree: TreeConfig, rows: int) -> dict[int, TreeConfig]:
+    """Return a Scheduler's `crowded` trees on a CPU, by the number of texts from which on they are taken.
+
+    `tree` is the best one for a text alone: with more nodes a forward takes longer than they are worth. So the
+    trees of several texts have about as many nodes together. Numbers of texts share a tree up to a power of
+    two, since a graph is compiled for every size that comes often.
+    """
+    found, size = {}, 2
+    while size < 2 * rows:
+        nodes = max(1, round(tree.total_tokens / size))
+        depth, top_k = min(tree.depth, max(1, nodes // 2)), min(tree.top_k, max(1, nodes - 1))
+        found[size // 2 + 1] = replace(TreeConfig.within(nodes, depth, top_k), min_confidence=tree.min_confidence)
+        size *= 2
+    return found
 
 
 class Scheduler:

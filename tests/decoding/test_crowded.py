@@ -10,7 +10,7 @@ from eagle_fsd import Fuzzy, TreeConfig
 from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.decoding.request import Terms, Text
-from eagle_fsd.decoding.scheduler import Scheduler
+from eagle_fsd.decoding.scheduler import Scheduler, trees_of_many
 from eagle_fsd.drafting.lookup.merged_drafter import MergedSpec
 
 SAMPLED = SamplingConfig(1.0)
@@ -69,6 +69,19 @@ def test_one_such_text_keeps_the_tree_of_all_beside_it() -> None:
             trees.append((fuzzy, scheduler.batch.tree))
     assert {tree for fuzzy, tree in trees if fuzzy} == {TREE}
     assert TREE not in {tree for fuzzy, tree in trees[1:] if not fuzzy} and len(trees) > 3
+
+
+@pytest.mark.parametrize("tree", ["8/5/8", "3/2/1", "3/1/2", "16/8/2/0.07", "2/1/1", "60/6/10"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 64])
+def test_the_trees_of_many_texts_have_the_nodes_of_one(tree: str, rows: int) -> None:
+    own = TreeConfig.parse(tree)
+    found = trees_of_many(own, rows)
+    assert (not found) == (rows == 1)
+    for size, one in found.items():
+        assert 2 <= size <= rows and own.holds(one) and one.min_confidence == own.min_confidence
+        assert one.total_tokens == 1 or size * one.total_tokens <= 1.5 * own.total_tokens
+    if rows == 8 and tree == "8/5/8":
+        assert {size: str(one) for size, one in found.items()} == {2: "4/2/3", 3: "2/1/1", 5: "1/1/1"}
 
 
 def test_a_tree_that_is_too_large_is_refused() -> None:
