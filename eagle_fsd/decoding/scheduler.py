@@ -44,7 +44,9 @@ def trees_of_many(tree: TreeConfig, rows: int) -> dict[int, TreeConfig]:
     while size < 2 * rows:
         nodes = max(1, round(tree.total_tokens / size))
         depth, top_k = min(tree.depth, max(1, nodes // 2)), min(tree.top_k, max(1, nodes - 1))
-        found[size // 2 + 1] = replace(TreeConfig.within(nodes, depth, top_k), min_confidence=tree.min_confidence)
+        found[size // 2 + 1] = replace(
+            TreeConfig.within(nodes, depth, top_k), min_confidence=tree.min_confidence
+        )
         size *= 2
     return found
 

@@ -36,11 +36,13 @@ class Streamed:
     """A stream of events.
 
     chunks: (seconds since the request was sent, the event's data). whole: whether it ended with [DONE].
+    headers: with names in lower case.
     refusal: the answer, where the server sent no stream.
     """
 
     chunks: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
     whole: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
     refusal: Reply | None = None
 
 
@@ -60,12 +62,22 @@ class Client:
         with self._asked(method, path, body, {"content-type": "application/json"}) as answer:
             return read(answer)
 
-    def stream(self, path: str, body: Mapping[str, Any], leave_after: int | None = None) -> Streamed:
-        """Read a stream to its end, or close the connection after so many events."""
-        found = Streamed()
+    def stream(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        leave_after: int | None = None,
+        into: Streamed | None = None,
+    ) -> Streamed:
+        """Read a stream to its end, or close the connection after so many events.
+
+        into: gets what is read as it comes, so that it is there if the connection breaks.
+        """
+        found = Streamed() if into is None else into
         start = time.perf_counter()
         headers = {"content-type": "application/json"}
         with self._asked("POST", path, {**body, "stream": True}, headers) as answer:
+            found.headers = {name.lower(): value for name, value in answer.getheaders()}
             if "text/event-stream" not in answer.getheader("content-type", ""):
                 found.refusal = read(answer)
                 return found

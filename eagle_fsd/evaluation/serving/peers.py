@@ -103,7 +103,9 @@ def dashed(name: str, value: str) -> list[str]:
 def require_peer(name: str, peer: Peer) -> None:
     """Raise ValueError that says how to install a server whose Python lacks it."""
     python = peer.command(0)[0]
-    look = "import importlib.util as u, sys; sys.exit(any(u.find_spec(name) is None for name in sys.argv[1:]))"
+    look = (
+        "import importlib.util as u, sys; sys.exit(any(u.find_spec(name) is None for name in sys.argv[1:]))"
+    )
     try:
         missing = subprocess.run([python, "-c", look, *peer.needs], check=False, timeout=60).returncode != 0
     except OSError as error:

@@ -71,7 +71,9 @@ def wait_until_ready(server: Server, path: str, log: Path) -> None:
         if server.process.poll() is not None or time.monotonic() > limit:
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             last = lines[-1] if lines else "it printed nothing"
-            raise ValueError(f"the server did not start ({last}): see {log}, or run {' '.join(server.command)}")
+            raise ValueError(
+                f"the server did not start ({last}): see {log}, or run {' '.join(server.command)}"
+            )
         time.sleep(0.2)
 
 

@@ -72,7 +72,9 @@ def heat(
     return time.perf_counter() - start, sorted(found, key=lambda seen: seen.prompt)
 
 
-def row_of(server: str, clients: int, turn: int, seconds: float, seen: Sequence[Seen], count: Count) -> dict[str, Any]:
+def row_of(
+    server: str, clients: int, turn: int, seconds: float, seen: Sequence[Seen], count: Count
+) -> dict[str, Any]:
     """Return the row of a heat. count: the tokens of a text, by one tokenizer for all servers."""
     answers = [{**asdict(one), "tokens": count(one.text)} for one in seen]
     return {

@@ -58,7 +58,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--servers", nargs="+", default=list(SERVERS), help=names)
     add("--llama-python", metavar="PATH", help="the Python that has llama-cpp-python[server]; default: this")
     add("--transformers-python", metavar="PATH", help="the Python that has transformers[serving]")
-    add("--output", type=Path, required=True, help="folder of rows.jsonl, table.md, serving_speed.png and logs")
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        help="folder of rows.jsonl, table.md, serving_speed.png and logs",
+    )
     add("flags", nargs="*", metavar="-- FLAGS", help="flags of our server")
     return parser
 

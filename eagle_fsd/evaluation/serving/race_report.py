@@ -95,7 +95,10 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         above = [one["first"][1] - one["first"][0] for _, one in points]
         first.errorbar(counts, medians, yerr=([0] * len(above), above), capsize=3, **look)
     counts = sorted({row["clients"] for row in rows})
-    for panel, title in ((rate, "tokens per second in all"), (first, "ms to the first token, up to the 95th %")):
+    for panel, title in (
+        (rate, "tokens per second in all"),
+        (first, "ms to the first token, up to the 95th %"),
+    ):
         panel.set_xscale("log", base=2)
         panel.set(xticks=counts, xticklabels=list(map(str, counts)), xlabel="clients at once")
         panel.set_title(title, loc="left", fontsize=10)

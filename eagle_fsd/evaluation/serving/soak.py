@@ -195,7 +195,9 @@ class SoakClient:
     def _refused(self, reply: Reply, asked: Asked) -> str:
         """A request that is in order may be refused for one reason: there is no room for it now."""
         if not is_clear(reply):
-            return self.found.fault(UNCLEAR, f"status {reply.status}, {reply.body[:200].decode(errors='replace')}")
+            return self.found.fault(
+                UNCLEAR, f"status {reply.status}, {reply.body[:200].decode(errors='replace')}"
+            )
         if reply.status == 429 and int(reply.headers.get("retry-after", 0)) > 0:
             return "busy"
         return self.found.fault(LOST, f"{dict(asked.body)}: {reply.status}, {reply.body[:300].decode()}")
@@ -217,7 +219,9 @@ def judge(client: Client, asked: Asked, difference: Difference) -> float | None:
     """
     if asked.kind != PLAIN:
         return None
-    wanted: dict[str, Any] = {"logprobs": True, "top_logprobs": TOP} if asked.path == CHAT else {"logprobs": TOP}
+    wanted: dict[str, Any] = (
+        {"logprobs": True, "top_logprobs": TOP} if asked.path == CHAT else {"logprobs": TOP}
+    )
     reply = client.post(asked.path, {**asked.body, **wanted})
     if reply.status != 200 or texts_of(reply.data())[difference.place] != difference.expected:
         return None

@@ -57,7 +57,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, default=64, help="of the longest answer; default: %(default)s")
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of requests; default: all")
     add("--warm-up", type=float, default=0.2, help="share of the time before memory is held to; default: 0.2")
-    add("--near-tie", type=float, default=1e-3, help="nats between tokens that may be swapped; default: 0.001")
+    add(
+        "--near-tie", type=float, default=1e-3, help="nats between tokens that may be swapped; default: 0.001"
+    )
     add("--seed", type=int, default=0, help="of the requests; default: %(default)s")
     add("server", nargs="*", metavar="-- FLAGS", help="flags of python -m eagle_fsd.serve")
     return parser
@@ -156,7 +158,9 @@ def at(scale: Scale, share: float) -> float:
 def latencies(found: Findings) -> dict[str, list[float]]:
     """Return the median, the 95th and the 99th percentile in milliseconds."""
     kinds = {"first chunk of a stream": found.first, "whole answer": found.whole}
-    return {name: [1000 * percentile(times, share) for share in (50, 95, 99)] for name, times in kinds.items()}
+    return {
+        name: [1000 * percentile(times, share) for share in (50, 95, 99)] for name, times in kinds.items()
+    }
 
 
 def percentile(values: Sequence[float], share: int) -> float:

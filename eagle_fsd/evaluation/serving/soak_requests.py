@@ -45,7 +45,10 @@ def draw_request(draw: random.Random, kinds: Sequence[str], words: int, tokens: 
     prompt = " ".join(draw.choices(WORDS, k=draw.randint(1, words)))
     body: dict[str, Any] = {"max_tokens": draw.randint(1, tokens), "temperature": 0.0}
     if "fuzzy" in kind:
-        body |= {"threshold": draw.choice((0.1, 0.3, 0.5)), "divergence": draw.choice(("js", "forward_kl", "tv"))}
+        body |= {
+            "threshold": draw.choice((0.1, 0.3, 0.5)),
+            "divergence": draw.choice(("js", "forward_kl", "tv")),
+        }
     if "sampled" in kind:
         body |= {"temperature": draw.choice((0.6, 1.0)), "top_p": draw.choice((0.9, 1.0))}
         body |= {"seed": draw.randrange(2**31), "n": draw.choice((1, 1, 2))}
@@ -129,7 +132,9 @@ def is_clear(reply: Reply) -> bool:
     """Whether an error's body is OpenAI's: {"error": {"message", "type", "param", "code"}}."""
     try:
         error = reply.data()["error"]
-        said = isinstance(error["message"], str) and len(error["message"]) > 0 and isinstance(error["type"], str)
+        said = (
+            isinstance(error["message"], str) and len(error["message"]) > 0 and isinstance(error["type"], str)
+        )
         return said and {"param", "code"} <= set(error)
     except (ValueError, TypeError, KeyError):
         return False
