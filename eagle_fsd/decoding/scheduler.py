@@ -36,9 +36,9 @@ SLICE = 256  # prompt tokens between two steps
 def trees_of_many(tree: TreeConfig, rows: int) -> dict[int, TreeConfig]:
     """Return a Scheduler's `crowded` trees on a CPU, by the number of texts from which on they are taken.
 
-    `tree` is the best one for a text alone: with more nodes a forward takes longer than they are worth. So the
-    trees of several texts have about as many nodes together. Numbers of texts share a tree up to a power of
-    two, since a graph is compiled for every size that comes often.
+    `tree` is the best one for a text alone: with more nodes a forward takes longer than they are worth. So
+    the trees of several texts have about as many nodes together. Numbers of texts share a tree up to a power
+    of two, since a graph is compiled for every size that comes often.
     """
     found, size = {}, 2
     while size < 2 * rows:

@@ -3,9 +3,9 @@
     pip install "eagle-fsd[ray]"
     serve run eagle_fsd.integrations.ray_serve:app replicas=2 flags="--weight-format packed"
 
-Each replica is a process with a model of its own. Ray sends a request to one that has little to do, and starts
-a replica again that has died. Only the requests on it are lost then; a client that asks again reaches another.
-The header `x-replica` of an answer says who gave it.
+Each replica is a process with a model of its own. Ray sends a request to one that has little to do, and
+starts another one where one has died. Only the requests on that one are lost; a client that asks again
+reaches another. The header `x-replica` of an answer says who gave it.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-for needed in ("fastapi", "uvicorn", "prometheus_client"):
-    pytest.importorskip(needed, reason='this needs an extra: pip install "eagle-fsd[serve]"')
+pytest.importorskip("fastapi", reason='this needs an extra: pip install "eagle-fsd[serve]"')
+pytest.importorskip("uvicorn", reason='this needs an extra: pip install "eagle-fsd[serve]"')
+pytest.importorskip("prometheus_client", reason='this needs an extra: pip install "eagle-fsd[serve]"')
 
 from support.serving import running, settings
 from support.tiny_engine import tiny_engine
@@ -66,7 +67,7 @@ def test_what_is_not_a_server_or_not_installed_is_a_line(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="no-such-python cannot be run"):
         require_peer(LLAMA, known[LLAMA])
     lacking = Peer(lambda port: [sys.executable], "/", ["no_such_module"], "pip install it")
-    with pytest.raises(ValueError, match="server x needs what .* does not have: pip install it"):
+    with pytest.raises(ValueError, match=r"server x needs what .* does not have: pip install it"):
         require_peer("x", lacking)
     with pytest.raises(ValueError, match="servers has 'x'"):
         race_command.choose(known, [OURS, "x"])

@@ -13,8 +13,9 @@ from threading import Thread
 
 import pytest
 
-for needed in ("fastapi", "uvicorn", "prometheus_client"):
-    pytest.importorskip(needed, reason='this needs an extra: pip install "eagle-fsd[serve]"')
+pytest.importorskip("fastapi", reason='this needs an extra: pip install "eagle-fsd[serve]"')
+pytest.importorskip("uvicorn", reason='this needs an extra: pip install "eagle-fsd[serve]"')
+pytest.importorskip("prometheus_client", reason='this needs an extra: pip install "eagle-fsd[serve]"')
 
 import torch
 from support.serving import running, settings
@@ -152,9 +153,9 @@ def test_a_process_is_started_weighed_and_ended(tmp_path: Path) -> None:
         assert 2e6 < scale.between(0, 1) < 2e8
         assert end(server.process) < 10
     assert server.process.poll() is not None and server.resident() == 0
-    with pytest.raises(ValueError, match=r"did not start \(.*no-such-module"):
-        with started([sys.executable, "-m", "no-such-module"], port, "/", log):
-            pass
+    complaint = pytest.raises(ValueError, match=r"did not start \(.*no-such-module")
+    with complaint, started([sys.executable, "-m", "no-such-module"], port, "/", log):
+        pass
 
 
 @pytest.mark.slow

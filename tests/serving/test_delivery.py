@@ -41,7 +41,7 @@ def test_news_come_in_order_or_not_in_time() -> None:
         for reason in ("stop", "length"):
             feed.teller(0)(News(finish_reason=reason))
         found = [(await feed.next(Deadline(60)))[1].finish_reason for _ in range(2)]
-        with pytest.raises(ApiError, match="longer than 0.01 s"):
+        with pytest.raises(ApiError, match=r"longer than 0\.01 s"):
             await feed.next(Deadline(0.01))
         return found
 

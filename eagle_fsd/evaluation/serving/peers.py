@@ -85,7 +85,7 @@ def peers(
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Write the weights and the tokenizer of a .gguf file as a folder for transformers, if it is not there."""
+    """Write a .gguf file's weights and tokenizer as a folder for transformers, if it is not there."""
     if folder.exists():
         return
     model, tokenizer = load_target(str(file), torch.float32, "cpu")
@@ -112,5 +112,6 @@ def require_peer(name: str, peer: Peer) -> None:
         raise ValueError(f"{python} cannot be run ({error.strerror}): name an interpreter") from error
     if missing:
         raise ValueError(
-            f"the server {name} needs what {python} does not have: {peer.remedy}; or leave it out of --servers"
+            f"the server {name} needs what {python} does not have: {peer.remedy}; or leave it out of "
+            "--servers"
         )

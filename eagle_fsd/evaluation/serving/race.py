@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from eagle_fsd.evaluation.serving.client import Client, delta_text
@@ -42,7 +43,7 @@ def ask(client: Client, prompt: str, number: int, max_tokens: int, fields: Mappi
     ended = any(one.get("finish_reason") for _, chunk in streamed.chunks for one in chunk.get("choices", ()))
     if not (streamed.whole or ended) or not times:
         raise ValueError(f"{client.url} broke an answer off after {len(times)} chunks: see its log")
-    gaps = [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
+    gaps = [later - sooner for sooner, later in pairwise(times)]
     return Seen(number, times[0], times[-1], gaps, "".join(text for _, text in told))
 
 

@@ -13,9 +13,10 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PLAIN = "plain"  # greedy and exact, so that the target's own log-probabilities judge every token
 KINDS = (PLAIN, "fuzzy", "sampled", "sampled fuzzy", "processed")
 WORDS = (
-    "the a of river light why how many water people write story about small green old code number list "
-    "explain sort find is are between city winter music answer question one two three first last house"
-).split()
+    *("the", "a", "of", "river", "light", "why", "how", "many", "water", "people", "write", "story", "about"),
+    *("small", "green", "old", "code", "number", "list", "explain", "sort", "find", "is", "are", "between"),
+    *("city", "winter", "music", "answer", "question", "one", "two", "three", "first", "last", "house"),
+)
 TOO_LARGE = 2**20 + 100  # bytes; beyond the server's own limit, unless it was raised
 
 
@@ -123,7 +124,7 @@ def head(length: int) -> bytes:
 # What is no HTTP, and must be answered by OpenAI's error or by nothing at all.
 NO_HTTP = (
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello\r\n\r\n",
-    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET / HTTP/one\r\n\r\n",
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: -5\r\n\r\n",
 )
 
