@@ -1,7 +1,7 @@
 """Race this package's server against llama.cpp's and transformers', on one .gguf file and the same prompts.
 
     python eval/serving_speed.py --prompts data/prompts_*.jsonl --limit 4 --output runs/serving \\
-        --llama-python llama/bin/python -- --weight-format packed --total-tokens 8 --max-rows 8
+        --llama-python llama/bin/python -- --weight-format packed --total-tokens 8
 
 What stands behind -- are flags of `python -m eagle_fsd.serve`. The servers run as processes of their own, all
 at once, and are asked in turn: A B C A B C for each number of clients, so that a slow hour meets all of them.
