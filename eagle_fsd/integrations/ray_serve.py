@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ray.serve import Application
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+# What a replica serves, in its own process: what is defined in a function is copied there, and this is not.
+SERVED: list[Any] = []
 ARGUMENTS = ("replicas", "flags", "cpus")
 
 
@@ -60,10 +62,12 @@ def app(arguments: Mapping[str, str]) -> Application:
 
     def make_app() -> Any:
         """Load the model in a replica."""
+        from eagle_fsd.integrations.ray_serve import SERVED
         from eagle_fsd.serving.app import create_app
 
         args = build_parser().parse_args(words)
         served = create_app(*load(args, check_arguments(args)))
+        SERVED.append(served.state.service)
         served.add_middleware(NamesReplica, name=serve.get_replica_context().replica_id.unique_id)
         return served
 
@@ -78,8 +82,10 @@ def app(arguments: Mapping[str, str]) -> Application:
         """One server. Ray asks it whether it is well."""
 
         async def check_health(self) -> None:
-            # Ray keeps what the builder made to itself; a dead worker thread shows at /health to clients.
-            return None
+            from eagle_fsd.integrations.ray_serve import SERVED
+
+            if not all(service.worker.alive for service in SERVED):
+                raise RuntimeError("the worker has ended: this replica must be started again")
 
     return Replica.bind()
 
