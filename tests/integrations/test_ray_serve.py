@@ -58,7 +58,9 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         tiny_tokenizer().save_pretrained(tmp_path / name)
     models = f"--base-model {tmp_path}/target --draft-model {tmp_path}/draft"
     flags = f"{models} --dtype float64 --runtime torch --total-tokens 8 --depth 3 --tree-top-k 3"
-    for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_AUTH_MODE", "disabled")):
+    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    settings["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "60"  # 5 s are too few on a busy machine
+    for name, value in settings.items():
         monkeypatch.setenv(name, value)
     ray.init(num_cpus=4, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
     try:
