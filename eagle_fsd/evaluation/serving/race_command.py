@@ -166,9 +166,9 @@ def race(
         return int(reply.data()["count"])
 
     new = arguments.max_new_tokens
-    for name, peer in chosen.items():  # what a server does once is not measured
-        heat(servers[name].client, prompts[-2:], 2, min(new, 16), peer.fields)
     for clients in arguments.clients:
+        for name, peer in chosen.items():  # what a server does once is not measured, such as compiling
+            heat(servers[name].client, prompts[-clients:], clients, min(new, 16), peer.fields)
         for turn in range(arguments.turns):
             for name, peer in chosen.items():
                 if (clients, turn, name) in done:
