@@ -142,7 +142,10 @@ def becomes_idle(client: Client) -> bool:
     """Return whether the server has no text left soon after its clients went."""
     limit = time.monotonic() + IDLE_SECONDS
     while time.monotonic() < limit:
-        counts = BUSY.findall(client.get("/metrics").body.decode())
+        try:
+            counts = BUSY.findall(client.get("/metrics").body.decode())
+        except OSError:  # it has died
+            return False
         if len(counts) == 2 and not any(map(float, counts)):
             return True
         time.sleep(0.2)
