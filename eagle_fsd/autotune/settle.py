@@ -82,7 +82,7 @@ class Settler:
         return rule, tree
 
     def request(self, options: GenerationOptions, prompts: Prompts) -> Request:
-        """Return the request for these prompts, with all that was left open. Raises ValueError as `settle`."""
+        """Return the request for these prompts, with all that was left open; see `settle`."""
         self.target.ranks.check_alike(
             "generate", prompts.rows, prompts.limits, options.sampling, options.seed
         )

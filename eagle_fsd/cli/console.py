@@ -65,6 +65,13 @@ COMMANDS: dict[str, Command | Group] = {
             "calibrate": Command(f"{EVAL}.calibrate:main", "find thresholds for budgets of quality"),
             "exchange": Command(f"{EVAL}.exchange:main", "compare what rules gain with what they cost"),
             "limits": Command(f"{EVAL}.limits:main", "measure how fast the hardware could be at best"),
+            "soak": Command(
+                "eagle_fsd.evaluation.serving.soak_command:main",
+                "load the server for long: nothing lost, nothing wrong",
+            ),
+            "serving-speed": Command(
+                "eagle_fsd.evaluation.serving.race_command:main", "race the server against llama.cpp's"
+            ),
             "second-turn": Command(
                 "eagle_fsd.evaluation.second_turn:main", "time a chat's next turn, kept or read anew"
             ),

@@ -71,7 +71,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="instead of a head: the target's own first N layers, with its lm_head",
     )
     group.add_argument("--draft-device", help="device of the draft model (default: the target's)")
-    group.add_argument("--dtype", help="float32, float16 or bfloat16 (default: chosen by the device)")
+    group.add_argument(
+        "--dtype", help="float32, float16, bfloat16, or float64 for checks (default: chosen by the device)"
+    )
     group.add_argument(
         "--head-dtype",
         metavar="DTYPE",

@@ -72,6 +72,11 @@ class TreeConfig:
         """Return a config with at most `total_tokens` nodes, capped at what depth and top_k can produce."""
         return cls(min(total_tokens, cls(1, depth, top_k).candidates + 1), depth, top_k)
 
+    def holds(self, other: TreeConfig) -> bool:
+        """Whether memory for trees of this size has room for those of another."""
+        mine, its = ((one.total_tokens, one.reach, one.top_k) for one in (self, other))
+        return other.total_tokens == 1 or all(size <= most for size, most in zip(its, mine, strict=True))
+
     @property
     def reach(self) -> int:
         """The depth that a tree of total_tokens nodes can reach; deeper levels would be wasted work."""

@@ -14,6 +14,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "float16": torch.float16,
     "fp16": torch.float16,
+    "float64": torch.float64,  # slow; it rounds too little to decide any token, which checks make use of
 }
 
 
@@ -50,7 +51,7 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
         return torch.float16 if lacks_bfloat16 else torch.bfloat16
     found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if found is None or found not in DTYPES.values():
-        names = "float32, bfloat16 or float16"
+        names = "float32, bfloat16, float16 or float64"
         raise ValueError(f"dtype {str(dtype)!r} is not there: it must be {names}; use one of them")
     return found
 

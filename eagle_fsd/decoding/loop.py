@@ -82,7 +82,8 @@ def decode(
 class Batch:
     """Texts that are decoded together. Rows leave when their text is done, and others may take their places.
 
-    texts: by row. roots: [B], the newest token of each row, which the target has not read yet.
+    texts: by row. roots: [B], the newest token of each row, which the target has not read yet. tree: of the
+    next step; what was made for a larger one can be given a smaller one at any time.
     """
 
     def __init__(
@@ -200,9 +201,9 @@ class Batch:
             self._ends[ends] = torch.tensor(ends, dtype=torch.int64, device=device)
         return self._ends[ends]
 
-    def drop_done_rows(self) -> None:
-        """Drop rows whose texts are done; see `choose_rows`."""
-        recorded = self.accept_step.stepper.records and self.observer is None
+    def drop_done_rows(self, few_sizes: bool = False) -> None:
+        """Drop rows whose texts are done; see `choose_rows`. few_sizes: as with recording."""
+        recorded = few_sizes or (self.accept_step.stepper.records and self.observer is None)
         kept = choose_rows([text.done for text in self.texts], recorded)
         if len(kept) < len(self.texts):
             self.select(kept)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified
+from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.padding import infer_mask, unpad
 from eagle_fsd.core.processing import UNPROCESSED, Processing
@@ -111,6 +112,14 @@ class Terms:
     rule: AcceptanceRule = Lossless()  # noqa: RUF009  # it is frozen
     sampling: SamplingConfig = SamplingConfig()  # noqa: RUF009
     processing: Processing = UNPROCESSED
+
+    @property
+    def any_tree(self) -> bool:
+        """Whether a text gets the same tokens with every draft tree: if it is greedy and exact."""
+        exact = isinstance(self.rule, Lossless) or (
+            isinstance(self.rule, Fuzzy) and self.rule.threshold == 0 and self.rule.price == 0
+        )
+        return exact and self.sampling.greedy
 
 
 class Stopper(Protocol):

@@ -8,7 +8,8 @@ of random numbers, up to the rounding of kernels that see other rows beside it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -32,6 +33,24 @@ CANCELLED = "cancelled"  # the finish reason of a retired text
 SLICE = 256  # prompt tokens between two steps
 
 
+def trees_of_many(tree: TreeConfig, rows: int) -> dict[int, TreeConfig]:
+    """Return a Scheduler's `crowded` trees on a CPU, by the number of texts from which on they are taken.
+
+    `tree` is the best one for a text alone: with more nodes a forward takes longer than they are worth. So
+    the trees of several texts have about as many nodes together. Numbers of texts share a tree up to a power
+    of two, since a graph is compiled for every size that comes often.
+    """
+    found, size = {}, 2
+    while size < 2 * rows:
+        nodes = max(1, round(tree.total_tokens / size))
+        depth, top_k = min(tree.depth, max(1, nodes // 2)), min(tree.top_k, max(1, nodes - 1))
+        found[size // 2 + 1] = replace(
+            TreeConfig.within(nodes, depth, top_k), min_confidence=tree.min_confidence
+        )
+        size *= 2
+    return found
+
+
 class Scheduler:
     """Decodes texts as they come, at most `rows` at a time; `step` is its heartbeat.
 
@@ -41,7 +60,9 @@ class Scheduler:
     cache_tokens: the most slots of the caches that all texts may take together, each with room for one
     token's keys and values in target and drafter; None: no limit. prefix_tokens: how many of these slots
     texts that have ended may keep, for prompts that begin like them; 0: none. observer: is shown every step;
-    it may be set and taken away between steps.
+    it may be set and taken away between steps. crowded: trees, no larger than `tree`, for the steps of at
+    least so many texts at once, if every one of them gets the same tokens with any tree (Terms.any_tree):
+    where many texts fill the processor, drafts for each are worth less.
 
     Raises ValueError for numbers out of range.
     """
@@ -58,6 +79,7 @@ class Scheduler:
         cache_tokens: int | None = None,
         prefix_tokens: int = 0,
         observer: Observer | None = None,
+        crowded: Mapping[int, TreeConfig] | None = None,
     ) -> None:
         require_integer("rows", rows, 1, "64 suits a CPU")
         if slice_tokens is not None:
@@ -68,6 +90,12 @@ class Scheduler:
         if drafter is not None and tree.total_tokens > 1:
             self.drafter = drafter
         self.watch, self.observer = watch or Stopwatch(), observer
+        self.crowded = dict(crowded or {})
+        for size, one in self.crowded.items():
+            if not tree.holds(one):
+                raise ValueError(
+                    f"crowded has the tree {one} for {size} texts: it must be no larger than {tree}; lower it"
+                )
         self.waiting: deque[Text] = deque()
         self.reading: Reading | None = None
         self.batch: Batch | None = None
@@ -135,10 +163,17 @@ class Scheduler:
                 self._read_prompts()
         if self.batch is None:
             return {}
-        self.batch.observer = self.observer
+        self.batch.observer, self.batch.tree = self.observer, self._tree_now()
         emitted = self.batch.step(keep_done=True)
         self._release()
         return emitted
+
+    def _tree_now(self) -> TreeConfig:
+        assert self.batch is not None
+        sizes = [size for size in self.crowded if size <= len(self.batch.texts)]
+        if sizes and all(text.terms.any_tree for text in self.decoding):
+            return self.crowded[max(sizes)]
+        return self.tree
 
     def run(self) -> Iterator[tuple[Text, list[int]]]:
         """Run steps until all texts are done, and yield the tokens that each text emits."""
@@ -232,7 +267,8 @@ class Scheduler:
         if not self.batch.active:
             self.batch = None  # frees its memory
         elif not (self.waiting or self.reading):
-            self.batch.drop_done_rows()
+            # A graph is compiled for each number of rows, and others are about to take these places.
+            self.batch.drop_done_rows(few_sizes=self.target.graphs is not None)
 
     # --- memory ---
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +55,8 @@ CLIENT_GONE = 499  # nobody reads it; it is counted
 
 @dataclass(frozen=True)
 class Settings:
-    """How a server is set up. name: of the model, to clients. tree: of every text's steps.
+    """How a server is set up. name: of the model, to clients. tree: of every text's steps. crowded: trees of
+    steps of many texts, see Scheduler.
 
     key: clients must send it; None lets everybody in. hosts: see Gate. cors_origins: web pages from there may
     call.
@@ -63,6 +64,7 @@ class Settings:
 
     name: str
     tree: TreeConfig = TreeConfig()  # noqa: RUF009  # it is frozen
+    crowded: Mapping[int, TreeConfig] = field(default_factory=dict)
     limits: Limits = Limits()  # noqa: RUF009
     defaults: Defaults = field(default_factory=Defaults)
     key: str | None = None
@@ -77,7 +79,7 @@ class Service:
         self.model, self.settings, self.tokenizer = model, settings, require_tokenizer(model.tokenizer)
         self.limits = settings.limits
         self.metrics = Metrics()
-        self.worker = Worker(model, settings.tree, self.limits, self.metrics)
+        self.worker = Worker(model, settings.tree, self.limits, self.metrics, settings.crowded)
         self.metrics.watch(self.worker)
         self.choose = Chooser(model, self.limits, settings.defaults)
         self.created = int(time.time())

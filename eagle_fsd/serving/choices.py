@@ -44,7 +44,7 @@ class Limits:
     arrival to the answer's end. cache_tokens, prefix_tokens: of all texts, see Scheduler.
     """
 
-    max_rows: int = 4
+    max_rows: int = 8
     max_queue: int = 64
     max_prompt_tokens: int | None = None
     max_body: int = 2**20

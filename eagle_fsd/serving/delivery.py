@@ -55,10 +55,16 @@ class Feed:
 
     async def next(self, deadline: Deadline) -> tuple[int, News]:
         """Return the next news. Raises ApiError if they are an error or too late."""
+        # Not by asyncio.wait_for: up to Python 3.11 it forgets that it was cancelled if news come just then,
+        # and whoever reads on for a client that has left waits for nothing until the deadline.
+        getting = asyncio.ensure_future(self._news.get())
         try:
-            place, news = await asyncio.wait_for(self._news.get(), deadline.left)
-        except asyncio.TimeoutError as error:
-            raise timed_out(deadline.seconds) from error
+            await asyncio.wait({getting}, timeout=deadline.left)
+            if not getting.done():
+                raise timed_out(deadline.seconds)
+        finally:
+            getting.cancel()
+        place, news = getting.result()
         if news.error is not None:
             raise news.error
         return place, news

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from eagle_fsd.serving.errors import ApiError, too_large, unknown_host, unknown_key
 
@@ -96,6 +99,18 @@ class Gate:
         if length > self.max_body:
             raise too_large(self.max_body)
         return b"".join(parts)
+
+
+class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn chooses it by what is installed
+    """Speaks HTTP on one connection. What is no HTTP gets an error of the same form as every other one."""
+
+    def send_400_response(self, _msg: str) -> None:
+        error = ApiError(400, "this is no HTTP request: send HTTP/1.1 without TLS", code="invalid_http")
+        body = json.dumps(error.body).encode()
+        lines = ["HTTP/1.1 400 Bad Request", "content-type: application/json", f"content-length: {len(body)}"]
+        head = "\r\n".join([*lines, "connection: close", "", ""]).encode()
+        self.transport.write(head + body)
+        self.transport.close()
 
 
 class ClientLeft(Exception):

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -101,11 +101,18 @@ class Worker:
     """Serves texts with one engine.
 
     tree: of every text. limits: how many texts it decodes and lets wait, and what their caches may take.
+    crowded: trees of steps of many texts, see Scheduler.
     """
 
     def __init__(
-        self, model: EagleFSD, tree: TreeConfig, limits: Limits, watcher: Watcher | None = None
+        self,
+        model: EagleFSD,
+        tree: TreeConfig,
+        limits: Limits,
+        watcher: Watcher | None = None,
+        crowded: Mapping[int, TreeConfig] | None = None,
     ) -> None:
+        self.crowded = crowded
         self.model, self.tree, self.limits, self.watcher = model, tree, limits, watcher
         self._origins = TokenOrigins()
         self._leader = Leader(model.target.ranks)
@@ -321,10 +328,12 @@ class Worker:
                 self._admit(job)
 
     def _new_scheduler(self) -> Scheduler:
-        return new_scheduler(self.model, self.tree, self.limits)
+        return new_scheduler(self.model, self.tree, self.limits, self.crowded)
 
 
-def new_scheduler(model: EagleFSD, tree: TreeConfig, limits: Limits) -> Scheduler:
+def new_scheduler(
+    model: EagleFSD, tree: TreeConfig, limits: Limits, crowded: Mapping[int, TreeConfig] | None
+) -> Scheduler:
     """Return what decodes the texts of a server, on any rank."""
     return Scheduler(
         model.target,
@@ -333,6 +342,7 @@ def new_scheduler(model: EagleFSD, tree: TreeConfig, limits: Limits) -> Schedule
         limits.max_rows,
         cache_tokens=limits.cache_tokens,
         prefix_tokens=limits.prefix_tokens,
+        crowded=crowded,
     )
 
 

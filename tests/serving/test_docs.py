@@ -36,7 +36,7 @@ def test_the_servers_commands_parse() -> None:
     for line in lines:
         args = serve.build_parser().parse_args(shlex.split(line)[3:])
         assert serve.check_arguments(args).max_new_tokens == 1024
-    assert (args.host, args.max_rows, args.max_queue) == ("127.0.0.1", 4, 64)
+    assert (args.host, args.max_rows, args.max_queue) == ("127.0.0.1", 8, 64)
 
 
 def test_the_flags_defaults_are_those_of_the_limits() -> None:

@@ -13,6 +13,7 @@ import uvicorn
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.serving.app import Settings, create_app
+from eagle_fsd.serving.gate import HttpProtocol
 from support.tiny_engine import NAME, TREE, tiny_engine
 
 
@@ -25,7 +26,7 @@ def running(configured: Settings, model: EagleFSD | None = None) -> Iterator[tup
     """Run a server on a free port, and yield its URL and its service."""
     app = create_app(model or tiny_engine(), configured)
     with socket.create_server(("127.0.0.1", 0)) as place:
-        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2)
+        config = uvicorn.Config(app, http=HttpProtocol, log_level="error", timeout_graceful_shutdown=2)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
         thread.start()

@@ -1,0 +1,96 @@
+"""Replicas of the server under Ray Serve, behind one address.
+
+    pip install "eagle-fsd[ray]"
+    serve run eagle_fsd.integrations.ray_serve:app replicas=2 flags="--weight-format packed"
+
+Each replica is a process with a model of its own. Ray sends a request to one that has little to do, and
+starts another one where one has died. Only the requests on that one are lost; a client that asks again
+reaches another. The header `x-replica` of an answer says who gave it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+
+from eagle_fsd.core.checks import require_integer
+from eagle_fsd.generate import raise_user_errors
+from eagle_fsd.serve import build_parser, check_arguments, load, require_packages
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# What a replica serves, in its own process: what is defined in a function is copied there, and this is not.
+SERVED: list[Any] = []
+ARGUMENTS = ("replicas", "flags", "cpus")
+
+
+class NamesReplica:
+    """ASGI middleware that says in a header which replica answered."""
+
+    def __init__(self, app: ASGIApp, name: str) -> None:
+        self.app, self.header = app, (b"x-replica", name.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), self.header]}
+            await send(message)
+
+        await self.app(scope, receive, named)
+
+
+def app(arguments: Mapping[str, str]) -> Application:
+    """Build the application for `serve run`. Raises ValueError for arguments that cannot be.
+
+    replicas: how many (default: 2). flags: of `python -m eagle_fsd.serve`; the address is Ray's own. cpus:
+    that Ray reserves for each replica (default: 1).
+    """
+    if unknown := sorted(set(arguments) - set(ARGUMENTS)):
+        raise ValueError(f"{unknown[0]} is no argument: they are {', '.join(ARGUMENTS)}; leave it out")
+    words = shlex.split(arguments.get("flags", ""))
+    replicas = require_whole("replicas", arguments.get("replicas", "2"))
+    cpus = require_whole("cpus", arguments.get("cpus", "1"))
+    with raise_user_errors():
+        require_packages()
+        args = build_parser().parse_args(words)
+        check_arguments(args)  # now, and not in every replica for the first time
+
+    def make_app() -> Any:
+        """Load the model in a replica."""
+        from eagle_fsd.integrations.ray_serve import SERVED
+        from eagle_fsd.serving.app import create_app
+
+        args = build_parser().parse_args(words)
+        served = create_app(*load(args, check_arguments(args)))
+        SERVED.append(served.state.service)
+        served.add_middleware(NamesReplica, name=serve.get_replica_context().replica_id.unique_id)
+        return served
+
+    @serve.deployment(
+        name="eagle_fsd",
+        num_replicas=replicas,
+        ray_actor_options={"num_cpus": cpus},
+        max_ongoing_requests=args.max_rows + args.max_queue,
+    )
+    @serve.ingress(make_app)
+    class Replica:
+        """One server. Ray asks it whether it is well."""
+
+        async def check_health(self) -> None:
+            from eagle_fsd.integrations.ray_serve import SERVED
+
+            if not all(service.worker.alive for service in SERVED):
+                raise RuntimeError("the worker has ended: this replica must be started again")
+
+    return Replica.bind()
+
+
+def require_whole(name: str, text: str) -> int:
+    """Return a number of at least 1. Raises ValueError for anything else."""
+    require_integer(name, int(text) if text.isdecimal() else text, 1, "2 is usual")
+    return int(text)

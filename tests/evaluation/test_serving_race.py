@@ -1,0 +1,94 @@
+"""The race of servers: what clients see, and the table of it. The servers that race are not needed here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason='this needs an extra: pip install "eagle-fsd[serve]"')
+pytest.importorskip("uvicorn", reason='this needs an extra: pip install "eagle-fsd[serve]"')
+pytest.importorskip("prometheus_client", reason='this needs an extra: pip install "eagle-fsd[serve]"')
+
+from support.serving import running, settings
+from support.tiny_engine import tiny_engine
+
+from eagle_fsd.evaluation.serving import race_command
+from eagle_fsd.evaluation.serving.client import Client
+from eagle_fsd.evaluation.serving.peers import LLAMA, OURS, Peer, peers, require_peer
+from eagle_fsd.evaluation.serving.race import heat, row_of
+from eagle_fsd.evaluation.serving.race_report import same_texts, summaries, table
+
+
+def answer(
+    prompt: int, first: float, last: float, gaps: list[float], text: str, tokens: int
+) -> dict[str, Any]:
+    return {"prompt": prompt, "first": first, "last": last, "gaps": gaps, "text": text, "tokens": tokens}
+
+
+ROWS = [
+    {"server": "a", "clients": 1, "turn": 0, "seconds": 2.0, "tokens": 10,
+     "answers": [answer(0, 0.1, 1.1, [0.4, 0.6], "x", 6), answer(1, 0.3, 0.6, [0.3], "y", 4)]},
+    {"server": "a", "clients": 1, "turn": 1, "seconds": 3.0, "tokens": 10,
+     "answers": [answer(0, 0.2, 1.2, [1.0], "x", 6), answer(1, 0.2, 0.8, [0.6], "z", 4)]},
+    {"server": "b", "clients": 1, "turn": 0, "seconds": 1.0, "tokens": 2,
+     "answers": [answer(0, 0.5, 0.6, [0.1], "x ", 2), answer(1, 0.5, 0.5, [], "n", 1)]},
+]  # fmt: skip
+
+
+def test_rates_and_times_are_those_of_all_turns() -> None:
+    found = summaries(ROWS)[1, "a"]
+    assert found["rate"] == pytest.approx(20 / 5) and found["rates"] == pytest.approx([5, 10 / 3])
+    assert found["first"][0] == pytest.approx(200)
+    assert found["token"][0] == pytest.approx(200) and found["chunk"][0] == pytest.approx(600)
+    assert same_texts(ROWS, "a") == {"b": 0.5}
+    lines = table(ROWS, "a").splitlines()
+    assert lines[2].startswith("| 1 | a | 4.0 |  | 200 / ") and "| 1 | b | 2.0 | 0.50 |" in lines[3]
+
+
+def test_a_heat_asks_every_prompt_once_and_counts_its_tokens() -> None:
+    tokenizer = tiny_engine().tokenizer
+    with running(settings()) as (url, _):
+        seconds, seen = heat(Client(url), ["Hi", "Hello you", "Hi"], 2, 9, {"ignore_eos": True})
+    row = row_of("a", 2, 0, seconds, seen, lambda text: len(tokenizer.encode(text, add_special_tokens=False)))
+    assert [one["prompt"] for one in row["answers"]] == [0, 1, 2]
+    assert row["answers"][0]["text"] == row["answers"][2]["text"]
+    for one in row["answers"]:
+        assert 0 < one["first"] <= one["last"] < row["seconds"] and one["tokens"] <= 9
+        assert sum(one["gaps"]) == pytest.approx(one["last"] - one["first"])
+    assert json.loads(json.dumps(row)) == row
+
+
+def test_what_is_not_a_server_or_not_installed_is_a_line(tmp_path: Path) -> None:
+    known = peers(tmp_path / "a.gguf", tmp_path, ["--max-rows", "8"], "no-such-python", None)
+    with pytest.raises(ValueError, match="no-such-python cannot be run"):
+        require_peer(LLAMA, known[LLAMA])
+    lacking = Peer(lambda port: [sys.executable], "/", ["no_such_module"], "pip install it")
+    with pytest.raises(ValueError, match=r"server x needs what .* does not have: pip install it"):
+        require_peer("x", lacking)
+    with pytest.raises(ValueError, match="servers has 'x'"):
+        race_command.choose(known, [OURS, "x"])
+    with pytest.raises(ValueError, match="eagle_fsd counts the tokens of all"):
+        race_command.choose(known, [LLAMA])
+    words = known[OURS].command(5)
+    assert words[-2:] == ["--max-rows", "8"] and "5" in words and str(tmp_path / "a.gguf") in words
+
+
+def test_a_stopped_race_goes_on_with_its_own_rows_only(tmp_path: Path) -> None:
+    setting = {"max_new_tokens": 5, "prompts": 2, "flags": [], "base_model": "m"}
+    file = tmp_path / "rows.jsonl"
+    assert race_command.kept_rows(file, setting) == []
+    file.write_text("".join(json.dumps({**row, **setting}) + "\n" for row in ROWS) + '{"torn')
+    assert len(race_command.kept_rows(file, setting)) == 3
+    with pytest.raises(ValueError, match="max_new_tokens 5, and now it is 6"):
+        race_command.kept_rows(file, {**setting, "max_new_tokens": 6})
+
+
+def test_the_table_and_the_plot_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need an extra: pip install eagle-fsd[eval]")
+    text = race_command.write(tmp_path, [{**row, "server": row["server"]} for row in ROWS])
+    assert (tmp_path / "table.md").read_text() == text + "\n"
+    assert (tmp_path / "serving_speed.png").read_bytes().startswith(b"\x89PNG")
