@@ -6,8 +6,6 @@ it.
 
 from __future__ import annotations
 
-import copy
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -15,7 +13,6 @@ from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.stats import GenerationStats
-from eagle_fsd.decoding.outputs import BatchStream
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import batches
 from eagle_fsd.text.streamed import StreamedText
@@ -64,33 +61,24 @@ def answers(
     for ending, places in groups.items():
         options = {"rule": rule, "tree": tree, "max_new_tokens": ending.max_new_tokens}
         options |= {"eos_token_id": end_tokens(engine, ending.until), **asdict(ending.sampling)}
+        options["stop_strings"] = [stop for stop in ending.until if stop]
         for part in batches(places, batch_size):
             batch = [asks[place] for place in part]
             ids, mask = pad_left([ask.prompt for ask in batch], engine.pad_token_id)
-            stream = engine.stream_batch(ids, mask, seed=[ask.seed for ask in batch], **options)
-            texts = [StreamedText(engine.tokenizer, ending.until) for _ in batch]
-            yield dict(zip(part, read_to_the_end(stream, texts), strict=True))
+            output = engine.generate(ids, mask, seed=[ask.seed for ask in batch], **options)
+            found = zip(part, output.new_tokens, output.stats, strict=True)
+            yield {
+                place: Answer(text_of(engine, tokens, ending.until), stats) for place, tokens, stats in found
+            }
 
 
-def read_to_the_end(stream: BatchStream, texts: Sequence[StreamedText]) -> list[Answer]:
-    """Read one batch, which ends when every row has."""
-    ended: dict[int, GenerationStats] = {}
-    start = time.perf_counter()
-    with stream:
-        for chunks in stream.steps:
-            for row, (text, chunk) in enumerate(zip(texts, chunks, strict=True)):
-                if row in ended:
-                    continue
-                text.add(chunk)
-                if text.stopped or stream.stats[row].finish_reason is not None:
-                    text.finish()
-                    ended[row] = copy.deepcopy(stream.stats[row])
-                    ended[row].seconds = time.perf_counter() - start
-                    if text.stopped:
-                        ended[row].finish_reason = "stop"
-            if len(ended) == len(texts):
-                break
-    return [Answer(text.text, ended[row]) for row, text in enumerate(texts)]
+def text_of(engine: EagleFSD, tokens: Sequence[int], until: Sequence[str]) -> str:
+    """Return the text of new tokens before the first stop string."""
+    assert engine.tokenizer is not None
+    text = StreamedText(engine.tokenizer, until)
+    text.add(tokens)
+    text.finish()
+    return text.text
 
 
 def end_tokens(engine: EagleFSD, until: Sequence[str]) -> tuple[int, ...]:
