@@ -24,7 +24,7 @@ from eagle_fsd.evaluation.analysis.frontier import (
 )
 from eagle_fsd.evaluation.analysis.measures import SCORE, SPEED, TAU
 from eagle_fsd.evaluation.analysis.points import Models, Panel, Point, panels
-from eagle_fsd.evaluation.cli import mistakes_on_one_line, rows_parser, say
+from eagle_fsd.evaluation.cli import parsed, rows_parser, say
 from eagle_fsd.evaluation.markdown_table import filled_columns, markdown_table
 from eagle_fsd.evaluation.report.caveats import caveats
 from eagle_fsd.evaluation.report.frontier_plots import plot_frontier
@@ -63,8 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     known = f"log_p, law_tv, law_kl or a task's score; default: {' '.join(QUALITIES)}"
     add("--quality", nargs="+", default=list(QUALITIES), help=known)
     add("--tau", action="store_true", help="speed is tokens per step, not tokens per second")
-    arguments = parser.parse_args(argv)
-    with mistakes_on_one_line(parser):
+    with parsed(parser, argv) as arguments:
         require_matplotlib()
         how = Bootstrap(arguments.resamples, seed=arguments.seed)
         files = read_raw_rows(arguments.rows)
@@ -88,8 +87,6 @@ def write_report(
     sources: how many rows came from each file. names: the qualities, see `quality_named`; speed:
     tokens_per_second or tau. Raises ValueError for rows that cannot stand in one report.
     """
-    if not rows:
-        raise ValueError(f"no rows in {', '.join(sources)}: a report needs raw rows; run eval/sweep.py first")
     found = panels(rows, how)
     qualities = [quality_named(name, found) for name in dict.fromkeys(names)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,12 +139,11 @@ def section(
 
 def speed_table(panel: Panel) -> str:
     """Write how fast each rule is, and what becomes of the lengths."""
-    rows = [
-        {"rule": point.label, "rows": str(point.samples), "pairs": str(point.pairs or "")}
-        | cells(point, SPEED_COLUMNS)
-        for point in panel.points
-    ]
-    return filled_columns(rows[0], rows)
+    counts = [{"rows": str(point.samples), "pairs": str(point.pairs or "")} for point in panel.points]
+    pairs = zip(panel.points, counts, strict=True)
+    return filled_columns(
+        [{"rule": point.label} | count | cells(point, SPEED_COLUMNS) for point, count in pairs]
+    )
 
 
 def quality_table(panel: Panel, qualities: Sequence[Quality], speed: str) -> str:
@@ -163,7 +159,7 @@ def quality_table(panel: Panel, qualities: Sequence[Quality], speed: str) -> str
         | {"on the frontier of": ", ".join(title for title, points in best.items() if point in points)}
         for point in panel.points
     ]
-    return filled_columns(rows[0], rows)
+    return filled_columns(rows)
 
 
 def cells(point: Point, columns: Sequence[Column]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from eagle_fsd.evaluation.cli import mistakes_on_one_line, plain_parser, say
+from eagle_fsd.evaluation.cli import parsed, plain_parser, say
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, task_named
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.jsonl import read_jsonl
@@ -29,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--rows", type=Path, required=True, help="JSONL of rows, or .jsonl.gz")
     add("--output", type=Path, help="JSONL of scored rows (default: --rows itself, replaced as a whole)")
     add("--data", type=Path, help="folder of the tasks' files (default: $EAGLE_FSD_DATA, else the Hub)")
-    arguments = parser.parse_args(argv)
-    with mistakes_on_one_line(parser):
+    with parsed(parser, argv) as arguments:
         rows = score_file(arguments.rows, arguments.output or arguments.rows, arguments.data)
     say(f"{len(rows)} rows scored: {arguments.output or arguments.rows}")
 

@@ -6,7 +6,12 @@ is left out, with the reason, and so is one that raises LeftOut.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import functools
 import gc
+import json
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.checks import one_line, require_choice, require_number
+from eagle_fsd.evaluation.cli import mistakes_on_one_line, say
 from eagle_fsd.evaluation.gpu.bench import Bench, Findings, LeftOut
 from eagle_fsd.evaluation.gpu.parts import recordings, sampled, steps, texts
 from eagle_fsd.evaluation.markdown_table import markdown_table
+from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.provenance import provenance
 
 FRAMES = 4  # of a traceback that are kept, the innermost ones
@@ -39,24 +46,45 @@ PARTS = (
     Part("distribution", 30, sampled.distribution),
     Part("host waits", 20, steps.host_waits),
     Part("half precision", 15, texts.half_precision),
-    Part("half precision of the target", 15, texts.half_precision_of_target),
+    Part("half precision of the target", 15, functools.partial(texts.half_precision, family=None)),
     Part("recordings", 60, recordings.recordings),
     Part("overflow", 20, texts.overflow),
-    Part("costs, bfloat16", 60, lambda bench: steps.costs(bench, torch.bfloat16)),
-    Part("costs, float32", 60, lambda bench: steps.costs(bench, torch.float32)),
+    Part("costs, bfloat16", 60, functools.partial(steps.costs, dtype=torch.bfloat16)),
+    Part("costs, float32", 60, functools.partial(steps.costs, dtype=torch.float32)),
     Part("flash-attn", 20, steps.flash_attention),
     Part("threads", 30, texts.threads),
     Part("failed capture", 20, recordings.failed_capture),
 )
 
 
-def chosen(names: Sequence[str] | None) -> list[Part]:
-    """Return the parts of these names, all for None. Raises ValueError for a name that no part has."""
-    known = [part.name for part in PARTS]
-    for name in names or ():
-        if name not in known:
-            raise ValueError(f"part {name!r} is not there: it must be one of {', '.join(map(repr, known))}")
-    return [part for part in PARTS if names is None or part.name in names]
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Run the parts that the arguments ask for, write what they found, and exit with the verdict."""
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        said = f"no CUDA device: torch {torch.__version__} sees none, so nothing was checked; "
+        parser.exit(2, f"{parser.prog}: {said}--device cpu runs what a CPU can show\n")
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is the result's, whatever a library prints
+        with mistakes_on_one_line(parser):
+            require_number("seconds", arguments.seconds, 1, 86400, "460 leaves some of eight minutes")
+            for name in arguments.only or ():
+                require_choice("part", name, [part.name for part in PARTS])
+            parts = [part for part in PARTS if arguments.only is None or part.name in arguments.only]
+            bench = Bench.make(arguments.device, arguments.target, arguments.head, arguments.quick)
+            if arguments.output:
+                arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        made = {"machine": machine(bench), "quick": arguments.quick, "budget": arguments.seconds}
+
+        def note(result: dict[str, Any], line: str) -> None:
+            sys.stderr.write(f"{line}\n")
+            if arguments.output:
+                write_atomically(arguments.output, json.dumps(made | result, indent=1) + "\n")
+
+        result = made | run_parts(parts, bench, arguments.seconds, note)
+    if arguments.output:
+        say(table(result))
+    else:
+        sys.stderr.write(table(result) + "\n")
+        say(json.dumps(result, indent=1))
+    sys.exit(0 if result["ok"] else 1)
 
 
 def run_parts(

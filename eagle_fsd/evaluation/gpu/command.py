@@ -13,13 +13,9 @@ did, 2 if there is no GPU or an argument is wrong.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 SECONDS = 460.0  # of the eight minutes, with a few for Python, the imports and the table
 
@@ -42,41 +38,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     arguments = parser.parse_args(argv)
-    # Read when the libraries are imported, which is why they are imported below.
+    # Read when the libraries are imported, which is why the checks are imported below.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-    import torch
+    from eagle_fsd.evaluation.gpu.checks import check
 
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.exit(
-            2,
-            f"{parser.prog}: no CUDA device: torch {torch.__version__} sees none, so nothing was checked; "
-            "--device cpu runs what a CPU can show\n",
-        )
-
-    from eagle_fsd.core.checks import require_number
-    from eagle_fsd.evaluation.cli import mistakes_on_one_line, say
-    from eagle_fsd.evaluation.gpu.bench import Bench
-    from eagle_fsd.evaluation.gpu.checks import chosen, machine, run_parts, table
-    from eagle_fsd.files.atomic import write_atomically
-
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is the result's, whatever a library prints
-        with mistakes_on_one_line(parser):
-            require_number("seconds", arguments.seconds, 1, 86400, "460 leaves some of eight minutes")
-            parts = chosen(arguments.only)
-            bench = Bench.make(arguments.device, arguments.target, arguments.head, arguments.quick)
-            if arguments.output:
-                arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        made = {"machine": machine(bench), "quick": arguments.quick, "budget": arguments.seconds}
-
-        def note(result: dict[str, Any], line: str) -> None:
-            sys.stderr.write(f"{line}\n")
-            if arguments.output:
-                write_atomically(arguments.output, json.dumps(made | result, indent=1) + "\n")
-
-        result = made | run_parts(parts, bench, arguments.seconds, note)
-    if arguments.output:
-        say(table(result))
-    else:
-        sys.stderr.write(table(result) + "\n")
-        say(json.dumps(result, indent=1))
-    sys.exit(0 if result["ok"] else 1)
+    check(parser, arguments)

@@ -11,7 +11,6 @@ from eagle_fsd.files.atomic import atomic_path
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from eagle_fsd.evaluation.measure.head_quality import HeadReport
     from eagle_fsd.evaluation.report.speed_ratios import Result
 
 INK, FAINT = "#0550ae", "#6e7781"
@@ -25,45 +24,6 @@ def require_matplotlib() -> None:
         raise ValueError(
             "plots need matplotlib, which is not installed: pip install eagle-fsd[eval]"
         ) from error
-
-
-def calibration_figure(report: HeadReport, head: str, target: str, setting: str = "") -> Figure:
-    """Draw the share of drafted tokens that the target accepts against the draft's confidence in them.
-
-    Above, each bin at its mean confidence, and the diagonal of a head that is exactly as confident as right;
-    below, how many drafted tokens each bin holds, on a logarithmic axis, since most drafts are unlikely ones.
-    setting: prompts, tree, whatever the points hold for. To be read without colour.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator
-
-    from eagle_fsd.evaluation.measure.head_quality import BINS
-
-    figure = Figure(figsize=(6.2, 6.6), layout="constrained")
-    shares, counts = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    confidence, taken, nodes = zip(*report.bins, strict=True)
-    shares.plot((0, 1), (0, 1), color=FAINT, linestyle="--", linewidth=1.2, label="perfectly calibrated")
-    error = f"this head, expected calibration error {report.error:.3f}"
-    shares.plot(confidence, taken, color=INK, marker="o", clip_on=False, label=error)
-    ticks = [place / 10 for place in range(0, 11, 2)]
-    shares.set(xlim=(0, 1), ylim=(0, 1), xticks=ticks, yticks=ticks)
-    shares.set_ylabel("share that the target accepts")
-    shares.grid(color=FAINT, alpha=0.25, linewidth=0.6)
-    shares.legend(loc="upper left", fontsize=9)
-    shares.text(0.97, 0.04, "overconfident", ha="right", style="italic", color=FAINT)
-    shares.text(0.03, 0.8, "underconfident", ha="left", style="italic", color=FAINT)
-    figure.suptitle("Are the draft's tokens accepted as often as it expects?", fontsize=11)
-    lines = [f"head {head}, target {target}", setting]
-    shares.set_title("\n".join(filter(None, lines)), fontsize=8, loc="left")
-    places = [(min(int(mean * BINS), BINS - 1) + 0.5) / BINS for mean in confidence]
-    bars = counts.bar(places, nodes, width=0.9 / BINS, color=INK)
-    counts.bar_label(bars, labels=[f"{count:,}" for count in nodes], fontsize=7, padding=1)
-    counts.set(yscale="log", ylim=(0.5, 8 * max(nodes)))
-    counts.yaxis.set_minor_locator(NullLocator())
-    counts.set(xlabel="the draft's confidence, q(token | path)", ylabel="drafted tokens")
-    for panel in (shares, counts):
-        panel.spines[["top", "right"]].set_visible(False)
-    return figure
 
 
 def plot_speed(found: Sequence[Result], path: Path) -> None:

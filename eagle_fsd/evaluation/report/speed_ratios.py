@@ -11,13 +11,7 @@ from eagle_fsd.core.stats import PHASES
 from eagle_fsd.evaluation.markdown_table import filled_columns
 from eagle_fsd.evaluation.measure.speed import PEERS
 
-BASELINES = (
-    "hf",
-    "hf-compiled",
-    "llama.cpp",
-    "plain",
-    "lossless",
-)  # what the others are compared with, where they ran
+BASELINES = ("hf", "hf-compiled", "llama.cpp", "plain", "lossless")  # of the others, where they ran
 ORDER = (
     *("context", "batch", "method", "tree", "tokens/s", "tau"),
     *("prefill s", *(f"{phase} ms" for phase in PHASES[1:]), "peak GB"),
@@ -53,11 +47,10 @@ def result(name: str, methods: Mapping[str, Sequence[Row]]) -> Result:
     ordered = {other: sorted(runs, key=lambda row: row["prompts"]) for other, runs in methods.items()}
     runs = ordered[name]
     ratios = {}
-    for base in BASELINES:
-        if base in ordered and base != name:
-            single = [rate([a]) / rate([b]) for a, b in zip(runs, ordered[base], strict=True)]
-            low, _, high = quartiles(single)
-            ratios[base] = (rate(runs) / rate(ordered[base]), low, high)
+    for base in (base for base in BASELINES if base in ordered and base != name):
+        single = [rate([a]) / rate([b]) for a, b in zip(runs, ordered[base], strict=True)]
+        low, _, high = quartiles(single)
+        ratios[base] = (rate(runs) / rate(ordered[base]), low, high)
 
     def total(field: str) -> float:
         return sum(row[field] for row in runs)
@@ -98,4 +91,4 @@ def table(found: Sequence[Result]) -> str:
 
     Columns that would be empty are left out.
     """
-    return filled_columns(ORDER, [one.cells for one in found])
+    return filled_columns([one.cells for one in found], ORDER)

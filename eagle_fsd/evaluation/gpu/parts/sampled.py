@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.evaluation.gpu.bench import Bench, Findings, engine_of, prompts_of, tiny_model
+from eagle_fsd.evaluation.gpu.bench import Bench, Findings, prompts_of, tiny_model
 
 LEAST_P = 1e-4  # a right program has a smaller p-value once in ten thousand tests
 
@@ -23,19 +23,12 @@ def distribution(bench: Bench) -> Findings:
     p_first, p_pair = distribution_of(model, prompt, warpers)
     other, _ = distribution_of(model, prompt, LogitsProcessorList())
     cells: dict[str, Any] = {}
-    for mode, stepper in bench.modes().items():
-        engine = engine_of(model, stepper)
+    for mode, engine in bench.engines_of(model).items():
         ids = torch.tensor([prompt]).expand(rows, -1)
         counts, accepts = torch.zeros(vocab, vocab, dtype=torch.float64), 0
         for number in range(rounds):
-            made = engine.generate(
-                ids,
-                max_new_tokens=2,
-                temperature=0.8,
-                top_p=0.9,
-                tree=TreeConfig(13, 2, 4),
-                seed=number * rows,
-            )
+            how = {"temperature": 0.8, "top_p": 0.9, "tree": TreeConfig(13, 2, 4), "seed": number * rows}
+            made = engine.generate(ids, max_new_tokens=2, **how)
             for first, second in made.new_tokens:
                 counts[first, second] += 1
             accepts += sum(stats.exact_accepts for stats in made.stats)
@@ -77,12 +70,9 @@ def goodness_of_fit(counts: Tensor, wanted: Tensor) -> float:
     if bool((counts[wanted == 0] > 0).any()):
         return 0.0
     expected = wanted * counts.sum() / wanted.sum()
-    large = expected >= 5
-    cells = [(counts[large], expected[large])]
-    rest = expected[~large].sum()
-    if rest > 0:
-        cells.append((counts[~large].sum()[None], rest[None]))
-    observed, predicted = (torch.cat(parts) for parts in zip(*cells, strict=True))
+    place = torch.where(expected >= 5, torch.arange(len(counts)), len(counts))  # the last cell is the rest
+    observed, predicted = (place.bincount(each, len(counts) + 1) for each in (counts, expected))
+    observed, predicted = observed[predicted > 0], predicted[predicted > 0]
     if len(predicted) < 2:
         return 1.0
     statistic = ((observed - predicted).square() / predicted).sum()
