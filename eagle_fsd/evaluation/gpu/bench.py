@@ -1,10 +1,10 @@
-"""What the parts of a GPU check share: the device, random models that need no file, and the real target."""
+"""What the parts of a GPU check share: the device, and random models that need no file."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor, nn
 
 from eagle_fsd import hub
-from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.devices import resolve_device
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.drafting.eagle_config import HeadConfig
@@ -22,6 +21,7 @@ from eagle_fsd.runtime.cuda_graphs import cuda_recorder
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs, Recorder, Stepper
 from eagle_fsd.target.model import TargetModel
 
+OFF, ON = "graphs off", "graphs on"
 VOCAB = 96
 WINDOW = {"sliding_window": 8}
 SOFT = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}
@@ -70,17 +70,15 @@ class Counted:
 class Bench:
     """Where a check runs.
 
-    quick: sizes for a CPU and for tests. target, head: as `EagleFSD.from_pretrained` takes them; given: the
-    user named the target. record: makes the recorder of a device; None: there are no graphs here.
+    quick: sizes for a CPU and for tests. target, head: as `EagleFSD.from_pretrained` takes them. record:
+    makes the recorder of a device; None: there are no graphs here.
     """
 
     device: torch.device
     quick: bool = False
     target: str = hub.DEFAULT_TARGET
     head: str | None = None
-    given: bool = False
     record: Callable[[torch.device], Recorder] | None = None
-    loaded: dict[torch.dtype, EagleFSD] = field(default_factory=dict)
 
     @classmethod
     def make(cls, device: str, target: str | None, head: str | None, quick: bool) -> Bench:
@@ -95,7 +93,7 @@ class Bench:
             hub.resolve_target(target)
         if head is not None:
             hub.resolve_head(head, named)
-        bench = cls(place, quick, named, head, target is not None)
+        bench = cls(place, quick, named, head)
         if place.type == "cuda":
             index = torch.cuda.current_device() if place.index is None else place.index
             bench.device, bench.record = torch.device("cuda", index), cuda_recorder
@@ -109,7 +107,7 @@ class Bench:
 
     def modes(self) -> dict[str, Stepper]:
         """Return a new stepper without graphs and, where they can be had, one with them."""
-        return {"graphs off": EAGER} | ({} if self.record is None else {"graphs on": self.graphs()})
+        return {OFF: EAGER} | ({} if self.record is None else {ON: self.graphs()})
 
     def graphs(self) -> Graphs:
         """Return a new stepper whose recorder is Counted. Raises LeftOut where there are no graphs."""
@@ -117,52 +115,17 @@ class Bench:
             raise LeftOut("it needs CUDA graphs, and this device has none")
         return Graphs(Counted(self.record(self.device)))
 
-    def engines(self, family: str | None, dtype: torch.dtype = torch.float32) -> dict[str, EagleFSD]:
-        """Return an engine by mode, all on one model: a tiny one of the family; None: the real target."""
-        if family is None:
-            return {mode: self.real_engine(dtype, stepper) for mode, stepper in self.modes().items()}
-        return self.engines_of(tiny_model(family, self.device, dtype))
-
     def engines_of(self, model: transformers.PreTrainedModel) -> dict[str, EagleFSD]:
         """Return an engine on the model by mode."""
         return {mode: engine_of(model, stepper) for mode, stepper in self.modes().items()}
 
-    def real_engine(self, dtype: torch.dtype, stepper: Stepper) -> EagleFSD:
-        """Return the real target, loaded once for a dtype, with its head, or else a random one of its shape.
-
-        Raises LeftOut where there is no target, unless the user named it.
-        """
-        if dtype not in self.loaded:
-            head = self.head
-            try:
-                hub.resolve_target(self.target)
-                hub.resolve_head(head, self.target)
-            except ValueError as error:
-                if not self.given:
-                    raise LeftOut(f"there is no real target: {one_line(error, 200)}") from error
-                head = head or "none"
-            plain = {"graphs": False, "pack": False, "lookup": False, "runtime": "torch"}
-            self.loaded[dtype] = EagleFSD.from_pretrained(
-                self.target, head, dtype=dtype, device=self.device, **plain
-            )
-        found = self.loaded[dtype]
-        target = TargetModel(found.target.model, stepper)
-        head = getattr(found.drafter, "head", None)
-        name = "random, of the target's shape" if head is None else found.ea_model
-        return EagleFSD(target, head or random_head(target), found.tokenizer, self.target, name)
-
-
-def random_head(target: TargetModel) -> DraftHead:
-    """Return a random head of the shape that EAGLE trains for a target, drawn where it stays."""
-    shape = HeadConfig.for_target(target.config, target.hidden_size, target.vocab_size)
-    with target.device:
-        return DraftHead(shape).to(target.dtype).eval()
-
 
 def engine_of(model: transformers.PreTrainedModel, stepper: Stepper) -> EagleFSD:
-    """Return a model with a random head of its own shape, the same one for the same shape."""
+    """Return a model with a random head as EAGLE trains one for it, the same for the same shape."""
     target = TargetModel(model, stepper)
-    head = random_head(target).float()
+    shape = HeadConfig.for_target(target.config, target.hidden_size, target.vocab_size)
+    with target.device:
+        head = DraftHead(shape).float().eval()
     randomize(head, seed=1)
     return EagleFSD(target, head)
 

@@ -22,7 +22,7 @@ import torch
 from eagle_fsd.core.checks import one_line, require_choice, require_number
 from eagle_fsd.evaluation.cli import mistakes_on_one_line, say
 from eagle_fsd.evaluation.gpu.bench import Bench, Findings, LeftOut
-from eagle_fsd.evaluation.gpu.parts import recordings, sampled, steps, texts
+from eagle_fsd.evaluation.gpu.parts import recordings, sampled, steps, target, texts
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.provenance import provenance
@@ -42,15 +42,13 @@ class Part(NamedTuple):
 # What may spoil the device for the parts behind it comes last.
 PARTS = (
     Part("equality", 60, texts.equality),
-    Part("equality of the target", 60, texts.equality_of_target),
+    Part("equality of the target", 60, target.equality),
     Part("distribution", 30, sampled.distribution),
     Part("host waits", 20, steps.host_waits),
     Part("half precision", 15, texts.half_precision),
-    Part("half precision of the target", 15, functools.partial(texts.half_precision, family=None)),
     Part("recordings", 60, recordings.recordings),
-    Part("overflow", 20, texts.overflow),
-    Part("costs, bfloat16", 60, functools.partial(steps.costs, dtype=torch.bfloat16)),
-    Part("costs, float32", 60, functools.partial(steps.costs, dtype=torch.float32)),
+    Part("costs, bfloat16", 60, functools.partial(target.costs, dtype="bfloat16")),
+    Part("costs, float32", 60, functools.partial(target.costs, dtype="float32")),
     Part("flash-attn", 20, steps.flash_attention),
     Part("threads", 30, texts.threads),
     Part("failed capture", 20, recordings.failed_capture),

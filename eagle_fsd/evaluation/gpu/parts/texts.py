@@ -1,8 +1,7 @@
-"""Parts of a GPU check about texts: against Hugging Face's, in half precision, in threads, and not finite."""
+"""Parts of a GPU check about texts: against Hugging Face's, in half precision, and in threads."""
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,6 @@ from itertools import product
 
 import torch
 
-from eagle_fsd.autotune.settle import encode_example_prompts
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.commands.greedy import Difference, compare, reference
@@ -19,18 +17,16 @@ from eagle_fsd.evaluation.gpu.bench import (
     Bench,
     Findings,
     engine_of,
-    ids_of,
     prompts_of,
     tiny_model,
     verdict_on,
 )
-from eagle_fsd.evaluation.gpu.parts.recordings import TREE, problem_of
+from eagle_fsd.evaluation.gpu.parts.recordings import TREE
 from eagle_fsd.evaluation.prompt_sets import answer
 from eagle_fsd.runtime.step_recorder import EAGER
 
 RAGGED = [5, 12, 3, 9]
-TINY_TREES = (TREE, TreeConfig(16, 5, 4), TreeConfig(1))  # the first one for every family
-REAL_TREES = (TreeConfig(16, 5, 8), TreeConfig(60, 6, 10))
+TREES = (TREE, TreeConfig(16, 5, 4), TreeConfig(1))  # the first one for every family
 FLOAT_TIE = 1e-3  # between logits that kernels of float32 for one row and for several may order otherwise
 HALF_TIE = 0.25  # between logits of 16 to 32, where two numbers of bfloat16 are 0.125 apart
 Texts = Sequence[Sequence[int]]
@@ -39,43 +35,23 @@ Texts = Sequence[Sequence[int]]
 def equality(bench: Bench) -> Findings:
     """Compare float32 greedy texts of random models of six families with Hugging Face's `generate`."""
     cells: dict[str, Findings] = {}
+    prompts, tokens = prompts_of(RAGGED), 8 if bench.quick else 24
     for family in list(FAMILIES)[: 2 if bench.quick else None]:
-        trees = TINY_TREES[: None if family == "llama" else 1]
-        found = against_hugging_face(bench.engines(family), trees, 8 if bench.quick else 24)
-        cells |= {f"{family}, {mode}": cell for mode, cell in found.items()}
+        trees, model = TREES[: None if family == "llama" else 1], tiny_model(family, bench.device)
+        expected = reference(engine_of(model, EAGER), prompts, tokens)
+        for mode, engine in bench.engines_of(model).items():
+            cells[f"{family}, {mode}"] = compared(engine, prompts, expected, trees, (1, 4), tokens)
     return summed_up(cells)
 
 
-def equality_of_target(bench: Bench) -> Findings:
-    """Compare the real target's float32 greedy texts with Hugging Face's `generate`."""
-    engines, trees = bench.engines(None), REAL_TREES[: 1 if bench.quick else None]
-    cells = against_hugging_face(engines, trees, 8 if bench.quick else 48)
-    return {**summed_up(cells), "head": next(iter(engines.values())).ea_model}
-
-
-def against_hugging_face(
-    engines: dict[str, EagleFSD], trees: Sequence[TreeConfig], tokens: int
-) -> dict[str, Findings]:
-    """Compare the engines of one model, by mode, over trees and batch sizes."""
-    first = next(iter(engines.values()))
-    prompts = prompts_for(first)
-    expected = reference(first, prompts, tokens)
-    return {mode: compared(one, prompts, expected, trees, (1, 4), tokens) for mode, one in engines.items()}
-
-
-def half_precision(bench: Bench, family: str | None = "llama") -> Findings:
+def half_precision(bench: Bench) -> Findings:
     """Compare bfloat16 texts with and without graphs: equal, or parted where two logits nearly tie."""
-    bench.graphs()  # without which there is nothing to compare
-    without, recorded = bench.engines(family, torch.bfloat16).values()
-    prompts, tree, tokens = prompts_for(without), TreeConfig(16, 5, 8), 8 if bench.quick else 48
+    model, tree, tokens = tiny_model("llama", bench.device, torch.bfloat16), TreeConfig(16, 5, 8), 48
+    without, recorded, prompts = engine_of(model, EAGER), engine_of(model, bench.graphs()), prompts_of(RAGGED)
     wanted = answer(without, prompts, max_new_tokens=tokens, tree=tree).new_tokens
     # The second time from the recordings of the first.
     cell = compared(recorded, prompts, wanted, (tree, tree), (len(prompts),), tokens, HALF_TIE)
     return summed_up({"bfloat16": cell})
-
-
-def prompts_for(engine: EagleFSD) -> list[list[int]]:
-    return encode_example_prompts(engine.tokenizer) or prompts_of(RAGGED, engine.target.vocab_size)
 
 
 def compared(
@@ -135,24 +111,3 @@ def threads(bench: Bench) -> Findings:
         right[mode] = [mine.count(one) for mine, one in zip(made, wanted, strict=True)]
     ok = all(set(counts) == {runs} for counts in right.values())
     return {"ok": ok, "summary": f"right texts of {runs} by thread: {right}", "right": right}
-
-
-def overflow(bench: Bench) -> Findings:
-    """Check that logits that overflow in half precision end in an error of one line, and not in a text."""
-    ids, mask = ids_of([5, 9])
-    cells: dict[str, list[str | None]] = {}
-    for dtype, (mode, stepper) in product((torch.bfloat16, torch.float16), bench.modes().items()):
-        if bench.quick and dtype == torch.float16:
-            continue
-        engine = engine_of(tiny_model("llama", bench.device, dtype), stepper)
-        with torch.no_grad():  # after the model was admitted: a NaN would not have been
-            engine.target.lm_head.weight.mul_(torch.finfo(dtype).max)
-        for temperature in (0.0, 1.0):
-            options = {"max_new_tokens": 8, "temperature": temperature, "tree": TREE}
-            write = functools.partial(engine.generate, ids, mask, **options)
-            name = f"{str(dtype).removeprefix('torch.')}, {mode}, temperature {temperature:g}"
-            # With graphs a step is run, recorded and replayed.
-            cells[name] = [problem_of(write) for _ in range(3)]
-    silent = [name for name, said in cells.items() if not all(one and "finite" in one for one in said)]
-    said = f"an error in {len(cells) - len(silent)} of {len(cells)} settings"
-    return verdict_on(cells, silent, said, "a text or another error")
