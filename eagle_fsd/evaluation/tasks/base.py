@@ -134,6 +134,19 @@ def assistant(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
+def few_shot(name: str, ask: Callable[..., str], *question: Any) -> list[Message]:
+    """Return the chat of a question behind the examples of a task. ask: writes a question out."""
+    messages = []
+    for *shown, said in EXAMPLES[name]:
+        messages += [user(ask(*shown)), assistant(said)]
+    return [*messages, user(ask(*question))]
+
+
+def strict_and_flexible(right: object, strict: object, flexible: object) -> dict[str, float]:
+    """Score what an answer says that it is, and what it may mean."""
+    return {"strict": float(strict == right), "flexible": float(flexible == right)}
+
+
 def text_of(row: Mapping[str, Any], name: str) -> str:
     """Return a row's field that must be text. Raises ValueError for an empty one."""
     value = row[name]
