@@ -23,10 +23,9 @@ from support.op_recorder import OpRecorder
 from eagle_fsd import EagleFSD
 from eagle_fsd.core import sampling, tree
 from eagle_fsd.drafting import tree_growth
-from eagle_fsd.evaluation.gpu import checks
+from eagle_fsd.evaluation.gpu import checks, steps, target, texts
 from eagle_fsd.evaluation.gpu.bench import Bench, Counted, Findings, LeftOut, engine_of, tiny_model
 from eagle_fsd.evaluation.gpu.checks import Part, run_parts, table
-from eagle_fsd.evaluation.gpu.parts import recordings, sampled, steps, target, texts
 from eagle_fsd.hub import save_head
 from eagle_fsd.runtime import kv_cache
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
@@ -110,28 +109,28 @@ def test_texts_in_half_precision_are_compared(bench: Bench) -> None:
 
 
 def test_the_distribution_is_told_from_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sampled.distribution(bench)["ok"]
+    assert texts.distribution(bench)["ok"]
     generate = EagleFSD.generate
 
     def warmer(self: EagleFSD, *prompts: Any, **options: Any) -> Any:
         return generate(self, *prompts, **{**options, "temperature": 1.6})
 
     monkeypatch.setattr(EagleFSD, "generate", warmer)
-    assert not sampled.distribution(bench)["ok"]
+    assert not texts.distribution(bench)["ok"]
 
 
 def test_the_goodness_of_fit_is_pearsons() -> None:
     of = functools.partial(torch.tensor, dtype=torch.float64)
     counts, law = of([50, 30, 20]), of([0.4, 0.4, 0.2])
     wanted = chisquare(counts.numpy(), (law * 100).numpy()).pvalue
-    assert sampled.goodness_of_fit(counts, law) == pytest.approx(wanted, rel=1e-9)
+    assert texts.goodness_of_fit(counts, law) == pytest.approx(wanted, rel=1e-9)
     rare = of([0.4, 0.4, 0.17, 0.02, 0.01])  # the last two expect three together
     counts = of([45, 35, 14, 4, 2])
     wanted = chisquare([45, 35, 14, 6], [40, 40, 17, 3]).pvalue
-    assert sampled.goodness_of_fit(counts, rare) == pytest.approx(wanted, rel=1e-9)
+    assert texts.goodness_of_fit(counts, rare) == pytest.approx(wanted, rel=1e-9)
     impossible = of([1, 0])
-    assert sampled.goodness_of_fit(of([9, 1]), impossible) == 0.0
-    assert sampled.goodness_of_fit(of([10, 0]), impossible) == 1.0
+    assert texts.goodness_of_fit(of([9, 1]), impossible) == 0.0
+    assert texts.goodness_of_fit(of([10, 0]), impossible) == 1.0
 
 
 def test_engines_in_threads_write_their_texts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +148,7 @@ def test_engines_in_threads_write_their_texts(bench: Bench, monkeypatch: pytest.
 
 
 def test_what_is_recorded_is_counted_as_long_as_it_is_held(bench: Bench) -> None:
-    found = recordings.recordings(bench)
+    found = steps.recordings(bench)
     assert found["ok"] and all(len(passes) == 3 for passes in found["cells"].values())
     last = found["cells"]["2 prompt lengths"][2]
     assert 0 < last["held"] == last["made"] < last["replays"]
@@ -166,23 +165,23 @@ def test_recordings_that_are_never_let_go_are_noticed(bench: Bench, monkeypatch:
         return kept[-1]
 
     monkeypatch.setattr(Counted, "__call__", leaks)
-    passes = recordings.three_times(bench, engine, counted, [([9], {}), ([9, 9], {})])
-    assert recordings.grows(passes) and passes[2]["held"] == passes[2]["made"] == len(kept)
+    passes = steps.three_times(bench, engine, counted, [([9], {}), ([9, 9], {})])
+    assert steps.grows(passes) and passes[2]["held"] == passes[2]["made"] == len(kept)
     flat = {"held": 9, "bytes reserved": 0}
-    assert not recordings.grows([flat, flat, flat])
-    assert recordings.grows([flat, flat, {**flat, "bytes reserved": 2**30}])
+    assert not steps.grows([flat, flat, flat])
+    assert steps.grows([flat, flat, {**flat, "bytes reserved": 2**30}])
 
 
 def test_a_forward_that_waits_is_survived(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = recordings.failed_capture(bench)
+    found = steps.failed_capture(bench)
     assert found["ok"] and len(found["warnings"]) == 1 and "no CUDA graphs" in found["warnings"][0]
     assert set(found["after"].values()) == {None}
 
     def spoiled(*_: Any, **__: Any) -> None:
         raise RuntimeError("Offset increment outside graph capture encountered unexpectedly")
 
-    monkeypatch.setattr(recordings.F, "dropout", spoiled)
-    found = recordings.failed_capture(bench)
+    monkeypatch.setattr(steps.F, "dropout", spoiled)
+    found = steps.failed_capture(bench)
     assert not found["ok"] and "no longer works: dropout (RuntimeError: Offset increment" in found["summary"]
 
 
@@ -261,10 +260,10 @@ def test_every_branch_for_a_gpu_runs(paper_gpu: Bench, monkeypatch: pytest.Monke
     found = steps.host_waits(paper_gpu)
     assert not found["ok"] and set(found["cells"]) >= {"graphs on, 3 rows, fuzzy, sampled"}
     assert not any(found["cells"].values())
-    found = recordings.failed_capture(paper_gpu)
+    found = steps.failed_capture(paper_gpu)
     assert found["ok"] and {"empty_cache", "allocation"} <= set(found["after"])
     engine = engine_of(tiny_model("llama", CPU), stepper := paper_gpu.graphs())
-    (*_, last) = recordings.three_times(paper_gpu, engine, stepper.record, [([9], {})])
+    (*_, last) = steps.three_times(paper_gpu, engine, stepper.record, [([9], {})])
     assert last["bytes reserved"] == 2**21
 
 

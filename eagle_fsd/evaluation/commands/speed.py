@@ -30,8 +30,8 @@ from eagle_fsd.evaluation.cli import check_sizes, encoded_prompts, load_engine, 
 from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP, build
 from eagle_fsd.evaluation.measure.observers import likelihood
 from eagle_fsd.evaluation.measure.speed import Setting, method, race, tree_of
-from eagle_fsd.evaluation.report.plots import plot_speed, require_matplotlib
-from eagle_fsd.evaluation.report.speed_ratios import results, table
+from eagle_fsd.evaluation.report.plots import require_matplotlib
+from eagle_fsd.evaluation.report.speed_ratios import plot_speed, results, table
 from eagle_fsd.files.jsonl import append_row
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.runtime.packed_linear import backend_names

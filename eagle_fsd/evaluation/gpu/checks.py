@@ -21,8 +21,8 @@ import torch
 
 from eagle_fsd.core.checks import one_line, require_choice, require_number
 from eagle_fsd.evaluation.cli import mistakes_on_one_line, say
+from eagle_fsd.evaluation.gpu import steps, target, texts
 from eagle_fsd.evaluation.gpu.bench import Bench, Findings, LeftOut
-from eagle_fsd.evaluation.gpu.parts import recordings, sampled, steps, target, texts
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.provenance import provenance
@@ -43,15 +43,15 @@ class Part(NamedTuple):
 PARTS = (
     Part("equality", 60, texts.equality),
     Part("equality of the target", 60, target.equality),
-    Part("distribution", 30, sampled.distribution),
+    Part("distribution", 30, texts.distribution),
     Part("host waits", 20, steps.host_waits),
     Part("half precision", 15, texts.half_precision),
-    Part("recordings", 60, recordings.recordings),
+    Part("recordings", 60, steps.recordings),
     Part("costs, bfloat16", 60, functools.partial(target.costs, dtype="bfloat16")),
     Part("costs, float32", 60, functools.partial(target.costs, dtype="float32")),
     Part("flash-attn", 20, steps.flash_attention),
     Part("threads", 30, texts.threads),
-    Part("failed capture", 20, recordings.failed_capture),
+    Part("failed capture", 20, steps.failed_capture),
 )
 
 

@@ -1,23 +1,37 @@
-"""Parts of a GPU check about CUDA graphs: what is recorded and held, and what a failed capture leaves."""
+"""Parts of a GPU check about steps: CUDA graphs and a capture that fails, when the host waits, flash-attn."""
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, product
 from typing import Any
 from unittest import TestCase
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from eagle_fsd.acceptance.accept import Lossless
+from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.autotune.step_costs import star_tree
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.gpu.bench import Bench, Counted, Findings, engine_of, ids_of, tiny_model
+from eagle_fsd.evaluation.gpu import bench as benches
+from eagle_fsd.evaluation.gpu.bench import Bench, Counted, Findings, LeftOut, engine_of, ids_of, tiny_model
+from eagle_fsd.runtime.flash_attention import flash_available
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
+from eagle_fsd.runtime.timing import median_seconds
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 TREE = TreeConfig(8, 3, 3)
+SAMPLED = {"temperature": 0.8, "top_p": 0.9}
+STEPS_BEFORE, WAITS = 6, 8  # steps in which graphs are recorded, and those that are looked at
+FLASH_TOLERANCE = 0.05  # relative, between kernels in bfloat16
 Call = tuple[list[int], dict[str, float]]  # the prompts' lengths, and how to sample
 MOST_HELD = 64  # recordings of one engine, whatever is asked of it
 GROWTH = 16 * 2**20  # bytes that a repetition may add: the allocator's rounding
@@ -94,13 +108,13 @@ def failed_capture(bench: Bench) -> Findings:
     if bench.on_gpu:
         probes["empty_cache"] = torch.cuda.empty_cache
         probes["allocation"] = lambda: torch.zeros(2**24, device=bench.device).sum().item()
-    with TestCase().assertLogs("eagle_fsd", logging.WARNING) as noted:  # which fails where nothing is said
+    with TestCase().assertLogs("eagle_fsd", logging.WARNING) as log:  # which fails where nothing is said
         after = {name: problem_of(probe) for name, probe in probes.items()}
-    warnings = [one_line(record.getMessage(), 300) for record in noted.records]
+    noted = [one_line(record.getMessage(), 300) for record in log.records]
     bad = [f"{name} ({error})" for name, error in after.items() if error is not None]
     said = f"no longer works: {'; '.join(bad)}" if bad else "the same text, and all works afterwards"
-    said += f", after {len(warnings)} warning(s)"
-    return {"ok": not bad and len(warnings) == 1, "summary": said, "warnings": warnings, "after": after}
+    said += f", after {len(noted)} warning(s)"
+    return {"ok": not bad and len(noted) == 1, "summary": said, "warnings": noted, "after": after}
 
 
 def texts_of(model: Any, stepper: Stepper) -> list[list[list[int]]]:
@@ -116,3 +130,74 @@ def problem_of(work: Callable[[], object]) -> str | None:
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {one_line(error, 200)}"
     return None
+
+
+def steps_of(engine: EagleFSD, lengths: list[int], count: int, **options: Any) -> Iterator[list[list[int]]]:
+    """Yield `count` steps of one batch, whose texts do not end in them, after those that record graphs."""
+    ids, mask = ids_of(lengths, min(engine.target.vocab_size, 1000))
+    most = (STEPS_BEFORE + count + 2) * (options["tree"].depth + 1)
+    with engine.stream_batch(ids, mask, eos_token_id=(), max_new_tokens=most, **options) as stream:
+        yield from islice(stream.steps, STEPS_BEFORE, STEPS_BEFORE + count)
+
+
+def host_waits(bench: Bench) -> Findings:
+    """Check by torch's debug mode that a step waits for the device once, whatever the batch and the rule."""
+    if not bench.on_gpu:
+        raise LeftOut("a CPU has no queue to wait for")
+    rules: dict[str, dict[str, Any]] = {
+        "lossless, greedy": {"rule": Lossless()},
+        "lossless, sampled": {"rule": Lossless(), **SAMPLED},
+        "fuzzy, sampled": {"rule": Fuzzy(0.5), **SAMPLED},
+    }
+    cells = {}
+    for mode, lengths, name in product(bench.modes(), ([9], [5, 12, 3]), rules):
+        engine = engine_of(tiny_model("llama", bench.device), bench.modes()[mode])
+        steps = steps_of(engine, lengths, 1 + WAITS, tree=TREE, **rules[name])
+        next(steps)  # those before it are not watched
+        cells[f"{mode}, {len(lengths)} rows, {name}"] = waits_in(
+            lambda steps=steps: list(islice(steps, WAITS))
+        )
+    bad = [name for name, waits in cells.items() if waits != WAITS]
+    return benches.verdict_on(
+        cells, bad, f"one wait a step in {len(cells) - len(bad)} of {len(cells)}", "not so"
+    )
+
+
+def waits_in(work: Callable[[], object]) -> int:
+    """Count the waits that torch warns of while work runs."""
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(one.message) for one in noted)
+
+
+def flash_attention(bench: Bench) -> Findings:
+    """Compare a tree behind a prefix with flash-attn and without: the same logits, and what each costs."""
+    dtype = torch.bfloat16
+    if not flash_available(bench.device, dtype):
+        raise LeftOut("flash-attn is not installed, or does not run on this device")
+    sizes = {"vocab_size": 8192, "hidden_size": 512, "layers": 4, "positions": 2**15}
+    target = TargetModel(tiny_model("llama", bench.device, dtype, **sizes))
+    if not target.flash:
+        return {"ok": False, "summary": "it is installed, and a tiny Llama was not admitted with it"}
+    logits, spent = {}, {}
+    for flash in (False, True):
+        target.flash = flash
+        logits[flash], spent["with" if flash else "without"] = behind(target, 16384)
+    difference = float((logits[True] - logits[False]).norm() / logits[False].norm())
+    said = f"relative difference {difference:.2g}"
+    return {"ok": difference < FLASH_TOLERANCE, "summary": said, "milliseconds": spent}
+
+
+@torch.inference_mode()
+def behind(target: TargetModel, context: int) -> tuple[Tensor, float]:
+    """Return the logits of a tree of 32 nodes behind a prompt, and the milliseconds of its forward."""
+    prompt = torch.tensor(benches.prompts_of([context], target.vocab_size), device=target.device)
+    session = TargetSession(target, 1, context + 64)
+    session.prefill(prompt, [context])
+    tree = star_tree(prompt[:, -1], 32, target.vocab_size)
+    return session.verify(tree)[0].clone(), 1000 * median_seconds(lambda: session.verify(tree), target.device)
