@@ -25,7 +25,7 @@ from eagle_fsd.core import sampling, tree
 from eagle_fsd.drafting import tree_growth
 from eagle_fsd.evaluation.gpu import checks, steps, target, texts
 from eagle_fsd.evaluation.gpu.bench import Bench, Counted, Findings, LeftOut, engine_of, tiny_model
-from eagle_fsd.evaluation.gpu.checks import Part, run_parts, table
+from eagle_fsd.evaluation.gpu.checks import table
 from eagle_fsd.hub import save_head
 from eagle_fsd.runtime import kv_cache
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
@@ -43,8 +43,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(CPU, quick=True, target="/there/is/none", record=lambda device: OpRecorder())
 
 
-def part(name: str, run: Callable[[], Findings], seconds: float = 1.0) -> Part:
-    return Part(name, seconds, lambda context: run())
+def parts(**runs: Callable[[], Findings]) -> dict[str, checks.Part]:
+    return {name: lambda bench, run=run: run() for name, run in runs.items()}
 
 
 def passes() -> Findings:
@@ -62,27 +62,16 @@ def leaves_itself_out() -> Findings:
 # --- the runner ---
 
 
-def test_a_part_that_fails_does_not_stop_the_others() -> None:
-    seen: list[tuple[int, str]] = []
-    parts = [part("bad", fails), part("absent", leaves_itself_out), part("good", passes)]
-    result = run_parts(parts, Bench(CPU), 60, lambda whole, new: seen.append((len(whole["parts"]), new)))
-    bad, good = result["parts"]
-    assert not result["ok"] and not bad["ok"] and good["ok"]
+def test_what_a_part_says_is_its_record() -> None:
+    """One that fails has its traceback, one that cannot run here its reason."""
+    three = parts(bad=fails, absent=leaves_itself_out, good=passes)
+    bad, absent, good = (checks.run_part(name, part, Bench(CPU)) for name, part in three.items())
+    assert [one["ok"] for one in (bad, absent, good)] == [False, None, True]
     assert bad["summary"] == "KeyError: 'a key\\nof two lines'"
-    assert "raise KeyError" in "".join(bad["traceback"])
-    assert result["left_out"] == [{"part": "absent", "reason": "a package is missing"}]
-    assert [count for count, _ in seen] == [1, 1, 2]
-    assert "bad: FAILED: KeyError" in seen[0][1] and "absent: left out: a package" in seen[1][1]
-    assert json.loads(json.dumps(result))["parts"][1]["name"] == "good"
-
-
-def test_what_does_not_fit_into_the_budget_is_left_out_with_the_reason() -> None:
-    parts = [part("long", passes, 100), part("short", passes, 1)]
-    result = run_parts(parts, Bench(CPU), 50, lambda whole, new: None)
-    assert [one["name"] for one in result["parts"]] == ["short"] and result["ok"]
-    (left,) = result["left_out"]
-    assert left["part"] == "long" and left["reason"].startswith("it may take 100 s and ")
-    assert left["reason"].endswith(" s of 50 are left")
+    assert "raise KeyError" in "".join(bad["traceback"]) and absent["summary"] == "a package is missing"
+    assert json.loads(json.dumps(good))["name"] == "good"
+    shown = table({"machine": checks.machine(Bench(CPU)), "parts": [bad, absent, good]})
+    assert [line.split(" | ")[1] for line in shown.splitlines()[4:]] == ["FAILED", "left out", "passed"]
 
 
 # --- the parts ---
@@ -297,7 +286,6 @@ def test_without_a_gpu_it_says_so_in_one_line(
         (["--head", "/there/is/none"], "is not there"),
         (["--only", "speed"], "part is 'speed': it must be one of equality, "),
         (["--device", "gpu"], "device 'gpu' is not there"),
-        (["--seconds", "0"], "seconds is 0.0: it must be a number between 1 and 86400"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -325,7 +313,7 @@ def test_the_exit_code_says_whether_a_part_failed(
         sys.stdout.write("a library's word\n")
         return run()
 
-    monkeypatch.setattr(checks, "PARTS", (part("one", talks), part("two", passes)))
+    monkeypatch.setattr(checks, "PARTS", parts(one=talks, two=passes))
     assert run_script(monkeypatch, "--device", "cpu") == code
     shown = capsys.readouterr()
     result = json.loads(shown.out)
@@ -345,7 +333,7 @@ def test_what_was_found_is_in_the_file_before_the_check_ends(
     def killed() -> Findings:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checks, "PARTS", (part("one", passes), part("two", killed)))
+    monkeypatch.setattr(checks, "PARTS", parts(one=passes, two=killed))
     monkeypatch.setattr("sys.argv", ["gpu_check.py", "--device", "cpu", "--output", str(file)])
     with pytest.raises(KeyboardInterrupt):
         runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -361,15 +349,14 @@ def test_a_target_in_a_folder_is_timed_with_its_head(
     save_head(engine_of(model, EAGER).head, tmp_path / "head")
     options = ["--device", "cpu", "--quick", "--target", str(tmp_path / "target"), "--only", "costs, float32"]
     assert run_script(monkeypatch, *options) == 0  # no head ships for this target
-    (left,) = json.loads(capsys.readouterr().out)["left_out"]
-    assert "there is no real target with a head" in left["reason"]
+    (left,) = json.loads(capsys.readouterr().out)["parts"]
+    assert left["ok"] is None and "there is no real target with a head" in left["summary"]
     assert run_script(monkeypatch, *options, "--head", str(tmp_path / "head")) == 0
     (part,) = json.loads(capsys.readouterr().out)["parts"]
-    assert part["ok"] and "| 32 | 16 |" in part["findings"]["table"]
+    assert part["ok"] and "| 32 | 16 |" in part["table"]
 
 
 def test_every_part_has_a_name_of_its_own() -> None:
-    names = [one.name for one in checks.PARTS]
-    assert len(set(names)) == len(names) and "equality of the target" in names
-    shown = table({"machine": checks.machine(Bench(CPU)), "parts": [], "left_out": []})
+    assert "equality of the target" in checks.PARTS
+    shown = table({"machine": checks.machine(Bench(CPU)), "parts": []})
     assert f"torch {torch.__version__}" in shown

@@ -96,18 +96,16 @@ def failed_capture(bench: Bench) -> Findings:
         same_text(healthy)
         assert counted.made, "nothing is recorded any more"
 
+    sampled = {"attention_mask": torch.ones_like(ids), "do_sample": True, "max_new_tokens": 4}
     probes: dict[str, Callable[[], object]] = {
         "the text": lambda: same_text(failing),
         "another engine": recovered,
-        "random numbers": lambda: torch.rand(8, device=bench.device).cpu(),
         "dropout": lambda: F.dropout(torch.ones(64, device=bench.device), training=True).cpu(),
-        "Hugging Face samples": lambda: model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=4
-        ),
+        "Hugging Face samples": lambda: model.generate(ids, **sampled),
+        "allocation": lambda: torch.zeros(2**24, device=bench.device).sum().item(),
     }
     if bench.on_gpu:
         probes["empty_cache"] = torch.cuda.empty_cache
-        probes["allocation"] = lambda: torch.zeros(2**24, device=bench.device).sum().item()
     with TestCase().assertLogs("eagle_fsd", logging.WARNING) as log:  # which fails where nothing is said
         after = {name: problem_of(probe) for name, probe in probes.items()}
     noted = [one_line(record.getMessage(), 300) for record in log.records]

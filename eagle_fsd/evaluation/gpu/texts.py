@@ -1,4 +1,4 @@
-"""Parts of a GPU check about texts: against Hugging Face's, in half precision, in threads, and texts."""
+"""Parts of a GPU check about texts: against Hugging Face's, in half precision, in threads, and sampled."""
 
 from __future__ import annotations
 
