@@ -73,13 +73,12 @@ class Row:
         made = {name: data[name] for name in KINDS if name != "law"} | {"sample": str(data["sample"])}
         made["rule"], made["kl"], made["tv"] = rule, law.get("kl"), law.get("tv")
         for name, kind in (("sampling", SamplingConfig), ("tree", TreeConfig)):
-            try:
-                made[name] = kind(**data[name])
-            except TypeError as error:
-                known = ", ".join(one.name for one in fields(kind))
+            known = [one.name for one in fields(kind)]
+            if not data[name].keys() <= set(known):
                 raise ValueError(
-                    f"{name} is {data[name]!r}: its fields are {known}; make the row again"
-                ) from error
+                    f"{name} is {data[name]!r}: its fields are {', '.join(known)}; make it again"
+                )
+            made[name] = kind(**data[name])
         return cls(**made, provenance={name: data[name] for name in PROVENANCE if name in data})
 
 

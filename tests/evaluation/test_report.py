@@ -12,8 +12,7 @@ from support.synthetic_rows import LOSSLESS, Truth, cell_rows, fuzzy, typical, w
 
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Estimate
 from eagle_fsd.evaluation.analysis.frontier import QUALITIES
-from eagle_fsd.evaluation.analysis.measures import TAU
-from eagle_fsd.evaluation.analysis.points import panels
+from eagle_fsd.evaluation.analysis.points import TAU, panels
 from eagle_fsd.evaluation.commands import report
 from eagle_fsd.evaluation.commands.report import write_report
 from eagle_fsd.evaluation.report.plots import style, varying_knobs

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from eagle_fsd.core.checks import require_choice
 from eagle_fsd.evaluation.analysis.bootstrap import Estimate
-from eagle_fsd.evaluation.analysis.measures import MEASURES, SCORE
-from eagle_fsd.evaluation.analysis.points import Panel, Point
+from eagle_fsd.evaluation.analysis.points import MEASURES, SCORE, Panel, Point
 
 LOSSES = (0.005, 0.01, 0.02, 0.05)
 

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eagle_fsd.evaluation.analysis.bootstrap import Array, Bootstrap, Sums, interval, resampled
-from eagle_fsd.evaluation.analysis.measures import MEASURES, TAU, paired, sums_of
-from eagle_fsd.evaluation.analysis.points import Panel, Point, panels
+from eagle_fsd.evaluation.analysis.points import MEASURES, TAU, Panel, Point, paired, panels, sums_of
 from eagle_fsd.evaluation.cli import parsed, rows_parser, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.rows import read_raw_rows

@@ -22,8 +22,7 @@ from eagle_fsd.evaluation.analysis.frontier import (
     undominated,
     winners,
 )
-from eagle_fsd.evaluation.analysis.measures import SCORE, SPEED, TAU, machine
-from eagle_fsd.evaluation.analysis.points import Models, Panel, Point, panels
+from eagle_fsd.evaluation.analysis.points import SCORE, SPEED, TAU, Models, Panel, Point, machine, panels
 from eagle_fsd.evaluation.cli import parsed, rows_parser, say
 from eagle_fsd.evaluation.markdown_table import filled_columns, markdown_table
 from eagle_fsd.evaluation.report.plots import plot_frontier, require_matplotlib

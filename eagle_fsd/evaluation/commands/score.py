@@ -46,12 +46,10 @@ def score_rows(rows: Iterable[Row], path: Path | None = None, origin: str = "row
             yield {**row, "scores": {}}
             continue
         try:
-            task = task_named(row.get("task"))
+            task, text = task_named(row.get("task")), row.get("text")
             task.require_version(row.get("version"))
-            if not isinstance(row.get("text"), str):
-                raise ValueError(
-                    f"text is {row.get('text')!r}: a row needs its generated text; generate it again"
-                )
+            if not isinstance(text, str):
+                raise ValueError(f"text is {text!r}: a row needs its generated text; generate it again")
             if task.name not in loaded:
                 loaded[task.name] = {sample.id: sample for sample in task.load(path)}
             sample = loaded[task.name].get(str(row.get("sample")))
@@ -62,7 +60,7 @@ def score_rows(rows: Iterable[Row], path: Path | None = None, origin: str = "row
                 )
         except ValueError as error:
             raise ValueError(f"{origin}:{number}: {error}") from error
-        yield {**row, "scores": task.score(sample.reference, row["text"])}
+        yield {**row, "scores": task.score(sample.reference, text)}
 
 
 def score_file(source: Path, output: Path, path: Path | None = None) -> list[Row]:

@@ -53,9 +53,10 @@ def recordings(bench: Bench) -> Findings:
     cells = {name: three_times(bench, engine, counted, calls) for name, calls in scenarios.items()}
     grown = [name for name, passes in cells.items() if grows(passes)]
     most = max(one["held"] for passes in cells.values() for one in passes)
-    said = f"{counted.made} recorded, at most {most} held"
-    said += f"; it still grows: {', '.join(grown)}" if grown else ""
-    return {"ok": not grown and 0 < most <= MOST_HELD, "summary": said, "cells": cells}
+    found = benches.verdict_on(
+        cells, grown, f"{counted.made} recorded, at most {most} held", "it still grows"
+    )
+    return found | {"ok": found["ok"] and 0 < most <= MOST_HELD}
 
 
 def three_times(bench: Bench, engine: EagleFSD, counted: Counted, calls: Sequence[Call]) -> list[Findings]:
