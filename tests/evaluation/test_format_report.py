@@ -17,7 +17,7 @@ from support.tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.evaluation.measure.hardware_limits import process_memory
+from eagle_fsd.evaluation.measure.hardware_limits import memory
 from eagle_fsd.evaluation.weight_formats import command as script
 from eagle_fsd.evaluation.weight_formats import passes
 from eagle_fsd.evaluation.weight_formats.command import format_table
@@ -100,10 +100,10 @@ def test_a_process_of_its_own_returns_and_raises() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peak_is_the_most_that_there_was() -> None:
-    before, block = process_memory(), bytearray(b"x") * 2**28
-    during = process_memory()
+    before, block = memory(passes.CPU), bytearray(b"x") * 2**28
+    during = memory(passes.CPU)
     del block
-    after = process_memory()
+    after = memory(passes.CPU)
     assert during["resident"] - before["resident"] > 0.9 * 2**28
     assert after["resident"] < during["resident"] - 0.9 * 2**28
     assert during["resident"] <= during["peak"] and after["peak"] > during["resident"] - 2**24

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import resource
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ from torch import nn
 
 from eagle_fsd.autotune.step_costs import star_tree
 from eagle_fsd.evaluation.markdown_table import markdown_table
-from eagle_fsd.evaluation.measure.speed import peak_memory
 from eagle_fsd.runtime.matmul_backends import measure_fastest_backend
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.runtime.timing import RECORDED, Call, median_seconds, time_in_turn
@@ -98,7 +98,7 @@ def behind(target: TargetModel, here: Machine, context: int, nodes: Sequence[int
     reading = (target.weight_bytes + session.cache_bytes) / here.bandwidth
     node = (2 * target.parameter_count + attention_operations(target, context)) / here.rate
     forwards = [Forward(count, reading, count * node, statistics.median(repeats[count])) for count in nodes]
-    return Behind(context, prefill, session.cache_bytes, resident_memory(target.device), forwards)
+    return Behind(context, prefill, session.cache_bytes, memory(target.device)["resident"], forwards)
 
 
 def attention_operations(target: TargetModel, context: int) -> int:
@@ -109,25 +109,21 @@ def attention_operations(target: TargetModel, context: int) -> int:
     return 4 * config.num_hidden_layers * width * context
 
 
-def resident_memory(device: torch.device) -> int:
-    """Return bytes: the process's own now on Linux, else its peak; on CUDA the device's peak."""
-    statm = Path("/proc/self/statm")
-    if device.type == "cuda" or not statm.exists():
-        return peak_memory(device)
-    return int(statm.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+def memory(device: torch.device) -> dict[str, int]:
+    """Return the bytes that are taken now, "resident", and the most so far, "peak": of torch on a GPU.
 
-
-def process_memory() -> dict[str, int]:
-    """Return the bytes of this process that are in memory now, "resident", and the most so far, "peak".
-
-    On Linux they are the process's own. What `getrusage` calls its peak begins with that of its parent.
+    Else they are the process's own on Linux. What `getrusage` calls its peak begins with that of its parent.
     """
-    resident, status = resident_memory(torch.device("cpu")), Path("/proc/self/status")
+    if device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return dict(zip(("resident", "peak"), allocated, strict=True))
+    status = Path("/proc/self/status")
     if not status.exists():
-        return {"resident": resident, "peak": peak_memory(torch.device("cpu"))}
-    lines = status.read_text(encoding="utf-8").splitlines()
-    (kilobytes,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
-    return {"resident": resident, "peak": max(resident, 1024 * int(kilobytes))}
+        unit = 1 if sys.platform == "darwin" else 1024
+        return dict.fromkeys(("resident", "peak"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    told = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())
+    resident, peak = (1024 * int(told[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+    return {"resident": resident, "peak": max(resident, peak)}
 
 
 def forward_table(found: Sequence[Behind]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
 
-class Meter:
+class Meter(ABC):
     """An observer of one batch that has something to say of each row: fields of its JSON object.
 
     seconds: what observing took, which is not the decoding's.
@@ -29,13 +30,13 @@ class Meter:
         self.see(verified, verdict, emitted)
         self.seconds += time.perf_counter() - start
 
+    @abstractmethod
     def see(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
         """Look at a step. emitted: by row, how many tokens the step gave it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def row(self, row: int) -> dict[str, Any]:
         """Return what a row's JSON object says."""
-        raise NotImplementedError
 
 
 def inside(verdict: Verdict, emitted: Mapping[int, int]) -> Tensor:

@@ -7,8 +7,6 @@ their spread over the batches. Only delivered tokens count.
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +21,7 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec
 from eagle_fsd.drafting.lookup.merged_drafter import MergedSpec
 from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.measure.hardware_limits import memory
 from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP, LlamaCpp, gguf_file
 from eagle_fsd.evaluation.prompt_sets import answer, batches, rotated
 from eagle_fsd.target.hf_generate import generate_alone
@@ -170,7 +169,7 @@ def race(
                     "tree": str(answers.tree) if answers.tree and answers.tree.total_tokens > 1 else None,
                     **GenerationStats.total(answers.stats, concurrent=True).to_dict(),
                     "batch_steps": max(row.steps for row in answers.stats),
-                    "peak_memory": peak_memory(device),
+                    "peak_memory": memory(device)["peak"],
                     **note(part, answers.tokens),
                 }
 
@@ -185,11 +184,3 @@ def stretched(prompts: Prompts, length: int) -> list[list[int]]:
             place = (place - 1) % len(prompts)
         made.append(text[-length:])
     return made
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return bytes: of the method's own run on CUDA; of the whole process so far on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -44,13 +44,12 @@ def plot_frontier(panels: Sequence[Panel], quality: Quality, speed: str, path: P
     from matplotlib.figure import Figure
 
     percent = 100 if quality.relative else 1
-    drawn = []
-    for panel in panels:
-        points = [
-            (one, fast, loss.scaled(percent)) for one, fast, loss in placed(panel.points, quality, speed)
-        ]
-        if not all(point.is_lossless for point, *_ in points):
-            drawn.append((panel, points))
+    known = ((panel, placed(panel.points, quality, speed)) for panel in panels)
+    drawn = [
+        (panel, [(one, fast, loss.scaled(percent)) for one, fast, loss in points])
+        for panel, points in known
+        if not all(point.is_lossless for point, *_ in points)
+    ]
     if not drawn:
         return False
     columns = min(COLUMNS, len(drawn))
@@ -68,15 +67,8 @@ def plot_frontier(panels: Sequence[Panel], quality: Quality, speed: str, path: P
     for axes in places[len(drawn) :]:
         axes.set_axis_off()
     names = sorted(handles, key=lambda name: (name not in families, name))
-    figure.legend(
-        [handles[name] for name in names],
-        names,
-        loc="outside lower center",
-        ncols=min(2 * columns, len(names)),
-        frameon=False,
-        fontsize=8,
-        handlelength=3.5,
-    )
+    look = {"ncols": min(2 * columns, len(names)), "frameon": False, "fontsize": 8, "handlelength": 3.5}
+    figure.legend([handles[name] for name in names], names, loc="outside lower center", **look)
     save(figure, path)
     return True
 
@@ -113,19 +105,9 @@ def draw_panel(
         if not members:
             continue
         rules, fast, loss = zip(*members, strict=True)
-        axes.errorbar(
-            [one.value for one in fast],
-            [one.value for one in loss],
-            xerr=arms(fast),
-            yerr=arms(loss),
-            markersize=5,
-            linewidth=1.1,
-            elinewidth=0.6,
-            ecolor=(look["color"], 0.4),
-            markerfacecolor="white",
-            label=family,
-            **look,
-        )
+        lines = {"linewidth": 1.1, "elinewidth": 0.6, "ecolor": (look["color"], 0.4), "xerr": arms(fast)}
+        lines |= {"markersize": 5, "markerfacecolor": "white", "label": family, "yerr": arms(loss), **look}
+        axes.errorbar([one.value for one in fast], [one.value for one in loss], **lines)
         for point, x, y in members:
             if point in best:
                 axes.plot(x.value, y.value, markersize=5, zorder=4, **{**look, "linestyle": ""})

@@ -25,7 +25,7 @@ from eagle_fsd.acceptance.divergence import tv
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.measure.hardware_limits import process_memory
+from eagle_fsd.evaluation.measure.hardware_limits import memory
 from eagle_fsd.evaluation.prompt_sets import answer
 from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import append_row
@@ -102,7 +102,7 @@ def decode_prompts(job: Job, questions: Sequence[Question]) -> None:
 
     libraries: bytes that the process had before it loaded anything.
     """
-    libraries = process_memory()["resident"]
+    libraries = memory(CPU)["resident"]
     engine, tree = load_engine(job), TreeConfig.parse(job.tree)
     made = {"weight_bytes": engine.target.weight_bytes, "libraries": libraries, **provenance(CPU)}
     for question in tqdm(questions, desc=f"{job.name}: decoding", unit="prompt"):
@@ -114,7 +114,7 @@ def decode_prompts(job: Job, questions: Sequence[Question]) -> None:
             "lossless": lossless.new_tokens[0],
             "steps": lossless.stats[0].steps,
             "new_tokens": lossless.stats[0].new_tokens,
-            **process_memory(),
+            **memory(CPU),
         }
         append(job, DECODE, question, row | made)
 
