@@ -217,7 +217,7 @@ def test_the_scripts_commands_run_one_after_the_other(
     assert len(model.generate([[1, 2, 3]], max_new_tokens=6).new_tokens[0]) <= 6
     card = (tmp_path / "runs" / "head" / "publish" / "README.md").read_text()
     assert "me/EAGLE-SmolLM2-135M" in card
-    assert (tmp_path / "runs" / "head" / "evaluation" / "calibration.png").is_file()
+    assert (tmp_path / "runs" / "head" / "evaluation" / "report.json").is_file()
 
 
 def test_the_storage_command_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.prompt_sets import require_own_names, require_range
+from eagle_fsd.evaluation.prompt_sets import prompts_of, require_own_names
+from eagle_fsd.evaluation.tasks.base import require_range
 from eagle_fsd.hub.resolve import DEFAULT_TARGET
+from eagle_fsd.text.chat import encode
 
 
 def plain_parser(description: str | None) -> argparse.ArgumentParser:
@@ -79,6 +81,12 @@ def load_engine(arguments: argparse.Namespace) -> EagleFSD:
     return EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, **options)
 
 
+def encoded_prompts(arguments: argparse.Namespace, engine: EagleFSD) -> list[list[int]]:
+    """Return the token ids of the prompts of all files, as chats that wait for the answer."""
+    texts = [text for path in arguments.prompts for text in prompts_of(path, arguments.skip, arguments.limit)]
+    return [encode(engine.tokenizer, text)[0].tolist() for text in texts]
+
+
 def check_sizes(arguments: argparse.Namespace, *batch_sizes: int) -> None:
     """Raise ValueError for numbers that leave nothing to do, and for a file given twice."""
     require_range(arguments.skip, arguments.limit)
@@ -96,6 +104,14 @@ def mistakes_on_one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         parser.error(one_line(error))
+
+
+@contextmanager
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Iterator[argparse.Namespace]:
+    """Parse the arguments; what is found to be wrong with them within is reported as by the parser."""
+    arguments = parser.parse_args(argv)
+    with mistakes_on_one_line(parser):
+        yield arguments
 
 
 def say(text: object) -> None:

@@ -1,4 +1,4 @@
-"""Prompt sets: files in, chat prompts as token ids out; and the one way in which measures answer them."""
+"""Prompt sets: files in, texts out; and the one way in which measures answer prompts."""
 
 from __future__ import annotations
 
@@ -8,54 +8,28 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.options import UNTOUCHED
 from eagle_fsd.decoding.outputs import GenerationOutput
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.text.chat import encode
+from eagle_fsd.evaluation.tasks.base import taken
 from eagle_fsd.text.prompt_files import read_prompts
 
 Item = TypeVar("Item")
 GREEDY = SamplingConfig()
 
 
-def prompt_sets(
-    paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, skip: int = 0, limit: int | None = None
-) -> dict[str, list[list[int]]]:
-    """Return the token ids of every file's prompts by the set's name, as chats that wait for the answer.
-
-    At most `limit` prompts after the first `skip`. Raises ValueError where none is left.
-    """
-    return {
-        set_name(path): [encode(tokenizer, prompt)[0].tolist() for prompt in prompts_of(path, skip, limit)]
-        for path in paths
-    }
-
-
 def prompts_of(path: Path, skip: int = 0, limit: int | None = None) -> list[str]:
     """Read at most `limit` prompts of a file after the first `skip`. Raises ValueError where none is left."""
-    require_range(skip, limit)
-    prompts = read_prompts(path)
-    if skip >= len(prompts):
-        raise ValueError(f"skip is {skip}: {path} has {len(prompts)} prompts; lower --skip")
-    return prompts[skip : None if limit is None else skip + limit]
+    return taken(read_prompts(path), path, skip, limit)
 
 
 def set_name(path: Path) -> str:
     """Return the name of a file's set: prompts_gsm8k.jsonl is gsm8k."""
     return path.stem.removeprefix("prompts_")
-
-
-def require_range(skip: int, limit: int | None) -> None:
-    """Raise ValueError for numbers of prompts that cannot be."""
-    require_integer("skip", skip, 0, "0 begins with the first prompt")
-    if limit is not None:
-        require_integer("limit", limit, 1, "leave --limit out for all prompts")
 
 
 def require_own_names(paths: Sequence[Path]) -> None:
@@ -73,6 +47,12 @@ def batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     """Yield all items in order, `size` at a time."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
+
+
+def rotated(items: Sequence[Item], number: int) -> list[Item]:
+    """Return the items in turn from the place `number` on, as if they stood in a circle."""
+    turn = number % len(items)
+    return [*items[turn:], *items[:turn]]
 
 
 def answer(

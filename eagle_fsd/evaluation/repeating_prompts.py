@@ -10,14 +10,13 @@ keep their own terms). The same files give the same prompts. They are for use he
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from eagle_fsd.core.checks import require_integer
-from eagle_fsd.evaluation.cli import mistakes_on_one_line, plain_parser, say
+from eagle_fsd.evaluation.cli import parsed, plain_parser, say
 from eagle_fsd.files.jsonl import append_row, read_jsonl
 
 LONGEST = 1500  # characters of a text that a prompt quotes
@@ -26,21 +25,14 @@ EVERY = 6  # of the longer words of a text, one has a planted error
 PASSAGES = ("answer_the_following_q", "based_on", "question_context_answer")  # ends of P3's task names
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = plain_parser(__doc__)
     add = parser.add_argument
-    add(
-        "--data", type=Path, required=True, help="folder of humaneval.jsonl, gsm8k_train.jsonl, p3_text.jsonl"
-    )
+    folder = "folder of humaneval.jsonl, gsm8k_train.jsonl, p3_text.jsonl"
+    add("--data", type=Path, required=True, help=folder)
     add("--output", type=Path, required=True, help="the JSONL file to write")
     add("--count", type=int, default=30, help="prompts in all; default: %(default)s")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    with mistakes_on_one_line(parser):
+    with parsed(parser, argv) as arguments:
         require_integer("count", arguments.count, 1, "30 is usual")
         made = repeating_prompts(arguments.data, arguments.count)
         arguments.output.unlink(missing_ok=True)

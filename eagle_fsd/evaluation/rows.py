@@ -73,13 +73,12 @@ class Row:
         made = {name: data[name] for name in KINDS if name != "law"} | {"sample": str(data["sample"])}
         made["rule"], made["kl"], made["tv"] = rule, law.get("kl"), law.get("tv")
         for name, kind in (("sampling", SamplingConfig), ("tree", TreeConfig)):
-            try:
-                made[name] = kind(**data[name])
-            except TypeError as error:
-                known = ", ".join(one.name for one in fields(kind))
+            known = [one.name for one in fields(kind)]
+            if not data[name].keys() <= set(known):
                 raise ValueError(
-                    f"{name} is {data[name]!r}: its fields are {known}; make the row again"
-                ) from error
+                    f"{name} is {data[name]!r}: its fields are {', '.join(known)}; make it again"
+                )
+            made[name] = kind(**data[name])
         return cls(**made, provenance={name: data[name] for name in PROVENANCE if name in data})
 
 
@@ -105,12 +104,11 @@ def rows_of_answers(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Read the answers of an earlier run by key, sample and seed. Raises ValueError for other rows."""
     rows = {}
     for number, row in read_jsonl(path, torn=True) if path.exists() else ():
-        for name in ("key", "sample", "seed"):
-            if name not in row:
-                raise ValueError(
-                    f"{path}:{number}: has no {name!r}: these are other rows; name another output"
-                )
-        rows[row["key"], row["sample"], row["seed"]] = row
+        try:
+            rows[row["key"], row["sample"], row["seed"]] = row
+        except KeyError as name:
+            said = f"has no {name}: these are other rows; name another output"
+            raise ValueError(f"{path}:{number}: {said}") from name
     return rows
 
 
@@ -139,4 +137,7 @@ def read_raw_rows(paths: Iterable[Path]) -> dict[Path, list[Row]]:
                 )
             places[who] = place
             rows[path].append(row)
+    if not places:
+        names = ", ".join(path.name for path in rows)
+        raise ValueError(f"no rows in {names}: a report needs raw rows; run eval/sweep.py first")
     return rows

@@ -9,11 +9,10 @@ at random: reading takes as long, whatever they are.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -22,21 +21,20 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import SLICE, Scheduler
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.cli import load_engine, mistakes_on_one_line, model_parser, say
+from eagle_fsd.evaluation.cli import load_engine, model_parser, parsed, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
 
 KEPT = 2**20  # slots, so that whatever was read is kept
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """The second turn: seconds from its admission to its first tokens, and the tokens of its answer."""
 
     seconds: float
     tokens: list[int]
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = model_parser(__doc__)
     add = parser.add_argument
     add("--history", type=int, default=1500, help="tokens of the first turn; default: %(default)s")
@@ -44,14 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, default=64, help="of an answer; default: %(default)s")
     add("--repeats", type=int, default=5, help="chats; the median is shown; default: %(default)s")
     add("--tree", default="16/8/2/0.07", help=f"{TreeConfig.FORM}; default: %(default)s")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    new = arguments.max_new_tokens
-    with mistakes_on_one_line(parser):
+    with parsed(parser, argv) as arguments:
+        new = arguments.max_new_tokens
         for name in ("question", "max_new_tokens", "repeats"):
             require_integer(name, getattr(arguments, name), 1, "leave it out for the default")
         require_integer("history", arguments.history, new + 1, "it is longer than its answer")

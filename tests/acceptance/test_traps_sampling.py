@@ -61,7 +61,7 @@ def test_trap_09_warpers_need_no_prefix() -> None:
             assert torch.allclose(ours[row, node], scores.softmax(-1)[0], atol=1e-6)
     users = [file for file, node in sources() if warper_uses(node)]
     # A check of ours against theirs, and the baseline, whose `generate` calls processors itself.
-    assert set(users) <= {"evaluation/gpu/parts/sampled.py", "target/hf_generate.py"}
+    assert set(users) <= {"evaluation/gpu/texts.py", "target/hf_generate.py"}
     trap = "from transformers import TopKLogitsWarper\nTopKLogitsWarper(5)(input_ids=None, scores=scores)"
     assert sum(warper_uses(node) for node in ast.walk(ast.parse(trap))) == 3
 

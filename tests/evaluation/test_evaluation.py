@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import runpy
 from collections.abc import Sequence
@@ -14,10 +15,10 @@ from support.tiny_models import KnowingEngine, greedy_alone, prompts_of, tiny_he
 
 from eagle_fsd import EagleFSD, Fuzzy, TreeConfig
 from eagle_fsd.acceptance.rule_names import describe
-from eagle_fsd.evaluation.cli import load_engine, model_parser
+from eagle_fsd.evaluation.cli import encoded_prompts, load_engine, model_parser
 from eagle_fsd.evaluation.commands import greedy, tau
 from eagle_fsd.evaluation.commands.greedy import reference
-from eagle_fsd.evaluation.prompt_sets import batches, prompt_sets, set_name
+from eagle_fsd.evaluation.prompt_sets import batches, set_name
 from eagle_fsd.target.model import TargetModel
 
 ROOT = Path(__file__).parents[2]
@@ -141,23 +142,28 @@ class CharTokenizer:
         return {"input_ids": torch.tensor([[1, *map(ord, message["content"]), 2]])}
 
 
-def test_prompt_sets_are_chats_of_first_turns(tmp_path: Path) -> None:
+def test_prompts_are_chats_of_first_turns(tmp_path: Path) -> None:
     path = tmp_path / "prompts_few.jsonl"
     path.write_text('{"turns": ["ab", "never"]}\n\n{"prompt": "c"}\n{"turns": ["d"]}\n')
-    assert prompt_sets([path], CharTokenizer()) == {"few": [[1, 97, 98, 2], [1, 99, 2], [1, 100, 2]]}
-    assert prompt_sets([path], CharTokenizer(), limit=1) == {"few": [[1, 97, 98, 2]]}
-    assert prompt_sets([path], CharTokenizer(), skip=1) == {"few": [[1, 99, 2], [1, 100, 2]]}
-    assert prompt_sets([path], CharTokenizer(), skip=1, limit=1) == {"few": [[1, 99, 2]]}
-    with pytest.raises(ValueError, match=r"skip is 3: .*prompts_few.jsonl has 3 prompts; lower --skip"):
-        prompt_sets([path], CharTokenizer(), skip=3)
+
+    def ids(*paths: Path, skip: int = 0, limit: int | None = None) -> list[list[int]]:
+        given = argparse.Namespace(prompts=paths, skip=skip, limit=limit)
+        return encoded_prompts(given, argparse.Namespace(tokenizer=CharTokenizer()))
+
+    assert ids(path) == [[1, 97, 98, 2], [1, 99, 2], [1, 100, 2]]
+    assert ids(path, limit=1) == [[1, 97, 98, 2]]
+    assert ids(path, skip=1) == [[1, 99, 2], [1, 100, 2]]
+    assert ids(path, path, skip=1, limit=1) == [[1, 99, 2], [1, 99, 2]]
+    with pytest.raises(ValueError, match=r"skip is 3: .*prompts_few.jsonl has 3 samples; lower it"):
+        ids(path, skip=3)
     assert (set_name(path), set_name(tmp_path / "own.jsonl")) == ("few", "own")
     with pytest.raises(
         ValueError, match=r"gone.jsonl: cannot be read \(No such file or directory\); name a JSONL file"
     ):
-        prompt_sets([tmp_path / "gone.jsonl"], CharTokenizer())
+        ids(tmp_path / "gone.jsonl")
     path.write_text('{"turns": ["ab"]}\n{"text": "c"}\n')
     with pytest.raises(ValueError, match=r"prompts_few.jsonl:2: has no prompt"):
-        prompt_sets([path], CharTokenizer())
+        ids(path)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8])

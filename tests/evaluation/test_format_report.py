@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -16,13 +17,18 @@ from support.tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.evaluation.measure.hardware_limits import process_memory
+from eagle_fsd.evaluation.measure.hardware_limits import memory
 from eagle_fsd.evaluation.weight_formats import command as script
 from eagle_fsd.evaluation.weight_formats import passes
-from eagle_fsd.evaluation.weight_formats.passes import Job, Question
-from eagle_fsd.evaluation.weight_formats.process import in_own_process
-from eagle_fsd.evaluation.weight_formats.reading import distances, read_as_trees, read_at_once
-from eagle_fsd.evaluation.weight_formats.table import format_table
+from eagle_fsd.evaluation.weight_formats.command import format_table
+from eagle_fsd.evaluation.weight_formats.passes import (
+    Job,
+    Question,
+    distances,
+    in_own_process,
+    read_as_trees,
+    read_at_once,
+)
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -94,10 +100,10 @@ def test_a_process_of_its_own_returns_and_raises() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peak_is_the_most_that_there_was() -> None:
-    before, block = process_memory(), bytearray(b"x") * 2**28
-    during = process_memory()
+    before, block = memory(passes.CPU), bytearray(b"x") * 2**28
+    during = memory(passes.CPU)
     del block
-    after = process_memory()
+    after = memory(passes.CPU)
     assert during["resident"] - before["resident"] > 0.9 * 2**28
     assert after["resident"] < during["resident"] - 0.9 * 2**28
     assert during["resident"] <= during["peak"] and after["peak"] > during["resident"] - 2**24
@@ -217,13 +223,14 @@ def test_packed_is_left_out_unless_there_is_a_gguf_file(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "is_installed", lambda: True)
-    given = f"--base-model {world.target} --prompts {world.file} --output {world.rows}".split()
-    jobs = script.jobs_of(script.build_parser().parse_args(given))
+    given = {"base_model": str(world.target), "ea_model": None, "formats": None, "tree": "16/5/8"}
+    given |= {"max_new_tokens": 64, "output": world.rows}
+    jobs = script.jobs_of(argparse.Namespace(**given))
     assert [job.name for job in jobs] == [name for name in script.USUAL if name != "openvino/packed"]
     assert jobs[0].name == "torch/float32"
     monkeypatch.setattr(library, "is_installed", lambda: False)
     with pytest.raises(ValueError, match="OpenVINO must be installed"):
-        script.jobs_of(script.build_parser().parse_args(given))
+        script.jobs_of(argparse.Namespace(**given))
 
 
 def test_the_table_sums_up() -> None:

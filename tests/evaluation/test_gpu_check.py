@@ -23,10 +23,10 @@ from support.op_recorder import OpRecorder
 from eagle_fsd import EagleFSD
 from eagle_fsd.core import sampling, tree
 from eagle_fsd.drafting import tree_growth
-from eagle_fsd.evaluation.gpu import checks
+from eagle_fsd.evaluation.gpu import checks, steps, target, texts
 from eagle_fsd.evaluation.gpu.bench import Bench, Counted, Findings, LeftOut, engine_of, tiny_model
-from eagle_fsd.evaluation.gpu.checks import Part, run_parts, table
-from eagle_fsd.evaluation.gpu.parts import recordings, sampled, steps, texts
+from eagle_fsd.evaluation.gpu.checks import table
+from eagle_fsd.hub import save_head
 from eagle_fsd.runtime import kv_cache
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 
@@ -43,8 +43,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(CPU, quick=True, target="/there/is/none", record=lambda device: OpRecorder())
 
 
-def part(name: str, run: Callable[[], Findings], seconds: float = 1.0) -> Part:
-    return Part(name, seconds, lambda context: run())
+def parts(**runs: Callable[[], Findings]) -> dict[str, checks.Part]:
+    return {name: lambda bench, run=run: run() for name, run in runs.items()}
 
 
 def passes() -> Findings:
@@ -62,27 +62,16 @@ def leaves_itself_out() -> Findings:
 # --- the runner ---
 
 
-def test_a_part_that_fails_does_not_stop_the_others() -> None:
-    seen: list[tuple[int, str]] = []
-    parts = [part("bad", fails), part("absent", leaves_itself_out), part("good", passes)]
-    result = run_parts(parts, Bench(CPU), 60, lambda whole, new: seen.append((len(whole["parts"]), new)))
-    bad, good = result["parts"]
-    assert not result["ok"] and not bad["ok"] and good["ok"]
+def test_what_a_part_says_is_its_record() -> None:
+    """One that fails has its traceback, one that cannot run here its reason."""
+    three = parts(bad=fails, absent=leaves_itself_out, good=passes)
+    bad, absent, good = (checks.run_part(name, part, Bench(CPU)) for name, part in three.items())
+    assert [one["ok"] for one in (bad, absent, good)] == [False, None, True]
     assert bad["summary"] == "KeyError: 'a key\\nof two lines'"
-    assert "raise KeyError" in "".join(bad["traceback"])
-    assert result["left_out"] == [{"part": "absent", "reason": "a package is missing"}]
-    assert [count for count, _ in seen] == [1, 1, 2]
-    assert "bad: FAILED: KeyError" in seen[0][1] and "absent: left out: a package" in seen[1][1]
-    assert json.loads(json.dumps(result))["parts"][1]["name"] == "good"
-
-
-def test_what_does_not_fit_into_the_budget_is_left_out_with_the_reason() -> None:
-    parts = [part("long", passes, 100), part("short", passes, 1)]
-    result = run_parts(parts, Bench(CPU), 50, lambda whole, new: None)
-    assert [one["name"] for one in result["parts"]] == ["short"] and result["ok"]
-    (left,) = result["left_out"]
-    assert left["part"] == "long" and left["reason"].startswith("it may take 100 s and ")
-    assert left["reason"].endswith(" s of 50 are left")
+    assert "raise KeyError" in "".join(bad["traceback"]) and absent["summary"] == "a package is missing"
+    assert json.loads(json.dumps(good))["name"] == "good"
+    shown = table({"machine": checks.machine(Bench(CPU)), "parts": [bad, absent, good]})
+    assert [line.split(" | ")[1] for line in shown.splitlines()[4:]] == ["FAILED", "left out", "passed"]
 
 
 # --- the parts ---
@@ -103,36 +92,34 @@ def test_equal_texts_pass_and_one_wrong_token_does_not(bench: Bench, monkeypatch
     assert not found["ok"] and found["summary"].endswith("wrong: llama, graphs off, qwen3, graphs off")
 
 
-def test_texts_in_half_precision_are_compared_and_the_missing_target_is_named(bench: Bench) -> None:
+def test_texts_in_half_precision_are_compared(bench: Bench) -> None:
     found = texts.half_precision(bench)
-    assert found["ok"] and found["cells"]["bfloat16"]["texts"] == 4
-    with pytest.raises(LeftOut, match="there is no real target"):
-        texts.half_precision_of_target(bench)
+    assert found["ok"] and found["cells"]["bfloat16"]["texts"] == 8  # recorded, then replayed
 
 
 def test_the_distribution_is_told_from_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sampled.distribution(bench)["ok"]
+    assert texts.distribution(bench)["ok"]
     generate = EagleFSD.generate
 
     def warmer(self: EagleFSD, *prompts: Any, **options: Any) -> Any:
         return generate(self, *prompts, **{**options, "temperature": 1.6})
 
     monkeypatch.setattr(EagleFSD, "generate", warmer)
-    assert not sampled.distribution(bench)["ok"]
+    assert not texts.distribution(bench)["ok"]
 
 
 def test_the_goodness_of_fit_is_pearsons() -> None:
     of = functools.partial(torch.tensor, dtype=torch.float64)
     counts, law = of([50, 30, 20]), of([0.4, 0.4, 0.2])
     wanted = chisquare(counts.numpy(), (law * 100).numpy()).pvalue
-    assert sampled.goodness_of_fit(counts, law) == pytest.approx(wanted, rel=1e-9)
+    assert texts.goodness_of_fit(counts, law) == pytest.approx(wanted, rel=1e-9)
     rare = of([0.4, 0.4, 0.17, 0.02, 0.01])  # the last two expect three together
     counts = of([45, 35, 14, 4, 2])
     wanted = chisquare([45, 35, 14, 6], [40, 40, 17, 3]).pvalue
-    assert sampled.goodness_of_fit(counts, rare) == pytest.approx(wanted, rel=1e-9)
+    assert texts.goodness_of_fit(counts, rare) == pytest.approx(wanted, rel=1e-9)
     impossible = of([1, 0])
-    assert sampled.goodness_of_fit(of([9, 1]), impossible) == 0.0
-    assert sampled.goodness_of_fit(of([10, 0]), impossible) == 1.0
+    assert texts.goodness_of_fit(of([9, 1]), impossible) == 0.0
+    assert texts.goodness_of_fit(of([10, 0]), impossible) == 1.0
 
 
 def test_engines_in_threads_write_their_texts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +137,8 @@ def test_engines_in_threads_write_their_texts(bench: Bench, monkeypatch: pytest.
 
 
 def test_what_is_recorded_is_counted_as_long_as_it_is_held(bench: Bench) -> None:
-    found = recordings.recordings(bench)
-    assert found["ok"] and len(found["table"].splitlines()) == 2 + 12
+    found = steps.recordings(bench)
+    assert found["ok"] and all(len(passes) == 3 for passes in found["cells"].values())
     last = found["cells"]["2 prompt lengths"][2]
     assert 0 < last["held"] == last["made"] < last["replays"]
 
@@ -167,45 +154,24 @@ def test_recordings_that_are_never_let_go_are_noticed(bench: Bench, monkeypatch:
         return kept[-1]
 
     monkeypatch.setattr(Counted, "__call__", leaks)
-    passes = recordings.three_times(bench, engine, counted, [([9], {}), ([9, 9], {})])
-    assert recordings.grows(passes) and passes[2]["held"] == passes[2]["made"] == len(kept)
+    passes = steps.three_times(bench, engine, counted, [([9], {}), ([9, 9], {})])
+    assert steps.grows(passes) and passes[2]["held"] == passes[2]["made"] == len(kept)
     flat = {"held": 9, "bytes reserved": 0}
-    assert not recordings.grows([flat, flat, flat])
-    assert recordings.grows([flat, flat, {**flat, "bytes reserved": 2**30}])
+    assert not steps.grows([flat, flat, flat])
+    assert steps.grows([flat, flat, {**flat, "bytes reserved": 2**30}])
 
 
 def test_a_forward_that_waits_is_survived(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = recordings.failed_capture(bench)
+    found = steps.failed_capture(bench)
     assert found["ok"] and len(found["warnings"]) == 1 and "no CUDA graphs" in found["warnings"][0]
     assert set(found["after"].values()) == {None}
 
     def spoiled(*_: Any, **__: Any) -> None:
         raise RuntimeError("Offset increment outside graph capture encountered unexpectedly")
 
-    monkeypatch.setattr(recordings.F, "dropout", spoiled)
-    found = recordings.failed_capture(bench)
+    monkeypatch.setattr(steps.F, "dropout", spoiled)
+    found = steps.failed_capture(bench)
     assert not found["ok"] and "no longer works: dropout (RuntimeError: Offset increment" in found["summary"]
-
-
-@pytest.mark.parametrize(
-    ("error", "ok"),
-    [
-        (FloatingPointError("step 1: the logits are not finite"), True),
-        (RuntimeError("CUDA error: device-side assert triggered"), False),
-        (None, False),
-    ],
-)
-def test_logits_that_overflow_must_end_in_an_error_that_says_so(
-    error: Exception | None, ok: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def generate(self: EagleFSD, *_: Any, **__: Any) -> None:
-        features = torch.ones(1, self.target.hidden_size)
-        assert not torch.isfinite(self.target.logits(features)).all()
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(EagleFSD, "generate", generate)
-    assert texts.overflow(bench)["ok"] is ok
 
 
 def test_steps_are_watched_one_by_one() -> None:
@@ -233,20 +199,27 @@ def test_waits_are_counted_by_what_torch_warns_of(monkeypatch: pytest.MonkeyPatc
     assert modes[2:] == ["warn", "default"]
 
 
-def test_times_are_taken_with_graphs_and_without(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def engine(self: Bench, dtype: torch.dtype, stepper: Any) -> EagleFSD:
-        return engine_of(tiny_model("llama", CPU, dtype), stepper)
+def test_the_commands_run_with_graphs_and_without(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command's exit code is the part's verdict, and what it printed is its table."""
+    found: list[list[str]] = []
 
-    monkeypatch.setattr(Bench, "real_engine", engine)
-    found = steps.costs(bench, torch.bfloat16)
-    assert found["ok"] and found["drafted"] == 96
-    assert list(found["cells"]) == ["graphs off, context 32", "graphs on, context 32"]
-    for cell in found["cells"].values():
-        assert {"verify 1", "verify 16", "draft, first level", "step 16/5/8"} <= set(cell)
-        assert all(value >= 0 for value in cell.values())
-    assert len(found["table"].splitlines()) == 2 + 2
-    monkeypatch.setattr(Counted, "counts", lambda self: {"replays": 0})
-    assert not steps.costs(bench, torch.bfloat16)["ok"]
+    def command(argv: list[str]) -> None:
+        found.append(argv)
+        sys.stdout.write("a table\n")
+        if "--no-graphs" in argv and "float32" in argv:
+            sys.exit(1)
+
+    with pytest.raises(LeftOut, match="there is no real target with a head"):
+        target.costs(bench, "bfloat16")
+    monkeypatch.setattr(target.hub, "resolve_target", lambda _: None)
+    monkeypatch.setattr(target.hub, "resolve_head", lambda *_: None)
+    monkeypatch.setattr(target.limits, "main", command)
+    passed, failed = target.costs(bench, "bfloat16"), target.costs(bench, "float32")
+    assert passed["ok"] and passed["table"].count("a table") == 2 and not failed["ok"]
+    assert failed["summary"] == "ended: graphs off with 1, graphs on with 0"
+    assert ["--no-graphs" in argv for argv in found] == [True, False] * 2
+    monkeypatch.setattr(target.greedy, "main", lambda argv: found.append(argv))
+    assert target.equality(bench)["ok"] and "--prompts" in found[-1]
 
 
 # --- a rehearsal of what only a GPU runs ---
@@ -276,10 +249,10 @@ def test_every_branch_for_a_gpu_runs(paper_gpu: Bench, monkeypatch: pytest.Monke
     found = steps.host_waits(paper_gpu)
     assert not found["ok"] and set(found["cells"]) >= {"graphs on, 3 rows, fuzzy, sampled"}
     assert not any(found["cells"].values())
-    found = recordings.failed_capture(paper_gpu)
+    found = steps.failed_capture(paper_gpu)
     assert found["ok"] and {"empty_cache", "allocation"} <= set(found["after"])
     engine = engine_of(tiny_model("llama", CPU), stepper := paper_gpu.graphs())
-    (*_, last) = recordings.three_times(paper_gpu, engine, stepper.record, [([9], {})])
+    (*_, last) = steps.three_times(paper_gpu, engine, stepper.record, [([9], {})])
     assert last["bytes reserved"] == 2**21
 
 
@@ -311,9 +284,8 @@ def test_without_a_gpu_it_says_so_in_one_line(
         (["--target", "/there/is/none.gguf"], "does not exist"),
         (["--target", "/there/is/none"], "is not there"),
         (["--head", "/there/is/none"], "is not there"),
-        (["--only", "speed"], "part 'speed' is not there: it must be one of 'equality'"),
+        (["--only", "speed"], "part is 'speed': it must be one of equality, "),
         (["--device", "gpu"], "device 'gpu' is not there"),
-        (["--seconds", "0"], "seconds is 0.0: it must be a number between 1 and 86400"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -341,7 +313,7 @@ def test_the_exit_code_says_whether_a_part_failed(
         sys.stdout.write("a library's word\n")
         return run()
 
-    monkeypatch.setattr(checks, "PARTS", (part("one", talks), part("two", passes)))
+    monkeypatch.setattr(checks, "PARTS", parts(one=talks, two=passes))
     assert run_script(monkeypatch, "--device", "cpu") == code
     shown = capsys.readouterr()
     result = json.loads(shown.out)
@@ -361,7 +333,7 @@ def test_what_was_found_is_in_the_file_before_the_check_ends(
     def killed() -> Findings:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checks, "PARTS", (part("one", passes), part("two", killed)))
+    monkeypatch.setattr(checks, "PARTS", parts(one=passes, two=killed))
     monkeypatch.setattr("sys.argv", ["gpu_check.py", "--device", "cpu", "--output", str(file)])
     with pytest.raises(KeyboardInterrupt):
         runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -369,32 +341,22 @@ def test_what_was_found_is_in_the_file_before_the_check_ends(
     assert "one: passed: well" in capsys.readouterr().err
 
 
-def test_a_target_in_a_folder_is_compared_and_timed(
+def test_a_target_in_a_folder_is_timed_with_its_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a random head of its shape, where none is named."""
-    tiny_model("llama", CPU).save_pretrained(tmp_path)
-    names = ["equality of the target", "costs, float32"]
-    options = ["--device", "cpu", "--quick", "--target", str(tmp_path), "--only", *names]
-    assert run_script(monkeypatch, *options) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in result["parts"]] == names and not result["left_out"]
-    equal, timed = (one["findings"] for one in result["parts"])
-    assert equal["head"] == timed["head"] == "random, of the target's shape"
-    assert equal["cells"]["graphs off"]["tau"]["16/5/8"] >= 1
-    assert timed["drafted"] == 96 and "| graphs off, context 32 |" in timed["table"]
-
-
-def test_a_target_that_was_named_must_load_and_the_default_one_need_not(tmp_path: Path) -> None:
-    absent = Bench(CPU, target=str(tmp_path))
-    with pytest.raises(LeftOut, match="there is no real target"):
-        absent.real_engine(torch.float32, EAGER)
-    with pytest.raises(ValueError, match="has no config"):
-        replace(absent, given=True).real_engine(torch.float32, EAGER)
+    model = tiny_model("llama", CPU)
+    model.save_pretrained(tmp_path / "target")
+    save_head(engine_of(model, EAGER).head, tmp_path / "head")
+    options = ["--device", "cpu", "--quick", "--target", str(tmp_path / "target"), "--only", "costs, float32"]
+    assert run_script(monkeypatch, *options) == 0  # no head ships for this target
+    (left,) = json.loads(capsys.readouterr().out)["parts"]
+    assert left["ok"] is None and "there is no real target with a head" in left["summary"]
+    assert run_script(monkeypatch, *options, "--head", str(tmp_path / "head")) == 0
+    (part,) = json.loads(capsys.readouterr().out)["parts"]
+    assert part["ok"] and "| 32 | 16 |" in part["table"]
 
 
 def test_every_part_has_a_name_of_its_own() -> None:
-    names = [one.name for one in checks.PARTS]
-    assert len(set(names)) == len(names) and "equality of the target" in names
-    shown = table({"machine": checks.machine(Bench(CPU)), "parts": [], "left_out": []})
+    assert "equality of the target" in checks.PARTS
+    shown = table({"machine": checks.machine(Bench(CPU)), "parts": []})
     assert f"torch {torch.__version__}" in shown

@@ -16,7 +16,7 @@ from support.tiny_models import VOCAB, KnowingEngine, greedy_alone, prompts_of, 
 from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Lossless, Verified, accept
 from eagle_fsd.core.sampling import RowRandom
-from eagle_fsd.evaluation.measure.head_quality import TOP, DraftObserver, HeadReport, calibration, observe
+from eagle_fsd.evaluation.measure.head_quality import TOP, DraftObserver, calibration, observe
 from eagle_fsd.evaluation.report import plots
 from eagle_fsd.target.model import TargetModel
 
@@ -107,25 +107,6 @@ def test_calibration_of_a_calibrated_and_of_an_overconfident_draft() -> None:
     )
 
 
-def test_a_calibration_plot_says_whose_it_is_and_counts_its_bins() -> None:
-    """Every point lies over the bar of its bin, which bears its count; also at confidences 0 and 1."""
-    pytest.importorskip("matplotlib", reason="the extra eval is not installed")
-    draw = torch.Generator().manual_seed(1)
-    confidence = torch.cat((torch.rand(500, generator=draw) ** 3, torch.tensor([0.0, 1.0, 1.0])))
-    bins, error = calibration(confidence, torch.rand(503, generator=draw) < confidence)
-    report = HeadReport({1: [0.5], 3: [0.7]}, [100], bins, error, 2.0, 10.0, [0])
-    figure = plots.calibration_figure(report, "owner/head", "owner/target", "4 prompts")
-    shares, counts = figure.axes
-    assert all(name in shares.get_title("left") for name in ("owner/head", "owner/target", "4 prompts"))
-    diagonal, curve = (line.get_xydata().tolist() for line in shares.lines)
-    assert diagonal == [[0, 0], [1, 1]] and curve == [[mean, share] for mean, share, _ in bins]
-    assert [text.get_text() for text in counts.texts] == [f"{nodes:,}" for *_, nodes in bins]
-    for bar, (mean, _, nodes) in zip(counts.patches, bins, strict=True):
-        assert abs(bar.get_x() + bar.get_width() / 2 - mean) <= 0.05 + 1e-6 and bar.get_height() == nodes
-    styles = {(line.get_linestyle(), line.get_marker()) for line in shares.lines}
-    assert len(styles) == 2, "told apart without colour"
-
-
 class Tokenizer:
     chat_template = "yes"
     pad_token_id = 0
@@ -139,10 +120,9 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     runpy.run_path(str(ROOT / "train" / "evaluate_head.py"), run_name="__main__")
 
 
-def test_the_script_writes_a_report_and_a_plot(
+def test_the_script_writes_a_report(
     target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib", reason="the extra eval is not installed")
     engine = EagleFSD(target, tiny_head(), tokenizer=Tokenizer(), base_model="tiny", ea_model="head")
     monkeypatch.setattr(EagleFSD, "from_pretrained", lambda *_, **__: engine)
     prompts, output = tmp_path / "p.jsonl", tmp_path / "new" / "out"
@@ -150,8 +130,8 @@ def test_the_script_writes_a_report_and_a_plot(
     run(monkeypatch, "--prompts", str(prompts), "--output", str(output), "--max-new-tokens", "8")
     record = json.loads((output / "report.json").read_text())
     assert (record["base_model"], record["ea_model"], record["tree"]) == ("tiny", "head", "16/5/8")
-    assert (output / "calibration.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in output.iterdir()) == ["calibration.png", "report.json"]
+    assert sorted(path.name for path in output.iterdir()) == ["report.json"]
+    assert sum(nodes for *_, nodes in record["bins"]) > 0 and 0 <= record["error"] <= 1
     shown = capsys.readouterr().out
     assert f"tau {record['tau']:.3f}" in shown and "among the draft's best 3, by depth, if right" in shown
     assert "along the text, right before or not, best 1 and 3, by depth: " in shown

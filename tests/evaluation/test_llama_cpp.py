@@ -164,7 +164,7 @@ def test_the_script_races_it(
     pytest.importorskip("matplotlib")
     model, library = engine(str(gguf(tmp_path))), install(monkeypatch, [1, 2, 3, 4] * 5)
     monkeypatch.setattr(script, "load_engine", lambda _: model)
-    monkeypatch.setattr(script, "prompt_sets", lambda *_: {"a": prompts_of([4, 9])})
+    monkeypatch.setattr(script, "encoded_prompts", lambda *_: prompts_of([4, 9]))
     argv = f"--prompts a.jsonl --methods plain llama.cpp --max-new-tokens 4 --output {tmp_path}/out"
     script.main(argv.split())
     printed = capsys.readouterr().out

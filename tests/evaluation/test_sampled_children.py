@@ -27,7 +27,7 @@ from eagle_fsd.acceptance.accept import Lossless, Verified, accept
 from eagle_fsd.core.sampling import RowRandom, warp
 from eagle_fsd.evaluation.measure.sweep import answer as answer_cell
 from eagle_fsd.evaluation.sampled_children import acceptance, command
-from eagle_fsd.evaluation.sampled_children.meter import LIKELIEST, WAYS, WITHOUT, ChildrenMeter, contexts
+from eagle_fsd.evaluation.sampled_children.command import LIKELIEST, WAYS, WITHOUT, ChildrenMeter, contexts
 from eagle_fsd.target.model import TargetModel
 
 UNIT = 60  # the twins' probabilities are whole multiples of 1 / UNIT
@@ -59,7 +59,7 @@ def tensors(p: NDArray[np.int64], q: NDArray[np.int64]) -> tuple[Tensor, Tensor]
     return torch.tensor(p / UNIT)[None], torch.tensor(q / UNIT)[None]
 
 
-def families(q: Array, count: int, replaced: bool) -> Iterator[tuple[list[int], float]]:
+def families(q: Array, count: int) -> Iterator[tuple[list[int], float]]:
     """Yield every list of children that q can give, in drawn order, with its chance."""
     if not count or q.sum() == 0:
         yield [], 1.0
@@ -67,13 +67,12 @@ def families(q: Array, count: int, replaced: bool) -> Iterator[tuple[list[int], 
     q = q / q.sum()
     for token in np.flatnonzero(q):
         rest = q.copy()
-        if not replaced:
-            rest[token] = 0.0
-        for others, chance in families(rest, count - 1, replaced):
+        rest[token] = 0.0
+        for others, chance in families(rest, count - 1):
             yield [int(token), *others], float(q[token]) * chance
 
 
-def one_after_the_other(p: Array, q: Array, children: list[int], replaced: bool) -> tuple[float, Array]:
+def one_after_the_other(p: Array, q: Array, children: list[int]) -> tuple[float, Array]:
     """Try the children of a node; returns the chance that one is accepted, and of every token to be next."""
     refused, emitted = 1.0, np.zeros(len(p))
     p, q = p.copy(), q.copy()
@@ -86,16 +85,15 @@ def one_after_the_other(p: Array, q: Array, children: list[int], replaced: bool)
             return 1.0, emitted
         left = np.maximum(p - q, 0.0)
         p = left / left.sum()
-        if not replaced:
-            q[child] = 0.0
+        q[child] = 0.0
     return 1 - refused, emitted + refused * p
 
 
-def tried(p: Array, q: Array, count: int, replaced: bool) -> tuple[float, Array]:
+def tried(p: Array, q: Array, count: int) -> tuple[float, Array]:
     """Return the acceptance and the distribution of the next token over all lists of children."""
     accepted, emitted = 0.0, np.zeros(len(p))
-    for children, chance in families(q, count, replaced):
-        found, out = one_after_the_other(p, q, children, replaced)
+    for children, chance in families(q, count):
+        found, out = one_after_the_other(p, q, children)
         accepted += chance * found
         emitted += chance * out
     return accepted, emitted
@@ -115,17 +113,12 @@ def transported(p: dict[int, int], sets: dict[frozenset[int], int]) -> float:
 
 
 @EACH
-@pytest.mark.parametrize("replaced", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_trying_drawn_children_keeps_p(
-    p: NDArray[np.int64], q: NDArray[np.int64], replaced: bool, count: int
-) -> None:
+def test_trying_drawn_children_keeps_p(p: NDArray[np.int64], q: NDArray[np.int64], count: int) -> None:
     """The total variation between what is emitted and p is 0, and the acceptance is the formula's."""
-    accepted, emitted = tried(p / UNIT, q / UNIT, count, replaced)
+    accepted, emitted = tried(p / UNIT, q / UNIT, count)
     assert np.abs(emitted - p / UNIT).sum() / 2 < 1e-12
-    if replaced:
-        assert acceptance.with_replacement(*tensors(p, q), 3)[0, count - 1] == pytest.approx(accepted)
-    elif count <= 2:
+    if count <= 2:
         exact = acceptance.two_without_replacement(*tensors(p, q))
         assert exact[0, count - 1] == pytest.approx(accepted)
     else:
@@ -134,20 +127,6 @@ def test_trying_drawn_children_keeps_p(
         error = float(found.variance[0, 2]) ** 0.5
         assert abs(float(found.mean[0, 2]) - accepted) <= 5 * error + 1e-9
         assert error < 0.002 and (error > 0 or len(p) == 5)  # the short ones leave nothing to chance
-
-
-@EACH
-def test_the_bound_is_the_maximal_flow(p: NDArray[np.int64], q: NDArray[np.int64]) -> None:
-    best = acceptance.best_of_independent(*tensors(p, q), 3)[0]
-    for count in (1, 2, 3):
-        sets: dict[frozenset[int], int] = {}
-        for children, chance in families(q / UNIT, count, replaced=True):
-            members = frozenset(children)
-            sets[members] = sets.get(members, 0) + round(chance * UNIT**count)
-        assert sum(sets.values()) == UNIT**count
-        flow = transported({token: int(p[token]) * UNIT ** (count - 1) for token in range(len(p))}, sets)
-        assert best[count - 1] == pytest.approx(flow)
-        assert acceptance.with_replacement(*tensors(p, q), 3)[0, count - 1] <= best[count - 1] + 1e-12
 
 
 @EACH
@@ -174,8 +153,7 @@ def test_no_fixed_set_takes_more_than_the_likeliest_tokens_of_p() -> None:
         assert acceptance.likeliest(p, p, 3)[0, count - 1] == pytest.approx(most)
 
 
-@pytest.mark.parametrize("replaced", [True, False])
-def test_simulated_draws(replaced: bool) -> None:
+def test_simulated_draws() -> None:
     """Four children of eight tokens: how often one is accepted, and what is emitted."""
     draw, runs, tokens = np.random.default_rng(5), 4000, 8
     p, q = draw.dirichlet(np.full(tokens, 0.5)), draw.dirichlet(np.full(tokens, 0.5))
@@ -190,17 +168,13 @@ def test_simulated_draws(replaced: bool) -> None:
                 break
             now_p = np.maximum(now_p - now_q, 0.0)
             now_p /= now_p.sum()
-            if not replaced:
-                now_q[child] = 0.0
-                now_q /= now_q.sum()
+            now_q[child] = 0.0
+            now_q /= now_q.sum()
         accepted += token is not None
         emitted[draw.choice(tokens, p=now_p) if token is None else token] += 1
     assert ((emitted - runs * p) ** 2 / (runs * p)).sum() < 24.3  # 99.9 % of chi-square with 7 degrees
     pair = torch.tensor(p)[None], torch.tensor(q)[None]
-    if replaced:
-        wanted = float(acceptance.with_replacement(*pair, 4)[0, 3])
-    else:
-        wanted = float(acceptance.without_replacement(*pair, 4, 500, draw).mean[0, 3])
+    wanted = float(acceptance.without_replacement(*pair, 4, 500, draw).mean[0, 3])
     assert abs(accepted / runs - wanted) < 4 * (wanted * (1 - wanted) / runs) ** 0.5
 
 
@@ -224,9 +198,7 @@ def test_a_very_sure_draft_keeps_what_it_leaves_to_others() -> None:
     assert first == pytest.approx(0.5) and second == pytest.approx(0.5 + 0.5 * 0.6)
     draw = np.random.default_rng(0)
     third = acceptance.without_replacement(p, q, 3, 2000, draw).mean[0, 2]
-    assert third == pytest.approx(
-        tried(p[0].numpy(), q[0].numpy() / q[0].numpy().sum(), 3, False)[0], abs=0.01
-    )
+    assert third == pytest.approx(tried(p[0].numpy(), q[0].numpy() / q[0].numpy().sum(), 3)[0], abs=0.01)
 
 
 def test_long_rows_agree_with_each_other() -> None:
@@ -237,13 +209,10 @@ def test_long_rows_agree_with_each_other() -> None:
     whole = acceptance.without_replacement(p, q, 4, 16, draw)
     exact = acceptance.two_without_replacement(p.double(), q.double())
     assert torch.equal(whole.mean[:, :2], exact)
-    replaced = acceptance.with_replacement(p, q, 4)
-    best = acceptance.best_of_independent(p, q, 4)
     mixed = acceptance.likeliest_and_one_drawn(p, q, 4)
     common = torch.minimum(p.double(), q.double()).sum(-1)
-    for found in (exact, replaced, best, mixed):
+    for found in (exact, mixed):
         torch.testing.assert_close(found[:, 0], common, atol=1e-6, rtol=0)
-    assert bool((replaced <= best + 1e-6).all()) and bool((replaced <= whole.mean + 1e-3).all())
     assert bool((whole.mean.diff(dim=-1) > 0).all())
 
 
@@ -266,7 +235,8 @@ def test_contexts_are_those_of_a_plain_walk(listed: bool) -> None:
     verified = Verified(tree, logits, sampling, torch.empty(0, dtype=torch.int64))
     verdict = accept(Lossless(), verified, RowRandom(0, batch), torch.zeros(batch, dtype=torch.int64))
     counts = torch.tensor([0, 1, 5, 5, 5, 5, 5]).minimum(verdict.length)
-    found = contexts(verified, verdict, counts, draft_temperature=0.5)
+    emitted = dict(enumerate(counts.tolist()))
+    found = contexts(verified, verdict, emitted, draft_temperature=0.5)
     place = 0
     for row in range(batch):
         for node in verdict.path[row, : counts[row]].tolist():
@@ -284,7 +254,7 @@ def test_contexts_are_those_of_a_plain_walk(listed: bool) -> None:
             place += 1
     assert place == len(found.rows) and place >= 6
     with pytest.raises(ValueError, match="looked up"):
-        contexts(replace(verified, tree=replace(tree, rest=tree.log_q[..., 0])), verdict, counts)
+        contexts(replace(verified, tree=replace(tree, rest=tree.log_q[..., 0])), verdict, emitted)
 
 
 @pytest.fixture(scope="module")

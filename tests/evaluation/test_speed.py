@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def test_where_nothing_ends_a_text_all_answers_are_as_long(name: str) -> None:
     assert [len(row) for row in ended] == [
         len(row[: row.index(end) + 1]) for row, end in ((texts[0], texts[0][2]), (texts[1], texts[1][3]))
     ]
-    endless = method(name, model, lambda: stock, replace(SETTING, endless=True))(prompts)
+    endless = method(name, model, lambda: stock, SETTING._replace(endless=True))(prompts)
     assert endless.tokens == texts and all(len(row) == 8 for row in texts)
 
 
@@ -165,7 +164,7 @@ def test_the_script_end_to_end(
     pytest.importorskip("matplotlib")
     model = engine()
     monkeypatch.setattr(script, "load_engine", lambda _: model)
-    monkeypatch.setattr(script, "prompt_sets", lambda *_: {"a": prompts_of([4, 6]), "b": prompts_of([3])})
+    monkeypatch.setattr(script, "encoded_prompts", lambda *_: [*prompts_of([4, 6]), *prompts_of([3])])
     argv = f"--prompts a.jsonl --methods hf plain js:0.5:paper --max-new-tokens 6 --output {tmp_path}/out"
     script.main(f"{argv} --batch-size 1 2 --context 5 9 --tree 6/3/2 --likelihood".split())
     printed = capsys.readouterr().out

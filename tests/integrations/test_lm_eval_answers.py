@@ -17,7 +17,7 @@ from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.integrations.lm_eval.answers import Answer, Ask, Ending, answers, end_tokens
+from eagle_fsd.integrations.lm_eval.requests import Answer, Ask, Ending, answers, end_tokens
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.streamed import StreamedText
 

@@ -27,7 +27,7 @@ from eagle_fsd.acceptance.rule_names import RULES, describe
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.hub import save_head
-from eagle_fsd.integrations.lm_eval.arguments import ending_of, seeds, settings_of
+from eagle_fsd.integrations.lm_eval.requests import ending_of, seeds, settings_of
 from eagle_fsd.target.model import TargetModel
 
 ROOT = Path(__file__).parents[2]

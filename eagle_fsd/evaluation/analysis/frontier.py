@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from eagle_fsd.core.checks import require_choice
 from eagle_fsd.evaluation.analysis.bootstrap import Estimate
-from eagle_fsd.evaluation.analysis.measures import MEASURES, SCORE
-from eagle_fsd.evaluation.analysis.points import Panel, Point
+from eagle_fsd.evaluation.analysis.points import MEASURES, SCORE, Panel, Point
 
 LOSSES = (0.005, 0.01, 0.02, 0.05)
 
@@ -97,11 +96,12 @@ def placed(points: Sequence[Point], quality: Quality, speed: str) -> list[Placed
 def undominated(points: Sequence[Point], quality: Quality, speed: str) -> list[Point]:
     """Return the points that no other equals in speed and quality and beats in one, slowest first."""
     places = [(fast.value, loss.value, point) for point, fast, loss in placed(points, quality, speed)]
-    kept = []
-    for fast, loss, point in places:
-        if not any(f >= fast and lost <= loss and (f > fast or lost < loss) for f, lost, _ in places):
-            kept.append((fast, loss, point))
-    return [point for _, _, point in sorted(kept, key=lambda place: place[:2])]
+    places.sort(key=lambda place: place[:2])
+    return [
+        point
+        for fast, loss, point in places
+        if not any(f >= fast and lost <= loss and (f > fast or lost < loss) for f, lost, _ in places)
+    ]
 
 
 def winners(points: Sequence[Point], quality: Quality, speed: str) -> list[Point]:

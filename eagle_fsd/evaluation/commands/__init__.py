@@ -1,1 +1,1 @@
-"""The commands of `eagle-fsd eval`: each module has `build_parser()` and `main(argv)`."""
+"""The commands of `eagle-fsd eval`: each module has `main(argv)`."""

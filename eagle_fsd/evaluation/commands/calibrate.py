@@ -12,7 +12,6 @@ where it was.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from itertools import product
@@ -28,20 +27,14 @@ from eagle_fsd.acceptance.calibration import (
 )
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.core.config import CHILDREN, SamplingConfig, TreeConfig
-from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, parser_of, say
+from eagle_fsd.evaluation.cli import check_sizes, load_engine, parsed, parser_of, say
+from eagle_fsd.evaluation.measure import threshold_search as search
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
-from eagle_fsd.evaluation.measure.threshold_search import (
-    Work,
-    calibrate,
-    calibration_table,
-    fuzzy,
-    trial_table,
-)
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.provenance import provenance
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.set_defaults(max_new_tokens=128)
     add = parser.add_argument
@@ -60,16 +53,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--output", type=Path, required=True, help="folder of rows, calibration.json and splits.json")
     add("--install", action="store_true", help="write calibration.json beside the head, too")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    with mistakes_on_one_line(parser):
-        check(arguments)
+    with parsed(parser, argv) as arguments:
+        check_sizes(arguments, arguments.batch_size)
+        require_integer("splits", arguments.splits, 0, "0 makes none")
+        require_number("confidence", arguments.confidence, 0.501, 0.999, "0.9 is usual")
+        for budget in arguments.quality_budget:
+            require_number("quality_budget", budget, 0.0, 1.0, "0.02 changes about one token in fifty")
         kinds = list(product(arguments.divergence, arguments.mode, arguments.child, arguments.min_gain))
-        rules = [fuzzy(kind, 1.0) for kind in kinds]
+        rules = [search.fuzzy(kind, 1.0) for kind in kinds]
         sampling, tree = SamplingConfig.parse(arguments.sampling), TreeConfig.parse(arguments.tree)
         engine = load_engine(arguments)
         for rule in rules:
@@ -80,25 +71,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"splits is {arguments.splits}: one prompt cannot be halved; give more prompts")
         cell = Cell(questions, Lossless(), sampling, tree, most, arguments.seed)
         made = {**provenance(engine.device), "weight_format": engine.weight_format}
-        work = Work(engine, cell, arguments.output, arguments.batch_size, arguments.confidence, made)
-        calibration, trials = calibrate(work, kinds, sorted(arguments.quality_budget), arguments.splits)
+        work = search.Work(engine, cell, arguments.output, arguments.batch_size, arguments.confidence, made)
+        calibration, trials = search.calibrate(
+            work, kinds, sorted(arguments.quality_budget), arguments.splits
+        )
         write_calibrations(arguments.output / FILE, [calibration])
         if trials:
             write_atomically(arguments.output / "splits.json", json.dumps(trials, indent=1) + "\n")
         if arguments.install:
             install(engine.head_folder, calibration)
-    say(calibration_table(calibration))
+    say(search.calibration_table(calibration))
     if trials:
-        say("\n" + trial_table(trials))
-
-
-def check(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for numbers that cannot be, before a model is loaded."""
-    check_sizes(arguments, arguments.batch_size)
-    require_integer("splits", arguments.splits, 0, "0 makes none")
-    require_number("confidence", arguments.confidence, 0.501, 0.999, "0.9 is usual")
-    for budget in arguments.quality_budget:
-        require_number("quality_budget", budget, 0.0, 1.0, "0.02 changes about one token in fifty")
+        say("\n" + search.trial_table(trials))
 
 
 def install(folder: Path | None, calibration: Calibration) -> None:

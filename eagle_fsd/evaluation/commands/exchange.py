@@ -14,9 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from eagle_fsd.evaluation.analysis.bootstrap import Array, Bootstrap, Sums, interval, resampled
-from eagle_fsd.evaluation.analysis.measures import MEASURES, TAU, paired, sums_of
-from eagle_fsd.evaluation.analysis.points import Panel, Point, panels
-from eagle_fsd.evaluation.cli import mistakes_on_one_line, rows_parser, say
+from eagle_fsd.evaluation.analysis.points import MEASURES, TAU, Panel, Point, paired, panels, sums_of
+from eagle_fsd.evaluation.cli import parsed, rows_parser, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.rows import read_raw_rows
 
@@ -27,12 +26,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = rows_parser(__doc__)
     labels = "labels of the first column to compare with"
     parser.add_argument("--against", nargs="+", default=[], metavar="RULE", help=labels)
-    arguments = parser.parse_args(argv)
-    with mistakes_on_one_line(parser):
+    with parsed(parser, argv) as arguments:
         how = Bootstrap(arguments.resamples, seed=arguments.seed)
         rows = [row for rows in read_raw_rows(arguments.rows).values() for row in rows]
-        if not rows:
-            raise ValueError("no rows: a table needs raw rows; run eval/sweep.py first")
         tables = [exchange_table(panel, how, arguments.against) for panel in panels(rows, how)]
     say("\n\n".join(tables))
 

@@ -21,8 +21,8 @@ from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, parser_of, say
-from eagle_fsd.evaluation.prompt_sets import answer_all, prompt_sets
+from eagle_fsd.evaluation.cli import check_sizes, encoded_prompts, load_engine, parsed, parser_of, say
+from eagle_fsd.evaluation.prompt_sets import answer_all
 from eagle_fsd.files.jsonl import append_row
 from eagle_fsd.files.provenance import provenance
 
@@ -36,21 +36,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--tree", nargs="+", default=["16/5/8", "60/6/10"], help=TreeConfig.FORM)
     add("--batch-size", type=int, nargs="+", default=[1, 4], help="default: %(default)s")
     add("--output", type=Path, help="append one JSON row per tree and batch size to this file")
-    arguments = parser.parse_args(argv)
-    most = arguments.max_new_tokens
-    with mistakes_on_one_line(parser):
+    with parsed(parser, argv) as arguments:
         check_sizes(arguments, *arguments.batch_size)
         trees = [TreeConfig.parse(tree) for tree in arguments.tree]
-        engine = load_engine(arguments)
-        sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
-    prompts = [ids for prompts in sets.values() for ids in prompts]
+        engine, most = load_engine(arguments), arguments.max_new_tokens
+        prompts = encoded_prompts(arguments, engine)
     expected = reference(engine, prompts, most)
     found: list[Difference] = []  # over all trees and batch sizes
     for tree, batch_size in product(trees, arguments.batch_size):
         differences, stats = compare(engine, prompts, expected, tree, batch_size, most)
         counts = {"equal": len(prompts) - len(differences), "of": len(prompts)}
-        said = f"{counts['equal']} of {counts['of']} equal, tau {stats.tau:.3f}"
-        say(f"tree {tree}, batch {batch_size}: {said}")
+        said = "{equal} of {of} equal".format(**counts)
+        say(f"tree {tree}, batch {batch_size}: {said}, tau {stats.tau:.3f}")
         for difference in differences:
             say(f"  {difference}, excused: {difference.excused()}")
         found += differences

@@ -9,14 +9,13 @@ milliseconds but where a column says otherwise.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.autotune.step_costs import BEAMS, measure_costs
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig
-from eagle_fsd.evaluation.cli import load_engine, mistakes_on_one_line, model_parser, say
+from eagle_fsd.evaluation.cli import load_engine, model_parser, parsed, say
 from eagle_fsd.evaluation.measure.hardware_limits import behind, context_table, forward_table, machine
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.runtime.packed_linear import backend_names
@@ -25,26 +24,18 @@ CONTEXTS = (128, 256, 1024, 4096, 8000)
 NODES = (1, 4, 8, 16)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = model_parser(__doc__)
     add = parser.add_argument
-    lengths = (
-        f"tokens in the cache; default: those of {' '.join(map(str, CONTEXTS))} that the target can read"
-    )
+    usual = " ".join(map(str, CONTEXTS))
+    lengths = f"tokens in the cache; default: those of {usual} that the target can read"
     add("--context", type=int, nargs="+", help=lengths)
     counts = f"nodes of a forward, beside 1; default: {' '.join(map(str, NODES))}"
     add("--nodes", type=int, nargs="+", default=list(NODES), help=counts)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    with mistakes_on_one_line(parser):
-        for context in arguments.context or ():
-            require_integer("context", context, 1, "256 is usual")
-        for nodes in arguments.nodes:
-            require_integer("nodes", nodes, 1, "16 is usual")
+    with parsed(parser, argv) as arguments:
+        for name, sizes in (("context", arguments.context or ()), ("nodes", arguments.nodes)):
+            for size in sizes:
+                require_integer(name, size, 1, "leave it out for the usual ones")
         engine = load_engine(arguments)
         most = engine.target.max_positions - 1  # the tree's root needs a position, too
         if arguments.context and (longest := max(arguments.context)) > most:
@@ -52,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"context is {longest}: the target has {most + 1} positions; {most} is the longest for it"
             )
     contexts = arguments.context or [context for context in CONTEXTS if context <= most]
-    here = machine(engine.device, engine.dtype)
-    made = provenance(engine.device)
+    here, made = machine(engine.device, engine.dtype), provenance(engine.device)
     say(
         f"{made['device']}, {made['threads']} threads, {str(engine.dtype).removeprefix('torch.')}: "
         f"{here.bandwidth / 1e9:.1f} GB/s, {here.rate / 1e9:.0f} GFLOP/s; "
@@ -62,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     nodes = sorted({1, *arguments.nodes})
     found = [behind(engine.target, here, context, nodes) for context in contexts]
-    say(forward_table(found))
-    say(f"\n{context_table(found)}")
+    say(f"{forward_table(found)}\n\n{context_table(found)}")
     drafted = engine.drafter.tokens
     beams = [beam for beam in BEAMS if beam <= drafted]
     costs = measure_costs(engine.target, engine.drafter, beams, 1, contexts[0], Lossless(), SamplingConfig())

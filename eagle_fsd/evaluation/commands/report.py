@@ -22,18 +22,27 @@ from eagle_fsd.evaluation.analysis.frontier import (
     undominated,
     winners,
 )
-from eagle_fsd.evaluation.analysis.measures import SCORE, SPEED, TAU
-from eagle_fsd.evaluation.analysis.points import Models, Panel, Point, panels
-from eagle_fsd.evaluation.cli import mistakes_on_one_line, rows_parser, say
+from eagle_fsd.evaluation.analysis.points import SCORE, SPEED, TAU, Models, Panel, Point, machine, panels
+from eagle_fsd.evaluation.cli import parsed, rows_parser, say
 from eagle_fsd.evaluation.markdown_table import filled_columns, markdown_table
-from eagle_fsd.evaluation.report.caveats import caveats
-from eagle_fsd.evaluation.report.frontier_plots import plot_frontier
-from eagle_fsd.evaluation.report.plots import require_matplotlib
+from eagle_fsd.evaluation.report.plots import plot_frontier, require_matplotlib
 from eagle_fsd.evaluation.rows import PROVENANCE, Row, read_raw_rows
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.version import __version__
 
 QUALITIES = ("log_p", "law_tv")
+FEW = 30  # samples below which intervals are rough
+MANY_AT_LIMIT = 0.1
+ALWAYS = (
+    "KL is missing where it is infinite: the rule can emit what the target, after temperature, top-k and "
+    "top-p, cannot; at temperature 0 that is every relaxed rule.",
+    "Tokens per second are of cells run one after the other: what else the machine did meanwhile is in them, "
+    "and in no interval. tau does not depend on it.",
+    "log p per token rewards rules that pick likely tokens: text sharper than the target's own scores higher "
+    "than it. TV and KL do not: they are 0 for the target's own distribution alone.",
+    "The fastest rules are chosen on the samples that their numbers come from, and by the measured loss, "
+    "whatever its interval, so the numbers flatter them a little: confirm a choice on other samples.",
+)
 COMMANDS = 10  # most commands that are listed
 # A column: title, measure, whether its value or how it changed from lossless's, and a number's form.
 Column = tuple[str, str, str, str]
@@ -63,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     known = f"log_p, law_tv, law_kl or a task's score; default: {' '.join(QUALITIES)}"
     add("--quality", nargs="+", default=list(QUALITIES), help=known)
     add("--tau", action="store_true", help="speed is tokens per step, not tokens per second")
-    arguments = parser.parse_args(argv)
-    with mistakes_on_one_line(parser):
+    with parsed(parser, argv) as arguments:
         require_matplotlib()
         how = Bootstrap(arguments.resamples, seed=arguments.seed)
         files = read_raw_rows(arguments.rows)
@@ -88,8 +96,6 @@ def write_report(
     sources: how many rows came from each file. names: the qualities, see `quality_named`; speed:
     tokens_per_second or tau. Raises ValueError for rows that cannot stand in one report.
     """
-    if not rows:
-        raise ValueError(f"no rows in {', '.join(sources)}: a report needs raw rows; run eval/sweep.py first")
     found = panels(rows, how)
     qualities = [quality_named(name, found) for name in dict.fromkeys(names)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,12 +148,11 @@ def section(
 
 def speed_table(panel: Panel) -> str:
     """Write how fast each rule is, and what becomes of the lengths."""
-    rows = [
-        {"rule": point.label, "rows": str(point.samples), "pairs": str(point.pairs or "")}
-        | cells(point, SPEED_COLUMNS)
-        for point in panel.points
-    ]
-    return filled_columns(rows[0], rows)
+    counts = [{"rows": str(point.samples), "pairs": str(point.pairs or "")} for point in panel.points]
+    pairs = zip(panel.points, counts, strict=True)
+    return filled_columns(
+        [{"rule": point.label} | count | cells(point, SPEED_COLUMNS) for point, count in pairs]
+    )
 
 
 def quality_table(panel: Panel, qualities: Sequence[Quality], speed: str) -> str:
@@ -163,7 +168,7 @@ def quality_table(panel: Panel, qualities: Sequence[Quality], speed: str) -> str
         | {"on the frontier of": ", ".join(title for title, points in best.items() if point in points)}
         for point in panel.points
     ]
-    return filled_columns(rows[0], rows)
+    return filled_columns(rows)
 
 
 def cells(point: Point, columns: Sequence[Column]) -> dict[str, str]:
@@ -198,3 +203,43 @@ def what_was_run(models: Models, rows: Sequence[Row]) -> list[str]:
         more = [f"# and {len(commands) - COMMANDS} more"] if len(commands) > COMMANDS else []
         lines += ["", "```bash", *commands[:COMMANDS], *more, "```"]
     return lines
+
+
+def caveats(rows: Sequence[Row], panels: Sequence[Panel], how: Bootstrap) -> list[str]:
+    """List in sentences what the rows lack, then what holds of any such report."""
+    rules = [(panel, point) for panel in panels for point in panel.points if not point.is_lossless]
+    lines = []
+    bare = [panel for panel in panels if panel.lossless is None]
+    if bare:
+        lines.append(f"No lossless rows, so nothing to compare with: {titles_of(bare)}.")
+    gaps = [point for panel, point in rules if panel.lossless and point.pairs < panel.lossless.samples]
+    if gaps:
+        least = min(point.pairs for point in gaps)
+        lines.append(
+            f"{len(gaps)} of {len(rules)} rules lack samples that lossless has; the least has {least} pairs. "
+            "Their values are over other samples than lossless's: only what is said against lossless, over "
+            "the pairs, compares like with like."
+        )
+    few = min((point.pairs for _, point in rules if point.pairs), default=FEW)
+    if few < FEW:
+        lines.append(f"Intervals over fewer than {FEW} pairs are rough; the least number here is {few}.")
+    if len(set(map(machine, rows))) > 1:
+        lines.append(
+            "Rows come from several machines, thread counts or batch sizes. Tokens per second are left out "
+            "where a comparison would mix them; tau and quality are not concerned."
+        )
+    for name in ("commit", "torch", "transformers"):
+        if len({row.provenance.get(name) for row in rows}) > 1:
+            lines.append(f"Rows were made with more than one {name}.")
+    limited = [p for p in panels if p.lossless and p.lossless.values["limit_rate"].value > MANY_AT_LIMIT]
+    if limited:
+        lines.append(
+            f"More than {MANY_AT_LIMIT:.0%} of lossless's answers reach the length limit and are cut in "
+            f"{titles_of(limited)}: scores there are of cut answers, and lengths are bounded."
+        )
+    chance = f"Each interval is a {how.confidence:.0%} one by itself; among {len(rules)} rules some miss."
+    return [*lines, *ALWAYS, chance]
+
+
+def titles_of(panels: Sequence[Panel]) -> str:
+    return "; ".join(dict.fromkeys(panel.task.title for panel in panels))

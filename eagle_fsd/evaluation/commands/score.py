@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from eagle_fsd.evaluation.cli import mistakes_on_one_line, plain_parser, say
+from eagle_fsd.evaluation.cli import parsed, plain_parser, say
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, task_named
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.jsonl import read_jsonl
@@ -29,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--rows", type=Path, required=True, help="JSONL of rows, or .jsonl.gz")
     add("--output", type=Path, help="JSONL of scored rows (default: --rows itself, replaced as a whole)")
     add("--data", type=Path, help="folder of the tasks' files (default: $EAGLE_FSD_DATA, else the Hub)")
-    arguments = parser.parse_args(argv)
-    with mistakes_on_one_line(parser):
+    with parsed(parser, argv) as arguments:
         rows = score_file(arguments.rows, arguments.output or arguments.rows, arguments.data)
     say(f"{len(rows)} rows scored: {arguments.output or arguments.rows}")
 
@@ -47,12 +46,10 @@ def score_rows(rows: Iterable[Row], path: Path | None = None, origin: str = "row
             yield {**row, "scores": {}}
             continue
         try:
-            task = task_named(row.get("task"))
+            task, text = task_named(row.get("task")), row.get("text")
             task.require_version(row.get("version"))
-            if not isinstance(row.get("text"), str):
-                raise ValueError(
-                    f"text is {row.get('text')!r}: a row needs its generated text; generate it again"
-                )
+            if not isinstance(text, str):
+                raise ValueError(f"text is {text!r}: a row needs its generated text; generate it again")
             if task.name not in loaded:
                 loaded[task.name] = {sample.id: sample for sample in task.load(path)}
             sample = loaded[task.name].get(str(row.get("sample")))
@@ -63,7 +60,7 @@ def score_rows(rows: Iterable[Row], path: Path | None = None, origin: str = "row
                 )
         except ValueError as error:
             raise ValueError(f"{origin}:{number}: {error}") from error
-        yield {**row, "scores": task.score(sample.reference, row["text"])}
+        yield {**row, "scores": task.score(sample.reference, text)}
 
 
 def score_file(source: Path, output: Path, path: Path | None = None) -> list[Row]:

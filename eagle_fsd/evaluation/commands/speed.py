@@ -26,13 +26,12 @@ from eagle_fsd import hub
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, parser_of, say
+from eagle_fsd.evaluation.cli import check_sizes, encoded_prompts, load_engine, parsed, parser_of, say
 from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP, build
 from eagle_fsd.evaluation.measure.observers import likelihood
 from eagle_fsd.evaluation.measure.speed import Setting, method, race, tree_of
-from eagle_fsd.evaluation.prompt_sets import prompt_sets
-from eagle_fsd.evaluation.report.plots import plot_speed, require_matplotlib
-from eagle_fsd.evaluation.report.speed_ratios import results, table
+from eagle_fsd.evaluation.report.plots import require_matplotlib
+from eagle_fsd.evaluation.report.speed_ratios import plot_speed, results, table
 from eagle_fsd.files.jsonl import append_row
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.runtime.packed_linear import backend_names
@@ -42,7 +41,7 @@ METHODS = ("hf", "hf-compiled", "lookup", "plain", "lossless")
 ONE_AT_A_TIME = {"lookup": "Hugging Face's prompt lookup", LLAMA_CPP: "a context of llama.cpp"}
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.set_defaults(max_new_tokens=128)
     add = parser.add_argument
@@ -58,47 +57,28 @@ def build_parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, default=0, help="default: 0, every token")
     add("--seed", type=int, default=0)
     add("--likelihood", action="store_true", help="also score every answer by the target (not timed)")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    with mistakes_on_one_line(parser):
+    with parsed(parser, argv) as arguments:
         check(arguments)
         sampling = SamplingConfig(arguments.temperature, arguments.top_k, arguments.top_p)
         tree = tree_of(arguments.tree)
-        engine = load_engine(arguments)
-        longest = max(arguments.context or [0]) + arguments.max_new_tokens
-        if longest > engine.target.max_positions:
+        engine, most = load_engine(arguments), arguments.max_new_tokens
+        longest, positions = max(arguments.context or [0]) + most, engine.target.max_positions
+        if longest > positions:
             raise ValueError(
-                f"context and max_new_tokens are {longest} together: the target has "
-                f"{engine.target.max_positions} positions; lower --context or --max-new-tokens"
+                f"context and max_new_tokens are {longest} together: the target has {positions} positions; "
+                "lower --context or --max-new-tokens"
             )
-        sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
-        prompts = [ids for ids_of_set in sets.values() for ids in ids_of_set]
-        setting = Setting(
-            max_new_tokens=arguments.max_new_tokens,
-            sampling=sampling,
-            tree=tree,
-            seed=arguments.seed,
-            endless=arguments.context is not None,
-            longest=max(arguments.context or map(len, prompts)) + arguments.max_new_tokens,
-        )
+        prompts = encoded_prompts(arguments, engine)
+        longest = max(arguments.context or map(len, prompts)) + most
+        setting = Setting(most, sampling, tree, arguments.seed, arguments.context is not None, longest)
         stock = functools.partial(stock_target, engine, arguments.base_model)
         methods = {name: method(name, engine, stock, setting) for name in arguments.methods}
         arguments.output.mkdir(parents=True, exist_ok=True)
-    made = {
-        "base_model": engine.base_model,
-        "ea_model": engine.ea_model,
-        "draft_vocab_size": engine.draft_vocab_size,
-        "packed": backend_names(engine.target.model),
-        **({"llama_cpp": build()} if LLAMA_CPP in methods else {}),
-        **provenance(engine.device),
-    }
+    names = ("base_model", "ea_model", "draft_vocab_size")
+    made = {name: getattr(engine, name) for name in names} | {"packed": backend_names(engine.target.model)}
+    made |= ({"llama_cpp": build()} if LLAMA_CPP in methods else {}) | provenance(engine.device)
     note = functools.partial(mean_likelihood, engine) if arguments.likelihood else lambda part, answers: {}
-    rows = []
-    file = arguments.output / "rows.jsonl"
+    rows, file = [], arguments.output / "rows.jsonl"
     file.unlink(missing_ok=True)  # a race is run anew, not resumed
     for context, size in product(arguments.context or [None], arguments.batch_size):
         for row in race(methods, prompts, size, engine.device, note, context):
@@ -115,8 +95,8 @@ def check(arguments: argparse.Namespace) -> None:
     check_sizes(arguments, *arguments.batch_size)
     for context in arguments.context or ():
         require_integer("context", context, 1, "leave --context out for the prompts as they are")
-    for name in arguments.methods:
-        if name in ONE_AT_A_TIME and max(arguments.batch_size) > 1:
+    for name in ONE_AT_A_TIME.keys() & arguments.methods:
+        if max(arguments.batch_size) > 1:
             raise ValueError(
                 f"batch_size is {max(arguments.batch_size)} with {name}: {ONE_AT_A_TIME[name]} takes one "
                 "prompt at a time; leave it out of --methods"

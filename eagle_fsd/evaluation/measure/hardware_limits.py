@@ -7,8 +7,10 @@ through a session, whatever runs behind it.
 
 from __future__ import annotations
 
+import functools
 import resource
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +19,7 @@ import torch
 from torch import nn
 
 from eagle_fsd.autotune.step_costs import star_tree
-from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.evaluation.markdown_table import markdown_table
-from eagle_fsd.evaluation.measure.speed import peak_memory
 from eagle_fsd.runtime.matmul_backends import measure_fastest_backend
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.runtime.timing import RECORDED, Call, median_seconds, time_in_turn
@@ -92,26 +92,13 @@ def behind(target: TargetModel, here: Machine, context: int, nodes: Sequence[int
     prefill = median_seconds(read, target.device)
     (session,) = made
     # The numbers of nodes take turns, as in decoding: some runtimes are slower after another number.
-    calls = {
-        count: verify_call(session, star_tree(prompt[:, -1], count, target.vocab_size)) for count in nodes
-    }
+    trees = {count: star_tree(prompt[:, -1], count, target.vocab_size) for count in nodes}
+    calls = {count: Call(functools.partial(session.verify, tree)) for count, tree in trees.items()}
     repeats = time_in_turn(calls, target.device, RECORDED)
-    read_bytes = target.weight_bytes + session.cache_bytes
-    operations = 2 * target.parameter_count + attention_operations(target, context)
-    forwards = [
-        Forward(
-            nodes=count,
-            reading=read_bytes / here.bandwidth,
-            multiplying=count * operations / here.rate,
-            verify=statistics.median(repeats[count]),
-        )
-        for count in nodes
-    ]
-    return Behind(context, prefill, session.cache_bytes, resident_memory(target.device), forwards)
-
-
-def verify_call(session: TargetSession, tree: DraftTree) -> Call:
-    return Call(lambda: session.verify(tree))
+    reading = (target.weight_bytes + session.cache_bytes) / here.bandwidth
+    node = (2 * target.parameter_count + attention_operations(target, context)) / here.rate
+    forwards = [Forward(count, reading, count * node, statistics.median(repeats[count])) for count in nodes]
+    return Behind(context, prefill, session.cache_bytes, memory(target.device)["resident"], forwards)
 
 
 def attention_operations(target: TargetModel, context: int) -> int:
@@ -122,50 +109,39 @@ def attention_operations(target: TargetModel, context: int) -> int:
     return 4 * config.num_hidden_layers * width * context
 
 
-def resident_memory(device: torch.device) -> int:
-    """Return bytes: the process's own now on Linux, else its peak; on CUDA the device's peak."""
-    statm = Path("/proc/self/statm")
-    if device.type == "cuda" or not statm.exists():
-        return peak_memory(device)
-    return int(statm.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+def memory(device: torch.device) -> dict[str, int]:
+    """Return the bytes that are taken now, "resident", and the most so far, "peak": of torch on a GPU.
 
-
-def process_memory() -> dict[str, int]:
-    """Return the bytes of this process that are in memory now, "resident", and the most so far, "peak".
-
-    On Linux they are the process's own. What `getrusage` calls its peak begins with that of its parent.
+    Else they are the process's own on Linux. What `getrusage` calls its peak begins with that of its parent.
     """
-    resident, status = resident_memory(torch.device("cpu")), Path("/proc/self/status")
+    if device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return dict(zip(("resident", "peak"), allocated, strict=True))
+    status = Path("/proc/self/status")
     if not status.exists():
-        return {"resident": resident, "peak": peak_memory(torch.device("cpu"))}
-    lines = status.read_text(encoding="utf-8").splitlines()
-    (kilobytes,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
-    return {"resident": resident, "peak": max(resident, 1024 * int(kilobytes))}
+        unit = 1 if sys.platform == "darwin" else 1024
+        return dict.fromkeys(("resident", "peak"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    told = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())
+    resident, peak = (1024 * int(told[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+    return {"resident": resident, "peak": max(resident, peak)}
 
 
 def forward_table(found: Sequence[Behind]) -> str:
     """Write the forwards as Markdown, in milliseconds."""
     titles = ["context", "nodes", "reading", "multiplying", "verify", "of the limit", "of one node's"]
     rows = []
-    for place in found:
-        for one in place.forwards:
-            times = [f"{1000 * value:.1f}" for value in (one.reading, one.multiplying, one.verify)]
-            ratios = [f"{one.verify / base:.2f}" for base in (one.limit, place.forwards[0].verify)]
-            rows.append([str(place.context), str(one.nodes), *times, *ratios])
+    for place, one in ((behind, one) for behind in found for one in behind.forwards):
+        times = [f"{1000 * value:.1f}" for value in (one.reading, one.multiplying, one.verify)]
+        ratios = [f"{one.verify / base:.2f}" for base in (one.limit, place.forwards[0].verify)]
+        rows.append([str(place.context), str(one.nodes), *times, *ratios])
     return markdown_table(titles, rows)
 
 
 def context_table(found: Sequence[Behind]) -> str:
     """Write what depends on the context alone as Markdown."""
     titles = ["context", "reading the prompt, s", "tokens/s", "cache, MB", "resident, MB"]
-    rows = [
-        [
-            str(place.context),
-            f"{place.prefill:.2f}",
-            f"{place.context / place.prefill:.0f}",
-            f"{place.cache_bytes / 1e6:.1f}",
-            f"{place.resident / 1e6:.0f}",
-        ]
-        for place in found
-    ]
+    rows = []
+    for place in found:
+        reading = [str(place.context), f"{place.prefill:.2f}", f"{place.context / place.prefill:.0f}"]
+        rows.append([*reading, f"{place.cache_bytes / 1e6:.1f}", f"{place.resident / 1e6:.0f}"])
     return markdown_table(titles, rows)

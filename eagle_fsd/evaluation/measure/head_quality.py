@@ -8,7 +8,7 @@ greedy, takes the token there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ BINS = 10
 TOP = (1, 3)  # how many of the draft's best tokens count as right
 
 
-@dataclass
 class DraftObserver:
     """An observer of lossless texts that notes how the drafts compare with the target's choice.
 
@@ -30,15 +29,12 @@ class DraftObserver:
     that have a draft distribution, and in how many the target's token is among the draft's best TOP.
     """
 
-    depth: int
-    confidence: list[Tensor] = field(default_factory=list)
-    taken: list[Tensor] = field(default_factory=list)
-    reached: Tensor = field(init=False)
-    right: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reached = torch.zeros(self.depth, dtype=torch.int64)
-        self.right = torch.zeros(len(TOP), self.depth, dtype=torch.int64)
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.confidence: list[Tensor] = []
+        self.taken: list[Tensor] = []
+        self.reached = torch.zeros(depth, dtype=torch.int64)
+        self.right = torch.zeros(len(TOP), depth, dtype=torch.int64)
 
     def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
         tree = verified.tree
@@ -81,11 +77,7 @@ class HeadReport:
 
 
 def observe(
-    engine: EagleFSD,
-    prompts: Sequence[Sequence[int]],
-    tree: TreeConfig,
-    max_new_tokens: int,
-    batch_size: int,
+    engine: EagleFSD, prompts: Sequence[Sequence[int]], tree: TreeConfig, max_new_tokens: int, batch_size: int
 ) -> tuple[HeadReport, list[list[int]]]:
     """Answer the prompts (token ids) greedily and losslessly; returns a report on the drafts, and answers."""
     seen = DraftObserver(tree.reach)
@@ -93,16 +85,9 @@ def observe(
     answers, total = answer_all(engine, prompts, batch_size, "prompts", **options)
     bins, error = calibration(torch.cat(seen.confidence), torch.cat(seen.taken))
     shares = seen.right / seen.reached.clamp(min=1)
-    report = HeadReport(
-        right={count: shares[row].tolist() for row, count in enumerate(TOP)},
-        reached=seen.reached.tolist(),
-        bins=bins,
-        error=error,
-        tau=total.tau,
-        tokens_per_second=total.tokens_per_second,
-        accept_histogram=total.accept_histogram,
-    )
-    return report, answers
+    right = {count: shares[row].tolist() for row, count in enumerate(TOP)}
+    speed = (total.tau, total.tokens_per_second, total.accept_histogram)
+    return HeadReport(right, seen.reached.tolist(), bins, error, *speed), answers
 
 
 def calibration(

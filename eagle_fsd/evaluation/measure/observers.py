@@ -4,30 +4,48 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.output_distribution import distances, path_distributions
-from eagle_fsd.decoding.request import Observer
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
 
-class Meter(Observer, Protocol):
+class Meter(ABC):
     """An observer of one batch that has something to say of each row: fields of its JSON object.
 
     seconds: what observing took, which is not the decoding's.
     """
 
-    seconds: float
+    seconds = 0.0
 
-    def row(self, row: int) -> dict[str, Any]: ...
+    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
+        start = time.perf_counter()
+        self.see(verified, verdict, emitted)
+        self.seconds += time.perf_counter() - start
+
+    @abstractmethod
+    def see(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
+        """Look at a step. emitted: by row, how many tokens the step gave it."""
+
+    @abstractmethod
+    def row(self, row: int) -> dict[str, Any]:
+        """Return what a row's JSON object says."""
 
 
-class DistanceMeter:
+def inside(verdict: Verdict, emitted: Mapping[int, int]) -> Tensor:
+    """Return which nodes of every row's path got a token: [B, D] bool."""
+    counts = torch.tensor(list(emitted.values()), device=verdict.path.device)
+    return torch.arange(verdict.path.shape[1], device=counts.device) < counts[:, None]
+
+
+class DistanceMeter(Meter):
     """A meter of KL(r || p) and TV(r, p), summed over every context that got a token.
 
     r is the rule's next-token distribution, p the target's after the user's warpers. kl, tv: by row.
@@ -37,22 +55,18 @@ class DistanceMeter:
         self.mode = mode
         self.kl = [0.0] * rows
         self.tv = [0.0] * rows
-        self.seconds = 0.0
 
-    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
+    def see(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
         if verdict.chances is None:
             return
-        start = time.perf_counter()
-        counts = torch.tensor(list(emitted.values()), device=verdict.path.device)
-        inside = torch.arange(verdict.path.shape[1], device=counts.device) < counts[:, None]  # [B, D]
+        tokens = inside(verdict, emitted)
         kl, tv = (
-            torch.where(inside, each, 0.0).sum(1).tolist()
+            torch.where(tokens, each, 0.0).sum(1).tolist()
             for each in distances(*path_distributions(verified, verdict, self.mode))
         )
         for row, its_kl, its_tv in zip(emitted, kl, tv, strict=True):
             self.kl[row] += its_kl
             self.tv[row] += its_tv
-        self.seconds += time.perf_counter() - start
 
     def row(self, row: int) -> dict[str, Any]:
         """Return the sums of a row as JSON can hold them: an infinite KL is null."""

@@ -7,10 +7,7 @@ their spread over the batches. Only delivered tokens count.
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +21,9 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec
 from eagle_fsd.drafting.lookup.merged_drafter import MergedSpec
 from eagle_fsd.engine import EagleFSD
+from eagle_fsd.evaluation.measure.hardware_limits import memory
 from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP, LlamaCpp, gguf_file
-from eagle_fsd.evaluation.prompt_sets import answer, batches
+from eagle_fsd.evaluation.prompt_sets import answer, batches, rotated
 from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
 
@@ -46,8 +44,7 @@ Prompts = Sequence[Sequence[int]]
 Method = Callable[[Prompts], Answers]  # how prompts (token ids) are answered in one batch
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """What all methods share.
 
     endless: no token ends an answer, so that all have as many. longest: tokens of the longest prompt and its
@@ -72,7 +69,7 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
     lossless decoding with looked-up drafts alone. stock: the target untouched by us, loaded where a method
     needs it. Raises ValueError for any other name, and where llama.cpp cannot run.
     """
-    most, seed, sampling, endless = setting.max_new_tokens, setting.seed, setting.sampling, setting.endless
+    most, sampling, usual, seed, endless, longest = setting
     if name in HUGGING_FACE:
         target, options, pad = stock(), HUGGING_FACE[name](), engine.pad_token_id
         return lambda prompts: Answers(
@@ -84,8 +81,8 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
                 f"method {LLAMA_CPP} runs on the CPU, and the target on {engine.device}: name --device cpu, "
                 f"or leave {LLAMA_CPP} out of --methods"
             )
-        capacity = setting.longest or engine.target.max_positions
-        peer = LlamaCpp(gguf_file(engine.base_model), capacity, torch.get_num_threads())
+        capacity, threads = longest or engine.target.max_positions, torch.get_num_threads()
+        peer = LlamaCpp(gguf_file(engine.base_model), capacity, threads)
         ends = () if endless else engine.target.eos_token_ids
         return lambda prompts: Answers(*peer.answer(prompts, most, sampling, seed, ends))
     word, own, size = name.partition("@")
@@ -96,7 +93,7 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
     except ValueError as error:
         others = ", ".join((*PEERS, "plain"))
         raise ValueError(f"method is {name!r}: it is none of {others}, and {error}") from error
-    tree = TreeConfig(1) if name == "plain" else tree_of(size) if own else setting.tree
+    tree = TreeConfig(1) if name == "plain" else tree_of(size) if own else usual
     ours: dict[str, Any] = {"max_new_tokens": most, "rule": rule, "tree": tree, "seed": seed}
     ours["eos_token_id"] = () if endless else None
     if alone or beside:
@@ -151,16 +148,14 @@ def race(
     to, see `stretched`; None leaves them as they are.
     """
     prompts = prompts if context is None else stretched(prompts, context)
-    parts = list(batches(range(len(prompts)), batch_size))
+    parts = list(batches(prompts, batch_size))
     for one in methods.values():
-        for places in parts[:WARM_UP]:
-            one([prompts[place] for place in places])
-    names = list(methods)
+        for part in parts[:WARM_UP]:
+            one(part)
     with tqdm(total=len(parts) * len(methods), unit="answer", desc=f"batch {batch_size}") as bar:
-        for number, places in enumerate(parts):
-            part = [prompts[place] for place in places]
-            turn = number % len(methods)
-            for name in (*names[turn:], *names[:turn]):
+        for number, part in enumerate(parts):
+            first = number * batch_size
+            for name in rotated(list(methods), number):
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)
                 answers = methods[name](part)
@@ -170,11 +165,11 @@ def race(
                     "method": name,
                     "batch_size": batch_size,
                     "context": context,
-                    "prompts": list(places),
+                    "prompts": list(range(first, first + len(part))),
                     "tree": str(answers.tree) if answers.tree and answers.tree.total_tokens > 1 else None,
                     **GenerationStats.total(answers.stats, concurrent=True).to_dict(),
                     "batch_steps": max(row.steps for row in answers.stats),
-                    "peak_memory": peak_memory(device),
+                    "peak_memory": memory(device)["peak"],
                     **note(part, answers.tokens),
                 }
 
@@ -182,20 +177,10 @@ def race(
 def stretched(prompts: Prompts, length: int) -> list[list[int]]:
     """Put the others before every prompt until it has `length` tokens; a longer one loses its start."""
     made = []
-    for number in range(len(prompts)):
+    for place in range(len(prompts)):
         text: list[int] = []
-        place = number
         while len(text) < length:
             text = [*prompts[place], *text]
-            place -= 1
-            place %= len(prompts)
+            place = (place - 1) % len(prompts)
         made.append(text[-length:])
     return made
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return bytes: of the method's own run on CUDA; of the whole process so far on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

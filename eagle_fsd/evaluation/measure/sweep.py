@@ -8,7 +8,7 @@ seen every rule on the same samples. Rows go to a JSONL file as they are made an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ from eagle_fsd.evaluation.measure.observers import DistanceMeter, Meter, likelih
 from eagle_fsd.evaluation.rows import rows_of_answers
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task
 from eagle_fsd.evaluation.tasks.base import user
+from eagle_fsd.evaluation.tasks.mt_bench import MT_BENCH
 from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import append_row, drop_torn_line
 from eagle_fsd.text.chat import encode_chat
 
 SET = 100_000  # more samples than any set of prompts has: sets that are asked together share no seed
+COUNTED = ("finish_reason", "steps", "new_tokens", "exact_accepts", "fuzzy_accepts")
 RowKey = tuple[Any, ...]  # a row's key, sample and seed
 
 
@@ -56,18 +58,13 @@ class Questions:
         """Load files of prompts as one task without a score; with several a sample is named SET/ID."""
         samples, numbers = [], []
         names = [prompt_sets.set_name(path) for path in paths]
-        for place, (path, name) in enumerate(zip(paths, names, strict=True)):
+        for place, path in enumerate(paths):
             for number, prompt in enumerate(prompt_sets.prompts_of(path, skip, limit), skip):
-                own = str(number) if len(paths) == 1 else f"{name}/{number}"
+                own = str(number) if len(paths) == 1 else f"{names[place]}/{number}"
                 samples.append(Sample(own, (user(prompt),), {}))
                 numbers.append(SET * place + number)
-        task = Task(
-            name=PROMPTS + "+".join(names),
-            version=1,
-            ask=lambda row, place: (str(place), [user(row["prompt"])], {}),
-            max_new_tokens=max_new_tokens,
-            files=tuple(path.name for path in paths),
-        )
+        # MT-Bench is a task of prompts alone, as these are.
+        task = replace(MT_BENCH, name=PROMPTS + "+".join(names), version=1, max_new_tokens=max_new_tokens)
         return cls(task, samples, encoded(samples, engine), numbers)
 
 
@@ -184,8 +181,7 @@ def turns(cells: Sequence[Cell], batch_size: int) -> Iterator[tuple[Cell, Sequen
     for mine in tasks.values():
         parts = prompt_sets.batches(range(len(mine[0].questions.samples)), batch_size)
         for number, places in enumerate(parts):
-            turn = number % len(mine)
-            for cell in (*mine[turn:], *mine[:turn]):
+            for cell in prompt_sets.rotated(mine, number):
                 yield cell, places
 
 
@@ -215,11 +211,7 @@ def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) ->
             "prompt_tokens": len(prompts[row]),
             "token_ids": tokens,
             "text": text,
-            "finish_reason": stats.finish_reason,
-            "steps": stats.steps,
-            "new_tokens": stats.new_tokens,
-            "exact_accepts": stats.exact_accepts,
-            "fuzzy_accepts": stats.fuzzy_accepts,
+            **{name: getattr(stats, name) for name in COUNTED},
             "seconds": seconds,
             **meter.row(row),
             "log_p": likelihood(engine.target, prompts[row], tokens),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -29,6 +28,7 @@ from eagle_fsd.acceptance.output_distribution import distances, path_distributio
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Sums, estimates
 from eagle_fsd.evaluation.markdown_table import markdown_table
+from eagle_fsd.evaluation.measure.observers import Meter
 from eagle_fsd.evaluation.measure.sweep import Cell, run
 
 E12 = (1.0, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 3.9, 4.7, 5.6, 6.8, 8.2)
@@ -38,7 +38,7 @@ Move = tuple[str, str, float]  # mode, child, min_gain
 Row = Mapping[str, Any]
 
 
-class Recorder:
+class Recorder(Meter):
     """A meter of a lossless batch: of every token's context each divergence, and each move's TV.
 
     found: by row, a list of [divergences] + [moves] for each token; infinite where the context has no draft.
@@ -47,10 +47,8 @@ class Recorder:
     def __init__(self, divergences: Sequence[str], moves: Sequence[Move], mode: str, rows: int) -> None:
         self.divergences, self.moves = divergences, moves
         self.found: list[list[list[float]]] = [[] for _ in range(rows)]
-        self.seconds = 0.0
 
-    def __call__(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
-        start = time.perf_counter()
+    def see(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
         nodes = verdict.path.clamp(min=0)
         everywhere = replace(verdict, asked=torch.ones_like(verdict.asked))
         columns = [Fuzzy(1.0, name).node_divergences(verified).gather(1, nodes) for name in self.divergences]
@@ -61,7 +59,6 @@ class Recorder:
         table = torch.stack(columns, dim=-1).cpu()  # [B, D, columns]
         for place, (row, count) in enumerate(emitted.items()):
             self.found[row] += table[place, :count].tolist()
-        self.seconds += time.perf_counter() - start
 
     def row(self, row: int) -> dict[str, Any]:
         """Return JSON as Python writes and reads it: an infinite divergence is Infinity."""
@@ -105,7 +102,7 @@ class Work:
         return Records(divergences, moves, tables, [(row["new_tokens"], row["steps"]) for row in rows])
 
     def run(self, kind: Kind, threshold: float) -> list[dict[str, Any]]:
-        """Return the rows of all prompts under a threshold, run where they have not been."""
+        """Return the rows of all prompts under a threshold."""
         return self.rows_of(replace(self.cell, rule=fuzzy(kind, threshold)), "rows.jsonl")
 
     def rows_of(self, cell: Cell, file: str, *meter: Any) -> list[dict[str, Any]]:
@@ -142,10 +139,10 @@ class Search:
             if not fits or fits[-1] in tried:
                 break
             threshold = fits[-1]
-            tried[threshold] = self.measured(kind, threshold, places)
-            if bounds[threshold] == 0 or tried[threshold].bound == 0:
+            tried[threshold] = ran = self.measured(kind, threshold, places)
+            if bounds[threshold] == 0 or ran.bound == 0:
                 break
-            aim = budget * bounds[threshold] / tried[threshold].bound
+            aim = budget * bounds[threshold] / ran.bound
         # The last correction may have gone one step too far: the step below is the cautious one.
         while tried and min(one.bound for one in tried.values()) > budget and len(tried) < 2 * ROUNDS:
             below = LADDER.index(min(tried)) - 1
@@ -179,10 +176,11 @@ class Search:
                 "kind": kind,
                 "budget": budget,
                 "split": split,
-                **dict.fromkeys(("chosen", "tv", "inside")),
+                "chosen": None,
+                "tv": None,
+                "inside": None,
             }
-            chosen = self.largest(kind, budget, mine)
-            if chosen is not None:
+            if chosen := self.largest(kind, budget, mine):
                 rows = self.run(kind, chosen.threshold)
                 tv = bound(tv_of([rows[place] for place in others]), self.confidence)[0]
                 trial |= {"chosen": asdict(chosen), "tv": tv, "inside": tv <= budget}
@@ -217,13 +215,10 @@ def calibrate(
     found: dict[tuple[Kind, float], CalibratedThreshold] = {}
     trials: list[dict[str, Any]] = []
     for kind, budget in product(kinds, budgets):
-        best = search.largest(kind, budget, places)
-        if best is not None:
+        if best := search.largest(kind, budget, places):
             found[kind, best.threshold] = best
         trials += search.splits(kind, budget, split_count)
     cell = work.cell
-    made = {"prompts": cell.questions.task.name, "max_new_tokens": cell.max_new_tokens}
-    made["new_tokens"] = sum(tokens for tokens, _ in records.taus)
     calibration = Calibration(
         models=work.engine.identity(),
         sampling=cell.sampling,
@@ -231,7 +226,12 @@ def calibrate(
         confidence=work.confidence,
         prompts=len(places),
         thresholds=list(found.values()),
-        made={**made, **work.provenance},
+        made={
+            "prompts": cell.questions.task.name,
+            "max_new_tokens": cell.max_new_tokens,
+            "new_tokens": sum(tokens for tokens, _ in records.taus),
+            **work.provenance,
+        },
     )
     return calibration, trials
 

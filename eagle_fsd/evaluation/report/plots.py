@@ -1,20 +1,32 @@
-"""Plots of what was measured. matplotlib is an extra: it is imported when a plot is asked for."""
+"""Quality against speed as a picture: a panel for each task and temperature, a line for each family of rules.
+
+Up is better and right is faster. Families differ in marker and line as well as in colour, so that the picture
+reads in black and white. matplotlib is an extra: it is imported when a plot is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from eagle_fsd.evaluation.analysis.bootstrap import Estimate
+from eagle_fsd.evaluation.analysis.frontier import Placed, Quality, placed, speed_title, undominated
+from eagle_fsd.evaluation.analysis.points import Panel, Point
 from eagle_fsd.files.atomic import atomic_path
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from eagle_fsd.evaluation.measure.head_quality import HeadReport
-    from eagle_fsd.evaluation.report.speed_ratios import Result
-
 INK, FAINT = "#0550ae", "#6e7781"
+# Okabe and Ito's colours, which the colour-blind can tell apart, without their yellow, which paper swallows.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#56b4e9", "#e69f00")
+MARKERS = "os^Dv<>Ph*Xd8"
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+COLUMNS = 3
+FILLED = "filled: no other is both faster and better"
 
 
 def require_matplotlib() -> None:
@@ -27,77 +39,98 @@ def require_matplotlib() -> None:
         ) from error
 
 
-def calibration_figure(report: HeadReport, head: str, target: str, setting: str = "") -> Figure:
-    """Draw the share of drafted tokens that the target accepts against the draft's confidence in them.
-
-    Above, each bin at its mean confidence, and the diagonal of a head that is exactly as confident as right;
-    below, how many drafted tokens each bin holds, on a logarithmic axis, since most drafts are unlikely ones.
-    setting: prompts, tree, whatever the points hold for. To be read without colour.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator
-
-    from eagle_fsd.evaluation.measure.head_quality import BINS
-
-    figure = Figure(figsize=(6.2, 6.6), layout="constrained")
-    shares, counts = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    confidence, taken, nodes = zip(*report.bins, strict=True)
-    shares.plot((0, 1), (0, 1), color=FAINT, linestyle="--", linewidth=1.2, label="perfectly calibrated")
-    error = f"this head, expected calibration error {report.error:.3f}"
-    shares.plot(confidence, taken, color=INK, marker="o", clip_on=False, label=error)
-    ticks = [place / 10 for place in range(0, 11, 2)]
-    shares.set(xlim=(0, 1), ylim=(0, 1), xticks=ticks, yticks=ticks)
-    shares.set_ylabel("share that the target accepts")
-    shares.grid(color=FAINT, alpha=0.25, linewidth=0.6)
-    shares.legend(loc="upper left", fontsize=9)
-    shares.text(0.97, 0.04, "overconfident", ha="right", style="italic", color=FAINT)
-    shares.text(0.03, 0.8, "underconfident", ha="left", style="italic", color=FAINT)
-    figure.suptitle("Are the draft's tokens accepted as often as it expects?", fontsize=11)
-    lines = [f"head {head}, target {target}", setting]
-    shares.set_title("\n".join(filter(None, lines)), fontsize=8, loc="left")
-    places = [(min(int(mean * BINS), BINS - 1) + 0.5) / BINS for mean in confidence]
-    bars = counts.bar(places, nodes, width=0.9 / BINS, color=INK)
-    counts.bar_label(bars, labels=[f"{count:,}" for count in nodes], fontsize=7, padding=1)
-    counts.set(yscale="log", ylim=(0.5, 8 * max(nodes)))
-    counts.yaxis.set_minor_locator(NullLocator())
-    counts.set(xlabel="the draft's confidence, q(token | path)", ylabel="drafted tokens")
-    for panel in (shares, counts):
-        panel.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def plot_speed(found: Sequence[Result], path: Path) -> None:
-    """Draw tokens per second by method, a panel for each context and batch size, to a PNG."""
+def plot_frontier(panels: Sequence[Panel], quality: Quality, speed: str, path: Path) -> bool:
+    """Draw the panels that know quality and speed; returns False where none does."""
     from matplotlib.figure import Figure
 
-    from eagle_fsd.evaluation.measure.speed import PEERS
-
-    groups: dict[str, list[Result]] = {}
-    for one in found:
-        where = "" if one.context is None else f", context {one.context}"
-        groups.setdefault(f"batch {one.batch_size}{where}", []).append(one)
-    most = max(map(len, groups.values()))
-    figure = Figure(figsize=(7, len(groups) * (0.8 + 0.36 * most)), layout="constrained")
-    panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
-    for panel, (title, members) in zip(panels, groups.items(), strict=True):
-        mine = members[::-1]
-        bars = panel.barh(
-            [one.method for one in mine],
-            [one.tokens_per_second for one in mine],
-            color=[FAINT if one.method in PEERS else INK for one in mine],
-            height=0.6,
-        )
-        panel.bar_label(bars, labels=[label(one) for one in mine], padding=3, fontsize=9)
-        panel.margins(x=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.set_title(title, loc="left", fontsize=10)
-    panels[-1].set_xlabel("delivered tokens per second")
+    percent = 100 if quality.relative else 1
+    known = ((panel, placed(panel.points, quality, speed)) for panel in panels)
+    drawn = [
+        (panel, [(one, fast, loss.scaled(percent)) for one, fast, loss in points])
+        for panel, points in known
+        if not all(point.is_lossless for point, *_ in points)
+    ]
+    if not drawn:
+        return False
+    columns = min(COLUMNS, len(drawn))
+    lines = -(-len(drawn) // columns)
+    figure = Figure(figsize=(columns * 4.8, lines * 3.9 + 0.9), layout="constrained")
+    places = list(figure.subplots(lines, columns, squeeze=False).flat)
+    families = sorted({one.family for panel, _ in drawn for one in panel.points if not one.is_lossless})
+    handles: dict[str, Any] = {}
+    for axes, (panel, points) in zip(places, drawn, strict=False):
+        best = undominated([point for point, _, _ in points], quality, speed)
+        draw_panel(axes, panel, points, best, families)
+        axes.set(ylabel=loss_title(quality), xlabel=speed_title(speed))
+        shown, titles = axes.get_legend_handles_labels()
+        handles |= dict(zip(titles, shown, strict=True))
+    for axes in places[len(drawn) :]:
+        axes.set_axis_off()
+    names = sorted(handles, key=lambda name: (name not in families, name))
+    look = {"ncols": min(2 * columns, len(names)), "frameon": False, "fontsize": 8, "handlelength": 3.5}
+    figure.legend([handles[name] for name in names], names, loc="outside lower center", **look)
     save(figure, path)
+    return True
 
 
-def label(one: Result) -> str:
-    first = None if one.method == "hf" else next(iter(one.ratios.items()), None)
-    return f"{one.tokens_per_second:.1f}" + (f"  ({first[1][0]:.2f} x {first[0]})" if first else "")
+def style(number: int) -> Mapping[str, Any]:
+    """Return colour, marker and line of a family: no two of the first 65 share marker and line."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "linestyle": LINES[number % len(LINES)],
+    }
+
+
+def loss_title(quality: Quality) -> str:
+    """Return what the axis says: of a distance lossless has none, so that the loss is the distance."""
+    if quality.is_distance:
+        return f"{quality.title} (up is better)"
+    return f"{quality.title}, {'% ' if quality.relative else ''}lost (up is better)"
+
+
+def draw_panel(
+    axes: Axes, panel: Panel, points: Sequence[Placed], best: Sequence[Point], families: Sequence[str]
+) -> None:
+    """Draw a line for each family with its intervals, fill the best markers, name the last rule of each."""
+    # A set of several files has a long name; breaks may only come between its parts.
+    title = "\n".join(textwrap.wrap(panel.task.title.replace("+", " + "), 48, break_long_words=False))
+    axes.set_title(title.replace(" + ", "+").replace(" +", "+"), fontsize=10, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+    axes.axhline(0, color=FAINT, linestyle="--", linewidth=0.9, zorder=0, label="lossless")
+    axes.axvline(1, color=FAINT, linestyle="--", linewidth=0.9, zorder=0)
+    for number, family in enumerate(families):
+        look, members = style(number), [one for one in points if one[0].family == family]
+        if not members:
+            continue
+        rules, fast, loss = zip(*members, strict=True)
+        lines = {"linewidth": 1.1, "elinewidth": 0.6, "ecolor": (look["color"], 0.4), "xerr": arms(fast)}
+        lines |= {"markersize": 5, "markerfacecolor": "white", "label": family, "yerr": arms(loss), **look}
+        axes.errorbar([one.value for one in fast], [one.value for one in loss], **lines)
+        for point, x, y in members:
+            if point in best:
+                axes.plot(x.value, y.value, markersize=5, zorder=4, **{**look, "linestyle": ""})
+        last, x, y = members[-1]
+        place = {"xy": (x.value, y.value), "xytext": (4, 3), "textcoords": "offset points"}
+        axes.annotate(varying_knobs(last, rules), **place, fontsize=7, color=look["color"])
+    axes.plot([], [], color=FAINT, marker="o", markersize=5, linestyle="", label=FILLED)
+    axes.invert_yaxis()
+    axes.margins(x=0.06, y=0.06)
+
+
+def arms(found: Sequence[Estimate]) -> list[list[float]]:
+    """Return the lengths of the error bars, below and above; none where there is no interval."""
+    below = [0.0 if one.low is None else max(0.0, one.value - one.low) for one in found]
+    above = [0.0 if one.high is None else max(0.0, one.high - one.value) for one in found]
+    return [below, above]
+
+
+def varying_knobs(point: Point, members: Sequence[Point]) -> str:
+    """Write the knobs that differ along the point's line; all of them where it stands alone."""
+    knobs = zip(point.knobs, *(one.knobs for one in members), strict=False)
+    shown = [mine for mine, *all_of_them in knobs if len(set(all_of_them)) > 1]
+    return "/".join(f"{knob:g}" for knob in shown or point.knobs)
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -1,23 +1,19 @@
-"""What a race of methods says: sums and ratios by context, batch size and method, as a table."""
+"""What a race of methods says: sums and ratios by context, batch size and method, as a table and a plot."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from eagle_fsd.core.stats import PHASES
 from eagle_fsd.evaluation.markdown_table import filled_columns
 from eagle_fsd.evaluation.measure.speed import PEERS
+from eagle_fsd.evaluation.report.plots import FAINT, INK, save
 
-BASELINES = (
-    "hf",
-    "hf-compiled",
-    "llama.cpp",
-    "plain",
-    "lossless",
-)  # what the others are compared with, where they ran
+BASELINES = ("hf", "hf-compiled", "llama.cpp", "plain", "lossless")  # of the others, where they ran
 ORDER = (
     *("context", "batch", "method", "tree", "tokens/s", "tau"),
     *("prefill s", *(f"{phase} ms" for phase in PHASES[1:]), "peak GB"),
@@ -53,11 +49,10 @@ def result(name: str, methods: Mapping[str, Sequence[Row]]) -> Result:
     ordered = {other: sorted(runs, key=lambda row: row["prompts"]) for other, runs in methods.items()}
     runs = ordered[name]
     ratios = {}
-    for base in BASELINES:
-        if base in ordered and base != name:
-            single = [rate([a]) / rate([b]) for a, b in zip(runs, ordered[base], strict=True)]
-            low, _, high = quartiles(single)
-            ratios[base] = (rate(runs) / rate(ordered[base]), low, high)
+    for base in (base for base in BASELINES if base in ordered and base != name):
+        single = [rate([a]) / rate([b]) for a, b in zip(runs, ordered[base], strict=True)]
+        low, _, high = quartiles(single)
+        ratios[base] = (rate(runs) / rate(ordered[base]), low, high)
 
     def total(field: str) -> float:
         return sum(row[field] for row in runs)
@@ -98,4 +93,36 @@ def table(found: Sequence[Result]) -> str:
 
     Columns that would be empty are left out.
     """
-    return filled_columns(ORDER, [one.cells for one in found])
+    return filled_columns([one.cells for one in found], ORDER)
+
+
+def plot_speed(found: Sequence[Result], path: Path) -> None:
+    """Draw tokens per second by method, a panel for each context and batch size, to a PNG."""
+    from matplotlib.figure import Figure
+
+    groups: dict[str, list[Result]] = {}
+    for one in found:
+        where = "" if one.context is None else f", context {one.context}"
+        groups.setdefault(f"batch {one.batch_size}{where}", []).append(one)
+    most = max(map(len, groups.values()))
+    figure = Figure(figsize=(7, len(groups) * (0.8 + 0.36 * most)), layout="constrained")
+    panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
+    for panel, (title, members) in zip(panels, groups.items(), strict=True):
+        mine = members[::-1]
+        bars = panel.barh(
+            [one.method for one in mine],
+            [one.tokens_per_second for one in mine],
+            color=[FAINT if one.method in PEERS else INK for one in mine],
+            height=0.6,
+        )
+        panel.bar_label(bars, labels=[label(one) for one in mine], padding=3, fontsize=9)
+        panel.margins(x=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_title(title, loc="left", fontsize=10)
+    panels[-1].set_xlabel("delivered tokens per second")
+    save(figure, path)
+
+
+def label(one: Result) -> str:
+    first = None if one.method == "hf" else next(iter(one.ratios.items()), None)
+    return f"{one.tokens_per_second:.1f}" + (f"  ({first[1][0]:.2f} x {first[0]})" if first else "")

@@ -4,16 +4,13 @@ Every way below is lossless: the next token has the distribution p. The ways dif
 chosen, and in how p's token is brought together with them.
 
 `likeliest`: the K likeliest tokens of q, and one draw from p. This is what the package does.
-`with_replacement`: K draws from q, tried one after the other (SpecInfer, arXiv 2305.09781, algorithm 2).
-`without_replacement`: the same, with draws from q without replacement (EAGLE, arXiv 2401.15077; sequential
-draws, arXiv 2402.14160; both kinds in MCSD, arXiv 2401.06706).
-`best_of_independent`: the most that any way of accepting gets from K independent draws from q, by optimal
-transport (SpecTr, arXiv 2310.15141; the formula is that of arXiv 2502.18779).
+`without_replacement`: K draws from q without replacement, tried one after the other (EAGLE, arXiv 2401.15077;
+sequential draws, arXiv 2402.14160).
 `likeliest_and_one_drawn`: the K - 1 likeliest tokens of q and one draw from the rest of q, accepted as well
 as transport can (the greedy draft of arXiv 2502.18779).
 
 One after the other means: child x is accepted with probability min(1, p(x) / q(x)). If it is refused,
-p becomes (p - q)+, normalised, and q, if draws are without replacement, q without x, normalised.
+p becomes (p - q)+, normalised, and q becomes q without x, normalised.
 
 Shapes: n nodes, W tokens that q can draw. p, q, scores: [n, W]. q sums to 1. p may sum to less, if it has
 mass on tokens that q never draws. Results: float64 [n, count]. They are exact but for `without_replacement`
@@ -36,21 +33,6 @@ _TINY = torch.finfo(torch.float64).tiny
 def likeliest(p: Tensor, scores: Tensor, count: int) -> Tensor:
     """Return p of the K tokens with the largest scores: q, or anything that orders tokens as q does."""
     return p.double().gather(-1, scores.topk(count, dim=-1).indices).cumsum(-1)
-
-
-def with_replacement(p: Tensor, q: Tensor, count: int) -> Tensor:
-    """Return the acceptance of K independent draws, tried one after the other.
-
-    What p becomes does not depend on the child that was refused, so the chance of each try is known.
-    """
-    p, q = p.double(), q.double()
-    refused = torch.ones_like(p[:, 0])
-    accepted = []
-    for _ in range(count):
-        chance, p, _ = one_try(p, q)
-        refused = refused * (1 - chance)
-        accepted.append(1 - refused)
-    return torch.stack(accepted, dim=-1)
 
 
 def one_try(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,19 +106,6 @@ def two_without_replacement(p: Tensor, q: Tensor) -> Tensor:
     second = torch.where(rest > 0, second, 0.0).clamp(max=1.0)
     # x itself was refused, so p'(x) = 0, and it adds nothing to either sum.
     return torch.stack((first, first + (left * second).sum(-1)), dim=-1).clamp(max=1.0)
-
-
-def best_of_independent(p: Tensor, q: Tensor, count: int) -> Tensor:
-    """Return the most that can be accepted of K independent draws from q: an upper bound.
-
-    It is the cheapest cut between the draws and p's token: 1 + min over sets H of p(H) - q(H)^K. q^K is
-    convex, so the best H holds the tokens with the least p / q.
-    """
-    p, q = p.double(), q.double()
-    order = torch.where(q > 0, p / q.clamp_min(_TINY), torch.inf).argsort(dim=-1)
-    inside_p, inside_q = (each.gather(-1, order).cumsum(-1) for each in (p, q))
-    cuts = [(1 + inside_p - inside_q**power).amin(-1) for power in range(1, count + 1)]
-    return torch.stack(cuts, dim=-1).clamp(max=1.0)  # 1 is the cut of the empty set
 
 
 def likeliest_and_one_drawn(p: Tensor, q: Tensor, count: int) -> Tensor:

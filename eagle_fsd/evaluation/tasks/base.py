@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.files.jsonl import read_jsonl
 
+Item = TypeVar("Item")
 FOLDER = "EAGLE_FSD_DATA"
 # By task: chats that are shown before a question. Written for this project; none is in any split.
 EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
@@ -68,9 +69,7 @@ class Task:
         where it is set, else the Hub. Raises ValueError, one line, for a task that is missing, broken or of
         another version.
         """
-        require_integer("skip", skip, 0, "0 begins with the first sample")
-        if limit is not None:
-            require_integer("limit", limit, 1, "leave it out for all samples")
+        require_range(skip, limit)
         origin, rows = rows_of(self, path)
         samples: dict[str, Sample] = {}
         for place, (number, row) in enumerate(rows):
@@ -89,9 +88,7 @@ class Task:
             if name in samples:
                 raise ValueError(f"{origin}:{number}: sample {name!r} is there twice; delete one")
             samples[name] = Sample(name, tuple(messages), reference)
-        if skip >= len(samples):
-            raise ValueError(f"skip is {skip}: {origin} has {len(samples)} samples; lower it")
-        return list(samples.values())[skip : None if limit is None else skip + limit]
+        return taken(list(samples.values()), origin, skip, limit)
 
     def score(self, reference: Mapping[str, Any], text: str) -> dict[str, float]:
         """Score an answer, which ends at the first of `stops`; {} for a task of prompts alone."""
@@ -114,12 +111,40 @@ def cut(text: str, stops: Sequence[str]) -> str:
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
+def require_range(skip: int, limit: int | None) -> None:
+    """Raise ValueError for numbers of samples that cannot be."""
+    require_integer("skip", skip, 0, "0 begins with the first one")
+    if limit is not None:
+        require_integer("limit", limit, 1, "leave it out for all")
+
+
+def taken(items: list[Item], origin: object, skip: int, limit: int | None) -> list[Item]:
+    """Return at most `limit` items after the first `skip`. Raises ValueError where none is left."""
+    require_range(skip, limit)
+    if skip >= len(items):
+        raise ValueError(f"skip is {skip}: {origin} has {len(items)} samples; lower it")
+    return items[skip : None if limit is None else skip + limit]
+
+
 def user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
 def assistant(content: str) -> Message:
     return {"role": "assistant", "content": content}
+
+
+def few_shot(name: str, ask: Callable[..., str], *question: Any) -> list[Message]:
+    """Return the chat of a question behind the examples of a task. ask: writes a question out."""
+    messages = []
+    for *shown, said in EXAMPLES[name]:
+        messages += [user(ask(*shown)), assistant(said)]
+    return [*messages, user(ask(*question))]
+
+
+def strict_and_flexible(right: object, strict: object, flexible: object) -> dict[str, float]:
+    """Score what an answer says that it is, and what it may mean."""
+    return {"strict": float(strict == right), "flexible": float(flexible == right)}
 
 
 def text_of(row: Mapping[str, Any], name: str) -> str:

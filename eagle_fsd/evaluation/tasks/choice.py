@@ -11,13 +11,9 @@ from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any
 
-from eagle_fsd.evaluation.tasks.base import EXAMPLES, Asked, Message, Task, assistant, text_of, user
+from eagle_fsd.evaluation.tasks.base import Asked, Message, Task, few_shot, strict_and_flexible, text_of
 
 ASK = 'Reason in a sentence, and end with "The answer is" and the letter in brackets.\n\nQuestion: {}\n{}'
-
-
-def options_of(letters: Sequence[str], options: Sequence[str]) -> str:
-    return "\n".join(f"({letter}) {option}" for letter, option in zip(letters, options, strict=True))
 
 
 def strict_letter(text: str, letters: Sequence[str]) -> str | None:
@@ -47,21 +43,22 @@ def flexible_letter(text: str, letters: Sequence[str]) -> str | None:
 
 def judge(reference: Mapping[str, Any], text: str) -> dict[str, float]:
     """Score an answer. strict: the letter that it names is right; flexible: one that it may mean is."""
-    answer, letters = reference["answer"], reference["letters"]
-    return {
-        "strict": float(strict_letter(text, letters) == answer),
-        "flexible": float(flexible_letter(text, letters) == answer),
-    }
+    letters = reference["letters"]
+    return strict_and_flexible(
+        reference["answer"], strict_letter(text, letters), flexible_letter(text, letters)
+    )
+
+
+def written(question: str, options: Sequence[str], letters: Sequence[str] = ascii_uppercase) -> str:
+    """Write a question out. letters: of the options, in their order."""
+    listed = [f"({letter}) {option}" for letter, option in zip(letters, options, strict=False)]
+    return ASK.format(question, "\n".join(listed))
 
 
 def asked(
-    examples: Sequence[tuple[str, Sequence[str], str]],
-    question: str,
-    options: Sequence[Any],
-    answer: str,
-    letters: Sequence[str],
+    task: str, question: str, options: Sequence[Any], answer: str, letters: Sequence[str]
 ) -> tuple[list[Message], dict[str, Any]]:
-    """Return the chat of a question behind its examples, and its reference.
+    """Return the chat of a question behind the task's examples, and its reference.
 
     Raises ValueError where they do not fit.
     """
@@ -71,19 +68,14 @@ def asked(
         raise ValueError(f"{len(options)} options have the letters {', '.join(map(str, letters))}")
     if answer not in letters:
         raise ValueError(f"answer is {answer!r}: it must be one of {', '.join(letters)}")
-    messages = []
-    for one, choices, said in examples:
-        listed = options_of(ascii_uppercase[: len(choices)], choices)
-        messages += [user(ASK.format(one, listed)), assistant(said)]
-    messages.append(user(ASK.format(question.strip(), options_of(letters, options))))
+    messages = few_shot(task, written, question.strip(), options, letters)
     return messages, {"answer": answer, "letters": list(letters)}
 
 
 def ask_commonsense(row: Mapping[str, Any], place: int) -> Asked:
-    choices = row["choices"]
-    question, examples = text_of(row, "question"), EXAMPLES["commonsense_qa"]
-    messages, reference = asked(examples, question, choices["text"], row["answerKey"], choices["label"])
-    return str(row.get("id", place)), messages, reference
+    choices, question = row["choices"], text_of(row, "question")
+    found = asked("commonsense_qa", question, choices["text"], row["answerKey"], choices["label"])
+    return str(row.get("id", place)), *found
 
 
 def ask_mmlu(row: Mapping[str, Any], place: int) -> Asked:
@@ -92,9 +84,8 @@ def ask_mmlu(row: Mapping[str, Any], place: int) -> Asked:
         raise ValueError(f"answer is {answer!r}: it must be an option's number from 0")
     letters = ascii_uppercase[: len(options)]
     about = f"({str(row.get('subject', '')).replace('_', ' ')}) " if row.get("subject") else ""
-    question = about + text_of(row, "question")
-    messages, reference = asked(EXAMPLES["mmlu"], question, options, letters[answer], letters)
-    return str(row.get("id", place)), messages, reference
+    found = asked("mmlu", about + text_of(row, "question"), options, letters[answer], letters)
+    return str(row.get("id", place)), *found
 
 
 SHARED: dict[str, Any] = {"version": 1, "judge": judge, "metrics": ("strict", "flexible")}

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from eagle_fsd.evaluation.tasks.base import EXAMPLES, Asked, Task, assistant, text_of, user
+from eagle_fsd.evaluation.tasks.base import Asked, Task, few_shot, strict_and_flexible, text_of
 
-ASK = 'Solve the problem step by step, and end with "The answer is" and the number.\n\nProblem: {question}'
+ASK = 'Solve the problem step by step, and end with "The answer is" and the number.\n\nProblem: {}'
 
 # A sign belongs to a number only where nothing that it could be subtracted from stands right before it.
 DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -41,21 +41,13 @@ def ask(row: Mapping[str, Any], place: int) -> Asked:
     _, mark, answer = text_of(row, "answer").rpartition("####")
     if not mark or not re.fullmatch(NUMBER, answer.strip()):
         raise ValueError("answer does not end in `#### N`")
-    question = text_of(row, "question").strip()
-    messages = []
-    for asked, said in EXAMPLES["gsm8k"]:
-        messages += [user(ASK.format(question=asked)), assistant(said)]
-    reference = {"answer": str(value_of(answer.strip()))}
-    return str(row.get("id", place)), [*messages, user(ASK.format(question=question))], reference
+    messages = few_shot("gsm8k", ASK.format, text_of(row, "question").strip())
+    return str(row.get("id", place)), messages, {"answer": str(value_of(answer.strip()))}
 
 
 def judge(reference: Mapping[str, Any], text: str) -> dict[str, float]:
     """Score an answer. strict: the number that it calls the answer is right; flexible: its last number is."""
-    expected = Decimal(reference["answer"])
-    return {
-        "strict": float(strict_answer(text) == expected),
-        "flexible": float(flexible_answer(text) == expected),
-    }
+    return strict_and_flexible(Decimal(reference["answer"]), strict_answer(text), flexible_answer(text))
 
 
 GSM8K = Task(

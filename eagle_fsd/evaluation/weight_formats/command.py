@@ -12,27 +12,34 @@ own, whose memory is shown. A run that was stopped goes on at the first missing 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from eagle_fsd.core.checks import require_choice
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.evaluation.cli import add_prompts, check_sizes, mistakes_on_one_line, plain_parser, say
+from eagle_fsd.evaluation.cli import add_prompts, check_sizes, parsed, plain_parser, say
+from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.prompt_sets import prompts_of, set_name
 from eagle_fsd.evaluation.rows import rows_of_answers
 from eagle_fsd.evaluation.weight_formats.passes import (
+    AS_TREES,
+    AT_ONCE,
     CPU,
     DECODE,
+    NODES,
     READ,
     Job,
     Question,
     Row,
     decode_prompts,
+    in_own_process,
     read_answers,
 )
-from eagle_fsd.evaluation.weight_formats.process import in_own_process
-from eagle_fsd.evaluation.weight_formats.table import about, format_table
 from eagle_fsd.files.jsonl import drop_torn_line
 from eagle_fsd.hub.choose_runtime import OPENVINO, TORCH, plan_runtime
 from eagle_fsd.hub.resolve import DEFAULT_TARGET, resolve_target
@@ -44,7 +51,15 @@ USUAL = (REFERENCE, *KNOWN[2:])
 LIMIT = 5  # prompts of a file, where none is given
 
 
-def build_parser() -> argparse.ArgumentParser:
+TITLES = (
+    *("runtime", "weights"),
+    *("TV, mean (95 %)", f"TV, {NODES} a forward", "same token", f"same, {NODES} a forward"),
+    *("weights MB", "resident MB", "peak MB", "tau", "as plain", "as float32"),
+)
+Rows = Sequence[Mapping[str, Any]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = plain_parser(__doc__)
     add = parser.add_argument
     add("--base-model", default=DEFAULT_TARGET, help="target: Hub id, folder or .gguf file")
@@ -56,13 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--formats", nargs="+", metavar="RUNTIME/FORMAT", help=names)
     tree = TreeConfig()
     add("--tree", default=str(tree), help=f"{TreeConfig.FORM} of lossless decoding; default: %(default)s")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    with mistakes_on_one_line(parser):
+    with parsed(parser, argv) as arguments:
         check_sizes(arguments)
         jobs = jobs_of(arguments)
         questions = questions_of(arguments.prompts, arguments.skip, arguments.limit)
@@ -88,16 +97,9 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
         require_choice("format", name, KNOWN)
         runtime, weight_format = name.split("/")
         plan_runtime(runtime, weight_format, None, CPU, False, gguf)
-        job = Job(
-            runtime=runtime,
-            weight_format=weight_format,
-            base_model=arguments.base_model,
-            ea_model=arguments.ea_model,
-            tree=str(TreeConfig.parse(arguments.tree)),
-            max_new_tokens=arguments.max_new_tokens,
-            output=arguments.output,
-        )
-        jobs.append(job)
+        models, tree = (arguments.base_model, arguments.ea_model), str(TreeConfig.parse(arguments.tree))
+        how = (tree, arguments.max_new_tokens, arguments.output)
+        jobs.append(Job(runtime, weight_format, *models, *how))
     return jobs
 
 
@@ -121,3 +123,45 @@ def made(
         in_own_process(work, job, missing)
         rows = rows_of_answers(job.output)
     return [rows[key] for key in keys]
+
+
+def format_table(formats: Mapping[str, tuple[Rows, Rows]], reference: Rows) -> str:
+    """Write a line for each format from its rows of reading and decoding, all in the order of the questions.
+
+    reference: the rows of decoding of the format that all are compared with. Of the memory the largest of
+    all rows is shown. "as plain": texts of lossless decoding that equal those of the same format's plain
+    decoding; "as float32": texts of plain decoding that equal the reference's.
+    """
+    return markdown_table(TITLES, [line(*rows, reference) for rows in formats.values()])
+
+
+def line(read: Rows, decoded: Rows, reference: Rows) -> list[str]:
+    spread, same = [], []
+    for way in (AT_ONCE, AS_TREES):
+        values = [value for row in read for value in row["tv"][way]]
+        spread.append(f"{statistics.fmean(values):.2g} ({np.percentile(values, 95):.2g})")
+        same.append(f"{sum(row['same'][way] for row in read) / len(values):.1%}")
+    tau = sum(row["new_tokens"] for row in decoded) / sum(row["steps"] for row in decoded)
+    as_plain = sum(row["lossless"] == row["plain"] for row in decoded)
+    as_reference = sum(a["plain"] == b["plain"] for a, b in zip(decoded, reference, strict=True))
+    sizes = [max(row[name] for row in decoded) for name in ("weight_bytes", "resident", "peak")]
+    return [
+        *(decoded[0]["runtime"], decoded[0]["weight_format"], *spread, *same),
+        *(f"{size / 1e6:.0f}" for size in sizes),
+        f"{tau:.2f}",
+        *(f"{count} of {len(decoded)}" for count in (as_plain, as_reference)),
+    ]
+
+
+def about(formats: Mapping[str, tuple[Rows, Rows]]) -> str:
+    """Say in a line how much was measured, where, and at which commits: several where a run was resumed."""
+    rows = [row for pair in formats.values() for part in pair for row in part]
+    read = next(iter(formats.values()))[0]
+    places = sum(len(row["tv"][AT_ONCE]) for row in read)
+    libraries = max(row["libraries"] for _, decoded in formats.values() for row in decoded)
+    commits = ", ".join(sorted({str(row["commit"]) for row in rows}))
+    devices = ", ".join(sorted({f"{row['device']} with {row['threads']} threads" for row in rows}))
+    return (
+        f"{len(read)} prompts, {places} places, tree {rows[0]['tree']}; {libraries / 1e6:.0f} MB of the "
+        f"memory are Python and its libraries; {devices}; commit {commits}"
+    )

@@ -3,31 +3,41 @@
 The first lets the format read the reference's answers beside the reference, and compares their distributions.
 It converts what a runtime must convert. The second holds the format alone, started from what was kept on disk
 as a user's second start is, decodes the prompts and notes the memory.
+
+Products with few bits round their activations, and what is rounded depends on how many tokens a forward has.
+So a text is read in two ways: all at once, as a prompt is, and some tokens a forward, as trees are verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import multiprocessing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from eagle_fsd import hub
+from eagle_fsd.acceptance.divergence import tv
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.measure.hardware_limits import process_memory
+from eagle_fsd.evaluation.measure.hardware_limits import memory
 from eagle_fsd.evaluation.prompt_sets import answer
-from eagle_fsd.evaluation.weight_formats.reading import NODES, READINGS, distances
 from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import append_row
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 from eagle_fsd.text.chat import encode
 
 DECODE, READ = "decode", "read"
+NODES = 8  # tokens of a forward as trees have them
+AT_ONCE, AS_TREES = "at_once", "as_trees"
+Tokens = Sequence[int]
 CPU = torch.device("cpu")
 Row = dict[str, Any]
 
@@ -92,7 +102,7 @@ def decode_prompts(job: Job, questions: Sequence[Question]) -> None:
 
     libraries: bytes that the process had before it loaded anything.
     """
-    libraries = process_memory()["resident"]
+    libraries = memory(CPU)["resident"]
     engine, tree = load_engine(job), TreeConfig.parse(job.tree)
     made = {"weight_bytes": engine.target.weight_bytes, "libraries": libraries, **provenance(CPU)}
     for question in tqdm(questions, desc=f"{job.name}: decoding", unit="prompt"):
@@ -104,7 +114,7 @@ def decode_prompts(job: Job, questions: Sequence[Question]) -> None:
             "lossless": lossless.new_tokens[0],
             "steps": lossless.stats[0].steps,
             "new_tokens": lossless.stats[0].new_tokens,
-            **process_memory(),
+            **memory(CPU),
         }
         append(job, DECODE, question, row | made)
 
@@ -127,3 +137,93 @@ def load_reference(base_model: str) -> TargetModel:
 
 def prompt_ids(engine: EagleFSD, question: Question) -> list[int]:
     return encode(engine.tokenizer, question.text)[0].tolist()
+
+
+@torch.inference_mode()
+def read_at_once(target: TargetModel, prompt: Tokens, answer: Tokens) -> Tensor:
+    """Return the logits [n, V] float32 of the answer's n tokens, which are read as a part of the prompt."""
+    text = torch.tensor([[*prompt, *answer[:-1]]], device=target.device)
+    session = TargetSession(target, 1, text.shape[1])
+    features = session.prefill(text, [text.shape[1]])[0, len(prompt) - 1 :]
+    return target.logits(features)
+
+
+@torch.inference_mode()
+def read_as_trees(target: TargetModel, prompt: Tokens, answer: Tokens, nodes: int = NODES) -> Tensor:
+    """Return the same logits of forwards over `nodes` nodes each, chains that are verified and kept.
+
+    The last chain is filled up, so that all forwards have one size.
+    """
+    start = torch.tensor([prompt[:-1]], dtype=torch.int64, device=target.device)
+    rest = [prompt[-1], *answer[:-1]]
+    session = TargetSession(target, 1, len(prompt) + len(rest) + nodes)
+    session.prefill(start, [start.shape[1]])
+    logits = []
+    for place in range(0, len(rest), nodes):
+        part = rest[place : place + nodes]
+        found, _ = session.verify(chain(part, target, nodes))
+        session.keep(torch.arange(len(part), device=target.device)[None], [len(part)])
+        logits.append(found[0, : len(part)])
+    return torch.cat(logits)
+
+
+READINGS: dict[str, Callable[[TargetModel, Tokens, Tokens], Tensor]] = {
+    AT_ONCE: read_at_once,
+    AS_TREES: read_as_trees,
+}
+
+
+def chain(tokens: Tokens, target: TargetModel, nodes: int) -> DraftTree:
+    """Return the tree in which every token is the only child of the one before, filled up to `nodes`."""
+    places = torch.arange(len(tokens), device=target.device)[None]
+    root = root_only(torch.tensor(tokens[:1], device=target.device), target.vocab_size)
+    return DraftTree(
+        tokens=torch.tensor([list(tokens)], device=target.device),
+        parents=places - 1,
+        depths=places,
+        log_q=root.log_q,
+        owners=root.owners,
+        depth=nodes - 1,
+        most=nodes,
+    ).filled_up()
+
+
+def distances(found: Tensor, reference: Tensor) -> tuple[list[float], list[bool]]:
+    """Return the total variation of two next-token distributions at temperature 1, and whether both have the
+    same likeliest token, by position of their logits [n, V]."""
+    same = found.argmax(-1) == reference.argmax(-1)
+    return tv(reference, found).tolist(), same.tolist()
+
+
+def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a module's function in a fresh process, and return its result or raise its ValueError or OSError.
+
+    Raises ValueError if the process ends in any other way before the function does; its own traceback has
+    gone to stderr then. The process does not outlive this one for longer than the function runs.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_result, args=(sender, work, arguments), daemon=True)
+    process.start()
+    sender.close()  # so that the process's own end is the only one, and its death is noticed
+    try:
+        result, error = receiver.recv()
+    except EOFError:
+        process.join()
+        raise ValueError(
+            f"the process of {work.__name__} ended early, with exit code {process.exitcode}: it must run to "
+            "its end; free some memory, or see its error above, and start again, which keeps its rows"
+        ) from None
+    process.join()
+    if error is not None:
+        raise error
+    return result
+
+
+def send_result(sender: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Call a function, and send its result and None, or None and the user's mistake."""
+    try:
+        result, mistake = work(*arguments), None
+    except (ValueError, OSError) as error:
+        result, mistake = None, error
+    sender.send((result, mistake))

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd.acceptance.rule_names import describe
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.integrations.lm_eval.answers import Answer, Ask, answers
-from eagle_fsd.integrations.lm_eval.arguments import ending_of, seeds, settings_of
+from eagle_fsd.integrations.lm_eval.requests import Answer, Ask, answers, ending_of, seeds, settings_of
 
 try:
     import lm_eval.models  # noqa: F401  # first, or ours would be the only model in the registry
@@ -96,17 +95,14 @@ class EagleLM(LM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm-eval writes beside its results: models, rule, tree, and what it came to."""
+        names = ("base_model", "ea_model", "draft_vocab_size")
+        models = {name: getattr(self.engine, name) for name in names}
         return {
-            "base_model": self.engine.base_model,
-            "ea_model": self.engine.ea_model,
-            "dtype": str(self.engine.dtype).removeprefix("torch."),
-            "draft_vocab_size": self.engine.draft_vocab_size,
+            **models | {"dtype": str(self.engine.dtype).removeprefix("torch.")},
             "rule": describe(self.settings.rule),
             "tree": str(self.settings.tree),
             "seed": self.settings.seed,
-            "answers": self.answers,
-            "capped": self.capped,
-            "stats": self.stats.to_dict(),
+            **{"answers": self.answers, "capped": self.capped, "stats": self.stats.to_dict()},
         }
 
     # -- chat templates --

@@ -4,7 +4,7 @@
     eagle-fsd train evaluate --base-model owner/target --ea-model owner/head --prompts held_out.jsonl \\
         --tree 60/6/10 --output runs/evaluation
 
-Works on any EAGLE-1/2 and EAGLE-3 head. Writes report.json and calibration.png, and prints the report.
+Works on any EAGLE-1/2 and EAGLE-3 head. Writes report.json, and prints the report.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.drafting.eagle3.drafter import Eagle3Spec
 from eagle_fsd.drafting.eagle_drafter import EagleSpec
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.cli import check_sizes, load_engine, parser_of
+from eagle_fsd.evaluation.cli import check_sizes, encoded_prompts, load_engine, parsed, parser_of, say
 from eagle_fsd.evaluation.measure.head_quality import HeadReport, observe
-from eagle_fsd.evaluation.prompt_sets import prompt_sets
-from eagle_fsd.evaluation.report.plots import calibration_figure, require_matplotlib, save
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.training.data.examples import Example
@@ -39,24 +36,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--tree", default="16/5/8", help=f"{TreeConfig.FORM}; default: %(default)s")
     parser.add_argument("--batch-size", type=int, default=8, help="default: %(default)s; 1 for tokens/s")
-    parser.add_argument(
-        "--output", type=Path, required=True, help="folder of report.json and calibration.png"
-    )
-    arguments = parser.parse_args(argv)
-    try:
+    parser.add_argument("--output", type=Path, required=True, help="folder of report.json")
+    with parsed(parser, argv) as arguments:
         check_sizes(arguments, arguments.batch_size)
         tree = TreeConfig.parse(arguments.tree)
         if tree.total_tokens == 1:
             raise ValueError("tree 1 has no drafts to look at: give a larger one, 16/5/8")
-        require_matplotlib()
         made_by = provenance()  # now: the checkout may change while the prompts are answered
         engine = load_engine(arguments)
         if not isinstance(engine.drafter, EagleSpec | Eagle3Spec):
             raise ValueError(
                 f"ea_model is {engine.ea_model!r}: this command looks at an EAGLE head's drafts; name one"
             )
-        sets = prompt_sets(arguments.prompts, engine.tokenizer, arguments.skip, arguments.limit)
-        prompts = [ids for prompts in sets.values() for ids in prompts]
+        prompts = encoded_prompts(arguments, engine)
         report, answers = observe(engine, prompts, tree, arguments.max_new_tokens, arguments.batch_size)
         text = along_text(engine, prompts, answers)
         arguments.output.mkdir(parents=True, exist_ok=True)
@@ -72,12 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             **made_by,
         }
         write_atomically(arguments.output / "report.json", json.dumps(record, indent=1) + "\n")
-        names = [short_name(name) for name in (engine.ea_model, engine.base_model)]
-        setting = f"{len(prompts)} prompts of {', '.join(sets)}; tree {tree}, greedy"
-        save(calibration_figure(report, *names, setting), arguments.output / "calibration.png")
-    except (ValueError, OSError) as error:
-        parser.error(one_line(error))
-    print(format_report(report, text))
+    say(format_report(report, text))
 
 
 def along_text(
@@ -110,11 +97,6 @@ def along_text(
         embedding = target.model.get_input_embeddings().weight.to(engine.device)
         head = copy.deepcopy(spec.head).float()
         return evaluate(head, HeldOut(on_device, greedy, best), embedding, k=3)
-
-
-def short_name(name: str) -> str:
-    """Return a model's name for a plot: a Hub id as it is, a path's last two parts."""
-    return "/".join(Path(name).parts[-2:])
 
 
 def format_report(report: HeadReport, text: dict[str, Any]) -> str:
