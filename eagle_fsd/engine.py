@@ -63,13 +63,12 @@ class EagleFSD:
         head_folder: Path | None = None,
         lookup: bool = False,
     ) -> None:
-        self.target = target
+        self.target, self.tokenizer = target, tokenizer
         self.drafter = spec_for(head, target, head_dtype or target.dtype)
         self.head = self.drafter.head if isinstance(self.drafter, EagleSpec) else None
         if lookup:
             self.drafter = with_lookup(self.drafter, target)
             ea_model = self.drafter.name if head is None else ea_model
-        self.tokenizer = tokenizer
         self.base_model, self.ea_model = base_model, ea_model
         self.settler = Settler(target, self.drafter, base_model, tokenizer, head_folder)
         self._workspaces = Workspaces(target)

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi.responses import Response
 
 from eagle_fsd.core.checks import format_value, one_line
+from eagle_fsd.decoding.loop import NothingAllowed
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 # The openai client tries 408, 409, 429 and 5xx again, unless this header says that it would be in vain.
@@ -135,3 +136,14 @@ def is_type_name(part: object) -> bool:
     return isinstance(part, str) and bool(
         re.match(r"(str$|int$|float$|list\[|function-|constrained|literal\[|NamedTool$|\w+Part$)", part)
     )
+
+
+def impossible_text(error: Exception) -> ApiError | None:
+    """Return the error of a request that asked for what cannot be; None if it is no such error."""
+    if not isinstance(error, NothingAllowed):
+        return None
+    return ApiError(400, f"the text cannot be made: {one_line(error)}", code="nothing_allowed")
+
+
+def lost_text(reason: str) -> ApiError:
+    return ApiError(500, f"the text could not be made: {reason}", code="generation_failed", kind=SERVER)

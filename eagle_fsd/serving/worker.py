@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Protocol
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.stats import GenerationStats
-from eagle_fsd.decoding.loop import NonFiniteLogits, NothingAllowed
+from eagle_fsd.decoding.loop import NonFiniteLogits
 from eagle_fsd.decoding.on_ranks.following import HEARTBEAT, Leader
 from eagle_fsd.decoding.origins import TokenOrigins
 from eagle_fsd.decoding.request import Terms, Text, TokenLogprob
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.serving.choices import Limits
-from eagle_fsd.serving.errors import SERVER, ApiError, queue_full
+from eagle_fsd.serving.errors import SERVER, ApiError, impossible_text, lost_text, queue_full
 from eagle_fsd.text.streamed import Piece, StreamedText
 
 if TYPE_CHECKING:
@@ -344,14 +344,3 @@ def new_scheduler(
         prefix_tokens=limits.prefix_tokens,
         crowded=crowded,
     )
-
-
-def impossible_text(error: Exception) -> ApiError | None:
-    """Return the error of a request that asked for what cannot be; None if it is no such error."""
-    if not isinstance(error, NothingAllowed):
-        return None
-    return ApiError(400, f"the text cannot be made: {one_line(error)}", code="nothing_allowed")
-
-
-def lost_text(reason: str) -> ApiError:
-    return ApiError(500, f"the text could not be made: {reason}", code="generation_failed", kind=SERVER)
