@@ -225,6 +225,16 @@ def test_a_request_emits_the_same_alone_and_among_others() -> None:
         assert together[number].tolist() == alone + [NO_TOKEN] * (MOST - len(alone))
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingConfig(0.8)])
+def test_both_modes_accept_the_same_on_a_chain(sampling: SamplingConfig) -> None:
+    chains, bonus = a_step([4] * 50, 6, near=0.5)
+    made = []
+    for rule in (Fuzzy(0.1), Fuzzy(0.1, mode=PAPER), Lossless()):
+        seeded = [Row(4, Terms(rule, sampling), 0, torch.Generator().manual_seed(row)) for row in range(50)]
+        made.append(accept_chains(seeded, chains, bonus, MOST).tolist())
+    assert made[0] == made[1] != made[2]
+
+
 def test_a_seeded_request_draws_equally_many_numbers_in_every_step() -> None:
     """So that a text can be had again whatever is accepted; a greedy one draws none."""
     left = []

@@ -7,6 +7,7 @@ the commands.
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -67,12 +68,12 @@ def real(tmp_path_factory: pytest.TempPathFactory, smollm2: EagleFSD) -> Path:
 
 
 def chat(llm: Any, prompts: Sequence[str], **sampling: Any) -> list[list[int]]:
-    """Return the token ids of the answers; a list in `sampling` has a value for each prompt."""
+    """Return the token ids of the answers; a tuple in `sampling` has a value for each prompt."""
     from vllm import SamplingParams
 
     each = [
         SamplingParams(
-            **{name: value[row] if isinstance(value, list) else value for name, value in sampling.items()}
+            **{name: value[row] if isinstance(value, tuple) else value for name, value in sampling.items()}
         )
         for row in range(len(prompts))
     ]
@@ -80,15 +81,34 @@ def chat(llm: Any, prompts: Sequence[str], **sampling: Any) -> list[list[int]]:
     return [list(made.outputs[0].token_ids) for made in llm.chat(asked, each, use_tqdm=False)]
 
 
+# Settings of vLLM that change logits, and so must change them along a chain.
+PROCESSED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"min_tokens": 60},
+    {"bad_words": ["dog", "the", " the"]},
+    {"allowed_token_ids": list(range(500, 9000))},
+]
+
+
+def processed_ids(llm: Any) -> list[list[list[int]]]:
+    return [chat(llm, PROMPTS[1:4], temperature=0.0, max_tokens=64, **options) for options in PROCESSED]
+
+
 @pytest.fixture(scope="module")
-def plain_ids(real: Path) -> list[list[int]]:
-    """Plain vLLM's greedy answers."""
+def plain(real: Path) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """Plain vLLM's greedy answers, and those with each of PROCESSED."""
     with engine(real / "target") as llm:
-        return chat(llm, PROMPTS, temperature=0.0, max_tokens=96)
+        return chat(llm, PROMPTS, temperature=0.0, max_tokens=96), processed_ids(llm)
 
 
 @pytest.fixture(scope="module")
-def fsd(real: Path, plain_ids: list[list[int]]) -> Iterator[Any]:
+def plain_ids(plain: tuple[list[list[int]], Any]) -> list[list[int]]:
+    return plain[0]
+
+
+@pytest.fixture(scope="module")
+def fsd(real: Path, plain: Any) -> Iterator[Any]:
     with engine(real / "target", real / "head") as llm:
         yield llm
 
@@ -100,6 +120,24 @@ def test_greedy_lossless_ids_are_plain_vllms(fsd: Any, plain_ids: list[list[int]
     after = counts(fsd)
     assert after["exact"] - before["exact"] > 0.3 * (after["steps"] - before["steps"])
     assert after["fuzzy"] == before["fuzzy"]
+
+
+def test_what_changes_logits_changes_them_along_a_chain(fsd: Any, plain: tuple[Any, list[Any]]) -> None:
+    assert processed_ids(fsd) == plain[1]
+
+
+def test_a_grammar_holds_under_fuzzy_acceptance(fsd: Any) -> None:
+    """Fuzzily followed tokens obey the mask of structured output too."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    wanted = StructuredOutputsParams(regex=r"(red|green|blue)(, (red|green|blue)){5}")
+    for threshold in (0.0, 0.3, "inf"):
+        asked = SamplingParams(
+            temperature=0.0, max_tokens=40, structured_outputs=wanted, extra_args={"fsd_threshold": threshold}
+        )
+        made = fsd.chat([[{"role": "user", "content": "Name six colours."}]], asked, use_tqdm=False)
+        assert re.fullmatch(r"(red|green|blue)(, (red|green|blue)){5}", made[0].outputs[0].text), threshold
 
 
 def test_requests_of_one_batch_are_what_each_is_alone(fsd: Any) -> None:
@@ -115,11 +153,11 @@ def test_requests_of_one_batch_are_what_each_is_alone(fsd: Any) -> None:
         {"fsd_threshold": 0.6},
         {},
     ]
-    terms: dict[str, list[Any]] = {
-        "extra_args": list(asked),
-        "temperature": [0.0] * 5 + [0.7] * 3,
-        "top_k": [0] * 5 + [50] * 3,
-        "seed": [None] * 5 + [5, 6, 7],
+    terms: dict[str, tuple[Any, ...]] = {
+        "extra_args": tuple(asked),
+        "temperature": (*[0.0] * 5, *[0.7] * 3),
+        "top_k": (*[0] * 5, *[50] * 3),
+        "seed": (*[None] * 5, 5, 6, 7),
     }
     together = chat(fsd, prompts, max_tokens=48, **terms)
     for row, prompt in enumerate(prompts):
@@ -184,7 +222,7 @@ def test_wrong_values_are_errors_of_their_request_alone(fsd: Any, plain_ids: lis
     assert chat(fsd, PROMPTS[:1], temperature=0.0, max_tokens=96) == plain_ids[:1]
 
 
-def test_log_probabilities_and_stop_strings_go_with_chains(fsd: Any, plain_ids: list[list[int]]) -> None:
+def test_log_probabilities_go_with_chains(fsd: Any, plain_ids: list[list[int]]) -> None:
     from vllm import SamplingParams
 
     asked = SamplingParams(temperature=0.0, max_tokens=24, logprobs=1)

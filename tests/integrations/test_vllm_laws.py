@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,16 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed; see docs/vllm.md")
 
 import transformers
+import vllm
 from scipy.stats import chisquare
 from support.tiny_models import randomize
 from support.vllm_engines import counts, engine, installed_plugin
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.sampling import warp
+from eagle_fsd.integrations.vllm.plugin import check_request
 
 pytestmark = pytest.mark.slow
 
@@ -70,8 +75,6 @@ def tiny_engine(folder: Path, **options: Any) -> Any:
 
 
 def sampled(llm: Any, count: int, **options: Any) -> torch.Tensor:
-    from vllm import SamplingParams
-
     asked = SamplingParams(temperature=0.8, top_k=20, top_p=0.95, max_tokens=3, detokenize=False, **options)
     prompts = [{"prompt_token_ids": [5, 9, 11, 3]}] * count
     made = llm.generate(prompts, asked, use_tqdm=False)
@@ -113,7 +116,9 @@ def test_sampled_lossless_tokens_have_the_targets_distribution(tiny: tuple[Path,
         assert torch.equal(sampled(llm, 40, seed=3, extra_args={"fsd_threshold": 0.2}), one.expand(40, -1))
 
 
-def test_an_engine_that_cannot_run_fsd_is_refused_at_start(tiny: tuple[Path, Any]) -> None:
+def test_an_engine_that_cannot_run_fsd_is_refused_at_start(
+    tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, _ = tiny
     for options, said in (
         ({"speculative_config": None}, "fsd is set without a draft"),
@@ -125,5 +130,25 @@ def test_an_engine_that_cannot_run_fsd_is_refused_at_start(tiny: tuple[Path, Any
             "speculative method is 'ngram'",
         ),
     ):
-        with pytest.raises(ValueError, match=said), tiny_engine(folder, **{**options}):
+        with pytest.raises(ValueError, match=said), tiny_engine(folder, **options):
             pass
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    with pytest.raises(ValueError, match=r"vLLM is '0\.33\.0'.*install vLLM 0\.32\.0"), tiny_engine(folder):
+        pass
+
+
+def test_fields_of_fsd_are_refused_where_it_is_off() -> None:
+    """As a request with a threshold would be answered without one."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(worker_cls="vllm.v1.worker.cpu_worker.CPUWorker")
+    )
+    check_request(config, None)
+    check_request(config, {"others": 1})
+    with pytest.raises(VLLMValidationError, match=r"^fsd_threshold is 0\.3: this engine runs without FSD"):
+        check_request(config, {"fsd_threshold": 0.3})
+
+
+def test_the_tokens_that_end_a_text_are_those_that_vllm_stops_at() -> None:
+    asked = SamplingParams(stop_token_ids=[7])
+    asked.update_from_generation_config({"eos_token_id": [2, 5]}, 2)
+    assert asked.all_stop_token_ids == {2, 5, 7}
