@@ -1,6 +1,6 @@
 """Soak the server: clients that come, go, break off and send nonsense, for as long as you like.
 
-    python eval/soak.py --seconds 1800 --output runs/soak -- --weight-format packed --total-tokens 8
+    python eval/soak.py --seconds 1800 --output runs/soak -- --dtype float64 --total-tokens 8
     python eval/soak.py --seconds 300 --output runs/soak -- --base-model FOLDER --dtype float64
 
 What stands behind -- are flags of `python -m eagle_fsd.serve`, which is started as a process of its own. At
@@ -9,10 +9,11 @@ leave in the middle, and send what must be refused. The promises: no answer is l
 request got alone; every error has OpenAI's body; memory grows by at most 5 % after the warm-up; the
 server is idle in the end, and ends at a signal. Exit code 1 if one is broken.
 
-With rounding (float32, packed weights) a batch may decide a near-tie the other way. A different answer to a
+With rounding (float32, say) a batch may decide a near-tie the other way. A different answer to a
 greedy, exact request is judged by the target's log-probabilities: within --near-tie it is no wrong one. Other
 kinds cannot be judged, so leave them out there (--kinds plain), or serve with --dtype float64, which rounds
-too little to matter.
+too little to matter. The formats packed and int8 round activations as well, by tenths of a nat: there texts
+depend on the batch, and only the other promises can be held to.
 """
 
 from __future__ import annotations

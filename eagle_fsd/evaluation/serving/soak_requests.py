@@ -48,7 +48,7 @@ def draw_request(draw: random.Random, kinds: Sequence[str], words: int, tokens: 
     if "fuzzy" in kind:
         body |= {
             "threshold": draw.choice((0.1, 0.3, 0.5)),
-            "divergence": draw.choice(("js", "forward_kl", "tv")),
+            "divergence": draw.choice(("js", "tv")),
         }
     if "sampled" in kind:
         body |= {"temperature": draw.choice((0.6, 1.0)), "top_p": draw.choice((0.9, 1.0))}
