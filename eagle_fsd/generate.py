@@ -87,7 +87,7 @@ def answer_prompt(
 
     try:
         with (
-            defer_interrupt() as stop,
+            defer_interrupt(patient=model.target.ranks.several) as stop,
             contextlib.closing(run_steps(stream)) as steps,
         ):
             for token_ids in steps:
@@ -138,13 +138,17 @@ def for_target_alone(options: GenerationOptions) -> GenerationOptions:
 
 
 @contextlib.contextmanager
-def defer_interrupt() -> Iterator[threading.Event]:
-    """Let a first Ctrl-C only set the event, so that the step is finished; a second one interrupts."""
+def defer_interrupt(patient: bool = False) -> Iterator[threading.Event]:
+    """Let a first Ctrl-C only set the event, so that the step is finished; a second one interrupts.
+
+    patient: no other one does: it would leave the other ranks in the middle of a step.
+    """
     event = threading.Event()
 
     def note(_signal: int, _frame: object) -> None:
         event.set()
-        signal.signal(signal.SIGINT, usual)
+        if not patient:
+            signal.signal(signal.SIGINT, usual)
 
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.SIG_IGN:  # a job in the background: Ctrl-C is meant for another process

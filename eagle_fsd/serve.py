@@ -243,8 +243,8 @@ def follow_rank_0(model: EagleFSD, settings: Settings) -> None:
     from eagle_fsd.decoding.on_ranks.following import follow
     from eagle_fsd.serving.worker import new_scheduler
 
-    for name in (signal.SIGINT, signal.SIGTERM):  # rank 0 has them too, and lets answers under way finish
-        signal.signal(name, signal.SIG_IGN)
+    # Rank 0 has the signal too, lets answers under way finish, and tells when to end.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     follow(model.target.ranks, lambda: new_scheduler(model, settings.tree, settings.limits, settings.crowded))
 
 

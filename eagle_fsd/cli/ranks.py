@@ -6,10 +6,13 @@ import argparse
 import contextlib
 import io
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from eagle_fsd.cli.flag_types import USAGE
 
 # torch takes seconds to import. It is imported only to run a model, so that --help answers at once.
 if TYPE_CHECKING:
@@ -62,8 +65,12 @@ def on_every_rank(program: Callable[[Sequence[str] | None], int], argv: Sequence
 
 
 def in_silence(program: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None, rank: int) -> int:
-    """Run a program without its output. If it fails and nobody ends it in GRACE seconds, say why."""
+    """Run a program without its output. If it fails and nobody ends it in GRACE seconds, say why.
+
+    Ctrl-C is rank 0's: it tells the others when to stop.
+    """
     said = io.StringIO()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with (
         open(os.devnull, "w", encoding="utf-8") as nothing,
         contextlib.redirect_stdout(nothing),
@@ -76,10 +83,10 @@ def in_silence(program: Callable[[Sequence[str] | None], int], argv: Sequence[st
         except Exception:
             time.sleep(GRACE)
             raise
-    if code:
+    if code == USAGE:
         time.sleep(GRACE)
         lines = said.getvalue().strip().splitlines()
-        sys.stderr.write(f"rank {rank}: {lines[-1] if lines else f'exit code {code}'}\n")
+        sys.stderr.write(f"rank {rank}: {lines[-1]}\n")
     leave(code)
     return code
 
@@ -92,8 +99,9 @@ def leave(code: int) -> None:
 
 def show_memory(memory: Sequence[dict[str, int]]) -> str:
     """Return what each rank holds, a line for each."""
-    lines = []
-    for held in memory:
-        parts = [f"{held[f'{name}_bytes'] / 1e6:.1f} MB of {name}" for name in ("weight", "head", "cache")]
-        lines.append(f"rank {held['rank']}: {', '.join(parts)}")
-    return "\n".join(lines)
+    names = {"weight_bytes": "weights", "head_bytes": "head", "cache_bytes": "keys and values"}
+    return "\n".join(
+        f"rank {held['rank']}: "
+        + ", ".join(f"{held[key] / 1e6:.2f} MB of {name}" for key, name in names.items())
+        for held in memory
+    )

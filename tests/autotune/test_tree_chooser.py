@@ -236,7 +236,7 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch, made: list[str], *factors: float
         return step_costs.measure_forwards(*parts)
 
     real = timing.time_in_turn
-    monkeypatch.setattr(step_costs, "time_in_turn", lambda *parts: real(*parts, clock=clock))
+    monkeypatch.setattr(step_costs, "time_in_turn", lambda *parts, **more: real(*parts, clock=clock, **more))
     monkeypatch.setattr(tree_chooser, "measure_forwards", measure)
     monkeypatch.setattr(tree_chooser, "BUSY", timing.BUSY)
 

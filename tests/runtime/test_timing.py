@@ -79,7 +79,9 @@ def test_the_cost_of_a_step_is_that_of_its_replay(monkeypatch: pytest.MonkeyPatc
     clock = Clock()
     recorder = Recorder(clock)
     model = EagleFSD(TargetModel(tiny_model(), Graphs(recorder)), tiny_head(), base_model="tiny")
-    monkeypatch.setattr(step_costs, "time_in_turn", lambda *parts: timing.time_in_turn(*parts, clock=clock))
+    monkeypatch.setattr(
+        step_costs, "time_in_turn", lambda *parts, **more: timing.time_in_turn(*parts, clock=clock, **more)
+    )
     found, spread = step_costs.measure_forwards(model.target, model.drafter, [1, 4], 1, 64)
     assert recorder.captures >= len(found.verify)
     assert max(found.verify.values()) < 10 * REPLAY, "a capture was timed"
