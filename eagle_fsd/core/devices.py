@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import torch
 from torch import Tensor
 
@@ -62,3 +65,13 @@ def host_can_read(tensor: Tensor) -> bool:
     Code that has a faster path for some values asks this before it looks at them.
     """
     return tensor.device.type == "cpu"
+
+
+def release_freed_memory() -> None:
+    """Return freed memory to the system, if the C library can.
+
+    Batches of many shapes leave holes in glibc's heap, which it keeps: without this the memory of a training
+    run, or of a server, grows for a long time (figures in train/EXPERIMENTS.md).
+    """
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)

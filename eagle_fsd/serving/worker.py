@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.devices import release_freed_memory
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.loop import NonFiniteLogits
 from eagle_fsd.decoding.on_ranks.following import HEARTBEAT, Leader
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
 
 logger = logging.getLogger(__name__)
+RELEASE_EVERY = 32  # texts
 READ_AGAIN = 10  # seconds after which a client may try again if nothing is known about the speed
 CLOSED = "the server is shutting down: try again later"
 
@@ -118,7 +120,7 @@ class Worker:
         self._leader = Leader(model.target.ranks)
         self._scheduler = self._new_scheduler()
         self._texts: dict[Text, Job] = {}
-        self._number = 0
+        self._number = self._ended = 0
         self._speed = 0.0  # texts per second, lately
         self._inbox: list[Job] = []
         self._open = 0  # jobs that have not ended
@@ -294,6 +296,9 @@ class Worker:
         if job.ended:
             return
         job.ended = True
+        self._ended += 1
+        if self._ended % RELEASE_EVERY == 0:
+            release_freed_memory()
         with self._wake:
             self._open -= 1
         if job.clock.started is not None:

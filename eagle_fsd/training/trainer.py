@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from eagle_fsd.core.devices import release_freed_memory
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.files.fingerprints import differences, digest_tensors, sample_values
 from eagle_fsd.files.jsonl import append_row
@@ -54,7 +55,7 @@ from eagle_fsd.training.run.folder import (
     read_log,
     save_atomically,
 )
-from eagle_fsd.training.run.process import memory_in_use, release_freed_memory, stop_on_signals
+from eagle_fsd.training.run.process import memory_in_use, stop_on_signals
 from eagle_fsd.training.schedule import TrainConfig, learning_rate_at
 
 logger = logging.getLogger(__name__)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,16 +42,6 @@ def stop_on_signals(run: Stoppable) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def release_freed_memory() -> None:
-    """Return freed memory to the system, if the C library can.
-
-    Batches of many shapes leave holes in glibc's heap, which it keeps: without this a run's memory grows for
-    hundreds of steps (figures in train/EXPERIMENTS.md).
-    """
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)
 
 
 def memory_in_use(device: torch.device) -> int | None:
