@@ -6,10 +6,9 @@ It turns padded batches into requests and back. It works on token ids; the token
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -22,12 +21,12 @@ from eagle_fsd.autotune.head_reading import settle_head
 from eagle_fsd.autotune.settle import Settler
 from eagle_fsd.autotune.tree_search import Choice
 from eagle_fsd.core.checks import require_integer
-from eagle_fsd.core.config import FORMS, AutoTree, SamplingConfig
+from eagle_fsd.core.config import AutoTree, SamplingConfig
 from eagle_fsd.core.padding import as_ids
 from eagle_fsd.core.sampling import RowRandom, fresh_seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.options import GenerationOptions, settle_options
-from eagle_fsd.decoding.outputs import BatchStream, Feed, GenerationOutput, Streamer, TokenStream
+from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, Streamer, TokenStream, run_to_end
 from eagle_fsd.decoding.request import Text, end_token_ids
 from eagle_fsd.decoding.workspace import Workspaces
 from eagle_fsd.drafting.drafter import DrafterSpec
@@ -120,10 +119,9 @@ class EagleFSD:
         that is measured otherwise: the layers that it reads, numbered by what enters them, and whether its
         carried state is normed. lookup: look drafts up in the text too, and put them into one tree with the
         head's; with ea_model "none" also in the target's earlier distributions. None does so on a CPU beside
-        the head that ships with the package. draft_model: in place of a
-        head, a language model with the target's vocabulary, named as base_model is, in head_dtype on
-        draft_device; None means the target's. draft_layers: in place of a head, this many of the target's own
-        first layers, with its lm_head.
+        the head that ships with the package. draft_model: in place of a head, a language model with the
+        target's vocabulary, named as base_model is, in head_dtype on draft_device; None means the target's.
+        draft_layers: in place of a head, this many of the target's own first layers, with its lm_head.
         Raises ValueError for anything that is missing, does not fit or is not supported.
         """
         pair = load_pair(
@@ -181,15 +179,35 @@ class EagleFSD:
         """The folder with the head's calibration."""
         return self._settler.folder
 
-    @head_folder.setter
-    def head_folder(self, folder: Path | None) -> None:
-        self._settler.folder = folder
-
     @property
     def pad_token_id(self) -> int:
         """The token that fills short rows: the tokenizer's pad token, else the first end token, else 0."""
         known = getattr(self.tokenizer, "pad_token_id", None)
         return known if known is not None else next(iter(self.target.eos_token_ids), 0)
+
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        attention_mask: Tensor | None = None,
+        options: GenerationOptions | None = None,
+        *,
+        streamer: Streamer | None = None,
+        return_dict_in_generate: Literal[True] = True,
+        **keywords: Any,
+    ) -> GenerationOutput: ...
+
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        attention_mask: Tensor | None = None,
+        options: GenerationOptions | None = None,
+        *,
+        streamer: Streamer | None = None,
+        return_dict_in_generate: bool,
+        **keywords: Any,
+    ) -> GenerationOutput | Tensor: ...
 
     def generate(
         self,
@@ -198,31 +216,23 @@ class EagleFSD:
         options: GenerationOptions | None = None,
         *,
         streamer: Streamer | None = None,
+        return_dict_in_generate: bool = True,
         **keywords: Any,
-    ) -> GenerationOutput:
+    ) -> GenerationOutput | Tensor:
         """Generate for a batch of prompts [B, L], left- or right-padded as attention_mask [B, L] says.
 
         options: see GenerationOptions. keywords: its fields, which override `options`:
         `max_new_tokens=64, temperature=0.6, rule=Fuzzy(0.3), tree=TreeConfig(16, 5, 8), seed=1`.
         streamer: of Hugging Face's kind, for one prompt; it is shown the prompt and each step's tokens.
-        Without an attention_mask the model's pad tokens are padding, as in Hugging Face. Texts end after an
-        end token, at max_new_tokens, or at the model's last position. Raises ValueError for bad arguments,
-        and NonFiniteLogits if no token can be chosen from a step's logits.
+        return_dict_in_generate: False returns the sequences [B, L + new] alone, as Hugging Face does unless
+        it is asked for more. Without an attention_mask the model's pad tokens are padding, as in Hugging
+        Face. Texts end after an end token, at max_new_tokens, or at the model's last position. Raises
+        ValueError for bad arguments, and NonFiniteLogits if no token can be chosen from a step's logits.
         """
         input_ids = as_ids(input_ids)
         started = self._start(input_ids, attention_mask, options, keywords)
-        feed = Feed(streamer, input_ids, len(started.stats))
-        start = time.perf_counter()  # after the tree was chosen, which does not count
-        new_tokens: list[list[int]] = [[] for _ in started.stats]
-        with started, feed:
-            for chunks in started.steps:
-                feed.put(chunks)
-                for row, chunk in enumerate(chunks):
-                    new_tokens[row] += chunk
-        for row in started.stats:
-            row.set_times(started.watch, time.perf_counter() - start)
-        settled = {name: getattr(started, name) for name in ("tree", "rule", "seed", "logprobs")}
-        return GenerationOutput.of(input_ids, new_tokens, started.stats, self.pad_token_id, **settled)
+        output = run_to_end(input_ids, started, streamer, self.pad_token_id)
+        return output if return_dict_in_generate else output.sequences
 
     def stream(
         self,
@@ -272,18 +282,12 @@ class EagleFSD:
         """
         input_ids = as_ids(input_ids)
         options, prompts = settle_options(options, keywords, self.target, input_ids, attention_mask)
-        for name in ("eos_token_id", "observer", "logprobs", "stop_strings", *FORMS):
-            if getattr(options, name) is not None:
-                raise ValueError(
-                    f"{name} is not for the target alone, whose texts have any form and end as its model "
-                    "says, and which shows no steps; leave it out"
-                )
+        options.require_alone()
         seed = fresh_seed() if options.seed is None else options.seed
         require_integer("seed", seed, 0, "any will do")
-        limit, sampling = min(prompts.limits), options.sampling
-        parts = (prompts.rows, limit, sampling, seed, self.pad_token_id, options.processing)
+        sampling, used = options.sampling, None if options.sampling.greedy else seed
+        parts = (prompts.rows, min(prompts.limits), sampling, seed, self.pad_token_id, options.processing)
         new_tokens, stats = generate_alone(self.target, *parts)
-        used = None if sampling.greedy else seed
         return GenerationOutput.of(input_ids, new_tokens, stats, self.pad_token_id, seed=used)
 
     def choose_tree(
@@ -338,11 +342,9 @@ class EagleFSD:
         if seed is None:  # greedy decoding draws nothing and leaves torch's generator alone
             seed = 0 if sampling.greedy else fresh_seed()
         random = RowRandom(seed, len(prompts), self.device)
-        workspace = self._workspaces.take(
-            len(prompts), max(prompts.lengths), prompts.longest_text, tree, self.drafter
-        )
-        stats = [GenerationStats() for _ in prompts.lengths]
-        watch = Stopwatch()
+        sizes = (len(prompts), max(prompts.lengths), prompts.longest_text)
+        workspace = self._workspaces.take(*sizes, tree, self.drafter)
+        stats, watch = [GenerationStats() for _ in prompts.lengths], Stopwatch()
         texts: list[Text] = []
         steps = self._workspaces.decode(workspace, request, random, stats, watch, texts)
         return BatchStream(steps, stats, watch, tree, rule, None if sampling.greedy else seed, texts)

@@ -13,6 +13,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.other_rules import PublishedFSD
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import (
+    FORMS,
     FSD_PAPER_SAMPLING,
     FSD_PAPER_TREE,
     AutoThreshold,
@@ -34,6 +35,7 @@ SAMPLING = tuple(field.name for field in fields(SamplingConfig))
 NOT_OPTIONS = ("own", "constraint")
 UNTOUCHED = {field.name: field.default for field in fields(Processing) if field.name not in NOT_OPTIONS}
 PROCESSING = (*UNTOUCHED, "logits_processor")
+ASKED_TO_SAMPLE = {"temperature": 1.0, "top_k": 50}  # Hugging Face's defaults
 MOST_LOGPROBS = 100  # likeliest tokens at each place
 
 
@@ -64,6 +66,8 @@ class GenerationOptions:
       Lark's language. All tokens that leave the form are ruled out at every node, for every rule, and an end
       token comes only where the form is complete.
     num_return_sequences: so many sampled texts of each prompt, one after the other in the batch.
+    do_sample: as in Hugging Face: False is greedy, and True samples, at temperature 1 with top_k 50 where
+      neither a field nor the model says otherwise. None: the temperature says it.
 
     None for one of temperature ... min_p and repetition_penalty ... min_new_tokens takes what the model's
     generation_config says, as Hugging Face does, else it is off. Raises ValueError for values out of range
@@ -95,6 +99,7 @@ class GenerationOptions:
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | None = None
+    do_sample: bool | None = None
 
     @classmethod
     def fsd_paper(cls, threshold: float = 0.3, divergence: str = "js", **fields: Any) -> GenerationOptions:
@@ -113,6 +118,12 @@ class GenerationOptions:
         require_integer("num_return_sequences", self.num_return_sequences, 1, "1 is one text of each prompt")
         if self.logprobs is not None:
             require_integer("logprobs", self.logprobs, 0, "None returns none", MOST_LOGPROBS)
+        both = None not in (self.do_sample, self.temperature)
+        if both and self.do_sample == (self.temperature == 0):
+            raise ValueError(
+                f"do_sample is {self.do_sample} and temperature is {self.temperature}: they contradict each "
+                "other, since temperature 0 is greedy; leave one out"
+            )
         for stop in self.stops:
             if not isinstance(stop, str) or not stop:
                 raise ValueError(
@@ -190,8 +201,21 @@ class GenerationOptions:
                 "temperature, or leave it out"
             )
 
+    def require_alone(self) -> None:
+        """Raise ValueError for an option that Hugging Face's `generate` is not given by this package."""
+        for name in ("eos_token_id", "observer", "logprobs", "stop_strings", *FORMS):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} is not for the target alone, whose texts have any form and end as its model "
+                    "says, and which shows no steps; leave it out"
+                )
+
     def with_defaults(self, defaults: Mapping[str, Any]) -> GenerationOptions:
         """Return the options with a model's own values, see `own_defaults`, for those that are None."""
+        if self.do_sample is False:
+            defaults = {**defaults, "temperature": 0.0}
+        elif self.do_sample:
+            defaults = {**ASKED_TO_SAMPLE, **defaults}
         own = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return replace(self, **own) if own else self
 

@@ -143,6 +143,24 @@ class Feed:
             self.streamer.end()
 
 
+def run_to_end(
+    input_ids: Tensor, started: BatchStream, streamer: Streamer | None, pad_token_id: int
+) -> GenerationOutput:
+    """Run a batch to its end and return its texts. streamer: is shown the text, of which there is one."""
+    feed = Feed(streamer, input_ids, len(started.stats))
+    start = time.perf_counter()  # after the tree was chosen, which does not count
+    new_tokens: list[list[int]] = [[] for _ in started.stats]
+    with started, feed:
+        for chunks in started.steps:
+            feed.put(chunks)
+            for row, chunk in enumerate(chunks):
+                new_tokens[row] += chunk
+    for stats in started.stats:
+        stats.set_times(started.watch, time.perf_counter() - start)
+    settled = {name: getattr(started, name) for name in ("tree", "rule", "seed", "logprobs")}
+    return GenerationOutput.of(input_ids, new_tokens, started.stats, pad_token_id, **settled)
+
+
 class TokenStream:
     """The chunks of one text, a list of token ids per step, as they are made.
 

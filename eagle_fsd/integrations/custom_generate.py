@@ -101,11 +101,9 @@ def options_of(model: PreTrainedModel, given: Mapping[str, Any], length: int) ->
     """Return the keywords of `EagleFSD.generate` for arguments of `generate` and a prompt of this length."""
     options = {mine: given[name] for name, mine in SAME.items() if name in given}
     own = getattr(model, "generation_config", None)
-    sampled = given.get("do_sample", getattr(own, "do_sample", None))
-    if not sampled:
-        options["temperature"] = 0.0
-    elif not getattr(own, "do_sample", None):  # else the engine takes the model's own
-        options = {"temperature": 1.0, "top_k": 50, **options}
+    options["do_sample"] = bool(given.get("do_sample", getattr(own, "do_sample", None)))
+    if not options["do_sample"]:
+        options.pop("temperature", None)  # has no effect there, as in `generate`
     if "max_new_tokens" not in options and "max_length" in given:
         options["max_new_tokens"] = max(1, int(given["max_length"]) - length)
     rule = given.get("rule")

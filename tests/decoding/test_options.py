@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 import pytest
+import torch
 from support.tiny_models import prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, TreeConfig
@@ -49,6 +50,8 @@ def test_options_and_keywords_are_one() -> None:
         ({"top_k": 1.5}, "top_k is 1.5"),
         ({"top_p": 0}, "top_p is 0"),
         ({"tree": 16}, "tree is 16"),
+        ({"do_sample": False, "temperature": 0.5}, "do_sample is False and temperature is 0.5"),
+        ({"do_sample": True, "temperature": 0.0}, "do_sample is True and temperature is 0.0"),
     ],
 )
 def test_wrong_values_are_named_before_anything_runs(keywords: dict[str, object], named: str) -> None:
@@ -56,6 +59,25 @@ def test_wrong_values_are_named_before_anything_runs(keywords: dict[str, object]
         GenerationOptions(**keywords)
     with pytest.raises(ValueError, match=named):
         engine().generate(prompts_of([5]), **keywords)
+
+
+def test_do_sample_is_hugging_faces() -> None:
+    """It says whether to sample; how is the model's own to say, then Hugging Face's defaults."""
+    model, prompt = engine(), prompts_of([5])
+    shared = {"max_new_tokens": 12, "seed": 3, "tree": TREE}
+    wanted = model.generate(prompt, temperature=1.0, top_k=50, **shared).new_tokens
+    assert model.generate(prompt, do_sample=True, **shared).new_tokens == wanted
+    own = GenerationOptions(do_sample=True).with_defaults({"temperature": 0.3, "top_k": 7})
+    assert (own.sampling.temperature, own.sampling.top_k) == (0.3, 7)
+    greedy = GenerationOptions(do_sample=False).with_defaults({"temperature": 0.3, "top_k": 7})
+    assert greedy.sampling.greedy
+
+
+def test_sequences_alone_are_returned_where_no_dict_is_asked_for() -> None:
+    model, prompt = engine(), prompts_of([5, 5])
+    output = model.generate(prompt, max_new_tokens=6, tree=TREE)
+    alone = model.generate(prompt, max_new_tokens=6, tree=TREE, return_dict_in_generate=False)
+    assert isinstance(alone, torch.Tensor) and torch.equal(alone, output.sequences)
 
 
 def test_an_unknown_keyword_is_named() -> None:
