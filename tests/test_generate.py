@@ -418,6 +418,7 @@ def test_flags_reach_the_engine(model: ScriptedModel, capsys: pytest.CaptureFixt
         "logprobs": None,
         "stop_strings": ["END", "STOP"],
         "num_return_sequences": 1,
+        "do_sample": None,
         "json_schema": None,
         "regex": None,
         "grammar": None,

@@ -120,11 +120,10 @@ class Worker:
         self._leader = Leader(model.target.ranks)
         self._scheduler = self._new_scheduler()
         self._texts: dict[Text, Job] = {}
-        self._number = self._ended = 0
-        self._speed = 0.0  # texts per second, lately
+        self._number, self._ended, self._speed = 0, 0, 0.0  # speed: texts per second, lately
         self._inbox: list[Job] = []
-        self._open = 0  # jobs that have not ended
-        self._closing = self._lost = False  # lost: the other ranks are
+        self._open, self._closing = 0, False  # open: jobs that have not ended
+        self._lost = False  # the other ranks are
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="eagle-fsd-worker", daemon=True)
 
