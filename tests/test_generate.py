@@ -37,6 +37,7 @@ from eagle_fsd.cli.arguments import make_rule, make_tree
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.decoding.options import GenerationOptions
+from eagle_fsd.runtime.ranks import ALONE
 from eagle_fsd.text.detokenizer import Detokenizer
 
 REPLY = "Grüße, 世界 🌍!"
@@ -69,7 +70,7 @@ class ScriptedModel:
     base_model, ea_model, dtype, device = "scripted", "head", torch.float32, torch.device("cpu")
     draft_vocab_size: int | None = None
     runtime, weight_format = "torch", "float32"
-    target = SimpleNamespace(ignored_defaults={}, own_defaults={})
+    target = SimpleNamespace(ignored_defaults={}, own_defaults={}, ranks=ALONE)
 
     def __init__(self, reply: str = REPLY, per_step: int = 3) -> None:
         self.tokenizer = Bytes()
@@ -342,7 +343,9 @@ def test_baseline(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
 
 def test_a_baseline_says_what_it_leaves_out(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
     """Hugging Face's `generate` with the model's own defaults would be another text."""
-    model.target = SimpleNamespace(ignored_defaults={"typical_p": 0.9, "min_length": 3}, own_defaults={})
+    model.target = SimpleNamespace(
+        ignored_defaults={"typical_p": 0.9, "min_length": 3}, own_defaults={}, ranks=ALONE
+    )
     _, _, err = run(capsys, "--baseline", "Hello?")
     assert "; target alone without typical_p, min_length: " in err
 

@@ -137,7 +137,7 @@ def on_two_ranks(folder: Path, jobs: Sequence[tuple[str, dict[str, Any]]]) -> li
         for rank in range(2)
     ]
     try:
-        said = [process.communicate(timeout=100)[0] for process in processes]
+        said = [process.communicate(timeout=400)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
