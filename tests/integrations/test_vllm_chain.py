@@ -156,12 +156,19 @@ def plain_greedy(row: Row, tokens: list[int], logits: Tensor, log_q: Tensor, bon
                 and float(q[token]) <= rule.max_overshoot * float(p[token])
                 and (rule.max_consecutive is None or in_a_row < rule.max_consecutive)
                 and row.emitted + place + 1 > rule.exact_prefix
+                and drawn_below(tokens, logits, place + 1) >= rule.min_gain
             )
         if not followed:
             return [*out, draw]
         in_a_row += 1
         out.append(token)
     return [*out, bonus]
+
+
+def drawn_below(tokens: list[int], logits: Tensor, place: int) -> int:
+    """Return how many tokens from a place on are the target's choices, one after the other."""
+    matches = [token == int(at.argmax()) for token, at in zip(tokens[place:], logits[place:], strict=True)]
+    return [*matches, False].index(False)
 
 
 RULES: list[Rule] = [
@@ -174,12 +181,13 @@ RULES: list[Rule] = [
     Fuzzy(math.inf, exact_prefix=9),
     Fuzzy(0.3, min_p=0.3),
     Fuzzy(0.3, max_overshoot=2.0),
+    Fuzzy(math.inf, min_gain=1),
 ]
 
 
 def test_greedy_chains_of_mixed_requests_are_a_plain_walk() -> None:
     """Every rule and guard, chains of different lengths, all in one batch; each emits what the walk says."""
-    counts = [(number * 7) % MOST for number in range(9 * len(RULES))]
+    counts = [number // len(RULES) % MOST for number in range(9 * len(RULES))]
     rows = [
         Row(count, Terms(RULES[number % len(RULES)], GREEDY, (END,)), emitted=number % 13)
         for number, count in enumerate(counts)

@@ -53,7 +53,8 @@ def with_worker(create: Callable[..., Any]) -> Callable[..., Any]:
 
             require_version(vllm.__version__)
             require_settings(config)
-            server_defaults(config.additional_config)
+            defaults = server_defaults(config.additional_config)
+            request_rule(defaults, None, config.scheduler_config.async_scheduling)
         return config
 
     return create_engine_config
