@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -65,8 +64,9 @@ class GrammarWalk:
     def allowed(self) -> Tensor:
         if self.failure:
             return torch.zeros(self.size, dtype=torch.bool, device="cpu")
-        bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
-        found = torch.from_numpy(np.unpackbits(bits, count=self.size, bitorder="little").astype(bool))
+        packed = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8)
+        bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8) & 1  # the lowest is the first token's
+        found = bits.flatten()[: self.size].bool()
         found[self.ends] = False  # the text has end tokens of its own
         return found
 

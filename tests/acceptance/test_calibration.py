@@ -280,7 +280,7 @@ def test_each_sampling_has_its_own(tmp_path: Path) -> None:
     greedy, warm = a_calibration(model, sampling=SamplingConfig(), prompts=7), a_calibration(model)
     other = a_calibration(engine(head_seed=9), prompts=8)
     write_calibrations(tmp_path / FILE, [other, greedy, warm])
-    model.head_folder = tmp_path
+    model.settler.folder = tmp_path
     assert model.calibration(SamplingConfig()) == greedy and model.calibration(WARM) == warm
     with pytest.raises(ValueError, match=r"calibrated at 0/0/1, 0.9/20/0.95, and this is 1/0/1; sample as"):
         model.calibration(SamplingConfig(1.0))
@@ -308,7 +308,7 @@ def test_the_largest_threshold_of_a_budget(tmp_path: Path) -> None:
 
 def test_generate_reads_it_and_says_what_it_chose(tmp_path: Path) -> None:
     model = engine()
-    model.head_folder = tmp_path
+    model.settler.folder = tmp_path
     write_calibrations(tmp_path / FILE, [a_calibration(model)])
     prompt = torch.tensor(prompts_of([5]))
     sampling = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "max_new_tokens": 8, "seed": 3}
@@ -326,7 +326,7 @@ def test_it_says_when_the_weights_were_in_another_format(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = engine()
-    model.head_folder = tmp_path
+    model.settler.folder = tmp_path
     for made, said in (({}, 0), ({"weight_format": "float32"}, 0), ({"weight_format": "packed"}, 1)):
         caplog.clear()
         write_calibrations(tmp_path / FILE, [a_calibration(model, made=made)])
@@ -362,7 +362,7 @@ def test_what_does_not_fit_is_refused(spoil: str, line: str, tmp_path: Path) -> 
     model, maker = engine(), engine(head_seed=9) if spoil == "head" else engine()
     if spoil == "target":
         next(iter(maker.target.model.parameters())).data += 0.1
-    model.head_folder = None if spoil == "no folder" else tmp_path
+    model.settler.folder = None if spoil == "no folder" else tmp_path
     file = tmp_path / FILE
     if spoil != "no file":
         write_calibrations(file, [a_calibration(maker)])
@@ -391,7 +391,7 @@ def test_the_script_writes_and_installs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = engine()
-    model.head_folder = tmp_path / "head"
+    model.settler.folder = tmp_path / "head"
     model.head_folder.mkdir()
     for name in "ab":
         lines = [json.dumps({"prompt": f"say {n} {name}"}) + "\n" for n in range(4)]

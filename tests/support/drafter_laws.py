@@ -74,7 +74,7 @@ def require_own_calibrations(engines: Sequence[EagleFSD], folder: Path) -> None:
         found = Calibration(made.identity(), SamplingConfig(), TreeConfig(), 0.9, 4, [])
         write_calibrations(folder / FILE, [found])
         for other in engines:
-            other.head_folder = folder
+            other.settler.folder = folder
             if other is made:
                 assert other.calibration(SamplingConfig()).prompts == 4
                 continue

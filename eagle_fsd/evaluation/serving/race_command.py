@@ -21,7 +21,7 @@ from typing import Any
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.evaluation.cli import mistakes_on_one_line, plain_parser, say
 from eagle_fsd.evaluation.measure.llama_cpp import gguf_file
-from eagle_fsd.evaluation.prompt_sets import prompts_of, require_own_names, require_range
+from eagle_fsd.evaluation.prompt_sets import prompts_of, require_own_names
 from eagle_fsd.evaluation.report.plots import require_matplotlib
 from eagle_fsd.evaluation.serving.peers import (
     CONTINUOUS,
@@ -103,7 +103,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def check(arguments: argparse.Namespace) -> None:
     """Raise ValueError for what cannot be raced."""
-    require_range(arguments.skip, arguments.limit)
     require_own_names(arguments.prompts)
     for name in ("max_new_tokens", "turns"):
         require_integer(name, getattr(arguments, name), 1, "leave it out for the default")
