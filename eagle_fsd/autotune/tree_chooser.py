@@ -187,7 +187,8 @@ class TreeChooser:
         """Log once in a process why nothing happens for a while."""
         if not self.announced:
             logger.warning(
-                "measuring this target, head and machine once, to choose the draft tree's size ..."
+                "measuring this target, head and machine once, to choose the draft tree's size: a minute or "
+                "two; a size of your own does without (--total-tokens 8) ..."
             )
             self.announced = True
 

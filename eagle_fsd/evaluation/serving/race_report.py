@@ -106,5 +106,5 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         panel.spines[["top", "right"]].set_visible(False)
     rate.set_ylim(bottom=0)
     first.set_yscale("log")
-    rate.legend(fontsize=9)
+    figure.legend(*rate.get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=9)
     save(figure, path)
