@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,15 @@ import pytest
 import torch
 import transformers
 from support.tiny_models import VOCAB, tiny_head, tiny_model
+from support.tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from eagle_fsd import Fuzzy, hub
+from eagle_fsd.evaluation.serving.processes import free_port, started
 from eagle_fsd.integrations.custom_generate import ENGINES, generate_with_head
 from eagle_fsd.training.run.custom_generate import write_folder
+
+FOLLOW = {"threshold": 9.0, "divergence": "reverse_kl"}  # follows the draft nearly everywhere
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +126,43 @@ def test_what_is_not_done_is_named(repository: str, arguments: dict[str, Any], n
     given = {"ea_model": str(Path(repository) / "head"), "input_ids": prompts(1), **arguments}
     with pytest.raises(ValueError, match=named):
         generate_with_head(tiny_model(), **given)
+
+
+@pytest.mark.slow
+def test_transformers_serve_decodes_through_a_repositorys_folder(tmp_path: Path) -> None:
+    """A served model whose repository has the folder: its texts, and a threshold for one request."""
+    for needed in ("fastapi", "uvicorn", "openai", "pydantic"):
+        pytest.importorskip(needed, reason='this needs: pip install "transformers[serving]"')
+    repository, model, tokenizer = tmp_path / "served", tiny_model(), tiny_tokenizer()
+    model.save_pretrained(repository)
+    tokenizer.save_pretrained(repository)
+    write_folder(repository, str(hub.save_head(tiny_head(), tmp_path / "head")))
+    port = free_port()
+    program = (sys.executable, "-m", "transformers.cli.transformers", "serve", str(repository))
+    flags = ("--trust-remote-code", "--device", "cpu", "--dtype", "float32")
+    where = ("--host", "127.0.0.1", "--port", str(port))
+    environment = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    asked = {
+        "model": str(repository),
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 24,
+        "temperature": 0,
+    }
+    encoded = tokenizer.apply_chat_template(asked["messages"], add_generation_prompt=True, return_dict=True)
+    prompt = torch.tensor([encoded["input_ids"]])
+    texts = [
+        tokenizer.decode(made[0, prompt.shape[1] :], skip_special_tokens=True)
+        for made in (
+            model.generate(prompt, max_new_tokens=24, do_sample=False),
+            generate_with_head(model, str(tmp_path / "head"), prompt, max_new_tokens=24, **FOLLOW),
+        )
+    ]
+    assert texts[0] != texts[1]
+
+    def text(server: Any, **more: str) -> str:
+        reply = server.client.post("/v1/chat/completions", {**asked, **more})
+        return reply.data()["choices"][0]["message"]["content"]
+
+    with started((*program, *flags, *where), port, "/health", tmp_path / "log", environment) as server:
+        assert text(server) == texts[0]
+        assert text(server, generation_config=json.dumps(FOLLOW)) == texts[1]
