@@ -56,7 +56,7 @@ class AdaptConfig:
     """
 
     every: int = 512
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-4
     replay: float = 0.5
     held_back: int = 4
     kept: int = 8
@@ -66,7 +66,7 @@ class AdaptConfig:
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("held_back", 2), ("kept", 1), ("memory", 0), ("unroll", 1)):
             require_integer(name, getattr(self, name), least, f"the default is {getattr(AdaptConfig, name)}")
-        require_number("learning_rate", self.learning_rate, 0.0, 1.0, "the default is 3e-4")
+        require_number("learning_rate", self.learning_rate, 0.0, 1.0, "the default is 1e-4")
         require_number("replay", self.replay, 0.0, 0.9, "the default is 0.5")
 
 
