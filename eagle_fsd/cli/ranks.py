@@ -92,9 +92,20 @@ def in_silence(program: Callable[[Sequence[str] | None], int], argv: Sequence[st
 
 
 def leave(code: int) -> None:
-    """End the group of this process, unless others may hang in it."""
-    if code == 0 and (ranks := sys.modules.get("eagle_fsd.runtime.ranks")):
+    """End the group of this process. If others may hang in it, end the process at once.
+
+    The group's threads would abort a process that ends in the usual way beside them.
+    """
+    ranks = sys.modules.get("eagle_fsd.runtime.ranks")
+    if ranks is None or not ranks.has_joined():
+        return
+    if code == 0:
         ranks.leave_ranks()
+        return
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def show_memory(memory: Sequence[dict[str, int]]) -> str:

@@ -19,7 +19,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
-from eagle_fsd.core.tree import HEAD, DraftTree
+from eagle_fsd.core.tree import HEAD, DraftTree, root_only
 from eagle_fsd.decoding.logits.processing import process
 from eagle_fsd.decoding.on_ranks.agreement import check_step, rank_0_tree, rank_0_verdict
 from eagle_fsd.decoding.prompts.prefill import prefill
@@ -125,7 +125,11 @@ class Batch:
         watch, before, ranks = self.watch, self.active, self.target.ranks
         check_step(ranks, [text.stats.new_tokens for text in self.texts])
         with watch("draft"):
-            tree = rank_0_tree(ranks, self.drafter.draft(self.roots, self.tree), self.tree.total_tokens)
+            if self.tree.total_tokens == 1:  # what drafts is not asked, but it is shown the step
+                tree = root_only(self.roots, 0)
+            else:
+                tree = self.drafter.draft(self.roots, self.tree)
+            tree = rank_0_tree(ranks, tree, self.tree.total_tokens)
         with watch("verify"):
             logits, features = self.target.verify(tree)
         with watch("accept"):

@@ -183,6 +183,11 @@ def join_ranks(command: str = COMMAND) -> Ranks:
     return _joined[0]
 
 
+def has_joined() -> bool:
+    """Return whether this process has joined others."""
+    return bool(_joined)
+
+
 def leave_ranks() -> None:
     """End the group of this process, if it joined one."""
     if _joined:

@@ -346,5 +346,5 @@ def new_scheduler(
         limits.max_rows,
         cache_tokens=limits.cache_tokens,
         prefix_tokens=limits.prefix_tokens,
-        crowded=crowded,
+        crowded=None if model.target.ranks.several else crowded,  # rank 0 alone knows the texts' terms
     )
