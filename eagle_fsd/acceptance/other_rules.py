@@ -232,8 +232,7 @@ class PublishedFSD:
         if self.threshold == 0 or not tree.owners.shape[1]:
             return None
         close = Fuzzy(self.threshold, self.divergence).is_close(verified)
-        possible = (
-            verified.at_token(verified.logits) > -torch.inf
-        )  # bans and forms are not the rule's to break
+        # Bans and forms are not the rule's to break.
+        possible = verified.at_token(verified.logits) > -torch.inf
         eligible = verified.at_parent(close) & (tree.parents >= 0) & possible
         return likeliest_chances(tree, eligible, tree.node_log_q())

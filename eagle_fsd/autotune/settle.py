@@ -64,7 +64,7 @@ class Settler:
 
     def draft_with(self, drafter: DrafterSpec) -> None:
         """Settle for other weights of the same head: trees stay those chosen, its calibration is void."""
-        self.drafter = drafter
+        self.drafter, self._identity = drafter, None
 
     def settle(self, options: GenerationOptions, prompts: Prompts) -> tuple[AcceptanceRule, TreeConfig]:
         """Return the rule and the tree for these prompts. Raises ValueError if they do not fit."""
