@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.core.checks import require_integer
-from eagle_fsd.evaluation.cli import mistakes_on_one_line, plain_parser, say
+from eagle_fsd.evaluation.cli import parsed, plain_parser, say
 from eagle_fsd.evaluation.measure.llama_cpp import gguf_file
 from eagle_fsd.evaluation.prompt_sets import prompts_of, require_own_names
 from eagle_fsd.evaluation.report.plots import require_matplotlib
@@ -69,9 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    with mistakes_on_one_line(parser):
+    with parsed(build_parser(), argv) as arguments:
         check(arguments)
         file = gguf_file(arguments.base_model)
         stock_model = arguments.output / "transformers-model"

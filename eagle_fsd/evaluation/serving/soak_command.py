@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.core.checks import require_integer, require_number
-from eagle_fsd.evaluation.cli import mistakes_on_one_line, plain_parser, say
+from eagle_fsd.evaluation.cli import parsed, plain_parser, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.serving.client import Client
 from eagle_fsd.evaluation.serving.processes import Scale, Server, end, free_port, started
@@ -67,9 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    with mistakes_on_one_line(parser):
+    with parsed(build_parser(), argv) as arguments:
         check(arguments)
         port = free_port()
         command = [sys.executable, "-m", "eagle_fsd.serve", "--port", str(port), *arguments.server]
