@@ -17,10 +17,8 @@ pytest.importorskip("fastapi", reason='this needs an extra: pip install "eagle-f
 pytest.importorskip("uvicorn", reason='this needs an extra: pip install "eagle-fsd[serve]"')
 pytest.importorskip("prometheus_client", reason='this needs an extra: pip install "eagle-fsd[serve]"')
 
-import torch
 from support.serving import running, settings
-from support.tiny_models import tiny_model
-from support.tiny_tokenizer import tiny_tokenizer
+from support.tiny_engine import save_near_models
 
 from eagle_fsd.evaluation.serving import soak_command
 from eagle_fsd.evaluation.serving.client import Client, Reply
@@ -161,15 +159,7 @@ def test_a_process_is_started_weighed_and_ended(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_minutes_of_soak_break_no_promise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A server as a process of its own, in float64: nothing lost, nothing wrong, nothing kept."""
-    generator = torch.Generator().manual_seed(3)
-    target, near = (tiny_model(max_position_embeddings=1024) for _ in range(2))
-    with torch.no_grad():
-        for parameter in near.parameters():
-            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
-    for name, model in (("target", target), ("draft", near)):
-        model.save_pretrained(tmp_path / name)
-        tiny_tokenizer().save_pretrained(tmp_path / name)
-    models = ["--base-model", f"{tmp_path}/target", "--draft-model", f"{tmp_path}/draft"]
+    models = save_near_models(tmp_path, max_position_embeddings=1024)
     limits = ["--max-rows", "4", "--max-queue", "3", "--runtime", "torch", "--dtype", "float64"]
     sizes = ["--words", "20", "--max-new-tokens", "40", "--requests", "60", "--seconds", str(SECONDS)]
     sent = ["--output", str(tmp_path / "soak"), *sizes, "--", *models, *limits, "--total-tokens", "8"]

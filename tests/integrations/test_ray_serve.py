@@ -17,10 +17,8 @@ import pytest
 pytest.importorskip("ray", reason='this needs an extra: pip install "eagle-fsd[ray]"')
 
 import ray
-import torch
 from ray import serve
-from support.tiny_models import tiny_model
-from support.tiny_tokenizer import tiny_tokenizer
+from support.tiny_engine import save_near_models
 
 from eagle_fsd.evaluation.serving.client import Client, Streamed
 from eagle_fsd.evaluation.serving.processes import free_port
@@ -48,15 +46,7 @@ def test_wrong_arguments_are_a_line(arguments: dict[str, str], complaint: str) -
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Two replicas of a tiny model, in float64, which rounds too little to change a text."""
-    generator = torch.Generator().manual_seed(3)
-    target, near = tiny_model(), tiny_model()
-    with torch.no_grad():
-        for parameter in near.parameters():
-            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
-    for name, model in (("target", target), ("draft", near)):
-        model.save_pretrained(tmp_path / name)
-        tiny_tokenizer().save_pretrained(tmp_path / name)
-    models = f"--base-model {tmp_path}/target --draft-model {tmp_path}/draft"
+    models = " ".join(save_near_models(tmp_path))
     flags = f"{models} --dtype float64 --runtime torch --total-tokens 8 --depth 3 --tree-top-k 3"
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     settings["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "60"  # 5 s are too few on a busy machine

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.drafting.draft_model import DraftModelSpec
@@ -19,14 +21,28 @@ NAME = "tiny"
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
-@cache
-def tiny_engine() -> EagleFSD:
-    """Return an engine whose drafter is the target with some noise, so that tokens come in all ways."""
-    near = tiny_model()
+def near_model(**overrides: object) -> PreTrainedModel:
+    """Return the tiny model with some noise, which drafts for it so that tokens come in all ways."""
+    near = tiny_model(**overrides)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in near.parameters():
             parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+    return near
+
+
+def save_near_models(folder: Path, **overrides: object) -> list[str]:
+    """Save the tiny model and the near one below a folder, and return the flags that name them."""
+    for name, model in (("target", tiny_model(**overrides)), ("draft", near_model(**overrides))):
+        model.save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    return ["--base-model", f"{folder}/target", "--draft-model", f"{folder}/draft"]
+
+
+@cache
+def tiny_engine() -> EagleFSD:
+    """Return an engine whose drafter is the target with some noise, so that tokens come in all ways."""
+    near = near_model()
     target = TargetModel(tiny_model())
     drafter = DraftModelSpec.for_target(TargetModel(near), target)
     return EagleFSD(target, drafter, tiny_tokenizer(), base_model=NAME)
