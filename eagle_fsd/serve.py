@@ -226,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
         if place is None:
             follow_rank_0(model, settings)
         else:
-            serve(model, settings, place, args.verbose)
+            return serve(model, settings, place, args.verbose)
     return 0
 
 
@@ -248,8 +248,8 @@ def follow_rank_0(model: EagleFSD, settings: Settings) -> None:
     follow(model.target.ranks, lambda: new_scheduler(model, settings.tree, settings.limits, settings.crowded))
 
 
-def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bool = False) -> None:
-    """Serve on a socket until a signal comes."""
+def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bool = False) -> int:
+    """Serve on a socket until a signal comes, and return the exit code: 1 if other ranks are lost."""
     import uvicorn
 
     from eagle_fsd.serving.app import create_app
@@ -269,14 +269,19 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
             sys.stderr.write(f"{settings.name} (tree {settings.tree}) {where}; Ctrl-C ends it\n")
             sys.stderr.flush()
 
+    app = create_app(model, settings)
     config = uvicorn.Config(
-        create_app(model, settings),
+        app,
         http=HttpProtocol,
         log_level="info" if verbose else "warning",
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
     Server(config).run(sockets=[place])
+    if app.state.service.worker.alive:
+        sys.stderr.write("error: a step still waits for other ranks, which are lost\n")
+        return 1
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

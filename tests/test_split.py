@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import pickle
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,12 +30,13 @@ from eagle_fsd.acceptance.accept import Verdict
 from eagle_fsd.cli.ranks import show_memory
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.decoding.on_ranks.agreement import pack, unpack
-from eagle_fsd.decoding.on_ranks.following import Leader, follow
+from eagle_fsd.decoding.on_ranks.following import FAREWELL, Leader, follow
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.hub.head_checkpoint import save_head
 from eagle_fsd.hub.split.plan import check_split, require_splittable, require_weights_of_its_own
 from eagle_fsd.runtime.ranks import Ranks
+from eagle_fsd.serve import SHUTDOWN_SECONDS
 from eagle_fsd.target.model import TargetModel
 
 Jobs = list[tuple[str, dict[str, Any]]]
@@ -367,6 +370,45 @@ def leave_early(port: int) -> bool:
 def test_a_server_on_two_ranks_answers_as_one_process_does(chatty: str) -> None:
     pytest.importorskip("fastapi", reason="the server's extra is not installed")
     assert served(chatty, split=True) == served(chatty, split=False)
+
+
+@pytest.mark.slow
+def test_a_server_ends_though_its_other_rank_hangs(chatty: str) -> None:
+    """A termination signal ends rank 0, with an error, though its step waits for a rank that is stopped."""
+    pytest.importorskip("fastapi", reason="the server's extra is not installed")
+    port, meeting = free_port(), str(free_port())
+    flags = ("--tp-plan", "auto", "--port", str(port), "--base-model", chatty, *FLAGS, *SIZES)
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "eagle_fsd.serve", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment(), **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = next((line for line in ranks[0].stderr if "answers at" in line), None)
+        assert said is not None, "it did not start"
+        assert post(port, REQUESTS[0])
+        ranks[1].send_signal(signal.SIGSTOP)
+
+        def ask_in_vain() -> None:
+            with contextlib.suppress(OSError):
+                post(port, REQUESTS[0])
+
+        hanging = threading.Thread(target=ask_in_vain)
+        hanging.start()
+        time.sleep(3)
+        ranks[0].send_signal(signal.SIGTERM)
+        assert ranks[0].wait(timeout=SHUTDOWN_SECONDS + FAREWELL + 20) == 1
+        assert "waits for other ranks" in ranks[0].stderr.read()
+        hanging.join()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 # -- more families and drafters ----------------------------------------

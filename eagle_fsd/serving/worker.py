@@ -20,7 +20,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.devices import release_freed_memory
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.loop import NonFiniteLogits
-from eagle_fsd.decoding.on_ranks.following import HEARTBEAT, Leader
+from eagle_fsd.decoding.on_ranks.following import FAREWELL, HEARTBEAT, Leader
 from eagle_fsd.decoding.origins import TokenOrigins
 from eagle_fsd.decoding.request import Terms, Text, TokenLogprob
 from eagle_fsd.decoding.scheduler import Scheduler
@@ -131,12 +131,12 @@ class Worker:
         self._thread.start()
 
     def close(self) -> None:
-        """End all texts and the thread."""
+        """End all texts and the thread, but for one that waits for other ranks."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(FAREWELL if self._leader.ranks.several else None)
 
     @property
     def alive(self) -> bool:

@@ -14,6 +14,7 @@ from eagle_fsd.runtime.ranks import Ranks
 
 ADMIT, RETIRE, RENEW, STEP, STOP = "admit", "retire", "renew", "step", "stop"
 HEARTBEAT = 60.0  # seconds after which rank 0 tells the others that it is still there
+FAREWELL = 30.0  # seconds for the last step at the end: one that waits for a lost rank never ends
 
 
 @dataclass
