@@ -8,6 +8,11 @@ So must the fields of `python -m eagle_fsd.generate --json`: names, order and al
 two take turns to answer the prompts greedily, and the ratio of their speeds is reported. Only one of them
 works at a time. Exits with 1 if anything but a speed differs, and names the first difference.
 
+--race-only leaves out all but the race, and --trees gives each side a tree of its own:
+
+    python eval/compare_checkouts.py --base ../old --new . --race-only --repeat 1 --max-new-tokens 128 \\
+        --prompts data/prompts_*.jsonl --trees 16/8/2/0.07 4/3/2/0.1
+
 Compare a checkout with itself to see how far speeds differ by chance. On a busy machine the two may choose
 different matrix libraries, which round differently: --no-pack rules that out.
 """
@@ -38,7 +43,7 @@ PROMPTS = [
     "What is the difference between a list and a tuple in Python?",
 ]
 CASES = list(product(("greedy", "sampled", "fuzzy"), (1, 4)))  # rules and batch sizes
-TOTAL_TOKENS, DEPTH, TOP_K = 16, 5, 8
+TREE = "16/5/8"
 WORKER = "worker"  # the only argument of a worker process
 
 
@@ -69,7 +74,7 @@ def load(package: str, pack: bool) -> tuple[Any, dict[str, Any]]:
     return engine, {**about, "threads": torch.get_num_threads(), "device": str(engine.device)}
 
 
-def answer(engine: Any, prompts: Sequence[str], rule: str, max_new_tokens: int) -> dict[str, Any]:
+def answer(engine: Any, prompts: Sequence[str], rule: str, max_new_tokens: int, tree: str) -> dict[str, Any]:
     """Answer prompts in one batch: tokens, seed and statistics of each, and the seconds of all."""
     import torch
 
@@ -85,7 +90,7 @@ def answer(engine: Any, prompts: Sequence[str], rule: str, max_new_tokens: int) 
         torch.tensor([[0] * gap + [1] * len(row) for gap, row in zip(gaps, ids, strict=True)]),
         max_new_tokens=max_new_tokens,
         rule=Fuzzy(threshold=0.3, divergence="js") if rule == "fuzzy" else Lossless(),
-        tree=TreeConfig(total_tokens=TOTAL_TOKENS, depth=DEPTH, top_k=TOP_K),
+        tree=TreeConfig.parse(tree),
         seed=1,
         **({} if rule == "greedy" else {"temperature": 0.6, "top_k": 50, "top_p": 0.9}),
     )
@@ -104,9 +109,12 @@ def without_times(record: dict[str, Any]) -> dict[str, Any]:
 class Checkout:
     """One side of the comparison: a folder, and a worker that waits while nothing asks it."""
 
-    def __init__(self, path: Path, empty: str, pack: bool) -> None:
-        """Start the worker in an empty folder, from which it can import nothing, and wait for its models."""
-        self.path, self.pack = path, pack
+    def __init__(self, path: Path, empty: str, pack: bool, tree: str = TREE) -> None:
+        """Start the worker in an empty folder, from which it can import nothing, and wait for its models.
+
+        tree: of the race.
+        """
+        self.path, self.pack, self.tree = path, pack, tree
         environment = {**os.environ, "PYTHONPATH": str(path), "TQDM_DISABLE": "1"}
         self.settings = {"cwd": empty, "env": environment, "stdout": subprocess.PIPE, "text": True}
         command = [sys.executable, str(Path(__file__).resolve()), WORKER]
@@ -128,13 +136,13 @@ class Checkout:
     def answers(self, prompts: Sequence[str], rule: str, size: int, most: int) -> list[dict[str, Any]]:
         """The rows of all prompts, answered `size` at a time."""
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        asked = {"rule": rule, "max_new_tokens": most}
+        asked = {"rule": rule, "max_new_tokens": most, "tree": TREE}
         return [row for part in parts for row in self.ask(prompts=part, **asked)["rows"]]
 
     def command_json(self, prompt: str, most: int) -> dict[str, Any]:
         """What `generate --json` prints for a prompt, without times and without the checkout's own path."""
         command = [sys.executable, "-m", "eagle_fsd.generate", "--json", f"--prompt={prompt}"]
-        command += [f"--total-tokens={TOTAL_TOKENS}", f"--max-new-tokens={most}"]
+        command += [f"--total-tokens={TREE.partition('/')[0]}", f"--max-new-tokens={most}"]
         done = subprocess.run(command + ["--no-pack"] * (not self.pack), **self.settings)
         if done.returncode or not done.stdout.startswith("{"):
             raise RuntimeError(f"`generate` of {self.path} ended ({done.returncode}) without JSON: see above")
@@ -181,11 +189,16 @@ def compare(base: Checkout, new: Checkout, prompts: Sequence[str], most: int) ->
 
 def race(base: Checkout, new: Checkout, prompts: Sequence[str], repeat: int, most: int) -> dict[str, Any]:
     """Let the two answer each prompt in turn, in the order base new new base, and sum up their speeds."""
+    equal = 0
     for turn, place in product(range(repeat), range(len(prompts))):
+        texts = []
         for side in (base, new) if (turn + place) % 2 == 0 else (new, base):
-            reply = side.ask(prompts=[prompts[place]], rule="greedy", max_new_tokens=most)
-            side.speeds.append(len(reply["rows"][0]["tokens"]) / reply["seconds"])
-    return summed_up(base.speeds, new.speeds)
+            asked = {"rule": "greedy", "max_new_tokens": most, "tree": side.tree}
+            reply = side.ask(prompts=[prompts[place]], **asked)
+            texts.append(reply["rows"][0]["tokens"])
+            side.speeds.append(len(texts[-1]) / reply["seconds"])
+        equal += texts[0] == texts[1]
+    return summed_up(base.speeds, new.speeds) | {"equal": equal, "trees": [base.tree, new.tree]}
 
 
 def summed_up(base: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
@@ -204,22 +217,27 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.max_new_tokens < 1 or args.repeat < 0:
         raise ValueError("--max-new-tokens must be at least 1 and --repeat at least 0; raise it")
-    prompts = read_prompts(args.prompts) if args.prompts else PROMPTS
+    if args.race_only and not args.repeat:
+        raise ValueError("--race-only with --repeat 0 leaves nothing to do; leave one of them out")
+    prompts = [prompt for file in args.prompts for prompt in read_prompts(file)] if args.prompts else PROMPTS
     if not prompts:
-        raise ValueError(f"--prompts {args.prompts} holds no prompt: it must hold at least one")
+        raise ValueError("--prompts name files without a prompt: they must hold at least one; name others")
     for path in (args.base, args.new):
         if not (path / "eagle_fsd" / "__init__.py").is_file():
             raise ValueError(f"{path} is no checkout of this project: it must hold eagle_fsd; check the path")
     with tempfile.TemporaryDirectory() as empty:
-        base, new = [Checkout(path.resolve(), empty, args.pack) for path in (args.base, args.new)]
+        pairs = zip((args.base, args.new), args.trees, strict=True)
+        base, new = [Checkout(path.resolve(), empty, args.pack, tree) for path, tree in pairs]
         with base.worker, new.worker:  # whose end closes their pipes, which ends them
             report = {"base": base.about, "new": new.about, "prompts": prompts}
-            report |= compare(base, new, prompts, args.max_new_tokens)
+            if not args.race_only:
+                report |= compare(base, new, prompts, args.max_new_tokens)
             if args.repeat:
                 report["speed"] = race(base, new, prompts, args.repeat, args.max_new_tokens)
     if speed := report.get("speed"):
         print("tokens/s: {base:.1f} in base, {new:.1f} in new".format(**speed))
         print("new/base: {ratio:.3f} (quartiles {low:.3f} to {high:.3f}, {pairs} pairs)".format(**speed))
+        print("trees {trees}, {equal} equal texts".format(**speed))
     return report
 
 
@@ -229,9 +247,19 @@ def main() -> None:
     add = parser.add_argument
     add("--base", type=Path, required=True, help="the checkout to compare with")
     add("--new", type=Path, required=True, help="the checkout to judge")
-    add("--prompts", type=Path, help="JSONL file of `prompt`, `turns` ...; default: eight short questions")
+    add(
+        "--prompts",
+        type=Path,
+        nargs="+",
+        help="JSONL files of `prompt`, `turns` ...; default: eight short questions",
+    )
     add("--max-new-tokens", type=int, default=48, help="default: %(default)s")
     add("--repeat", type=int, default=3, help="rounds of the race; 0 leaves it out; default: %(default)s")
+    add("--race-only", action="store_true", help="compare speeds and greedy texts, and nothing else")
+    sides = ("BASE", "NEW")
+    add(
+        "--trees", nargs=2, default=(TREE, TREE), metavar=sides, help=f"of the race; default: {TREE} for both"
+    )
     add("--no-pack", dest="pack", action="store_false", help="leave the linear layers as they are")
     add("--output", type=Path, help="write answers, differences and speeds to this JSON file")
     args = parser.parse_args()
@@ -242,7 +270,7 @@ def main() -> None:
             args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))
-    found = report["differences"]
+    found = report.get("differences", [])
     print(f"differences: {len(found)}, the first: {found[0]}" if found else "no differences")
     sys.exit(1 if found else 0)
 

@@ -25,7 +25,8 @@ class Fuzzy:
     shift = 0
     def __init__(self, threshold, divergence): assert (threshold, divergence) == (0.3, "js")
 class TreeConfig:
-    def __init__(self, total_tokens, depth, top_k): assert (total_tokens, depth, top_k) == (16, 5, 8)
+    @classmethod
+    def parse(cls, text): assert text == "16/5/8"; return cls()
 class Stats:
     def __init__(self, tokens): self.new_tokens = tokens
     def to_dict(self): return {"steps": 1, "new_tokens": self.new_tokens, "seconds": id(self) / 1e9}
@@ -107,18 +108,37 @@ def test_the_two_take_turns() -> None:
     asked: list[str] = []
 
     class Side:
-        def __init__(self, name: str, seconds: float) -> None:
-            self.name, self.seconds, self.speeds = name, seconds, []
+        def __init__(self, name: str, seconds: float, tree: str) -> None:
+            self.name, self.seconds, self.tree, self.speeds = name, seconds, tree, []
 
-        def ask(self, prompts: list[str], rule: str, max_new_tokens: int) -> dict[str, Any]:
-            assert rule == "greedy" and max_new_tokens == 2
+        def ask(self, prompts: list[str], rule: str, max_new_tokens: int, tree: str) -> dict[str, Any]:
+            assert rule == "greedy" and max_new_tokens == 2 and tree == self.tree
             asked.append(self.name + prompts[0])
-            return {"seconds": self.seconds, "rows": [{"tokens": [1, 2]}]}
+            tokens = [1, 3] if asked == ["base a"] else [1, 2]
+            return {"seconds": self.seconds, "rows": [{"tokens": tokens}]}
 
-    speed = script.race(Side("base ", 1.0), Side("new ", 0.5), ["a", "b"], repeat=2, most=2)
+    sides = Side("base ", 1.0, "16/5/8"), Side("new ", 0.5, "3/2/1")
+    speed = script.race(*sides, ["a", "b"], repeat=2, most=2)
     first = ["base a", "new a", "new b", "base b"]
     assert asked == [*first, "new a", "base a", "base b", "new b"]
     assert (speed["base"], speed["new"], speed["ratio"], speed["pairs"]) == (2.0, 4.0, 2.0, 4)
+    assert speed["equal"] == 3 and speed["trees"] == ["16/5/8", "3/2/1"]
+
+
+def test_a_race_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts of several files, a tree for each side, and neither rules nor `generate --json`."""
+    base = checkout(tmp_path / "base", generate=("assert", "assert not"))
+    new = checkout(tmp_path / "new", package=('text == "16/5/8"', 'text == "4/3/2/0.1"'))
+    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for file in files:
+        file.write_text(f'{{"prompt": "{file.stem}"}}\n')
+    arguments = ["--race-only", "--trees", "16/5/8", "4/3/2/0.1", "--prompts", *files, "--repeat", 1]
+    assert run(monkeypatch, "--base", base, "--new", new, "--max-new-tokens", 2, *arguments) == 0
+    printed = capsys.readouterr().out
+    assert "2 pairs)" in printed and "trees ['16/5/8', '4/3/2/0.1'], 2 equal texts" in printed
+    assert "| rule |" not in printed
 
 
 def test_two_equal_checkouts(
@@ -180,7 +200,8 @@ def test_a_difference_is_named(
         (["--max-new-tokens", "0"], {}, "--max-new-tokens must be at least 1"),
         (["--new", "/nowhere"], {}, "/nowhere is no checkout of this project"),
         (["--prompts", "/nowhere.jsonl"], {}, "/nowhere.jsonl: cannot be read"),
-        (["--prompts", "empty.jsonl"], {}, "--prompts empty.jsonl holds no prompt"),
+        (["--prompts", "empty.jsonl"], {}, "--prompts name files without a prompt"),
+        (["--race-only", "--repeat", "0"], {}, "--race-only with --repeat 0 leaves nothing to do"),
         ([], {"package": ("EagleFSD", "Eagle")}, "base ended (1): see its error above"),
         (
             [],
