@@ -37,6 +37,7 @@ from eagle_fsd.runtime.openvino.weight_formats import (
 )
 
 COPIES = 2**30  # bytes that the copies of a network's weights may take, unless two take more
+LARGE = 2**25  # bytes of weights from which compiling takes as long as many steps
 DRAFT = ("head", "draft_lm_head")  # the names of networks that only draft
 
 
@@ -80,7 +81,7 @@ class OpenVINO:
         def compile_for(sizes: tuple[int, ...] | None) -> Any:
             return compile_graph(with_sizes(graph, layout, sizes))
 
-        return Network(Variants(compile_for, how_many(graph), folder), layout)
+        return Network(variants_of(graph, compile_for, folder), layout)
 
     def product(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Compile the product with a weight [out, in]."""
@@ -93,7 +94,7 @@ class OpenVINO:
                 made.reshape([*sizes, weight.shape[1]])
             return compile_graph(made)
 
-        return Product(Variants(compile_for, how_many(graph), folder), len(weight))
+        return Product(variants_of(graph, compile_for, folder), len(weight))
 
     def encode(self, weight: np.ndarray, draft: bool = False) -> Blocks | None:
         """Return a weight's blocks in this format; None if it stays as it is.
@@ -141,9 +142,12 @@ def constant_bytes(model: Any) -> int:
     return sum(node.get_byte_size() for node in nodes if node.get_type_name() == "Constant")
 
 
-def how_many(model: Any) -> int:
-    """Return how many graphs of known sizes there may be, since each keeps a copy of the weights."""
-    return max(2, min(8, COPIES // max(1, constant_bytes(model))))
+def variants_of(
+    model: Any, compile_for: Callable[[tuple[int, ...] | None], Any], folder: Path | None
+) -> Variants:
+    """Return a graph's variants. There may be only so many, since each keeps a copy of the weights."""
+    size = constant_bytes(model)
+    return Variants(compile_for, max(2, min(8, COPIES // max(1, size))), folder, size > LARGE)
 
 
 def product_model(weight: Tensor, bias: Tensor | None) -> Any:

@@ -9,6 +9,7 @@ heads, D head size, n new tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise, product
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ class BlockCache(KVCache):
     """Keys and values of all layers, in one buffer [M, blocks, rows, H, BLOCK, D] for each size of heads.
 
     members: (H, D) of every layer's keys, then of its values, layer by layer. Everything else is as in
-    KVCache, but rows that leave make the buffers smaller, since a graph has no use for a part of the rows.
+    KVCache, but when rows leave the others close ranks, since a graph has no use for a part of the rows.
     """
 
     # A graph writes all scores of a layer to memory, so fewer rows at a time are faster: a prompt of 2,000
@@ -41,7 +42,7 @@ class BlockCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        return sum(store.nbytes for store in self.stores.values())
+        return sum(store.untyped_storage().nbytes() for store in self.stores.values())
 
     def blocks(self, count: int) -> list[Tensor]:
         """Return every member's first blocks, [count, rows, H, BLOCK, D], in the buffers' own memory."""
@@ -114,7 +115,10 @@ class BlockCache(KVCache):
     def select(self, rows: Sequence[int]) -> None:
         if list(rows) == list(range(self.rows)):
             return
-        self._reallocate(self.capacity, rows)
+        if all(one < other for one, other in pairwise(rows)):
+            self._close_ranks(rows)
+        else:
+            self._reallocate(self.capacity, rows)
         self.slots = self.slots[list(rows)]
 
     def replace(self, rows: Sequence[int], other: KVCache) -> None:
@@ -145,18 +149,37 @@ class BlockCache(KVCache):
     def grow(self, capacity: int) -> None:
         self._reallocate(self._round_up(capacity), range(len(self.row_lengths)))
 
+    def _close_ranks(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in order, in the memory of all: new memory takes longer to get than to fill."""
+        used = -(-max(self.row_lengths) // BLOCK)
+        for size, store in self.stores.items():
+            members, blocks, before, heads, _, width = store.shape
+            memory = store.view(members, blocks * before, heads, BLOCK, width)
+            for block, (place, row) in product(range(used), enumerate(rows)):
+                target, source = block * len(rows) + place, block * before + row
+                if target != source:
+                    memory[:, target] = memory[:, source]
+            memory[:, used * len(rows) : self._touched * before].zero_()  # as if it had never been used
+            self.stores[size] = memory[:, : blocks * len(rows)].unflatten(1, (blocks, len(rows)))
+        self._keep(rows)
+
     def _reallocate(self, capacity: int, rows: Sequence[int]) -> None:
         """Move the used blocks of these rows into buffers of another size."""
         index = list(rows)
-        lengths = [self.row_lengths[row] for row in index]
-        self.row_limits = [self.row_limits[row] for row in index]
         used = -(-max(self.row_lengths) // BLOCK)
         for size, store in self.stores.items():
             new = self._allocate(size, capacity, len(index))
             new[:, :used] = store[:, :used, index]
             self.stores[size] = new
-        self.rows, self.capacity, self.buffers = len(index), capacity, object()
-        self._all_lengths = torch.zeros(len(index), dtype=torch.int64)
+        self.capacity = capacity
+        self._keep(index)
+
+    def _keep(self, rows: Sequence[int]) -> None:
+        """Let lengths and limits be those of these rows, whose keys and values have moved."""
+        lengths = [self.row_lengths[row] for row in rows]
+        self.row_limits = [self.row_limits[row] for row in rows]
+        self.rows, self.buffers = len(rows), object()
+        self._all_lengths = torch.zeros(len(rows), dtype=torch.int64)
         self._set_lengths(lengths)
 
     def _allocate(self, size: tuple[int, int], capacity: int, rows: int) -> Tensor:

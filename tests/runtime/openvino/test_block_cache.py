@@ -178,6 +178,29 @@ def test_rows_may_come_twice_and_in_any_order() -> None:
     pair.check()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_that_stay_close_ranks_in_the_same_memory(layout: str) -> None:
+    """Nothing of the rows that left, and no scratch, stays behind the rows that stay."""
+    pair = Pair(4, 4 * BLOCK, LAYOUTS[layout], generator(0))
+    pair.write(3 * BLOCK)  # scratch in the last block
+    for cache in pair.both:
+        cache.advance([BLOCK + 3, 2 * BLOCK - 1, 5, BLOCK + 9])
+    memory = {size: store.untyped_storage() for size, store in pair.blocks.stores.items()}
+    for rows in ([0, 2, 3], [1, 2], [1]):
+        for cache in pair.both:
+            cache.select(rows)
+        pair.check()
+        pair.write(4)
+        for cache in pair.both:
+            cache.advance([2] * len(rows))
+        pair.check()
+        assert all(one.is_contiguous() for one in pair.blocks.blocks(2))
+        assert not any(store[:, 2:].any() for store in pair.blocks.stores.values())
+    for size, store in pair.blocks.stores.items():
+        assert store.untyped_storage().data_ptr() == memory[size].data_ptr()
+    assert pair.blocks.nbytes == sum(len(one) for one in memory.values())
+
+
 def test_a_write_that_crosses_the_border_of_a_block() -> None:
     """All rows alike go by slices, rows of other lengths by index."""
     for lengths in ([BLOCK - 2] * 2, [BLOCK - 2, BLOCK - 5]):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from eagle_fsd.runtime.openvino.variants import AGAIN, FIRST, OFTEN, Variants
+from eagle_fsd.runtime.openvino.variants import AGAIN, FIRST, OFTEN, START, SWITCH, Variants
 
 OPEN = "open"
 
@@ -37,6 +37,45 @@ def test_sizes_that_come_again_get_a_graph(compiler):
     variants = Variants(compiler, most=2)
     assert [variants.choose((1, 8)) for _ in range(AGAIN + 1)] == [OPEN] * (AGAIN - 1) + [(1, 8)] * 2
     assert len(compiler.made) == 1
+
+
+def test_a_large_graph_that_nobody_expected_is_compiled_beside_and_used_from_a_fixed_time_on(compiler):
+    compiler.gate.clear()
+    variants = Variants(compiler, most=2, large=True)
+    assert [variants.choose((1, 8)) for _ in range(SWITCH - 1)] == [OPEN] * (SWITCH - 1)
+    assert not compiler.made and (1, 8) in variants.compiled
+    threading.Timer(0.05, compiler.gate.set).start()
+    assert variants.choose((1, 8)) == (1, 8)  # it waits
+    [(_, thread)] = compiler.made
+    assert thread is not threading.current_thread() and not thread.daemon
+
+
+def test_a_large_graph_that_is_ready_early_is_not_used_early(compiler):
+    """So that no race decides. One that becomes expected meanwhile is used at once."""
+    variants = Variants(compiler, most=2, large=True)
+    for count in range(1, SWITCH - 1):
+        assert variants.choose((1, 8)) == OPEN
+        if count >= START:
+            variants.compiled[1, 8].result(10)
+    variants.expect((1, 8))
+    assert variants.choose((1, 8)) == (1, 8) and len(compiler.made) == 1
+    variants.expect((2, 8))
+    assert variants.choose((2, 8)) == (2, 8)
+
+
+def test_a_large_graph_that_cannot_be_made_is_done_without(compiler):
+    """The open graph goes on, and the next attempt comes after as many uses."""
+    compiler.error = RuntimeError("no memory")
+    compiler.gate.clear()
+    variants = Variants(compiler, most=2, large=True)
+    assert {variants.choose((1, 8)) for _ in range(START)} == {OPEN}
+    asked = variants.compiled[1, 8]
+    compiler.gate.set()
+    assert asked.exception(10) is compiler.error
+    assert {variants.choose((1, 8)) for _ in range(START - 1)} == {OPEN} and not variants.compiled
+    compiler.gate.clear()
+    assert variants.choose((1, 8)) == OPEN and list(variants.compiled) == [(1, 8)]
+    compiler.gate.set()
 
 
 def test_where_there_are_most_graphs_only_frequent_sizes_replace_the_least_used(compiler):
