@@ -6,7 +6,9 @@ refused with a reason; the torch path runs it.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import json
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,17 +17,21 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.files.atomic import read_records, write_atomically
+from eagle_fsd.files.provenance import processor
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.block_cache import BlockCache
 from eagle_fsd.runtime.openvino.network import Layout
 from eagle_fsd.runtime.openvino.traced_attention import attend_blocks
 from eagle_fsd.target.hf_attention import private_copy
+from eagle_fsd.version import __version__
 
 BLOCKWISE = "eagle_fsd_blocks"  # our traced attention's name among Hugging Face's
 UNKNOWN = ("position_bias", "cache")  # arguments that ours does not support
 REMEDY = "use runtime torch"
 CONVERTER = f"transformers {transformers.__version__}"
+ADMITTED = "admitted.json"  # beside a kept graph: where it passed the test of admission
 
 
 class TracedCache:
@@ -142,6 +148,19 @@ class GraphDecoder:
             ) from error
         self.weight_bytes = runtime.weight_bytes - before
 
+    def was_admitted(self) -> bool:
+        """Return whether these graphs are kept, and passed the test of admission here in another process."""
+        folder = self._decoder.variants.folder
+        with contextlib.suppress(OSError):
+            return folder is not None and read_records(folder / ADMITTED) == here()
+        return False
+
+    def note_admission(self) -> None:
+        """Note that these graphs passed the test of admission."""
+        if (folder := self._decoder.variants.folder) is not None:
+            with contextlib.suppress(OSError):
+                write_atomically(folder / ADMITTED, json.dumps(here()) + "\n")
+
     def new_cache(self, batch: int, capacity: int) -> BlockCache:
         return BlockCache(batch, capacity, self.members)
 
@@ -161,3 +180,8 @@ class GraphDecoder:
     def logits(self, features: Tensor) -> Tensor:
         """Return the lm_head's output [..., V] float32."""
         return self._lm_head(features.float())
+
+
+def here() -> dict[str, str]:
+    """Return what a test of admission depends on, beside the graph's folder, whose name tells the rest."""
+    return {"eagle_fsd": __version__, "processor": processor()}

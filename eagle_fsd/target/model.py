@@ -264,7 +264,9 @@ class TargetModel:
         self.features(token, cache.place(1), torch.ones(1, 1, 1, dtype=torch.bool), token, cache)
         self.graphs = GraphDecoder(self.model, sorted(self.kinds), cache.layers, runtime)
         self.stepper = FixedShapes()
-        check_tree_verification(self)
+        if not self.graphs.was_admitted():
+            check_tree_verification(self)
+            self.graphs.note_admission()
 
     @torch.inference_mode()
     def _feature_device(self) -> torch.device:

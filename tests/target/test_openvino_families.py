@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
+from pathlib import Path
 
 import pytest
+import torch
 from support.tiny_models import FAMILIES, WINDOW, attention_of, prompts_of, tiny_head, tiny_model
+from transformers import PreTrainedModel
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.target.admission import check_tree_verification
 from eagle_fsd.target.model import TargetModel
 
 pytest.importorskip("openvino", reason="the extra openvino is not installed")
@@ -82,3 +86,29 @@ def test_sampled_texts_of_one_seed_equal_those_of_torch() -> None:
             for engine in engines_of("llama")
         ]
         assert texts[0] == texts[1]
+
+
+def test_a_kept_graph_is_tested_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch path is tested at every load. A graph of other weights, or of another machine, is new."""
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    monkeypatch.delenv("EAGLE_FSD_NO_WEIGHTS_CACHE", raising=False)
+    tested: list[bool] = []
+
+    def check(target: TargetModel) -> None:
+        tested.append(target.graphs is not None)
+        check_tree_verification(target)
+
+    def load(model: PreTrainedModel) -> list[bool]:
+        tested.clear()
+        TargetModel(model, runtime=OpenVINO("float32"))
+        return list(tested)
+
+    monkeypatch.setattr("eagle_fsd.target.model.check_tree_verification", check)
+    model = tiny_model("llama")
+    assert load(model) == [False, True] and load(model) == [False]
+    [record] = tmp_path.rglob("admitted.json")
+    record.write_text('{"eagle_fsd": "0.0.1", "processor": "another"}')
+    assert load(model) == [False, True] and load(model) == [False]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0, 0] += 1
+    assert load(model) == [False, True]
