@@ -95,7 +95,8 @@ def answer(engine: Any, prompts: Sequence[str], rule: str, max_new_tokens: int, 
         **({} if rule == "greedy" else {"temperature": 0.6, "top_k": 50, "top_p": 0.9}),
     )
     seconds = time.perf_counter() - start
-    stats = [{"seed": output.seed, **without_times(row.to_dict())} for row in output.stats]
+    seed = getattr(output, "seed", None)  # 0.1 had none
+    stats = [{"seed": seed, **without_times(row.to_dict())} for row in output.stats]
     rows = [{"tokens": row, **said} for row, said in zip(output.new_tokens, stats, strict=True)]
     return {"seconds": seconds, "rows": rows}
 
