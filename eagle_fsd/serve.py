@@ -21,7 +21,7 @@ from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_parser
 from eagle_fsd.cli.model_flags import add_model_flags
 from eagle_fsd.cli.processing_flags import with_bad_words
-from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
+from eagle_fsd.cli.ranks import join, leave, on_every_rank, show_memory
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.generate import UserError, load_model, raise_user_errors, report_mistake
 
@@ -226,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
         if place is None:
             follow_rank_0(model, settings)
         else:
-            return serve(model, settings, place, args.verbose)
+            serve(model, settings, place, args.verbose)
     return 0
 
 
@@ -248,8 +248,8 @@ def follow_rank_0(model: EagleFSD, settings: Settings) -> None:
     follow(model.target.ranks, lambda: new_scheduler(model, settings.tree, settings.limits, settings.crowded))
 
 
-def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bool = False) -> int:
-    """Serve on a socket until a signal comes, and return the exit code: 1 if other ranks are lost."""
+def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bool = False) -> None:
+    """Serve on a socket until a signal comes."""
     import uvicorn
 
     from eagle_fsd.serving.app import create_app
@@ -277,11 +277,12 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
-    Server(config).run(sockets=[place])
-    if app.state.service.worker.alive:
-        sys.stderr.write("error: a step still waits for other ranks, which are lost\n")
-        return 1
-    return 0
+    try:
+        Server(config).run(sockets=[place])
+    finally:  # after Ctrl-C; a termination signal ends the process inside
+        if app.state.service.worker.alive:
+            sys.stderr.write("error: a step still waits for other ranks, which are lost\n")
+            leave(1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

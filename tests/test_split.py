@@ -373,8 +373,9 @@ def test_a_server_on_two_ranks_answers_as_one_process_does(chatty: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_ends_though_its_other_rank_hangs(chatty: str) -> None:
-    """A termination signal ends rank 0, with an error, though its step waits for a rank that is stopped."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 1)])
+def test_a_server_ends_though_its_other_rank_hangs(number: signal.Signals, code: int, chatty: str) -> None:
+    """A signal ends rank 0 though its step waits for a rank that is stopped."""
     pytest.importorskip("fastapi", reason="the server's extra is not installed")
     port, meeting = free_port(), str(free_port())
     flags = ("--tp-plan", "auto", "--port", str(port), "--base-model", chatty, *FLAGS, *SIZES)
@@ -401,9 +402,9 @@ def test_a_server_ends_though_its_other_rank_hangs(chatty: str) -> None:
         hanging = threading.Thread(target=ask_in_vain)
         hanging.start()
         time.sleep(3)
-        ranks[0].send_signal(signal.SIGTERM)
-        assert ranks[0].wait(timeout=SHUTDOWN_SECONDS + FAREWELL + 20) == 1
-        assert "waits for other ranks" in ranks[0].stderr.read()
+        ranks[0].send_signal(number)
+        assert ranks[0].wait(timeout=SHUTDOWN_SECONDS + FAREWELL + 20) == code
+        assert ("waits for other ranks" in ranks[0].stderr.read()) == (code == 1)
         hanging.join()
     finally:
         for process in ranks:
