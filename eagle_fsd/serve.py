@@ -280,7 +280,7 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
     try:
         Server(config).run(sockets=[place])
     finally:  # after Ctrl-C; a termination signal ends the process inside
-        if app.state.service.worker.alive:
+        if model.target.ranks.several and app.state.service.worker.alive:
             sys.stderr.write("error: a step still waits for other ranks, which are lost\n")
             leave(1)
 

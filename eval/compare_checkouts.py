@@ -230,7 +230,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         pairs = zip((args.base, args.new), args.trees, strict=True)
         base, new = [Checkout(path.resolve(), empty, args.pack, tree) for path, tree in pairs]
         with base.worker, new.worker:  # whose end closes their pipes, which ends them
-            report = {"base": base.about, "new": new.about, "prompts": prompts}
+            report = {"base": base.about, "new": new.about, "prompts": prompts, "differences": []}
             if not args.race_only:
                 report |= compare(base, new, prompts, args.max_new_tokens)
             if args.repeat:
@@ -239,6 +239,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print("tokens/s: {base:.1f} in base, {new:.1f} in new".format(**speed))
         print("new/base: {ratio:.3f} (quartiles {low:.3f} to {high:.3f}, {pairs} pairs)".format(**speed))
         print("trees {trees}, {equal} equal texts".format(**speed))
+        if apart := speed["pairs"] - speed["equal"]:
+            report["differences"].append(f"race: {apart} of {speed['pairs']} texts")
     return report
 
 
@@ -271,7 +273,7 @@ def main() -> None:
             args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))
-    found = report.get("differences", [])
+    found = report["differences"]
     print(f"differences: {len(found)}, the first: {found[0]}" if found else "no differences")
     sys.exit(1 if found else 0)
 

@@ -138,7 +138,11 @@ def test_a_race_alone(
     assert run(monkeypatch, "--base", base, "--new", new, "--max-new-tokens", 2, *arguments) == 0
     printed = capsys.readouterr().out
     assert "2 pairs)" in printed and "trees ['16/5/8', '4/3/2/0.1'], 2 equal texts" in printed
-    assert "| rule |" not in printed
+    assert "| rule |" not in printed and printed.endswith("\nno differences\n")
+    other = checkout(tmp_path / "other", package=("Lossless: shift = 0", "Lossless: shift = 1"))
+    arguments[1:4] = []
+    assert run(monkeypatch, "--base", base, "--new", other, "--max-new-tokens", 2, *arguments) == 1
+    assert capsys.readouterr().out.endswith("\ndifferences: 1, the first: race: 2 of 2 texts\n")
 
 
 def test_two_equal_checkouts(
