@@ -174,15 +174,20 @@ def unanswered(
 
 
 def turns(cells: Sequence[Cell], batch_size: int) -> Iterator[tuple[Cell, Sequence[int]]]:
-    """Yield every cell with every batch of its samples' places; a task's cells take turns, batch by batch."""
+    """Yield every cell with every batch of its samples' places; a task's cells take turns, batch by batch.
+
+    Prompts of like length share a batch: shorter ones are padded, and padding costs as much as a prompt.
+    """
     tasks: dict[int, list[Cell]] = {}
     for cell in cells:
         tasks.setdefault(id(cell.questions), []).append(cell)
     for mine in tasks.values():
-        parts = prompt_sets.batches(range(len(mine[0].questions.samples)), batch_size)
-        for number, places in enumerate(parts):
+        prompts = mine[0].questions.prompts
+        places = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
+        parts = prompt_sets.batches(places, batch_size)
+        for number, part in enumerate(parts):
             for cell in prompt_sets.rotated(mine, number):
-                yield cell, places
+                yield cell, part
 
 
 def answer(engine: EagleFSD, cell: Cell, places: Sequence[int], meter: Meter) -> Iterator[dict[str, Any]]:
