@@ -5,8 +5,10 @@ and for each sampling that was measured.
 
 The budget bounds TV: the total variation distance between the rule's distribution of the next token and the
 target's (after the user's warpers), averaged over the tokens of the text. It is the share of tokens that an
-optimal coupling would have to change; 0 is lossless. A threshold is calibrated for one target, head,
-divergence, mode, child, min_gain and sampling, and means nothing for another.
+optimal coupling would have to change; 0 is lossless. A threshold is calibrated for one target, head and
+sampling, and for one kind of rule: divergence, mode, child, min_gain, price and cost. It means nothing under
+another kind. Under a colder sampling it moves less, so that one which was not measured takes the thresholds
+of the next warmer one.
 """
 
 from __future__ import annotations
@@ -19,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.core.checks import format_value, one_line, require_integer, require_number
-from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.config import AutoThreshold, Kind, SamplingConfig, TreeConfig
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.fingerprints import differences
 
 FILE = "calibration.json"
 VERSION = 2  # version 1 held a single calibration
-Kind = tuple[str, str, str, float]  # the divergence, mode, child and min_gain that a threshold belongs to
 REMEDY = "calibrate it with eval/calibrate.py, or give a number"
 AGAIN = "make the file again"
 
@@ -47,17 +48,19 @@ class CalibratedThreshold:
     tau: float
     lossless_tau: float
     min_gain: float = 0.0
+    price: float = 0.0
+    cost: str = "tokens"
 
     def __post_init__(self) -> None:
-        for name in ("divergence", "mode", "child"):
+        for name in ("divergence", "mode", "child", "cost"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} is {format_value(getattr(self, name))}: it must be a name; {AGAIN}")
-        for name in ("threshold", "tv", "bound", "tau", "lossless_tau", "min_gain"):
+        for name in ("threshold", "tv", "bound", "tau", "lossless_tau", "min_gain", "price"):
             require_number(name, getattr(self, name), 0.0, math.inf, AGAIN)
 
     @property
     def kind(self) -> Kind:
-        return self.divergence, self.mode, self.child, self.min_gain
+        return Kind(*(getattr(self, name) for name in Kind._fields))
 
 
 @dataclass(frozen=True)
@@ -90,27 +93,26 @@ class Calibration:
         """The format of the target's weights that it was made with."""
         return str(self.made.get("weight_format", self.models["target"].get("dtype")))
 
-    def find(
-        self, quality_budget: float, divergence: str, mode: str, child: str, min_gain: float = 0.0
-    ) -> CalibratedThreshold:
-        """Return the largest threshold whose bound is inside the budget. Raises ValueError if none is."""
-        wanted = divergence, mode, child, min_gain
-        mine = [one for one in self.thresholds if one.kind == wanted]
+    def find(self, wanted: AutoThreshold) -> CalibratedThreshold:
+        """Return the threshold with the largest tau among those whose bound is inside the budget.
+
+        Raises ValueError if there is none.
+        """
+        mine = [one for one in self.thresholds if wanted.takes(one.kind)]
         if not mine:
-            kinds = sorted({format_kind(one.kind) for one in self.thresholds})
+            kinds = sorted({str(one.kind) for one in self.thresholds})
             raise ValueError(
-                f"threshold is auto for {format_kind(wanted)}: it was calibrated for {'; '.join(kinds)}; "
-                f"{REMEDY}"
+                f"threshold is auto for {wanted}: it was calibrated for {'; '.join(kinds)}; {REMEDY}"
             )
-        inside = [one for one in mine if one.bound <= quality_budget]
+        inside = [one for one in mine if one.bound <= wanted.quality_budget]
         if not inside:
             least = min(one.bound for one in mine)
             raise ValueError(
-                f"quality_budget is {quality_budget:g}: the smallest bound that {format_kind(wanted)} was "
+                f"quality_budget is {wanted.quality_budget:g}: the smallest bound that {wanted} was "
                 f"calibrated to is {least:.3g}; raise the budget, or calibrate for this one with "
                 "eval/calibrate.py"
             )
-        return max(inside, key=lambda one: one.threshold)
+        return max(inside, key=lambda one: (one.tau, one.threshold))
 
     def is_for(self, models: Mapping[str, Any]) -> bool:
         """Return whether it was made with this target and this way to draft, whatever the target's name."""
@@ -120,7 +122,10 @@ class Calibration:
 def find_calibration(
     calibrations: Sequence[Calibration], models: Mapping[str, Any], sampling: SamplingConfig
 ) -> Calibration:
-    """Return the calibration of these models with this sampling. Raises ValueError if there is none."""
+    """Return the calibration of these models with this sampling, or with the next warmer one.
+
+    Raises ValueError if there is neither.
+    """
     mine = [one for one in calibrations if one.is_for(models)]
     if not mine:
         found = [differences(drop_target_name(one.models), drop_target_name(models)) for one in calibrations]
@@ -132,11 +137,14 @@ def find_calibration(
     for one in mine:
         if one.sampling == sampling:
             return one
-    known = ", ".join(format_sampling(one.sampling) for one in mine)
-    raise ValueError(
-        f"threshold is auto: it was calibrated at {known}, and this is {format_sampling(sampling)}; sample "
-        f"as it was calibrated, {REMEDY}"
-    )
+    warmer = [one for one in mine if one.sampling.keeps_all_of(sampling)]
+    if not warmer:
+        known = ", ".join(format_sampling(one.sampling) for one in mine)
+        raise ValueError(
+            f"threshold is auto: it was calibrated at {known}, none of which is as warm as "
+            f"{format_sampling(sampling)}; sample as it was calibrated, {REMEDY}"
+        )
+    return min(warmer, key=lambda one: (one.sampling.temperature, one.sampling.top_p))
 
 
 def with_calibration(calibrations: Sequence[Calibration], new: Calibration) -> list[Calibration]:
@@ -170,12 +178,6 @@ def read_one(data: dict[str, Any]) -> Calibration:
     thresholds = tuple(CalibratedThreshold(**one) for one in data["thresholds"])
     sampling, tree = SamplingConfig(**data["sampling"]), TreeConfig(**data["tree"])
     return Calibration(**{**data, "sampling": sampling, "tree": tree, "thresholds": thresholds})
-
-
-def format_kind(kind: Kind) -> str:
-    """Return a kind in words; min_gain is left out if it is off."""
-    *words, min_gain = kind
-    return ", ".join([*words, *([f"min_gain {min_gain:g}"] if min_gain else [])])
 
 
 def drop_target_name(models: Mapping[str, Any]) -> dict[str, Any]:

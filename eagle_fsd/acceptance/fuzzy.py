@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,20 +19,20 @@ from eagle_fsd.acceptance.accept import (
 from eagle_fsd.acceptance.divergence import get_divergence, largest_value, sparse_divergence
 from eagle_fsd.acceptance.planned import COSTS, planned_chances
 from eagle_fsd.core.checks import require_choice, require_number
-from eagle_fsd.core.config import CHILDREN, HYBRID
+from eagle_fsd.core.config import CHILDREN, HYBRID, AutoThreshold, Kind
 
 
 class Threshold(Protocol):
     @property
     def threshold(self) -> float: ...
+    @property
+    def kind(self) -> Kind: ...
 
 
 class Thresholds(Protocol):
     """Looks up thresholds by quality budget: a `Calibration`."""
 
-    def find(
-        self, quality_budget: float, divergence: str, mode: str, child: str, min_gain: float
-    ) -> Threshold: ...
+    def find(self, wanted: AutoThreshold) -> Threshold: ...
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,14 @@ class Fuzzy:
 
     @classmethod
     def from_calibration(
-        cls,
-        calibration: Thresholds,
-        quality_budget: float = 0.02,
-        divergence: str = "js",
-        mode: str = HYBRID,
-        child: str = "draft",
-        min_gain: float = 0.0,
+        cls, calibration: Thresholds, quality_budget: float = 0.02, divergence: str = "js", **wanted: Any
     ) -> Fuzzy:
-        """Return the rule with the largest threshold that a calibration puts inside the budget."""
-        found = calibration.find(quality_budget, divergence, mode, child, min_gain)
-        return cls(found.threshold, divergence, mode=mode, child=child, min_gain=min_gain)
+        """Return the fastest rule that a calibration puts inside the budget.
+
+        wanted: further fields of AutoThreshold.
+        """
+        found = calibration.find(AutoThreshold(quality_budget, divergence, **wanted))
+        return cls(found.threshold, **found.kind._asdict())
 
     def chances(self, verified: Verified) -> Tensor | None:
         # T = 0 must stay lossless even where a perfect head makes the divergence exactly 0. So it turns the

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
-from eagle_fsd.acceptance.calibration import FILE, Calibration, find_calibration, read_calibrations
+from eagle_fsd.acceptance.calibration import (
+    FILE,
+    Calibration,
+    find_calibration,
+    format_sampling,
+    read_calibrations,
+)
 from eagle_fsd.acceptance.divergence import require_listed, require_sparse
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import PublishedFSD
@@ -128,6 +134,12 @@ class Settler:
                 "give a number"
             )
         found = find_calibration(read_calibrations(self.folder / FILE), self.identity(), sampling)
+        if found.sampling != sampling:
+            logger.warning(
+                "no calibration at %s: the threshold is that of %s, the next warmer sampling that was "
+                "measured, and may be smaller than need be; eval/calibrate.py --sampling %s measures it",
+                *(format_sampling(one) for one in (sampling, found.sampling, sampling)),
+            )
         made_in, mine = found.weight_format, self.target.weight_format
         if made_in != mine:
             logger.warning(

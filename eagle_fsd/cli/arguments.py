@@ -71,6 +71,8 @@ def auto_threshold(args: argparse.Namespace) -> AutoThreshold:
         mode=given(args.mode, usual.mode),
         child=given(args.child, usual.child),
         min_gain=given(args.min_gain, usual.min_gain),
+        price=args.price,
+        cost=args.cost,
     )
 
 

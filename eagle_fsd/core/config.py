@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from eagle_fsd.core.checks import format_value, require_choice, require_integer, require_number
 
@@ -171,13 +171,37 @@ class SamplingConfig:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    def keeps_all_of(self, other: SamplingConfig) -> bool:
+        """Return whether it is as warm as another sampling, and leaves every token that the other leaves."""
+        mine, others = (one.top_k or math.inf for one in (self, other))
+        warm = self.temperature >= other.temperature and self.min_p <= other.min_p
+        return other.greedy or (warm and mine >= others and self.top_p >= other.top_p)
+
+
+class Kind(NamedTuple):
+    """The form of a fuzzy rule that a threshold belongs to; the fields are those of acceptance.Fuzzy."""
+
+    divergence: str = "js"
+    mode: str = HYBRID
+    child: str = "draft"
+    min_gain: float = 0.0
+    price: float = 0.0
+    cost: str = "tokens"
+
+    def __str__(self) -> str:
+        words = [self.divergence, self.mode, self.child]
+        words += [f"min_gain {self.min_gain:g}"] if self.min_gain else []
+        words += [f"price {self.price:g} of {self.cost}"] if self.price else []
+        return ", ".join(words)
+
 
 @dataclass(frozen=True)
 class AutoThreshold:
-    """Asks for a fuzzy rule with the largest threshold that the head's calibration puts inside a budget.
+    """Asks for the fastest fuzzy rule that the head's calibration puts inside a budget.
 
     quality_budget: the largest mean TV per token; see acceptance/calibration.py. divergence, mode, child,
-    min_gain: as in acceptance.Fuzzy.
+    min_gain, price, cost: as in acceptance.Fuzzy; without a price or a cost any that was calibrated will do,
+    and a price of 0 asks for a rule that does not plan.
     """
 
     quality_budget: float = 0.02
@@ -185,6 +209,8 @@ class AutoThreshold:
     mode: str = HYBRID
     child: str = "draft"
     min_gain: float = 0.0
+    price: float | None = None
+    cost: str | None = None
 
     def __post_init__(self) -> None:
         require_number(
@@ -193,6 +219,19 @@ class AutoThreshold:
         require_choice("mode", self.mode, (HYBRID, PAPER))
         require_choice("child", self.child, CHILDREN)
         require_number("min_gain", self.min_gain, 0.0, math.inf, "0 turns the guard off")
+        if self.price is not None:
+            require_number("price", self.price, 0.0, math.inf, "leave it out for any that was calibrated")
+
+    def takes(self, kind: Kind) -> bool:
+        """Return whether a rule of this kind is what it asks for."""
+        wanted = (self.divergence, self.mode, self.child, self.min_gain)
+        priced = self.price in (None, kind.price) and self.cost in (None, kind.cost)
+        return wanted == kind[: len(wanted)] and priced
+
+    def __str__(self) -> str:
+        asked = Kind(self.divergence, self.mode, self.child, self.min_gain, self.price or 0.0)
+        words = asked._replace(cost=self.cost or "any cost")
+        return f"{words}{', price 0' if self.price == 0 else ''}"
 
 
 FORMS = ("json_schema", "regex", "grammar")

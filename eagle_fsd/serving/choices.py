@@ -13,7 +13,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.rule_names import build_rule, describe, parse_rule
 from eagle_fsd.core.checks import one_line, require_integer
-from eagle_fsd.core.config import AutoThreshold, SamplingConfig
+from eagle_fsd.core.config import AutoThreshold, Kind, SamplingConfig
 from eagle_fsd.core.processing import UNPROCESSED, Constraint, Processing, as_biases, as_sequences, as_tokens
 from eagle_fsd.core.sampling import fresh_seed
 from eagle_fsd.decoding.logits.constrained import require_ends
@@ -228,7 +228,8 @@ def requested_rule(
     if isinstance(base, AutoThreshold):
         if "threshold" not in said:
             return dataclasses.replace(base, **said)
-        base = Fuzzy(0.0, base.divergence, base.mode, base.child, min_gain=base.min_gain)
+        how = {name: getattr(base, name) for name in Kind._fields if getattr(base, name) is not None}
+        base = Fuzzy(0.0, **how)
     if "divergence" in said and "threshold" not in said:
         raise ValueError(
             f"divergence is {said['divergence']!r}: a threshold belongs to it; send threshold too"
@@ -251,7 +252,7 @@ def without_threshold(name: str) -> AcceptanceRule:
 
 
 def auto_threshold(name: str, said: dict[str, Any], usual: AcceptanceRule | AutoThreshold) -> AutoThreshold:
-    """Return the threshold of a budget; the mode and the child are those of the server's rule."""
+    """Return the threshold of a budget; mode and child are the server's, and its price if it plans."""
     if said.get("threshold", AUTO) != AUTO:
         raise ValueError(
             f"quality_budget is {said['quality_budget']!r}: it finds the threshold; leave threshold out, or "
@@ -260,6 +261,8 @@ def auto_threshold(name: str, said: dict[str, Any], usual: AcceptanceRule | Auto
     if name not in (FUZZY, "lossless"):
         raise ValueError(f"threshold is auto for the rule {name}: only fuzzy is calibrated; send that rule")
     known = {one: getattr(usual, one) for one in field_names(AutoThreshold()) if hasattr(usual, one)}
+    if not (isinstance(usual, AutoThreshold) or known.get("price")):
+        known |= {"price": None, "cost": None}
     return AutoThreshold(**known | {key: value for key, value in said.items() if key != "threshold"})
 
 

@@ -6,7 +6,8 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from itertools import product
+from functools import partial
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,13 @@ from eagle_fsd.acceptance.calibration import (
     write_calibrations,
 )
 from eagle_fsd.acceptance.divergence import get_divergence
-from eagle_fsd.core.config import AutoThreshold, AutoTree
+from eagle_fsd.core.config import AutoThreshold, AutoTree, Kind
 from eagle_fsd.evaluation.analysis.bootstrap import Sums
 from eagle_fsd.evaluation.commands import calibrate as script
 from eagle_fsd.evaluation.measure import sweep
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
 from eagle_fsd.evaluation.measure.threshold_search import (
     LADDER,
-    Kind,
     Recorder,
     Records,
     Search,
@@ -50,8 +50,10 @@ from eagle_fsd.target.model import TargetModel
 
 WARM = SamplingConfig(0.9, 20, 0.95)
 TREE = TreeConfig(8, 3, 3)
-JS: Kind = ("js", "hybrid", "draft", 0.0)
+JS = Kind()
 LEAST = 0.05  # the least gain where one is asked for
+MOVES = (("hybrid", "likeliest", 0.0), ("paper", "draft", 0.0), ("hybrid", "likeliest", LEAST))
+HYBRID_MOVE = Kind("tv")
 
 
 def engine(head_seed: int = 0) -> EagleFSD:
@@ -80,7 +82,7 @@ def towards(p: torch.Tensor, children: list[int], log_q: torch.Tensor, some: lis
 def test_records_are_the_rules_own_numbers() -> None:
     """Every token's divergences and moves, against the divergence taken plainly and a closed form by hand."""
     model = engine()
-    moves = [("hybrid", "likeliest", 0.0), ("paper", "draft", 0.0), ("hybrid", "likeliest", LEAST)]
+    moves = [Kind("tv", mode, child, gain) for mode, child, gain in MOVES]
     recorder = Recorder(["js", "reverse_kl"], moves, "hybrid", 1)
     wanted: list[list[float]] = []
     narrowed: list[bool] = []
@@ -132,8 +134,8 @@ def test_records_are_the_rules_own_numbers() -> None:
 
 
 def test_what_is_predicted_is_the_sum_of_moves_within_the_threshold(tmp_path: Path) -> None:
-    records = work(tmp_path).record(["js", "tv"], [("hybrid", "draft", 0.0), ("paper", "target", 0.0)])
-    for kind in product(["js", "tv"], ["hybrid"], ["draft"], [0.0]):
+    records = work(tmp_path).record(["js", "tv"], [HYBRID_MOVE, Kind("tv", "paper", "target")])
+    for kind in (Kind("js"), Kind("tv")):
         for threshold in (0.0, 0.05, 0.3, math.inf):
             sums = records.predicted(kind, threshold, [1, 4])
             column = records.divergences.index(kind[0])
@@ -145,7 +147,7 @@ def test_what_is_predicted_is_the_sum_of_moves_within_the_threshold(tmp_path: Pa
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:
-    job, moves = work(tmp_path), [("hybrid", "draft", 0.0)]
+    job, moves = work(tmp_path), [HYBRID_MOVE]
     other = replace(job, cell=replace(job.cell, seed=100))
     first, second = job.record(["js"], moves), other.record(["js"], moves)
     assert len(read_rows(tmp_path / "records.jsonl")) == 12
@@ -159,11 +161,11 @@ def test_another_seed_is_another_run(tmp_path: Path) -> None:
 
 
 def test_the_lossless_pass_goes_on_where_it_was(tmp_path: Path) -> None:
-    first = work(tmp_path / "a").record(["js"], [("hybrid", "draft", 0.0)])
+    first = work(tmp_path / "a").record(["js"], [HYBRID_MOVE])
     lines = (tmp_path / "a" / "records.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "records.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
-    again = work(tmp_path / "b").record(["js"], [("hybrid", "draft", 0.0)])
+    again = work(tmp_path / "b").record(["js"], [HYBRID_MOVE])
     assert len(read_rows(tmp_path / "b" / "records.jsonl")) == 6
     for one, other in zip(first.tables, again.tables, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
@@ -177,7 +179,7 @@ def made_records(count: int = 40, seed: int = 0) -> Records:
     """Prompts of fifty tokens whose divergences and moves are drawn."""
     random = np.random.default_rng(seed)
     tables = [np.stack([random.random(50) * 0.6, random.random(50) * 0.3], axis=1) for _ in range(count)]
-    return Records(["js"], [("hybrid", "draft", 0.0)], tables, [(50, 25)] * count)
+    return Records(["js"], [HYBRID_MOVE], tables, [(50, 25)] * count)
 
 
 def runs_like(records: Records, factor: float, asked: list[float]) -> Any:
@@ -208,12 +210,12 @@ def test_the_largest_threshold_inside_the_budget(factor: float, budget: float) -
 
 
 def test_a_budget_that_nothing_meets_has_no_threshold() -> None:
-    records = Records(["js"], [("hybrid", "draft", 0.0)], [np.tile([0.0, 0.5], (50, 1))] * 8, [(50, 25)] * 8)
+    records = Records(["js"], [HYBRID_MOVE], [np.tile([0.0, 0.5], (50, 1))] * 8, [(50, 25)] * 8)
     assert Search(records, runs_like(records, 1.0, []), 0.9).largest(JS, 0.01, range(8)) is None
 
 
 def test_a_budget_that_everything_meets_takes_the_last_step() -> None:
-    records = Records(["js"], [("hybrid", "draft", 0.0)], [np.tile([0.1, 0.0], (50, 1))] * 8, [(50, 25)] * 8)
+    records = Records(["js"], [HYBRID_MOVE], [np.tile([0.1, 0.0], (50, 1))] * 8, [(50, 25)] * 8)
     found = Search(records, runs_like(records, 1.0, []), 0.9).largest(JS, 0.01, range(8))
     assert found is not None and found.threshold == LADDER[-1] and found.bound == 0
 
@@ -229,7 +231,7 @@ def test_bounds_hold_as_often_as_they_say() -> None:
 
 def test_splits_try_what_they_have_not_seen() -> None:
     records, asked = made_records(), []
-    trials = Search(records, runs_like(records, 1.3, asked), 0.9).splits(JS, 0.03, 6)
+    trials = Search(records, runs_like(records, 1.3, asked), 0.9).splits([JS], 0.03, 6)
     assert [trial["split"] for trial in trials] == list(range(6))
     assert sum(bool(trial["inside"]) for trial in trials) >= 5
     assert len({trial["tv"] for trial in trials}) > 1  # halves differ
@@ -239,7 +241,7 @@ def test_splits_try_what_they_have_not_seen() -> None:
 def test_calibrate_end_to_end(tmp_path: Path) -> None:
     """On a tiny model: what is written is what was run, and the same from rows alone when run again."""
     job = work(tmp_path, 8)
-    kinds = list(product(["js", "tv"], ["hybrid", "paper"], ["draft"], [0.0, LEAST]))
+    kinds = list(starmap(Kind, product(["js", "tv"], ["hybrid", "paper"], ["draft"], [0.0, LEAST])))
     calibration, trials = calibrate(job, kinds, [0.05, 0.2], 2)
     assert {one.kind for one in calibration.thresholds} <= set(kinds) and calibration.thresholds
     for one in calibration.thresholds:
@@ -282,8 +284,54 @@ def test_each_sampling_has_its_own(tmp_path: Path) -> None:
     write_calibrations(tmp_path / FILE, [other, greedy, warm])
     model.settler.folder = tmp_path
     assert model.calibration(SamplingConfig()) == greedy and model.calibration(WARM) == warm
-    with pytest.raises(ValueError, match=r"calibrated at 0/0/1, 0.9/20/0.95, and this is 1/0/1; sample as"):
+    with pytest.raises(ValueError, match=r"at 0/0/1, 0.9/20/0.95, none of which is as warm as 1/0/1; sample"):
         model.calibration(SamplingConfig(1.0))
+
+
+def test_a_sampling_that_was_not_measured_takes_the_next_warmer_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = engine()
+    greedy, warm, hot = (
+        a_calibration(model, sampling=one) for one in (SamplingConfig(), WARM, SamplingConfig(1.0))
+    )
+    write_calibrations(tmp_path / FILE, [hot, warm, greedy])
+    model.settler.folder = tmp_path
+    for sampling, found in (
+        (SamplingConfig(0.0, 50, 0.9), greedy),  # greedy is greedy, whatever else is said
+        (SamplingConfig(0.6, 20, 0.9), warm),
+        (SamplingConfig(0.6, 20, 0.9, 0.1), warm),
+        (SamplingConfig(0.6, 50, 0.9), hot),  # more tokens than the warm one leaves
+        (SamplingConfig(0.9, 20, 0.99), hot),
+        (SamplingConfig(0.95, 20, 0.95), hot),
+    ):
+        caplog.clear()
+        assert model.calibration(sampling) == found
+        assert "the next warmer sampling that was measured" in caplog.text
+    caplog.clear()
+    assert model.calibration(WARM) == warm and not caplog.text
+    with pytest.raises(ValueError, match="none of which is as warm"):
+        model.calibration(SamplingConfig(1.2, 1))
+
+
+def test_a_budget_takes_the_fastest_plan_unless_one_is_named() -> None:
+    calibration = a_calibration(engine())
+    plans = [
+        replace(calibration.thresholds[1], tau=tau, price=price, cost=cost)
+        for tau, price, cost in ((2.7, 1.0, "tokens"), (2.9, 2.0, "tokens"), (2.8, 1.0, "kl"))
+    ]
+    both = replace(calibration, thresholds=[*calibration.thresholds, *plans])
+    found = partial(Fuzzy.from_calibration, both, 0.04)
+    assert found() == Fuzzy(0.3, price=2.0) and found(price=0.0) == Fuzzy(0.3)
+    assert found(price=1.0) == Fuzzy(0.3, price=1.0, cost="kl")
+    assert found(cost="kl") == Fuzzy(0.3, price=1.0, cost="kl")
+    assert found(price=1.0, cost="tokens") == Fuzzy(0.3, price=1.0)
+    assert Fuzzy.from_calibration(both, 0.02) == Fuzzy(0.1)  # the plans' bound is 0.0375
+    with pytest.raises(ValueError, match="auto for js, hybrid, draft, price 4 of any cost: it was"):
+        found(price=4.0)
+    unplanned = replace(calibration, thresholds=plans)
+    with pytest.raises(ValueError, match="auto for js, hybrid, draft, price 0: it was calibrated for js"):
+        Fuzzy.from_calibration(unplanned, 0.04, price=0.0)
 
 
 def test_the_largest_threshold_of_a_budget(tmp_path: Path) -> None:
@@ -352,7 +400,7 @@ def test_another_name_is_the_same_target(tmp_path: Path) -> None:
         ("no folder", "the head was not loaded from a folder"),
         ("head", "was made for another target or head"),
         ("target", "was made for another target or head"),
-        ("sampling", "it was calibrated at 0.9/20/0.95, and this is 0.6/50/0.9"),
+        ("sampling", "it was calibrated at 0.9/20/0.95, none of which is as warm as 0.6/50/0.9"),
         ("broken", "is not a calibration"),
         ("old", "is not a calibration .it is not of version 2"),
         ("fields", "is not a calibration"),
@@ -401,15 +449,17 @@ def test_the_script_writes_and_installs(
     )
     monkeypatch.setattr(script, "load_engine", lambda _: model)
     argv = f"--prompts {tmp_path}/prompts_a.jsonl {tmp_path}/prompts_b.jsonl --limit 3"
-    argv += " --quality-budget 0.3 0.1"
+    argv += " --quality-budget 0.3 0.1 --price 0 1 --cost kl --child draft target"
     argv += f" --divergence js --tree 6/2/3 --max-new-tokens 6 --splits 2 --install --output {tmp_path}/out"
     script.main(argv.split())
     printed = capsys.readouterr().out
-    assert "| js | hybrid | draft |" in printed and "of 2" in printed
+    assert "| js, hybrid, draft, price 1 of kl |" in printed
+    assert "| js, hybrid, target |" in printed
+    assert "| js, hybrid, draft |" in printed and "of 2" in printed
     (found,) = read_calibrations(tmp_path / "head" / FILE)
     assert [found] == read_calibrations(tmp_path / "out" / FILE) and found.prompts == 6
     assert str(tmp_path) not in json.dumps({k: v for k, v in found.made.items() if k != "command"})
-    assert len(json.loads((tmp_path / "out" / "splits.json").read_text())) == 4
+    assert len(json.loads((tmp_path / "out" / "splits.json").read_text())) == 8  # by child and budget
     output = model.generate(
         torch.tensor([[5, 7, 8]]),
         rule=AutoThreshold(0.3),

@@ -12,6 +12,7 @@ pytest.importorskip("prometheus_client", reason='the server needs the extra: pip
 from pydantic import ValidationError
 
 from eagle_fsd import AutoThreshold, Fuzzy, Lossless, Typical
+from eagle_fsd.acceptance.calibration import CalibratedThreshold
 from eagle_fsd.acceptance.other_rules import Cactus, PublishedFSD
 from eagle_fsd.acceptance.rule_names import RULES
 from eagle_fsd.serving.choices import Chooser, Defaults, Limits, requested_rule
@@ -156,8 +157,8 @@ def test_a_calibrated_threshold_is_looked_up_once() -> None:
             self.asked += 1
             return self
 
-        def find(self, budget: float, *kind: Any) -> Any:
-            return Fuzzy(10 * budget)
+        def find(self, wanted: AutoThreshold) -> Any:
+            return CalibratedThreshold("js", "hybrid", "draft", 10 * wanted.quality_budget, 0, 0, 2, 2)
 
         @property
         def settler(self) -> Any:

@@ -1,4 +1,4 @@
-"""Find the largest threshold that stays inside a quality budget, for each divergence: calibration.json.
+"""Find the largest threshold inside a quality budget, for each kind of rule: calibration.json.
 
     python eval/calibrate.py --prompts data/prompts_*.jsonl --limit 10 --output runs/calibration --install
     python -m eagle_fsd.generate --threshold auto --temperature 0.6 --top-k 50 --top-p 0.9 "Tell me a story."
@@ -12,6 +12,7 @@ where it was.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from itertools import product
@@ -25,8 +26,9 @@ from eagle_fsd.acceptance.calibration import (
     with_calibration,
     write_calibrations,
 )
+from eagle_fsd.acceptance.planned import COSTS
 from eagle_fsd.core.checks import require_integer, require_number
-from eagle_fsd.core.config import CHILDREN, SamplingConfig, TreeConfig
+from eagle_fsd.core.config import CHILDREN, Kind, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, parsed, parser_of, say
 from eagle_fsd.evaluation.measure import threshold_search as search
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
@@ -45,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--mode", nargs="+", default=["hybrid"], choices=["hybrid", "paper"])
     add("--child", nargs="+", default=["draft"], choices=CHILDREN)
     add("--min-gain", nargs="+", type=float, default=[0.0], metavar="G", help="guards; default: 0, none")
+    prices = "of plans, beside rules without one (0); default: %(default)s"
+    add("--price", nargs="+", type=float, default=[0.0, 1.0, 2.0], metavar="X", help=prices)
+    add("--cost", nargs="+", default=["tokens"], choices=COSTS, help="of plans; default: tokens")
     add("--sampling", default="0.6/50/0.9", metavar="T[/TOP_K[/TOP_P]]", help="default: %(default)s")
     add("--tree", default="16/5/8", help=f"{TreeConfig.FORM}; default: %(default)s")
     add("--batch-size", type=int, default=4, help="default: %(default)s")
@@ -59,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         require_number("confidence", arguments.confidence, 0.501, 0.999, "0.9 is usual")
         for budget in arguments.quality_budget:
             require_number("quality_budget", budget, 0.0, 1.0, "0.02 changes about one token in fifty")
-        kinds = list(product(arguments.divergence, arguments.mode, arguments.child, arguments.min_gain))
+        kinds = kinds_of(arguments)
         rules = [search.fuzzy(kind, 1.0) for kind in kinds]
         sampling, tree = SamplingConfig.parse(arguments.sampling), TreeConfig.parse(arguments.tree)
         engine = load_engine(arguments)
@@ -83,6 +88,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(search.calibration_table(calibration))
     if trials:
         say("\n" + search.trial_table(trials))
+
+
+def kinds_of(arguments: argparse.Namespace) -> list[Kind]:
+    """Return all kinds of rules that the arguments name; of plans those that choose the child themselves."""
+    plans = list(product(arguments.price, arguments.cost))
+    forms = product(arguments.divergence, arguments.mode, arguments.child, arguments.min_gain, plans)
+    kinds = [Kind(*form, price, cost if price else "tokens") for *form, (price, cost) in forms]
+    return list(dict.fromkeys(kind for kind in kinds if not (kind.price and kind.child != "draft")))
 
 
 def install(folder: Path | None, calibration: Calibration) -> None:

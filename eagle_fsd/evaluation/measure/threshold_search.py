@@ -22,9 +22,10 @@ import torch
 from numpy.typing import NDArray
 
 from eagle_fsd.acceptance.accept import Verdict, Verified
-from eagle_fsd.acceptance.calibration import CalibratedThreshold, Calibration, Kind
+from eagle_fsd.acceptance.calibration import CalibratedThreshold, Calibration
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.output_distribution import distances, path_distributions
+from eagle_fsd.core.config import Kind
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Sums, estimates
 from eagle_fsd.evaluation.markdown_table import markdown_table
@@ -34,17 +35,22 @@ from eagle_fsd.evaluation.measure.sweep import Cell, run
 E12 = (1.0, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 3.9, 4.7, 5.6, 6.8, 8.2)
 LADDER = tuple(round(step * 10.0**power, 6) for power in range(-4, 2) for step in E12)
 ROUNDS = 4  # thresholds that are run for one budget
-Move = tuple[str, str, float]  # mode, child, min_gain
 Row = Mapping[str, Any]
+
+
+def move_of(kind: Kind) -> Kind:
+    """Return what a kind moves if any divergence will do: the same for all, but where it is the cost."""
+    return kind if kind.price and kind.cost == "divergence" else kind._replace(divergence="tv")
 
 
 class Recorder(Meter):
     """A meter of a lossless batch: of every token's context each divergence, and each move's TV.
 
-    found: by row, a list of [divergences] + [moves] for each token; infinite where the context has no draft.
+    moves: kinds as `move_of` returns them. found: by row, a list of [divergences] + [moves] for each token;
+    infinite where the context has no draft.
     """
 
-    def __init__(self, divergences: Sequence[str], moves: Sequence[Move], mode: str, rows: int) -> None:
+    def __init__(self, divergences: Sequence[str], moves: Sequence[Kind], mode: str, rows: int) -> None:
         self.divergences, self.moves = divergences, moves
         self.found: list[list[list[float]]] = [[] for _ in range(rows)]
 
@@ -52,10 +58,9 @@ class Recorder(Meter):
         nodes = verdict.path.clamp(min=0)
         everywhere = replace(verdict, asked=torch.ones_like(verdict.asked))
         columns = [Fuzzy(1.0, name).node_divergences(verified).gather(1, nodes) for name in self.divergences]
-        for mode, child, min_gain in self.moves:
-            rule = Fuzzy(math.inf, "tv", mode=mode, child=child, min_gain=min_gain)
-            moved = replace(everywhere, chances=rule.chances(verified))
-            columns.append(distances(*path_distributions(verified, moved, mode))[1])
+        for move in self.moves:
+            moved = replace(everywhere, chances=fuzzy(move, math.inf).chances(verified))
+            columns.append(distances(*path_distributions(verified, moved, move.mode))[1])
         table = torch.stack(columns, dim=-1).cpu()  # [B, D, columns]
         for place, (row, count) in enumerate(emitted.items()):
             self.found[row] += table[place, :count].tolist()
@@ -70,14 +75,14 @@ class Records:
     """What the lossless pass says of every prompt: [tokens, divergences + moves] each, and its steps."""
 
     divergences: Sequence[str]
-    moves: Sequence[Move]
+    moves: Sequence[Kind]
     tables: Sequence[NDArray[np.float64]]
     taus: Sequence[tuple[int, int]]  # new tokens, steps
 
     def predicted(self, kind: Kind, threshold: float, places: Sequence[int]) -> Sums:
         """Sum the TV of these prompts as if the rule had been asked in the lossless texts' contexts."""
-        column = self.divergences.index(kind[0])
-        move = len(self.divergences) + self.moves.index(kind[1:])
+        column = self.divergences.index(kind.divergence)
+        move = len(self.divergences) + self.moves.index(move_of(kind))
         tables = [self.tables[place] for place in places]
         moved = [float(table[table[:, column] <= threshold, move].sum()) for table in tables]
         return Sums(np.array(moved), np.array([float(len(table)) for table in tables]))
@@ -94,7 +99,7 @@ class Work:
     confidence: float
     provenance: Mapping[str, object]
 
-    def record(self, divergences: Sequence[str], moves: Sequence[Move]) -> Records:
+    def record(self, divergences: Sequence[str], moves: Sequence[Kind]) -> Records:
         """Run the lossless pass, resumed at the first prompt that is missing."""
         meter = functools.partial(Recorder, divergences, moves)
         rows = self.rows_of(self.cell, "records.jsonl", meter, [list(divergences), list(map(list, moves))])
@@ -113,8 +118,7 @@ class Work:
 
 def fuzzy(kind: Kind, threshold: float) -> Fuzzy:
     """Return the rule of a kind with this threshold."""
-    divergence, mode, child, min_gain = kind
-    return Fuzzy(threshold, divergence, mode=mode, child=child, min_gain=min_gain)
+    return Fuzzy(threshold, **kind._asdict())
 
 
 @dataclass(frozen=True)
@@ -159,11 +163,18 @@ class Search:
         tv, upper = bound(tv_of(mine), self.confidence)
         tokens, steps = (sum(self.records.taus[place][i] for place in places) for i in (0, 1))
         tau = sum(row["new_tokens"] for row in mine) / sum(row["steps"] for row in mine)
-        *how, min_gain = kind
-        return CalibratedThreshold(*how, threshold, tv, upper, tau, tokens / steps, min_gain)
+        found = (threshold, tv, upper, tau, tokens / steps)
+        return CalibratedThreshold(*kind[:3], *found, *kind[3:])
 
-    def splits(self, kind: Kind, budget: float, count: int) -> list[dict[str, Any]]:
-        """Calibrate on a random half of the prompts and look at the other half, `count` times.
+    def fastest(
+        self, kinds: Sequence[Kind], budget: float, places: Sequence[int]
+    ) -> CalibratedThreshold | None:
+        """Return the threshold of largest tau among the largest of every kind: what a budget alone finds."""
+        found = filter(None, (self.largest(kind, budget, places) for kind in kinds))
+        return max(found, key=lambda one: (one.tau, one.threshold), default=None)
+
+    def splits(self, kinds: Sequence[Kind], budget: float, count: int) -> list[dict[str, Any]]:
+        """Choose among these kinds on a random half of the prompts and look at the other half, `count` times.
 
         Each trial has what one half chose, None for no threshold, and its TV on the other half.
         """
@@ -172,20 +183,19 @@ class Search:
         for split in range(count):
             order = random.permutation(len(self.records.tables)).tolist()
             mine, others = order[: len(order) // 2], order[len(order) // 2 :]
-            trial = {
-                "kind": kind,
-                "budget": budget,
-                "split": split,
-                "chosen": None,
-                "tv": None,
-                "inside": None,
-            }
-            if chosen := self.largest(kind, budget, mine):
-                rows = self.run(kind, chosen.threshold)
+            trial: dict[str, Any] = {"form": unpriced(kinds[0]), "budget": budget, "split": split}
+            trial |= {"chosen": None, "tv": None, "inside": None}
+            if chosen := self.fastest(kinds, budget, mine):
+                rows = self.run(chosen.kind, chosen.threshold)
                 tv = bound(tv_of([rows[place] for place in others]), self.confidence)[0]
                 trial |= {"chosen": asdict(chosen), "tv": tv, "inside": tv <= budget}
             trials.append(trial)
         return trials
+
+
+def unpriced(kind: Kind) -> str:
+    """Return a kind in words without its price: those that differ in nothing else compete for a budget."""
+    return str(kind._replace(price=0.0))
 
 
 def bound(sums: Sums, confidence: float) -> tuple[float, float]:
@@ -208,16 +218,20 @@ def calibrate(
     work: Work, kinds: Sequence[Kind], budgets: Sequence[float], split_count: int
 ) -> tuple[Calibration, list[dict[str, Any]]]:
     """Find the largest threshold of every kind for every budget, and what splits of the prompts say of it."""
-    divergences = list(dict.fromkeys(kind[0] for kind in kinds))
-    records = work.record(divergences, list(dict.fromkeys(kind[1:] for kind in kinds)))
+    divergences = list(dict.fromkeys(kind.divergence for kind in kinds))
+    records = work.record(divergences, list(dict.fromkeys(map(move_of, kinds))))
     search = Search(records, functools.cache(work.run), work.confidence)  # budgets and splits share runs
     places = range(len(records.tables))
     found: dict[tuple[Kind, float], CalibratedThreshold] = {}
     trials: list[dict[str, Any]] = []
+    groups: dict[str, list[Kind]] = {}
+    for kind in kinds:
+        groups.setdefault(unpriced(kind), []).append(kind)
     for kind, budget in product(kinds, budgets):
         if best := search.largest(kind, budget, places):
             found[kind, best.threshold] = best
-        trials += search.splits(kind, budget, split_count)
+    for group, budget in product(groups.values(), budgets):
+        trials += search.splits(group, budget, split_count)
     cell = work.cell
     calibration = Calibration(
         models=work.engine.identity(),
@@ -236,28 +250,26 @@ def calibrate(
     return calibration, trials
 
 
-KIND = ("divergence", "mode", "child", "min gain")
-
-
 def calibration_table(calibration: Calibration) -> str:
     """Write a Markdown table of what was found."""
     rows = []
     for one in calibration.thresholds:
         numbers = (f"{one.threshold:g}", f"{one.tv:.4f}", f"{one.bound:.4f}")
-        rows.append([*map(str, one.kind), *numbers, f"{one.tau:.2f}", f"{one.lossless_tau:.2f}"])
+        rows.append([str(one.kind), *numbers, f"{one.tau:.2f}", f"{one.lossless_tau:.2f}"])
     bounds = f"bound at {calibration.confidence:.0%}"
-    return markdown_table((*KIND, "threshold", "TV per token", bounds, "tau", "lossless"), rows)
+    return markdown_table(("rule", "threshold", "TV per token", bounds, "tau", "lossless"), rows)
 
 
 def trial_table(trials: Sequence[Row]) -> str:
     """Write a Markdown table of the splits: how often the other half stayed inside the budget."""
     rows = []
-    for kind, budget in dict.fromkeys((trial["kind"], trial["budget"]) for trial in trials):
-        mine = [trial for trial in trials if (trial["kind"], trial["budget"]) == (kind, budget)]
+    for form, budget in dict.fromkeys((trial["form"], trial["budget"]) for trial in trials):
+        mine = [trial for trial in trials if (trial["form"], trial["budget"]) == (form, budget)]
         run = [trial for trial in mine if trial["chosen"]]
         inside = f"{sum(trial['inside'] for trial in run)} of {len(run)}"
         inside += f" (of {len(mine)} splits)" if len(run) < len(mine) else ""
-        thresholds = ", ".join(f"{trial['chosen']['threshold']:g}" for trial in run)
+        chosen = [trial["chosen"] for trial in run]
+        thresholds = ", ".join(f"{one['threshold']:g} at price {one['price']:g}" for one in chosen)
         tvs = ", ".join(f"{trial['tv']:.4f}" for trial in run)
-        rows.append([*map(str, kind), f"{budget:g}", inside, thresholds, tvs])
-    return markdown_table((*KIND, "budget", "inside", "thresholds", "TV per token, unseen"), rows)
+        rows.append([form, f"{budget:g}", inside, thresholds, tvs])
+    return markdown_table(("rule", "budget", "inside", "thresholds", "TV per token, unseen"), rows)
