@@ -4,7 +4,9 @@
 
 In S steps a rule emits N tokens, and its own distribution lies V tokens from the target's (the sum of its
 TV); as many steps of lossless decoding emit S tau_0. So (N - S tau_0) / V tokens are gained for a TV of 1.
-A table for every task and sampling. Brackets are intervals of a bootstrap over samples. No model is loaded.
+A table for every task and sampling. --above shows whether rules lie above what all others reach at the same
+TV, mixed with each other or with lossless decoding. Brackets are intervals of a bootstrap over samples. No
+model is loaded.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eagle_fsd.evaluation.analysis.bootstrap import Array, Bootstrap, Sums, interval, resampled
+from eagle_fsd.evaluation.analysis.comparisons import above_others
 from eagle_fsd.evaluation.analysis.points import MEASURES, TAU, Panel, Point, paired, panels, sums_of
 from eagle_fsd.evaluation.cli import parsed, rows_parser, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
@@ -26,15 +29,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = rows_parser(__doc__)
     labels = "labels of the first column to compare with"
     parser.add_argument("--against", nargs="+", default=[], metavar="RULE", help=labels)
+    families = "also hold the rules whose label begins so against the envelope of all others"
+    parser.add_argument("--above", metavar="LABEL", help=families)
     with parsed(parser, argv) as arguments:
         how = Bootstrap(arguments.resamples, seed=arguments.seed)
         rows = [row for rows in read_raw_rows(arguments.rows).values() for row in rows]
-        tables = [exchange_table(panel, how, arguments.against) for panel in panels(rows, how)]
+        tables = [
+            exchange_table(panel, how, arguments.against, arguments.above) for panel in panels(rows, how)
+        ]
     say("\n\n".join(tables))
 
 
-def exchange_table(panel: Panel, how: Bootstrap, against: Sequence[str] = ()) -> str:
+def exchange_table(
+    panel: Panel, how: Bootstrap, against: Sequence[str] = (), above: str | None = None
+) -> str:
     """Write a line per rule by its TV, with a column of differences, in pairs, for each rule of `against`.
+
+    above: how the labels of rules begin that are held against the envelope of the others, in a last column.
 
     Rules have the samples and seeds of lossless; those with fewer, or with next to no TV, are left out.
     Raises ValueError for an `against` that is among them.
@@ -56,6 +67,15 @@ def exchange_table(panel: Panel, how: Bootstrap, against: Sequence[str] = ()) ->
     gained = {label: gained_by(point, lossless, how) for label, point in points.items()}
     titles = ["rule", "TV", "tau, times lossless", "gained for a TV of 1"]
     titles += [f"more than {label}" for label in against]
+    named = [point for label, point in points.items() if above is not None and label.startswith(above)]
+    if above is not None and not 0 < len(named) < len(points):
+        raise ValueError(
+            f"above is {above!r}: the labels of some rules, and not of all, must begin so, in "
+            f"{panel.task.title}; they are {', '.join(points) or 'none'}"
+        )
+    others = [point for point in points.values() if point not in named]
+    heights = above_others(named, others, lossless, how) if named else {}
+    titles += ["tau, times lossless, above the others' envelope"] if named else []
     lines = []
     for label, point in sorted(points.items(), key=lambda item: tv_of(item[1])):
         value, drawn, samples = gained[label]
@@ -65,6 +85,7 @@ def exchange_table(panel: Panel, how: Bootstrap, against: Sequence[str] = ()) ->
         for other in against:
             more = interval(value - gained[other][0], drawn - gained[other][1], samples, how)
             line.append("" if label == other else f"{more:.2f}")
+        line += [f"{heights[label]:+.3f}" if label in heights else ""] if named else []
         lines.append(line)
     models = panel.models
     title = [f"## {panel.task.title}", "", f"{models.base_model}, tree {models.tree}; {panel.task.details}."]

@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap
+from eagle_fsd.evaluation.analysis.comparisons import PREDICTORS, score_predictors
 from eagle_fsd.evaluation.analysis.frontier import (
     LOSSES,
     Quality,
@@ -22,7 +23,17 @@ from eagle_fsd.evaluation.analysis.frontier import (
     undominated,
     winners,
 )
-from eagle_fsd.evaluation.analysis.points import SCORE, SPEED, TAU, Models, Panel, Point, machine, panels
+from eagle_fsd.evaluation.analysis.points import (
+    MEASURES,
+    SCORE,
+    SPEED,
+    TAU,
+    Models,
+    Panel,
+    Point,
+    machine,
+    panels,
+)
 from eagle_fsd.evaluation.cli import parsed, rows_parser, say
 from eagle_fsd.evaluation.markdown_table import filled_columns, markdown_table
 from eagle_fsd.evaluation.report.plots import plot_frontier, require_matplotlib
@@ -116,14 +127,19 @@ def write_report(
         text += ["", f"## {models.base_model}, tree {models.tree}", ""]
         text += what_was_run(models, [row for row in rows if Models.of(row) == models])
         suffix = f"_{number}" if len(sections) > 1 else ""
-        text += section(members, qualities, speed, folder, suffix)
+        text += section(members, qualities, speed, folder, suffix, how)
     text += ["", "## What the data cannot say", "", *(f"- {line}" for line in caveats(rows, found, how))]
     write_atomically(folder / "report.md", "\n".join(text) + "\n")
     return folder / "report.md"
 
 
 def section(
-    members: Sequence[Panel], qualities: Sequence[Quality], speed: str, folder: Path, suffix: str
+    members: Sequence[Panel],
+    qualities: Sequence[Quality],
+    speed: str,
+    folder: Path,
+    suffix: str,
+    how: Bootstrap,
 ) -> list[str]:
     """Write what is said of one pair of models and one tree: plots, winners at a glance, then every panel."""
     text = []
@@ -143,6 +159,7 @@ def section(
         about = panel.task.details
         text += ["", f"### {panel.task.title}", "", f"{about[0].upper()}{about[1:]}."]
         text += ["", speed_table(panel), "", quality_table(panel, qualities, speed)]
+        text += predictors_table(panel, how)
     return text
 
 
@@ -169,6 +186,21 @@ def quality_table(panel: Panel, qualities: Sequence[Quality], speed: str) -> str
         for point in panel.points
     ]
     return filled_columns(rows)
+
+
+def predictors_table(panel: Panel, how: Bootstrap) -> list[str]:
+    """Write how a change of each score goes with what else changes, over the rules; nothing if unknown."""
+    found = score_predictors(panel, how)
+    if not found:
+        return []
+    known = [name for name in PREDICTORS if any(other == name for _, other in found)]
+    rows = [
+        [name, *(f"{found[SCORE + name, other]:+.2f}" for other in known)]
+        for name in panel.scores
+        if (SCORE + name, known[0]) in found
+    ]
+    title = "over the rules, correlation of the change from lossless"
+    return ["", markdown_table([title, *(MEASURES[one].title for one in known)], rows)]
 
 
 def cells(point: Point, columns: Sequence[Column]) -> dict[str, str]:
