@@ -25,8 +25,9 @@ class Row:
     """One sample of one cell, as the runner wrote it.
 
     kl, tv: sums over the emitted tokens of KL(r || p) and TV(r, p), r the rule's distribution and p the
-    target's; None where unknown or infinite. log_p: mean per token under the raw target. provenance: those of
-    PROVENANCE that the row has.
+    target's; None where unknown or infinite. log_p: mean per token under the raw target. token_ids, fuzzy_at:
+    the answer's tokens and the places of fuzzy accepts among them; None where the row does not say.
+    provenance: those of PROVENANCE that the row has.
     """
 
     key: str
@@ -52,6 +53,8 @@ class Row:
     tv: float | None
     log_p: int | float | None
     scores: dict
+    token_ids: list[int] | None
+    fuzzy_at: list[int] | None
     provenance: dict
 
     @classmethod
@@ -79,11 +82,13 @@ class Row:
                     f"{name} is {data[name]!r}: its fields are {', '.join(known)}; make it again"
                 )
             made[name] = kind(**data[name])
-        return cls(**made, provenance={name: data[name] for name in PROVENANCE if name in data})
+        texts = {name: data.get(name) for name in ("token_ids", "fuzzy_at")}
+        return cls(**made, **texts, provenance={name: data[name] for name in PROVENANCE if name in data})
 
 
+NOT_NEEDED = ("kl", "tv", "token_ids", "fuzzy_at", "provenance")
 # What the report reads of a row, and the JSON types that each may have. Rows may say more.
-KINDS = {name: kind for name, kind in get_type_hints(Row).items() if name not in ("kl", "tv", "provenance")}
+KINDS = {name: kind for name, kind in get_type_hints(Row).items() if name not in NOT_NEEDED}
 KINDS |= {"sample": str | int, "sampling": dict, "tree": dict, "law": dict | None}
 
 

@@ -121,10 +121,13 @@ def test_sums_not_means_of_rows() -> None:
         "scores": {"a": 0},
     }
     rows[0] |= {"law": {"kl": 9.0, "tv": 3.0}, "finish_reason": "length", "fuzzy_accepts": 20}
+    rows[0] |= {"token_ids": [1] * 90, "fuzzy_at": [0, 1, 4]}
+    rows[1] |= {"token_ids": [*range(10)], "fuzzy_at": []}
     rows[1] |= {"law": {"kl": 1.0, "tv": 2.0}, "finish_reason": "stop", "fuzzy_accepts": 0}
     values = {name: one.value for name, one in only_panel(rows).points[0].values.items()}
     wanted = {TAU: 2.5, SPEED: 10.0, "log_p": -1.1, "score:a": 0.5, "law_kl": 0.1}
     wanted |= {"law_tv": 0.05, "limit_rate": 0.5, "length": 50.0, "fuzzy_share": 0.2}
+    wanted |= {"repeated": 0.82, "loops": 0.5, "fuzzy_run": 1.5}
     assert values == pytest.approx(wanted)
 
 

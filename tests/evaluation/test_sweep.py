@@ -131,6 +131,26 @@ def test_greedy_rows_have_no_kl_where_it_is_infinite(tmp_path: Path) -> None:
         assert row["law"]["kl"] is None and row["law"]["tv"] == row["fuzzy_accepts"]
 
 
+def test_fuzzy_accepts_stand_where_the_target_would_have_written_another_token(tmp_path: Path) -> None:
+    """Greedy, in batches: at these places, and no others, a token is not the argmax of the target."""
+    model, asked = engine(), questions(4)
+    run(model, cells(asked, Fuzzy(10.0), sampling=SamplingConfig()), tmp_path / "r.jsonl", 3, {})
+    found = 0
+    for row in read_rows(tmp_path / "r.jsonl"):
+        place = [sample.id for sample in asked.samples].index(row["sample"])
+        prompt, ids = asked.prompts[place], row["token_ids"]
+        with torch.inference_mode():
+            logits = model.target.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        others = [
+            n
+            for n, (token, best) in enumerate(zip(ids, logits.argmax(-1).tolist(), strict=True))
+            if token != best
+        ]
+        assert row["fuzzy_at"] == others and len(others) == row["fuzzy_accepts"]
+        found += len(others)
+    assert found > 3
+
+
 @pytest.mark.parametrize("batch_size", [2, 3, 5])
 def test_rows_do_not_depend_on_the_batch(tmp_path: Path, batch_size: int) -> None:
     model, rules = engine(), (Lossless(), Fuzzy(0.4), SGLang(0.2))

@@ -16,6 +16,7 @@ import numpy as np
 
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Change, Estimate, Sums, changes, estimates
+from eagle_fsd.evaluation.analysis.repetition import ends_in_loop, repeated_tokens, runs
 from eagle_fsd.evaluation.analysis.rule_labels import LOSSLESS, rule_family, rule_knobs, rule_label
 from eagle_fsd.evaluation.rows import Row
 from eagle_fsd.evaluation.tasks import TASKS
@@ -44,11 +45,22 @@ def over(total: float | None, weight: float) -> Parts:
     return None if total is None else (total, weight)
 
 
+def in_text(
+    places: list[int] | None, count: Callable[[list[int]], float], weight: Callable[[list[int]], float]
+) -> Parts:
+    """Return the parts of a count over a row's tokens, or over places in them, where it has kept these."""
+    return None if places is None else (count(places), weight(places))
+
+
 MEASURES: dict[str, Measure] = {
     TAU: Measure("tau", lambda row: (row.new_tokens, row.steps)),
     # A batch's seconds are shared out to its rows.
     SPEED: Measure("tokens/s", lambda row: (row.new_tokens, row.seconds), machine=True),
     "fuzzy_share": Measure("fuzzy share", lambda row: (row.fuzzy_accepts, row.new_tokens)),
+    # Tokens of one run, on average; 1 / (1 - fuzzy share) if accepts came independently of each other.
+    "fuzzy_run": Measure("fuzzy run", lambda row: in_text(row.fuzzy_at, len, runs)),
+    "repeated": Measure("repeated", lambda row: in_text(row.token_ids, repeated_tokens, len)),
+    "loops": Measure("in a loop", lambda row: in_text(row.token_ids, ends_in_loop, lambda _: 1)),
     "length": Measure("length", lambda row: (row.new_tokens, 1)),
     "limit_rate": Measure("at the limit", lambda row: (row.finish_reason == "length", 1)),
     "law_tv": Measure("TV", lambda row: over(row.tv, row.new_tokens), whole=True),

@@ -49,14 +49,22 @@ class DistanceMeter(Meter):
     """A meter of KL(r || p) and TV(r, p), summed over every context that got a token.
 
     r is the rule's next-token distribution, p the target's after the user's warpers. kl, tv: by row.
+    fuzzy_at: by row, the places of the tokens that were fuzzy accepts.
     """
 
     def __init__(self, mode: str, rows: int) -> None:
         self.mode = mode
         self.kl = [0.0] * rows
         self.tv = [0.0] * rows
+        self.fuzzy_at: list[list[int]] = [[] for _ in range(rows)]
+        self._tokens = [0] * rows
 
     def see(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
+        for row, nodes in zip(emitted, verdict.fuzzy.tolist(), strict=True):
+            start, count = self._tokens[row], emitted[row]
+            # A node's token is emitted in its parent's context, so that the root has no part in it.
+            self.fuzzy_at[row] += [start + place for place, fuzzy in enumerate(nodes[1 : count + 1]) if fuzzy]
+            self._tokens[row] += count
         if verdict.chances is None:
             return
         tokens = inside(verdict, emitted)
@@ -71,7 +79,7 @@ class DistanceMeter(Meter):
     def row(self, row: int) -> dict[str, Any]:
         """Return the sums of a row as JSON can hold them: an infinite KL is null."""
         kl = self.kl[row] if math.isfinite(self.kl[row]) else None
-        return {"law": {"kl": kl, "tv": self.tv[row]}}
+        return {"law": {"kl": kl, "tv": self.tv[row]}, "fuzzy_at": self.fuzzy_at[row]}
 
 
 @torch.inference_mode()
