@@ -97,8 +97,8 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
         "--threshold",
         type=parse_auto_or(float, "a number"),
         metavar="T",
-        help="follow the draft where divergence(p, q) <= T (default: 0, lossless); auto: the largest T that "
-        "the head's calibration puts inside --quality-budget",
+        help="follow the draft where divergence(p, q) <= T (default: 0, lossless); auto: the T and the "
+        "--price that are fastest inside --quality-budget, by the head's calibration",
     )
     group.add_argument(
         "--quality-budget",
