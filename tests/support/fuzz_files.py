@@ -42,7 +42,7 @@ from eagle_fsd.acceptance.calibration import (
 from eagle_fsd.autotune import tree_chooser
 from eagle_fsd.autotune.step_costs import WIDTHS
 from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation
-from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.config import AutoThreshold, SamplingConfig, TreeConfig
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.records import TREES_FILE, recall, remember
@@ -161,7 +161,7 @@ def calibration(draw: random.Random, folder: Path) -> Callable[[], object]:
     def use() -> None:
         models = {"target": {"name": "x", "weights": "1"}, "head": "2"}
         found = find_calibration(read_calibrations(path), models, SamplingConfig(0.6, 50, 0.9))
-        found.find(0.02, "js", "hybrid", "draft")
+        found.find(AutoThreshold(0.02))
 
     return use
 
