@@ -75,17 +75,28 @@ def find_or_make(
         return read_back(make()), None
     key = digest(tensors, [name, parts, VERSION, library.version(), torch.__version__])
     folder = root_folder() / f"{name}-{key}"
-    with contextlib.suppress(OSError, RuntimeError):
-        if (folder / GRAPH).is_file():
-            os.utime(folder, ns=(time.time_ns(),) * 2)
-            return library.core().read_model(folder / GRAPH), folder
+    found = read(folder)
+    if found is not None:
+        return found, folder
     made = make()
     try:
-        keep(made, folder)
-        return library.core().read_model(folder / GRAPH), folder
+        found = read(folder)  # another process may have been faster, and works with its folder
+        if found is None:
+            keep(made, folder)
+            found = library.core().read_model(folder / GRAPH)
+        return found, folder
     except (OSError, RuntimeError) as error:
         logger.info("the graph %s is not kept: %s", folder.name, one_line(error, 200))
         return read_back(made), None
+
+
+def read(folder: Path) -> Any:
+    """Return the graph in a folder, now the one used last; None if there is none that can be read."""
+    with contextlib.suppress(OSError, RuntimeError):
+        if (folder / GRAPH).is_file():
+            os.utime(folder, ns=(time.time_ns(),) * 2)
+            return library.core().read_model(folder / GRAPH)
+    return None
 
 
 def keep(graph: Any, folder: Path) -> None:
@@ -97,8 +108,13 @@ def keep(graph: Any, folder: Path) -> None:
     try:
         partial.mkdir()
         openvino.save_model(graph, partial / GRAPH, compress_to_fp16=False)
-        remove(folder)  # what was there could not be read
-        partial.rename(folder)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if read(folder) is not None:  # another process has kept the same graph a moment ago
+                return
+            remove(folder)
+            partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     make_room(folder)

@@ -12,6 +12,11 @@ from typing import Any
 
 import torch
 
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.files.atomic import hold_lock
+
+logger = logging.getLogger(__name__)
+
 EXTRA = "openvino"
 # Activations are rounded to 8 bits in groups of this many, as llama.cpp does, where weights have few bits.
 ACTIVATION_GROUP = 32
@@ -67,12 +72,17 @@ def compile_graph(
     """Compile an openvino.Model for this processor, or read its compiled form from a folder that has it.
 
     precision: "f32" or "bf16", of products and activations. rounded_activations: let products with weights of
-    few bits round their other factor to 8 bits.
+    few bits round their other factor to 8 bits. A folder that cannot be used, or in which another process is
+    at work for long, is done without.
     """
     config = settings(precision, rounded_activations, threads)
-    if folder is not None:
-        config["CACHE_DIR"] = str(folder)
     with LOCALE:
+        if folder is not None and folder.is_dir():
+            try:
+                with hold_lock(folder / "compiled"):
+                    return core().compile_model(model, "CPU", config | {"CACHE_DIR": str(folder)})
+            except (OSError, RuntimeError) as error:
+                logger.info("the compiled form of %s is not kept: %s", folder.name, one_line(error, 200))
         return core().compile_model(model, "CPU", config)
 
 

@@ -182,6 +182,43 @@ def test_a_broken_graph_is_replaced() -> None:
     assert maker.calls == 0
 
 
+def test_who_comes_second_leaves_the_folder_of_the_first() -> None:
+    """The first may be compiling into it: two programs that start together on a new machine."""
+    first, second = Maker(), Maker()
+    folders_seen: list[Path | None] = []
+
+    def make() -> Any:
+        folders_seen.append(first.find()[1])  # the other program, while this one converts
+        kept = folders_seen[0]
+        assert kept is not None
+        (kept / "1.blob").write_bytes(b"compiled")
+        return second()
+
+    graph, folder = find_or_make("tiny", [second.weight], None, make)
+    assert folder is not None and folders_seen == [folder]
+    assert (folder / "1.blob").read_bytes() == b"compiled"
+    second.check(graph, folder)
+
+
+def test_a_folder_that_appears_while_it_is_saved_stays() -> None:
+    maker = Maker()
+    folder = maker.find()[1]
+    assert folder is not None
+    (folder / "1.blob").write_bytes(b"compiled")
+    graph_store.keep(maker(), folder)
+    assert (folder / "1.blob").read_bytes() == b"compiled"
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_folder_that_goes_while_a_graph_is_compiled_is_no_error() -> None:
+    maker = Maker()
+    graph, folder = maker.find()
+    assert folder is not None
+    shutil.rmtree(folder)
+    maker.check(graph, folder)
+    assert not folder.exists()
+
+
 def test_clear_deletes_everything(cache: Path) -> None:
     Maker().find()
     Maker(seed=1).find()
