@@ -9,9 +9,10 @@ draft distributions, V vocabulary, W drafted tokens. Knows no model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Verdict:
     drafted tokens, then next_token [B]. fuzzy: [B, depth + 1] bool, whether that node of the path was a fuzzy
     accept. asked: [B, depth + 1] bool, whether the rule was asked at that node (see max_consecutive,
     exact_prefix). finite: [B] bool, whether the target's logits give a distribution at every node of the
-    path. chances: [B, N], what `AcceptanceRule.chances` returned.
+    path. chances, weak: [B, N] each, what `AcceptanceRule.chances` returned.
     """
 
     path: Tensor
@@ -43,6 +44,7 @@ class Verdict:
     asked: Tensor
     finite: Tensor
     chances: Tensor | None = None
+    weak: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,25 @@ class Verified:
         greedy = self.sampling.greedy
         allowed = self.at_token(self.logits) > -torch.inf if greedy else self.warped_p() > 0
         if exact_eos:
-            # torch.isin would make the host wait for the device if there are more than a few end tokens.
-            allowed &= ~(self.tree.tokens[..., None] == self.eos).any(-1)
+            allowed &= ~self.ends
         return allowed & (self.tree.parents >= 0)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """The nodes whose token ends a text: [B, N] bool."""
+        # torch.isin would make the host wait for the device if there are more than a few end tokens.
+        return (self.tree.tokens[..., None] == self.eos).any(-1)
+
+
+class Choices(NamedTuple):
+    """What a rule may return in place of its chances if it also follows a child where another was drawn.
+
+    chances: as of `AcceptanceRule.chances`. weak: [B, N] bool, children whose draw leaves the choice to the
+    rule, as a draw does that is no child.
+    """
+
+    chances: Tensor
+    weak: Tensor
 
 
 class AcceptanceRule(Protocol):
@@ -166,12 +184,18 @@ class AcceptanceRule(Protocol):
     @property
     def exact_prefix(self) -> int: ...
 
-    def chances(self, verified: Verified) -> Tensor | None:
+    def chances(self, verified: Verified) -> Tensor | Choices | None:
         """Return the probability that the rule, asked at a node's parent, follows that node: [B, N].
 
         The chances of siblings sum to at most 1; with the remaining probability the rule follows none of
         them. None means that the rule follows no node at all.
         """
+
+
+def choices_of(rule: AcceptanceRule, verified: Verified) -> tuple[Tensor | None, Tensor | None]:
+    """Return a rule's chances and its weak children: [B, N] each, or None."""
+    found = rule.chances(verified)
+    return found if isinstance(found, Choices) else (found, None)
 
 
 @dataclass(frozen=True)
@@ -236,11 +260,12 @@ def accept(rule: AcceptanceRule, verified: Verified, random: Uniforms, emitted: 
     else:
         uniforms = random.uniform(2 * most)
         draws = verified.warped.draw(uniforms[:, :nodes])
-    chances, relaxed = rule.chances(verified), None
+    (chances, weak), relaxed = choices_of(rule, verified), None
     if chances is not None:
         second = torch.zeros_like(chances) if uniforms is None else uniforms[:, most : most + nodes]
         relaxed = choose(tree, chances, second)
-    return walk(rule, verified, draws, chances, relaxed, emitted)
+    verdict = walk(rule, verified, draws, relaxed, weak, emitted)
+    return replace(verdict, chances=chances, weak=weak)
 
 
 def drawn_children(tree: DraftTree, draws: Tensor) -> Tensor:
@@ -260,19 +285,19 @@ def walk(
     rule: AcceptanceRule,
     verified: Verified,
     draws: Tensor,
-    chances: Tensor | None,
     relaxed: Tensor | None,
+    weak: Tensor | None,
     emitted: Tensor,
 ) -> Verdict:
     """Walk every row's tree from the root to the end.
 
-    draws: [B, N] the target's tokens. chances: the rule's, for the verdict. relaxed: [B, N] the child that
-    the rule would follow at each node, -1 for none; None: none anywhere.
+    draws: [B, N] the target's tokens. relaxed: [B, N] the child that the rule would follow at each node, -1
+    for none; None: none anywhere. weak: see Choices.
     """
     tree = verified.tree
     exact = drawn_children(tree, draws)  # [B, N + 1]
     stop = draws.shape[1]  # no node: its own child, so that rows that have stopped need no mask
-    table, limit = next_states(rule, exact, relaxed, tree.depth)  # [B, 1 or 2, S]
+    table, limit = next_states(rule, exact, relaxed, weak, tree.depth)  # [B, 1 or 2, S]
     may_ask = emitted[:, None] + torch.arange(1, tree.depth + 1, device=emitted.device) > rule.exact_prefix
     offsets = may_ask * table.shape[-1] if table.shape[1] == 2 else None
     # One table look-up a level. All rows take tree.depth steps, so the host never waits for a length.
@@ -298,15 +323,15 @@ def walk(
     # The largest logit is enough: NaN, +inf, or nothing but -inf among the logits makes it non-finite.
     finite = with_last(verified.largest.isfinite(), 1).gather(1, path).all(1)
     path = torch.where(alive, path, -1)
-    return Verdict(path, length, tokens, next_token[:, 0], fuzzy, asked, finite, chances)
+    return Verdict(path, length, tokens, next_token[:, 0], fuzzy, asked, finite)
 
 
 def next_states(
-    rule: AcceptanceRule, exact: Tensor, relaxed: Tensor | None, depth: int
+    rule: AcceptanceRule, exact: Tensor, relaxed: Tensor | None, weak: Tensor | None, depth: int
 ) -> tuple[Tensor, int]:
     """Return the walk as a table of states, and how many relaxed accepts in a row it allows.
 
-    exact: [B, N + 1], the child at each node that was drawn, N for none. relaxed: see `walk`. State
+    exact: [B, N + 1], the child at each node that was drawn, N for none. relaxed, weak: see `walk`. State
     c * (N + 1) + n is node n after c relaxed accepts in a row; c stays 0 where nothing limits it. The table
     [B, 1 or 2, S] has each state's next one; of two lines, the first is for where the rule may not be asked.
     """
@@ -320,8 +345,10 @@ def next_states(
     elif rule.mode == FIRST_FAILURE:
         followed = torch.where(relaxed < 0, width - 1, relaxed)
     else:
-        followed = torch.where(exact == width - 1, relaxed, exact)
-        followed = torch.where(followed < 0, width - 1, followed)
+        open_to_rule = exact == width - 1
+        if weak is not None:
+            open_to_rule = open_to_rule | with_last(weak, False).gather(1, exact)
+        followed = torch.where(open_to_rule & (relaxed >= 0), relaxed, exact)
     asked, unasked = followed[:, None], exact[:, None]
     if limit < depth:
         # A relaxed choice that equals the draw counts as exact, and an exact accept sets the count to 0.
@@ -334,9 +361,11 @@ def next_states(
     return torch.stack((unasked, asked), dim=1), limit
 
 
-def require_guards(mode: object, max_consecutive: object, exact_prefix: object) -> None:
+def require_guards(
+    mode: object, max_consecutive: object, exact_prefix: object, modes: Sequence[str] = (HYBRID, PAPER)
+) -> None:
     """Raise ValueError unless these are valid values of the fields that every acceptance rule has."""
-    require_choice("mode", mode, (HYBRID, PAPER))
+    require_choice("mode", mode, modes)
     if max_consecutive is not None:
         require_integer("max_consecutive", max_consecutive, 0, "None turns the guard off")
     require_integer("exact_prefix", exact_prefix, 0, "0 turns the guard off")

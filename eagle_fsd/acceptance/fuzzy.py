@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import (
+    Choices,
     Verified,
     likeliest_chances,
     proportional_chances,
@@ -19,7 +20,7 @@ from eagle_fsd.acceptance.accept import (
 from eagle_fsd.acceptance.divergence import get_divergence, largest_value, sparse_divergence
 from eagle_fsd.acceptance.planned import COSTS, planned_chances
 from eagle_fsd.core.checks import require_choice, require_number
-from eagle_fsd.core.config import CHILDREN, HYBRID, AutoThreshold, Kind
+from eagle_fsd.core.config import CHILDREN, HYBRID, MODES, SWAP, AutoThreshold, Kind
 
 
 class Threshold(Protocol):
@@ -42,7 +43,7 @@ class Fuzzy:
     threshold: in nats of `divergence` (a name of DIVERGENCES), on raw temperature-1 distributions; 0 is
       lossless. A threshold means nothing without its divergence.
     mode: "hybrid" keeps a child that the target drew and relaxes only a rejection; "paper" follows the draft
-      first.
+      first; "swap", with a price only, keeps a drawn child unless another is worth more by the price.
     price: above 0, the best child for the whole tree is followed, and none that does not bring this many more
       tokens for each unit of cost; see acceptance/planned.py. inf is lossless. The threshold still says where
       a child may be followed at all; inf lets the price alone decide.
@@ -89,7 +90,12 @@ class Fuzzy:
                 f"child is {self.child!r} with a price of {self.price:g}: the plan chooses the child; leave "
                 "it out"
             )
-        require_guards(self.mode, self.max_consecutive, self.exact_prefix)
+        if self.mode == SWAP and (not self.price or self.cost == "kl"):
+            raise ValueError(
+                f"mode is 'swap' with a price of {self.price:g} of {self.cost}: it swaps children by a plan "
+                "whose cost is tokens or divergence; give a price such as 1.5, or take mode hybrid"
+            )
+        require_guards(self.mode, self.max_consecutive, self.exact_prefix, MODES)
 
     @classmethod
     def from_calibration(
@@ -102,7 +108,7 @@ class Fuzzy:
         found = calibration.find(AutoThreshold(quality_budget, divergence, **wanted))
         return cls(found.threshold, **found.kind._asdict())
 
-    def chances(self, verified: Verified) -> Tensor | None:
+    def chances(self, verified: Verified) -> Tensor | Choices | None:
         # T = 0 must stay lossless even where a perfect head makes the divergence exactly 0. So it turns the
         # rule off instead of being compared.
         if self.threshold == 0 or self.price == math.inf or not verified.tree.owners.shape[1]:
@@ -117,7 +123,8 @@ class Fuzzy:
             eligible &= verified.gains() >= self.min_gain
         if self.price > 0:
             measured = self.node_divergences(verified) if self.cost == "divergence" else None
-            return planned_chances(verified, eligible, self.price, self.cost, self.mode, measured)
+            fixed = verified.ends if self.exact_eos else None
+            return planned_chances(verified, eligible, self.price, self.cost, self.mode, measured, fixed)
         if self.child == "target":  # siblings share one softmax, so their logits are in the order of p
             return likeliest_chances(verified.tree, eligible, verified.at_token(verified.logits))
         log_q = verified.tree.node_log_q()

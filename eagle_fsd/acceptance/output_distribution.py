@@ -1,8 +1,9 @@
 """The distribution r of the next token under a rule, in closed form, and how far it is from the target's.
 
-It follows from the rule's chances f and the target's p. At a node with children C where the rule is asked,
-    hybrid:  r(x) = p(x) + (1 - p(C)) f(x)     on C,    r(x) = (1 - f(C)) p(x)  elsewhere;
-    paper:   r(x) = f(x) + (1 - f(C)) p(x)     on C,    r(x) = (1 - f(C)) p(x)  elsewhere.
+It follows from the rule's chances f and the target's p. At a node where the rule is asked, with C the
+children, in swap mode without the weak ones,
+    hybrid, swap:  r(x) = p(x) + (1 - p(C)) f(x)     on C,    r(x) = (1 - f(C)) p(x)  elsewhere;
+    paper:         r(x) = f(x) + (1 - f(C)) p(x)     on C,    r(x) = (1 - f(C)) p(x)  elsewhere.
 "first-failure" is as paper here, since only where the step ends is different. Where the rule is not asked, or
 has no chances, r is p. r is conditional on the context and its tree: a text is drawn from it token by token.
 """
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import Verdict, Verified
-from eagle_fsd.core.config import HYBRID
+from eagle_fsd.core.config import HYBRID, SWAP
 from eagle_fsd.core.sampling import warp
 
 
@@ -36,8 +37,9 @@ def path_distributions(verified: Verified, verdict: Verdict, mode: str) -> tuple
     bonus = torch.zeros_like(p).scatter_add_(-1, tokens, follows)  # [B, D, V], f on C
     asked = follows.sum(-1, keepdim=True)  # f(C)
     r = (1 - asked) * p + bonus
-    if mode == HYBRID:
-        mine = children * p.gather(-1, tokens)
+    if mode in (HYBRID, SWAP):
+        kept = children if verdict.weak is None else children & ~verdict.weak[:, None, :]
+        mine = kept * p.gather(-1, tokens)
         inside = mine.sum(-1, keepdim=True)  # p(C)
         r = (1 - asked) * p + (1 - inside) * bonus
         r = r.scatter_add(-1, tokens, asked * mine)  # on C, give back the f(C) p(x) that was taken above

@@ -9,6 +9,12 @@ that is moved on the way. With C the children of n, V the worth, m the probabili
         V(n) = sum_C p(c) (1 + V(c)) + (1 - p(C)) max(0, max_c (1 + V(c) - price * unit(c)))
     paper, m = 1 - p(c):
         V(n) = max(sum_C p(c) (1 + V(c)), max_c (1 + V(c) - price * m * unit(c)))
+    swap, with F = max_c (1 + V(c) - price * unit(c)), m = 1 - p(C) + p of the children b of 1 + V(b) < F:
+        V(n) = sum_C p(c) max(1 + V(c), F) + (1 - p(C)) max(0, F)
+
+In swap mode a drawn child stays only if it is worth as much as the best one is after its price. No policy at
+all does better under a cost that is proportional to m, whatever the draw, so hybrid and paper mode are never
+worth more. "kl" is not proportional to m, and has no swap mode.
 
 unit(c) is the cost of a unit of probability moved onto c: 1 ("tokens": the price is of total variation),
 (p(c) + m) / m * log(1 + m / p(c)) ("kl": of KL(r || p), r the next token's distribution under the policy), or
@@ -24,8 +30,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_fsd.acceptance.accept import Verified, likeliest_chances
-from eagle_fsd.core.config import HYBRID
+from eagle_fsd.acceptance.accept import Choices, Verified, likeliest_chances
+from eagle_fsd.core.config import PAPER, SWAP
 
 COSTS = ("tokens", "kl", "divergence")
 _LEAST = 1e-30  # probabilities below it count as this: an eligible token has p > 0, but float32 may not
@@ -38,11 +44,13 @@ def planned_chances(
     cost: str,
     mode: str,
     divergences: Tensor | None = None,
-) -> Tensor:
+    fixed: Tensor | None = None,
+) -> Tensor | Choices:
     """Return the chances [B, N] of the best policy: 1 at the child that it follows at a node, else 0.
 
     eligible: [B, N] bool, the children that may be followed. price: drafted tokens that one unit of cost must
-    bring. divergences: [B, N], D(p, q) at every node, for the cost "divergence".
+    bring. divergences: [B, N], D(p, q) at every node, for the cost "divergence". fixed: [B, N] bool, children
+    that no other may replace in swap mode.
     """
     tree, p = verified.tree, verified.drawn_p()
     children = tree.children
@@ -50,22 +58,29 @@ def planned_chances(
     # When greedy the draw is certain, and a cost in KL would be infinite. So costs are of the raw p then.
     priced = verified.log_p().exp() if verified.sampling.greedy else p
     moved = 1 - priced
-    if mode == HYBRID:
+    if mode != PAPER:
         moved = verified.at_parent(1 - (weights * priced[:, None, :]).sum(-1))
     moved = moved.clamp(min=0.0)
     costs = price * unit_cost(verified, cost, priced, moved, divergences)
-    if mode != HYBRID:
+    if mode == PAPER:
         costs = costs * moved
     left = (1 - (weights * p[:, None, :]).sum(-1)).clamp(min=0.0)  # [B, N], 1 - p(C)
     worth = torch.zeros_like(p)
     follow = exact = worth
+    weak = torch.zeros_like(eligible)
     for _ in range(tree.depth):  # each round carries worths one level up
         follow = torch.where(eligible, 1 + worth - costs, -torch.inf)
-        exact = (weights * (p * (1 + worth))[:, None, :]).sum(-1)
         best = follow[:, None, :].expand_as(children).masked_fill(~children, -torch.inf).amax(-1)
-        worth = exact + left * best.clamp(min=0.0) if mode == HYBRID else torch.maximum(exact, best)
-    least = 0.0 if mode == HYBRID else verified.at_parent(exact)
-    return likeliest_chances(tree, eligible & (follow > least), follow)
+        own = 1 + worth
+        if mode == SWAP:
+            over = verified.at_parent(best)
+            weak = (over > own) & ~(fixed if fixed is not None else eligible.new_zeros(()))
+            own = torch.where(weak, over, own)
+        exact = (weights * (p * own)[:, None, :]).sum(-1)
+        worth = torch.maximum(exact, best) if mode == PAPER else exact + left * best.clamp(min=0.0)
+    least = verified.at_parent(exact) if mode == PAPER else 0.0
+    chances = likeliest_chances(tree, eligible & (follow > least), follow)
+    return Choices(chances, weak & (tree.parents >= 0)) if mode == SWAP else chances
 
 
 def unit_cost(verified: Verified, cost: str, p: Tensor, moved: Tensor, divergences: Tensor | None) -> Tensor:

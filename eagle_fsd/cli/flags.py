@@ -16,7 +16,7 @@ from eagle_fsd.cli.flag_types import (
 )
 from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags
 from eagle_fsd.cli.processing_flags import add_answer_flags, add_processing_flags, add_template_flag
-from eagle_fsd.core.config import CHILDREN, AutoThreshold, TreeConfig
+from eagle_fsd.core.config import CHILDREN, MODES, AutoThreshold, TreeConfig
 from eagle_fsd.version import __version__
 
 DESCRIPTION = """\
@@ -116,8 +116,9 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--mode",
-        choices=("hybrid", "paper"),
-        help="hybrid: the target's own draw comes first; paper: the divergence does (default: hybrid)",
+        choices=MODES,
+        help="hybrid: the target's own draw comes first; paper: the divergence does; swap: the draw comes "
+        "first, but a plan (--price) may take a child that is worth more (default: hybrid)",
     )
     group.add_argument(
         "--child",

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 from eagle_fsd.core.checks import format_value, require_choice, require_integer, require_number
 
 HYBRID, PAPER = "hybrid", "paper"  # which comes first, the target's draw or the rule; see acceptance
+SWAP = "swap"  # the target's draw, but a plan may take a worthier child; see acceptance/planned.py
+MODES = (HYBRID, PAPER, SWAP)
 FIRST_FAILURE = "first-failure"  # the rule alone decides, and a step ends where it follows no child
 CHILDREN = ("draft", "likeliest", "target")  # which child a fuzzy accept follows; see acceptance.Fuzzy
 
@@ -216,7 +218,7 @@ class AutoThreshold:
         require_number(
             "quality_budget", self.quality_budget, 0.0, 1.0, "0.02 changes about one token in fifty"
         )
-        require_choice("mode", self.mode, (HYBRID, PAPER))
+        require_choice("mode", self.mode, MODES)
         require_choice("child", self.child, CHILDREN)
         require_number("min_gain", self.min_gain, 0.0, math.inf, "0 turns the guard off")
         if self.price is not None:

@@ -256,7 +256,7 @@ def keep(
 
 
 def merge_verdicts(parts: Sequence[tuple[Sequence[int], Verdict]]) -> Verdict:
-    """Merge verdicts on groups of rows into one, in the order of the rows, without the rules' `chances`."""
+    """Merge verdicts on groups of rows into one, in the order of the rows, without `chances` and `weak`."""
     if len(parts) == 1:
         return parts[0][1]
     order = [row for rows, _ in parts for row in rows]
@@ -264,9 +264,9 @@ def merge_verdicts(parts: Sequence[tuple[Sequence[int], Verdict]]) -> Verdict:
     whole = {
         field.name: torch.cat([getattr(verdict, field.name) for _, verdict in parts])[back]
         for field in fields(Verdict)
-        if field.name != "chances"
+        if field.name not in ("chances", "weak")
     }
-    return replace(parts[0][1], **whole, chances=None)
+    return replace(parts[0][1], **whole, chances=None, weak=None)
 
 
 @dataclass(frozen=True)

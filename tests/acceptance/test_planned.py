@@ -13,7 +13,7 @@ from support.stubs import generator, random_tree
 from torch import Tensor
 
 from eagle_fsd import Fuzzy, SamplingConfig
-from eagle_fsd.acceptance.accept import Verified, accept
+from eagle_fsd.acceptance.accept import Choices, Verified, accept
 from eagle_fsd.acceptance.output_distribution import distances, path_distributions
 from eagle_fsd.acceptance.planned import COSTS
 from eagle_fsd.core.sampling import RowRandom
@@ -27,9 +27,9 @@ both_modes = pytest.mark.parametrize("mode", ["hybrid", "paper"])
 Policy = dict[int, int]  # the child that is followed at each node with children; -1: none
 
 
-def verified_tree(seed: int, sampling: SamplingConfig, batch: int = 1) -> Verified:
-    tree = random_tree(batch=batch, nodes=NODES, depth=3, width=3, vocab_size=VOCAB, seed=seed)
-    logits = 1.5 * torch.randn(batch, NODES, VOCAB, generator=generator(seed))
+def verified_tree(seed: int, sampling: SamplingConfig, batch: int = 1, nodes: int = NODES) -> Verified:
+    tree = random_tree(batch=batch, nodes=nodes, depth=3, width=3, vocab_size=VOCAB, seed=seed)
+    logits = 1.5 * torch.randn(batch, nodes, VOCAB, generator=generator(seed))
     return Verified(tree, logits, sampling, NONE)
 
 
@@ -93,6 +93,40 @@ class Plain:
             yield dict(zip(nodes, chosen, strict=True))
 
 
+Reply = tuple[
+    int, dict[int, int]
+]  # at a node: the child followed after a draw of no child, and after each child
+
+
+class PlainSwaps(Plain):
+    """The same tree, where a policy says of every draw whether it stays or which child takes its place."""
+
+    def worth_of(self, node: int, policy: dict[int, Reply]) -> float:
+        total, children = 0.0, self.children(node)
+        outside = 1 - sum(self.p(self.drawn, child) for child in children)
+        missed, swaps = policy.get(node, (-1, {}))
+        price = self.rule.price * (self.divergences[node] if self.rule.cost == "divergence" else 1.0)
+        if missed >= 0:
+            total += outside * (1 + self.worth_of(missed, policy) - price)
+        for child in children:
+            other = swaps[child]
+            paid = 0.0 if other == child else price
+            total += self.p(self.drawn, child) * (1 + self.worth_of(other, policy) - paid)
+        return total
+
+    def replies(self) -> Iterator[dict[int, Reply]]:
+        choices = []
+        nodes = [node for node in range(len(self.parents)) if self.children(node)]
+        for node in nodes:
+            children = self.children(node)
+            may = [child for child in children if self.may[child]]
+            after = product(*([child, *(one for one in may if one != child)] for child in children))
+            swaps = [dict(zip(children, each, strict=True)) for each in after]
+            choices.append(list(product([-1, *may], swaps)))
+        for chosen in product(*choices):
+            yield dict(zip(nodes, chosen, strict=True))
+
+
 def policy_of(chances: Tensor, parents: list[int]) -> Policy:
     return {parents[node]: node for node, chance in enumerate(chances.tolist()) if node and chance == 1}
 
@@ -118,6 +152,77 @@ def test_no_policy_of_the_tree_is_better(
             followed += len(mine)
             kept += sum(bool(plain.children(node)) for node in range(NODES)) - len(mine)
     assert followed > 10 and kept > 10
+
+
+@every_sampling
+@pytest.mark.parametrize("cost", ["tokens", "divergence"])
+@pytest.mark.parametrize("threshold", [math.inf, 0.35])
+def test_no_policy_of_draws_is_better_than_swapping(
+    sampling: SamplingConfig, cost: str, threshold: float
+) -> None:
+    """Every policy that answers each draw of the target with its child, another child, or none."""
+    swapped = 0
+    for seed in range(16):
+        for price in (0.2, 0.6, 1.5):
+            rule = Fuzzy(threshold, mode="swap", price=price, cost=cost)
+            verified = verified_tree(seed, sampling, nodes=5)
+            plain, found = PlainSwaps(verified, rule), rule.chances(verified)
+            assert isinstance(found, Choices)
+            followed = policy_of(found.chances[0], plain.parents)
+            weak = found.weak[0].tolist()
+            mine = {}
+            for node in range(5):
+                children = plain.children(node)
+                swaps = {child: followed[node] if weak[child] else child for child in children}
+                mine[node] = (followed.get(node, -1), swaps)
+                swapped += sum(child != other for child, other in swaps.items())
+            best = max(plain.worth_of(0, policy) for policy in plain.replies())
+            assert plain.worth_of(0, mine) == pytest.approx(best, abs=1e-5)
+            same = replace(rule, mode="hybrid").chances(verified)
+            kept = policy_of(same[0], plain.parents)  # type: ignore[index]
+            stays = {
+                node: (kept.get(node, -1), {child: child for child in plain.children(node)})
+                for node in range(5)
+            }
+            assert plain.worth_of(0, stays) <= best + 1e-5
+    assert swapped > 3
+
+
+def test_the_walk_swaps_what_the_distribution_says() -> None:
+    """The share of first tokens that the walk emits is the closed form's, within chance."""
+    rule, rows = Fuzzy(math.inf, mode="swap", price=0.3), 20000
+    for seed in range(20):
+        one = verified_tree(seed, SAMPLINGS["warm"])
+        found = rule.chances(one)
+        assert isinstance(found, Choices)
+        if bool((found.weak[0] & (one.tree.parents[0] == 0)).any()):  # a child of the root can be swapped
+            break
+    else:
+        pytest.fail("no tree has a weak child of the root")
+    many = Verified(one.tree.select([0] * rows), one.logits.expand(rows, -1, -1), one.sampling, NONE)
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    verdict = accept(rule, many, RowRandom(5, rows), zeros)
+    r, p = path_distributions(many, verdict, "swap")
+    seen = torch.bincount(verdict.tokens[:, 0], minlength=VOCAB).double()
+    expected = r[0, 0].double() * rows
+    possible = expected > 0
+    assert seen[~possible].sum() == 0 and float(distances(r[:1, 0], p[:1, 0])[1]) > 0.05
+    chi = ((seen - expected)[possible] ** 2 / expected[possible]).sum()
+    assert float(chi) < 27  # of at most 6 degrees of freedom: one in 7,000
+    assert bool(verdict.fuzzy[:, 1].any()) and not bool(verdict.fuzzy[:, 1].all())
+
+
+def test_an_end_token_that_was_drawn_stays() -> None:
+    verified = verified_tree(3, SAMPLINGS["warm"], batch=64)
+    rule = Fuzzy(math.inf, mode="swap", price=0.1)
+    found = rule.chances(verified)
+    assert isinstance(found, Choices) and bool(found.weak.any())
+    token = int(verified.tree.tokens[found.weak].mode().values)
+    ended = replace(verified, eos=torch.tensor([token]))
+    fewer = rule.chances(ended)
+    assert isinstance(fewer, Choices) and not bool(fewer.weak[ended.tree.tokens == token].any())
+    free = replace(rule, exact_eos=False).chances(ended)
+    assert isinstance(free, Choices) and bool(free.weak[ended.tree.tokens == token].any())
 
 
 @every_sampling
@@ -180,6 +285,8 @@ def test_wrong_values_are_named() -> None:
         ({"price": -1.0}, "price is -1.0"),
         ({"price": math.nan}, "price is nan"),
         ({"price": 1.0, "cost": "time"}, "cost is 'time': it must be one of tokens, kl, divergence"),
+        ({"mode": "swap"}, "mode is 'swap' with a price of 0 of tokens: it swaps children by a plan"),
+        ({"mode": "swap", "price": 1.0, "cost": "kl"}, "mode is 'swap' with a price of 1 of kl"),
         ({"price": 1.0, "child": "target"}, "child is 'target' with a price of 1: the plan chooses"),
     ):
         with pytest.raises(ValueError, match=named):

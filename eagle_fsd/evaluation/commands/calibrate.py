@@ -28,7 +28,7 @@ from eagle_fsd.acceptance.calibration import (
 )
 from eagle_fsd.acceptance.planned import COSTS
 from eagle_fsd.core.checks import require_integer, require_number
-from eagle_fsd.core.config import CHILDREN, Kind, SamplingConfig, TreeConfig
+from eagle_fsd.core.config import CHILDREN, MODES, Kind, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, parsed, parser_of, say
 from eagle_fsd.evaluation.measure import threshold_search as search
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--quality-budget", nargs="+", type=float, default=budgets, metavar="B", help="default: %(default)s")
     add("--confidence", type=float, default=0.9, help="one-sided, of every bound; default: %(default)s")
     add("--divergence", nargs="+", default=["js", "reverse_kl"], metavar="D", help="default: %(default)s")
-    add("--mode", nargs="+", default=["hybrid"], choices=["hybrid", "paper"])
+    add("--mode", nargs="+", default=["hybrid"], choices=MODES)
     add("--child", nargs="+", default=["draft"], choices=CHILDREN)
     add("--min-gain", nargs="+", type=float, default=[0.0], metavar="G", help="guards; default: 0, none")
     prices = "of plans, beside rules without one (0); default: %(default)s"

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.acceptance.accept import Verdict, Verified, choices_of
 from eagle_fsd.acceptance.calibration import CalibratedThreshold, Calibration
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.output_distribution import distances, path_distributions
@@ -59,7 +59,8 @@ class Recorder(Meter):
         everywhere = replace(verdict, asked=torch.ones_like(verdict.asked))
         columns = [Fuzzy(1.0, name).node_divergences(verified).gather(1, nodes) for name in self.divergences]
         for move in self.moves:
-            moved = replace(everywhere, chances=fuzzy(move, math.inf).chances(verified))
+            chances, weak = choices_of(fuzzy(move, math.inf), verified)
+            moved = replace(everywhere, chances=chances, weak=weak)
             columns.append(distances(*path_distributions(verified, moved, move.mode))[1])
         table = torch.stack(columns, dim=-1).cpu()  # [B, D, columns]
         for place, (row, count) in enumerate(emitted.items()):
