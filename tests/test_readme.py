@@ -366,6 +366,18 @@ def test_tables_are_those_of_the_logs(name: str) -> None:
             assert wrong == [], f"table {name} of {name_of(page)} is not that of {SOURCES[name]}"
 
 
+@pytest.mark.parametrize("page", [*PAGES, *LOGS, *CARDS], ids=name_of)
+def test_every_table_has_a_head(page: Path) -> None:
+    """Rows after an empty line are shown as text, with all their bars."""
+    lines = without_code(read(page)).splitlines()
+    begins = [
+        place
+        for place, line in enumerate(lines)
+        if line.startswith("|") and not (place and lines[place - 1].startswith("|"))
+    ]
+    assert [lines[place] for place in begins if not lines[place + 1].startswith("| ---")] == []
+
+
 def drafts_of(calibration: Calibration) -> str:
     return "head+lookup" if str(calibration.models["head"]).startswith("merged-") else "head"
 
