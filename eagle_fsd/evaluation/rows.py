@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import read_jsonl
 
 NUMBER = int | float | None
@@ -27,6 +28,7 @@ class Row:
     kl, tv: sums over the emitted tokens of KL(r || p) and TV(r, p), r the rule's distribution and p the
     target's; None where unknown or infinite. log_p: mean per token under the raw target. token_ids, fuzzy_at:
     the answer's tokens and the places of fuzzy accepts among them; None where the row does not say.
+    new_tokens: a mean over draws in a row of expected steps; see `read_raw_rows`.
     provenance: those of PROVENANCE that the row has.
     """
 
@@ -45,7 +47,7 @@ class Row:
     draft_vocab_size: int | None
     finish_reason: str
     steps: int
-    new_tokens: int
+    new_tokens: int | float
     fuzzy_accepts: int
     seconds: int | float
     batch_size: int
@@ -117,9 +119,27 @@ def rows_of_answers(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     return rows
 
 
-def read_raw_rows(paths: Iterable[Path]) -> dict[Path, list[Row]]:
+def rules_of(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for every rule of a row of expected steps: what the rule would have done in its text.
+
+    What is known of the text alone is left out, since it is of another rule.
+    """
+    rows = []
+    for each in data["expected"]:
+        if not isinstance(each, dict) or set(each) != {"rule", "new_tokens", "law"}:
+            raise ValueError(
+                f"expected holds {each!r}: it must be rule, new_tokens and law; make the row again"
+            )
+        key = f"{data['key']}/{digest_json(each['rule'])}"
+        rows.append({**data, **each, "key": key, "log_p": None, "scores": {}, "token_ids": None})
+    return rows
+
+
+def read_raw_rows(paths: Iterable[Path], expected: bool = False) -> dict[Path, list[Row]]:
     """Read the rows of each file, checked. Raises ValueError naming file and line of one that cannot stand.
 
+    expected: rows of expected steps (eval/sweep.py --same-trees) may be among them, and give a row for every
+    rule. Where they may not be, they are refused: they hold no text of any rule but lossless.
     Two rows of one cell, sample and seed are refused, for which of them counts is not ours to choose: files
     that overlap must not be added up.
     """
@@ -132,16 +152,23 @@ def read_raw_rows(paths: Iterable[Path]) -> dict[Path, list[Row]]:
         for number, data in read_jsonl(path, torn=True):
             place = f"{path}:{number}"
             try:
-                row = Row.of(data)
+                if "expected" in data and not expected:
+                    raise ValueError(
+                        "is a row of --same-trees, which says nothing of a rule's texts; eval/exchange.py "
+                        "reads it"
+                    )
+                made = [Row.of(each) for each in (rules_of(data) if "expected" in data else [data])]
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
-            who = (row.key, row.sample, row.seed)
-            if who in places:
-                raise ValueError(
-                    f"{place}: is the cell, sample and seed of {places[who]} again; leave one of the two out"
-                )
-            places[who] = place
-            rows[path].append(row)
+            for row in made:
+                who = (row.key, row.sample, row.seed)
+                if who in places:
+                    raise ValueError(
+                        f"{place}: is the cell, sample and seed of {places[who]} again; leave one of the two "
+                        "out"
+                    )
+                places[who] = place
+                rows[path].append(row)
     if not places:
         names = ", ".join(path.name for path in rows)
         raise ValueError(f"no rows in {names}: a report needs raw rows; run eval/sweep.py first")

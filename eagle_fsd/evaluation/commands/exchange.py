@@ -5,8 +5,8 @@
 In S steps a rule emits N tokens, and its own distribution lies V tokens from the target's (the sum of its
 TV); as many steps of lossless decoding emit S tau_0. So (N - S tau_0) / V tokens are gained for a TV of 1.
 A table for every task and sampling. --above shows whether rules lie above what all others reach at the same
-TV, mixed with each other or with lossless decoding. Brackets are intervals of a bootstrap over samples. No
-model is loaded.
+TV, mixed with each other or with lossless decoding. Brackets are intervals of a bootstrap over samples. Rows
+of `eval/sweep.py --same-trees` tell rules apart that lie close together. No model is loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--above", metavar="LABEL", help=families)
     with parsed(parser, argv) as arguments:
         how = Bootstrap(arguments.resamples, seed=arguments.seed)
-        rows = [row for rows in read_raw_rows(arguments.rows).values() for row in rows]
+        rows = [row for rows in read_raw_rows(arguments.rows, expected=True).values() for row in rows]
         tables = [
             exchange_table(panel, how, arguments.against, arguments.above) for panel in panels(rows, how)
         ]

@@ -4,19 +4,24 @@
     python eval/report.py --rows runs/quick.jsonl --output runs/quick
 
 Every row keeps the answer's text, so that it can be scored again without a model (eval/score.py). A sweep
-that was stopped goes on at the first missing row; one that asks for more rules or samples adds them.
+that was stopped goes on at the first missing row; one that asks for more rules or samples adds them. With
+--same-trees a frontier of tens of rules takes minutes, without texts of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 
-from eagle_fsd.acceptance.rule_names import parse_rule
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
+from eagle_fsd.acceptance.rule_names import describe, parse_rule
 from eagle_fsd.core.checks import require_integer
-from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.config import HYBRID, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, model_parser, parsed
+from eagle_fsd.evaluation.measure.expected_steps import StepMeter
+from eagle_fsd.evaluation.measure.observers import DistanceMeter, Meter
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run
 from eagle_fsd.evaluation.tasks import TASKS, task_named
 from eagle_fsd.files.provenance import provenance
@@ -80,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--tree", default="16/5/8", help=f"{TreeConfig.FORM}; default: %(default)s")
     add("--max-new-tokens", type=int, help="default: the task's own; 128 for --prompts")
     add("--batch-size", type=int, default=1, help="answers at a time; speeds are of that batch; default: 1")
+    same = "one lossless answer of each prompt, and what every rule is expected to do with its trees"
+    add("--same-trees", action="store_true", help=f"{same}; eval/exchange.py reads such rows")
     add("--seed", type=int, default=0, help="sample i draws from SEED + i under every rule; default: 0")
     add("--output", type=Path, required=True, help="JSONL of rows; a later run resumes from it")
     with parsed(parser, argv) as arguments:
@@ -99,8 +106,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         asked = [Questions.load(task, engine, arguments.data, limit, skip) for task in tasks]
         if arguments.prompts:  # all files are one more task
             asked.append(Questions.of_prompts(arguments.prompts, engine, limit, skip, most or 128))
+        meter: Callable[[str, int], Meter] = DistanceMeter
+        measured: object = None
+        answering: list[AcceptanceRule] = rules
+        if arguments.same_trees:
+            rules = list(dict.fromkeys((Lossless(), *rules)))
+            StepMeter(rules, HYBRID, 0)  # refuses what it cannot compute
+            meter, measured = partial(StepMeter, rules), list(map(describe, rules))
+            answering = [Lossless()]
         cells = [
             Cell(one, rule, sampling, tree, most or one.task.max_new_tokens, arguments.seed)
-            for one, sampling, rule in product(asked, samplings, rules)
+            for one, sampling, rule in product(asked, samplings, answering)
         ]
-        run(engine, cells, arguments.output, arguments.batch_size, provenance(engine.device))
+        origin = provenance(engine.device)
+        run(engine, cells, arguments.output, arguments.batch_size, origin, meter, measured)

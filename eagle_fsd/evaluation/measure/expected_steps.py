@@ -1,0 +1,104 @@
+"""What rules would have done with the trees of lossless texts, in closed form: one text serves all rules.
+
+At a verified tree the target's p is known at every node, and a rule's chances follow from it. So the expected
+number of tokens that the step would emit under the rule, and the expected TV and KL of their distributions,
+need no draw: with g(c) the probability that the walk goes from a node to its child c,
+
+    reach(root) = 1,  reach(c) = reach(parent) g(c),  tokens = sum of reach(n),  TV = sum of reach(n) TV(n).
+
+Rules are compared on the same trees, so that the luck of their own draws and texts does not tell them apart.
+What a rule's text would do to later trees is left out: compare few rules by texts of their own as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified, choices_of
+from eagle_fsd.acceptance.rule_names import describe
+from eagle_fsd.core.config import FIRST_FAILURE, HYBRID, SWAP
+from eagle_fsd.evaluation.measure.observers import Meter
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a step is expected to emit: tokens, and their sums of TV(r, p) and KL(r || p): [B] each."""
+
+    tokens: Tensor
+    tv: Tensor
+    kl: Tensor
+
+
+def expected_step(rule: AcceptanceRule, verified: Verified) -> Expected:
+    """Return what this rule does with a tree, on average over the target's draws and its own.
+
+    max_consecutive and exact_prefix are not known here; see `StepMeter`.
+    """
+    tree, p = verified.tree, verified.drawn_p().double()
+    family = tree.children  # [B, N, N]
+    chances, weak = choices_of(rule, verified)
+    follows = torch.zeros_like(p) if chances is None else chances.double() * (tree.parents >= 0)
+    kept = torch.ones_like(follows, dtype=torch.bool) if weak is None else ~weak
+
+    def of_children(values: Tensor) -> Tensor:
+        return torch.where(family, values[:, None, :], 0.0).sum(-1)
+
+    asked = of_children(follows)  # [B, N], f(C)
+    left = 1 - verified.at_parent(asked)
+    if rule.mode in (HYBRID, SWAP):
+        outside = verified.at_parent(1 - of_children(p * kept)).clamp(min=0.0)
+        r = torch.where(kept, p + outside * follows, left * p)
+    else:
+        r = follows + left * p
+    goes = follows if rule.mode == FIRST_FAILURE else r
+    reach = (tree.parents < 0).double()
+    for _ in range(tree.depth):  # each round carries reaches one level down
+        reach = torch.where(tree.parents < 0, reach, verified.at_parent(reach) * goes)
+    tv = of_children((r - p).clamp(min=0.0))  # a rule moves probability onto children alone
+    ratio = torch.where(r > 0, r * (r.log() - p.log()), 0.0)
+    rest = (1 - asked).clamp(min=0.0)
+    lost = torch.where(rest > 0, rest * rest.log(), 0.0) * (1 - of_children(p)).clamp(min=0.0)
+    # p exceeds r by what was moved, so that rounding alone can make the sum negative.
+    kl = torch.where(asked > 0, (of_children(ratio) + lost).clamp(min=0.0), 0.0)
+    return Expected(reach.sum(-1), (reach * tv).sum(-1), torch.where(reach > 0, reach * kl, 0.0).sum(-1))
+
+
+class StepMeter(Meter):
+    """A meter of a lossless batch: what each rule is expected to do in its steps, by row.
+
+    Raises ValueError for a rule whose guards depend on the text so far.
+    """
+
+    def __init__(self, rules: Sequence[AcceptanceRule], mode: str, rows: int) -> None:
+        for rule in rules:
+            if rule.max_consecutive is not None or rule.exact_prefix:
+                raise ValueError(
+                    f"rule is {describe(rule)}: max_consecutive and exact_prefix depend on what was accepted "
+                    "before, which lossless texts do not say; leave them out, or sweep without --same-trees"
+                )
+        self.rules = rules
+        self.sums = torch.zeros(rows, len(rules), 3, dtype=torch.float64)
+
+    def see(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
+        found = (expected_step(rule, verified) for rule in self.rules)
+        columns = [torch.stack((one.tokens, one.tv, one.kl), dim=-1) for one in found]
+        self.sums[list(emitted)] += torch.stack(columns, dim=1).cpu()
+
+    def row(self, row: int) -> dict[str, Any]:
+        """Return every rule's expected tokens and distances as JSON can hold them: an infinite KL is null."""
+        return {
+            "expected": [
+                {
+                    "rule": describe(rule),
+                    "new_tokens": tokens,
+                    "law": {"tv": tv, "kl": kl if math.isfinite(kl) else None},
+                }
+                for rule, (tokens, tv, kl) in zip(self.rules, self.sums[row].tolist(), strict=True)
+            ]
+        }
