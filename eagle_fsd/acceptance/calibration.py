@@ -27,6 +27,7 @@ from eagle_fsd.files.fingerprints import differences
 
 FILE = "calibration.json"
 VERSION = 2  # version 1 held a single calibration
+OPEN = "inf"
 REMEDY = "calibrate it with eval/calibrate.py, or give a number"
 AGAIN = "make the file again"
 
@@ -155,7 +156,10 @@ def with_calibration(calibrations: Sequence[Calibration], new: Calibration) -> l
 
 def write_calibrations(path: Path, calibrations: Sequence[Calibration]) -> None:
     """Write calibrations to a JSON file, atomically."""
-    data = {"version": VERSION, "calibrations": [asdict(one) for one in calibrations]}
+    data: dict[str, Any] = {"version": VERSION, "calibrations": [asdict(one) for one in calibrations]}
+    for one in (one for each in data["calibrations"] for one in each["thresholds"]):
+        if one["threshold"] == math.inf:  # of a plan, whose price is the dial; JSON has no such number
+            one["threshold"] = OPEN
     write_atomically(path, json.dumps(data, indent=1) + "\n")
 
 
@@ -175,7 +179,10 @@ def read_calibrations(path: Path) -> list[Calibration]:
 
 def read_one(data: dict[str, Any]) -> Calibration:
     """Return the calibration that a part of a file holds."""
-    thresholds = tuple(CalibratedThreshold(**one) for one in data["thresholds"])
+    given = [dict(one) for one in data["thresholds"]]
+    for one in given:
+        one["threshold"] = math.inf if one["threshold"] == OPEN else one["threshold"]
+    thresholds = tuple(CalibratedThreshold(**one) for one in given)
     sampling, tree = SamplingConfig(**data["sampling"]), TreeConfig(**data["tree"])
     return Calibration(**{**data, "sampling": sampling, "tree": tree, "thresholds": thresholds})
 

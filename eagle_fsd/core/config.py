@@ -202,13 +202,13 @@ class AutoThreshold:
     """Asks for the fastest fuzzy rule that the head's calibration puts inside a budget.
 
     quality_budget: the largest mean TV per token; see acceptance/calibration.py. divergence, mode, child,
-    min_gain, price, cost: as in acceptance.Fuzzy; without a price or a cost any that was calibrated will do,
-    and a price of 0 asks for a rule that does not plan.
+    min_gain, price, cost: as in acceptance.Fuzzy; without a mode, a price or a cost any that was calibrated
+    will do, and a price of 0 asks for a rule that does not plan.
     """
 
     quality_budget: float = 0.02
     divergence: str = "js"
-    mode: str = HYBRID
+    mode: str | None = None
     child: str = "draft"
     min_gain: float = 0.0
     price: float | None = None
@@ -218,7 +218,8 @@ class AutoThreshold:
         require_number(
             "quality_budget", self.quality_budget, 0.0, 1.0, "0.02 changes about one token in fifty"
         )
-        require_choice("mode", self.mode, MODES)
+        if self.mode is not None:
+            require_choice("mode", self.mode, MODES)
         require_choice("child", self.child, CHILDREN)
         require_number("min_gain", self.min_gain, 0.0, math.inf, "0 turns the guard off")
         if self.price is not None:
@@ -226,12 +227,12 @@ class AutoThreshold:
 
     def takes(self, kind: Kind) -> bool:
         """Return whether a rule of this kind is what it asks for."""
-        wanted = (self.divergence, self.mode, self.child, self.min_gain)
-        priced = self.price in (None, kind.price) and self.cost in (None, kind.cost)
-        return wanted == kind[: len(wanted)] and priced
+        fixed = (self.divergence, self.child, self.min_gain) == (kind.divergence, kind.child, kind.min_gain)
+        free = ((self.mode, kind.mode), (self.price, kind.price), (self.cost, kind.cost))
+        return fixed and all(mine in (None, its) for mine, its in free)
 
     def __str__(self) -> str:
-        asked = Kind(self.divergence, self.mode, self.child, self.min_gain, self.price or 0.0)
+        asked = Kind(self.divergence, self.mode or "any mode", self.child, self.min_gain, self.price or 0.0)
         words = asked._replace(cost=self.cost or "any cost")
         return f"{words}{', price 0' if self.price == 0 else ''}"
 

@@ -41,6 +41,7 @@ from eagle_fsd.evaluation.measure.threshold_search import (
     bound,
     calibrate,
     calibration_table,
+    dials_of,
     trial_table,
     tv_of,
 )
@@ -51,6 +52,7 @@ from eagle_fsd.target.model import TargetModel
 WARM = SamplingConfig(0.9, 20, 0.95)
 TREE = TreeConfig(8, 3, 3)
 JS = Kind()
+(DIAL,) = dials_of([JS])
 LEAST = 0.05  # the least gain where one is asked for
 MOVES = (("hybrid", "likeliest", 0.0), ("paper", "draft", 0.0), ("hybrid", "likeliest", LEAST))
 HYBRID_MOVE = Kind("tv")
@@ -199,7 +201,7 @@ def test_the_largest_threshold_inside_the_budget(factor: float, budget: float) -
     """As by running the whole ladder: never beyond the budget, at most one step of it below the best."""
     records, asked = made_records(), []
     run = runs_like(records, factor, asked)
-    found = Search(records, run, 0.9).largest(JS, budget, range(40))
+    found = Search(records, run, 0.9).boldest(DIAL, budget, range(40))
     tvs = {t: bound(tv_of(run(JS, t)), 0.9)[1] for t in LADDER}
     best = max((t for t in LADDER if tvs[t] <= budget), default=None)
     assert found is not None and found.bound <= budget and best is not None
@@ -211,12 +213,12 @@ def test_the_largest_threshold_inside_the_budget(factor: float, budget: float) -
 
 def test_a_budget_that_nothing_meets_has_no_threshold() -> None:
     records = Records(["js"], [HYBRID_MOVE], [np.tile([0.0, 0.5], (50, 1))] * 8, [(50, 25)] * 8)
-    assert Search(records, runs_like(records, 1.0, []), 0.9).largest(JS, 0.01, range(8)) is None
+    assert Search(records, runs_like(records, 1.0, []), 0.9).boldest(DIAL, 0.01, range(8)) is None
 
 
 def test_a_budget_that_everything_meets_takes_the_last_step() -> None:
     records = Records(["js"], [HYBRID_MOVE], [np.tile([0.1, 0.0], (50, 1))] * 8, [(50, 25)] * 8)
-    found = Search(records, runs_like(records, 1.0, []), 0.9).largest(JS, 0.01, range(8))
+    found = Search(records, runs_like(records, 1.0, []), 0.9).boldest(DIAL, 0.01, range(8))
     assert found is not None and found.threshold == LADDER[-1] and found.bound == 0
 
 
@@ -229,9 +231,30 @@ def test_bounds_hold_as_often_as_they_say() -> None:
     assert 0.84 * 300 <= held <= 0.97 * 300
 
 
+def test_a_plan_is_a_dial_of_falling_prices() -> None:
+    swaps = [Kind("js", "swap", price=price) for price in (1.0, 3.0, 2.0)]
+    ladder, prices = dials_of([JS, *swaps])
+    assert [threshold for _, threshold in ladder] == list(LADDER) and {kind for kind, _ in ladder} == {JS}
+    assert [(kind.price, threshold) for kind, threshold in prices] == [
+        (price, math.inf) for price in (3, 2, 1)
+    ]
+    moved = {3.0: 0.01, 2.0: 0.02, 1.0: 0.05}  # by price, in every context
+    moves = [kind._replace(divergence="tv") for kind in swaps]
+    table = np.tile([0.3, *(moved[kind.price] for kind in moves)], (50, 1))
+    records, asked = Records(["js"], moves, [table] * 8, [(50, 25)] * 8), []
+
+    def run(kind: Kind, threshold: float) -> list[dict[str, Any]]:
+        asked.append((kind.price, threshold))
+        return [{"law": {"tv": 50 * moved[kind.price]}, "new_tokens": 50, "steps": 20}] * 8
+
+    found = Search(records, run, 0.9).boldest(prices, 0.03, range(8))
+    assert found is not None and found.price == 2 and found.threshold == math.inf
+    assert asked == [(2.0, math.inf)]
+
+
 def test_splits_try_what_they_have_not_seen() -> None:
     records, asked = made_records(), []
-    trials = Search(records, runs_like(records, 1.3, asked), 0.9).splits([JS], 0.03, 6)
+    trials = Search(records, runs_like(records, 1.3, asked), 0.9).splits([DIAL], 0.03, 6)
     assert [trial["split"] for trial in trials] == list(range(6))
     assert sum(bool(trial["inside"]) for trial in trials) >= 5
     assert len({trial["tv"] for trial in trials}) > 1  # halves differ
@@ -242,16 +265,18 @@ def test_calibrate_end_to_end(tmp_path: Path) -> None:
     """On a tiny model: what is written is what was run, and the same from rows alone when run again."""
     job = work(tmp_path, 8)
     kinds = list(starmap(Kind, product(["js", "tv"], ["hybrid", "paper"], ["draft"], [0.0, LEAST])))
+    kinds += [Kind("js", "swap", price=price) for price in (0.5, 2.0, 1.0)]
     calibration, trials = calibrate(job, kinds, [0.05, 0.2], 2)
     assert {one.kind for one in calibration.thresholds} <= set(kinds) and calibration.thresholds
     for one in calibration.thresholds:
         rows = job.run(one.kind, one.threshold)
         tv = sum(row["law"]["tv"] for row in rows) / sum(row["new_tokens"] for row in rows)
         assert one.tv == pytest.approx(tv) and one.tv <= one.bound <= 0.2
+    assert {one.kind.mode for one in calibration.thresholds} > {"swap"}
     before = (tmp_path / "rows.jsonl").read_bytes()
     again, _ = calibrate(work(tmp_path, 8), kinds, [0.05, 0.2], 2)
     assert again == calibration and (tmp_path / "rows.jsonl").read_bytes() == before
-    assert calibration_table(calibration).count("\n") == len(calibration.thresholds) + 1 and len(trials) == 32
+    assert calibration_table(calibration).count("\n") == len(calibration.thresholds) + 1 and len(trials) == 16
 
 
 # --- the file ---
@@ -266,9 +291,13 @@ def a_calibration(model: EagleFSD, **changes: Any) -> Calibration:
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    both = [a_calibration(engine()), a_calibration(engine(), sampling=SamplingConfig())]
+    first = a_calibration(engine())
+    plan = replace(first.thresholds[0], threshold=math.inf, mode="swap", price=1.5)
+    both = [first, a_calibration(engine(), sampling=SamplingConfig(), thresholds=(plan,))]
     write_calibrations(tmp_path / FILE, both)
     assert read_calibrations(tmp_path / FILE) == both
+    text = (tmp_path / FILE).read_text()
+    assert '"threshold": "inf"' in text and "Infinity" not in text  # which no other reader of JSON knows
 
 
 def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
@@ -327,10 +356,10 @@ def test_a_budget_takes_the_fastest_plan_unless_one_is_named() -> None:
     assert found(cost="kl") == Fuzzy(0.3, price=1.0, cost="kl")
     assert found(price=1.0, cost="tokens") == Fuzzy(0.3, price=1.0)
     assert Fuzzy.from_calibration(both, 0.02) == Fuzzy(0.1)  # the plans' bound is 0.0375
-    with pytest.raises(ValueError, match="auto for js, hybrid, draft, price 4 of any cost: it was"):
+    with pytest.raises(ValueError, match="auto for js, any mode, draft, price 4 of any cost: it was"):
         found(price=4.0)
     unplanned = replace(calibration, thresholds=plans)
-    with pytest.raises(ValueError, match="auto for js, hybrid, draft, price 0: it was calibrated for js"):
+    with pytest.raises(ValueError, match="auto for js, any mode, draft, price 0: it was calibrated for js"):
         Fuzzy.from_calibration(unplanned, 0.04, price=0.0)
 
 
@@ -341,12 +370,12 @@ def test_the_largest_threshold_of_a_budget(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"quality_budget is 0\.01: the smallest bound .* is 0\.0125; raise"):
         Fuzzy.from_calibration(calibration, 0.01)
     with pytest.raises(
-        ValueError, match="for tv, hybrid, draft: it was calibrated for js, hybrid, draft; cal"
+        ValueError, match="for tv, any mode, draft: it was calibrated for js, hybrid, draft; cal"
     ):
         Fuzzy.from_calibration(calibration, 0.05, "tv")
     with pytest.raises(ValueError, match="for js, paper, draft"):
         Fuzzy.from_calibration(calibration, 0.05, mode="paper")
-    with pytest.raises(ValueError, match=r"for js, hybrid, draft, min_gain 0\.5: it was calibrated for js"):
+    with pytest.raises(ValueError, match=r"for js, any mode, draft, min_gain 0\.5: it was calibrated for js"):
         Fuzzy.from_calibration(calibration, 0.05, min_gain=0.5)
     guarded = replace(calibration.thresholds[0], threshold=0.7, min_gain=0.5)
     both = replace(calibration, thresholds=[*calibration.thresholds, guarded])

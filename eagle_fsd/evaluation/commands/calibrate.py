@@ -4,10 +4,10 @@
     python -m eagle_fsd.generate --threshold auto --temperature 0.6 --top-k 50 --top-p 0.9 "Tell me a story."
 
 The budget bounds the mean total variation between the rule's next-token distribution and the target's: the
-share of tokens that would have to be other ones. Candidates are run, and the calibration keeps those whose
-upper confidence bound is inside. --install writes it beside the head, where `--threshold auto` finds it; what
-is there for other samplings, or for drafting with or without --lookup, stays. A run that was stopped goes on
-where it was.
+share of tokens that would have to be other ones. Growing thresholds are run, and falling prices of plans, and
+the calibration keeps the boldest of each whose upper confidence bound is inside. --install writes it beside
+the head, where `--threshold auto` finds it; what is there for other samplings, or for drafting with or
+without --lookup, stays. A run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from eagle_fsd.acceptance.calibration import (
 )
 from eagle_fsd.acceptance.planned import COSTS
 from eagle_fsd.core.checks import require_integer, require_number
-from eagle_fsd.core.config import CHILDREN, MODES, Kind, SamplingConfig, TreeConfig
+from eagle_fsd.core.config import CHILDREN, HYBRID, MODES, SWAP, Kind, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, parsed, parser_of, say
 from eagle_fsd.evaluation.measure import threshold_search as search
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
@@ -44,11 +44,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--quality-budget", nargs="+", type=float, default=budgets, metavar="B", help="default: %(default)s")
     add("--confidence", type=float, default=0.9, help="one-sided, of every bound; default: %(default)s")
     add("--divergence", nargs="+", default=["js", "reverse_kl"], metavar="D", help="default: %(default)s")
-    add("--mode", nargs="+", default=["hybrid"], choices=MODES)
+    modes = "default: hybrid without a price, swap with one"
+    add("--mode", nargs="+", choices=MODES, help=modes)
     add("--child", nargs="+", default=["draft"], choices=CHILDREN)
     add("--min-gain", nargs="+", type=float, default=[0.0], metavar="G", help="guards; default: 0, none")
-    prices = "of plans, beside rules without one (0); default: %(default)s"
-    add("--price", nargs="+", type=float, default=[0.0, 1.0, 2.0], metavar="X", help=prices)
+    prices = "of plans, all of one dial, beside rules without one (0); default: 0 and some from 5 to 0.5"
+    add("--price", nargs="+", type=float, default=[0.0, *search.PRICES], metavar="X", help=prices)
     add("--cost", nargs="+", default=["tokens"], choices=COSTS, help="of plans; default: tokens")
     add("--sampling", default="0.6/50/0.9", metavar="T[/TOP_K[/TOP_P]]", help="default: %(default)s")
     add("--tree", default="16/5/8", help=f"{TreeConfig.FORM}; default: %(default)s")
@@ -93,9 +94,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 def kinds_of(arguments: argparse.Namespace) -> list[Kind]:
     """Return all kinds of rules that the arguments name; of plans those that choose the child themselves."""
     plans = list(product(arguments.price, arguments.cost))
-    forms = product(arguments.divergence, arguments.mode, arguments.child, arguments.min_gain, plans)
-    kinds = [Kind(*form, price, cost if price else "tokens") for *form, (price, cost) in forms]
-    return list(dict.fromkeys(kind for kind in kinds if not (kind.price and kind.child != "draft")))
+    modes = arguments.mode or [None]
+    kinds = []
+    for divergence, mode, child, gain, (price, cost) in product(
+        arguments.divergence, modes, arguments.child, arguments.min_gain, plans
+    ):
+        cost = cost if price else "tokens"
+        mode = mode or (SWAP if price and cost != "kl" else HYBRID)
+        impossible = child != "draft" if price else mode == SWAP
+        if not (impossible or (mode == SWAP and cost == "kl")):
+            kinds.append(Kind(divergence, mode, child, gain, price, cost))
+    return list(dict.fromkeys(kinds))
 
 
 def install(folder: Path | None, calibration: Calibration) -> None:

@@ -35,11 +35,21 @@ class Expected:
     kl: Tensor
 
 
-def expected_step(rule: AcceptanceRule, verified: Verified) -> Expected:
-    """Return what this rule does with a tree, on average over the target's draws and its own.
+@dataclass(frozen=True)
+class NodeSteps:
+    """What a rule that is asked everywhere does at every node: [B, N] each.
 
-    max_consecutive and exact_prefix are not known here; see `StepMeter`.
+    goes: the probability that the walk goes on from a node's parent to the node. tv, kl: how far r, the
+    rule's distribution of the next token after a node, is from p.
     """
+
+    goes: Tensor
+    tv: Tensor
+    kl: Tensor
+
+
+def node_steps(rule: AcceptanceRule, verified: Verified) -> NodeSteps:
+    """Return what this rule does at the nodes of a tree, whose root's `goes` means nothing."""
     tree, p = verified.tree, verified.drawn_p().double()
     family = tree.children  # [B, N, N]
     chances, weak = choices_of(rule, verified)
@@ -56,17 +66,27 @@ def expected_step(rule: AcceptanceRule, verified: Verified) -> Expected:
         r = torch.where(kept, p + outside * follows, left * p)
     else:
         r = follows + left * p
-    goes = follows if rule.mode == FIRST_FAILURE else r
-    reach = (tree.parents < 0).double()
-    for _ in range(tree.depth):  # each round carries reaches one level down
-        reach = torch.where(tree.parents < 0, reach, verified.at_parent(reach) * goes)
     tv = of_children((r - p).clamp(min=0.0))  # a rule moves probability onto children alone
     ratio = torch.where(r > 0, r * (r.log() - p.log()), 0.0)
     rest = (1 - asked).clamp(min=0.0)
     lost = torch.where(rest > 0, rest * rest.log(), 0.0) * (1 - of_children(p)).clamp(min=0.0)
     # p exceeds r by what was moved, so that rounding alone can make the sum negative.
     kl = torch.where(asked > 0, (of_children(ratio) + lost).clamp(min=0.0), 0.0)
-    return Expected(reach.sum(-1), (reach * tv).sum(-1), torch.where(reach > 0, reach * kl, 0.0).sum(-1))
+    return NodeSteps(follows if rule.mode == FIRST_FAILURE else r, tv, kl)
+
+
+def expected_step(rule: AcceptanceRule, verified: Verified) -> Expected:
+    """Return what this rule does with a tree, on average over the target's draws and its own.
+
+    max_consecutive and exact_prefix are not known here; see `StepMeter`.
+    """
+    tree, at = verified.tree, node_steps(rule, verified)
+    root = tree.parents < 0
+    reach = root.double()
+    for _ in range(tree.depth):  # each round carries reaches one level down
+        reach = torch.where(root, reach, verified.at_parent(reach) * at.goes)
+    kl = torch.where(reach > 0, reach * at.kl, 0.0)
+    return Expected(reach.sum(-1), (reach * at.tv).sum(-1), kl.sum(-1))
 
 
 class StepMeter(Meter):

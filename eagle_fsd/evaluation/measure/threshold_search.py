@@ -1,10 +1,11 @@
-"""Search the largest threshold within a quality budget: predict, run, correct, try on prompts not seen.
+"""Search the boldest rule within a quality budget: predict, run, correct, try on prompts not seen.
 
-A lossless pass records, in every context that got a token, how far p and q are by each divergence and how
-far the rule's distribution would move if it followed the draft there (a move is a mode, a child and a least
-gain). From these any threshold's TV can be predicted. Text that follows the draft visits other contexts,
-which is why a predicted threshold is then run. Thresholds are of the E12 series, so that splits and budgets
-share their runs.
+A dial is a row of settings from mild to bold: growing thresholds of one kind of rule, or falling prices of a
+plan, whose gate is open. A lossless pass records, in every context that got a token, how far p and q are by
+each divergence and how far the rule's distribution would move if it followed the draft there (a move is a
+mode, a child, a least gain and a price). From these any setting's TV can be predicted. Text that follows the
+draft visits other contexts, which is why a predicted setting is then run. Thresholds are of the E12 series,
+so that splits and budgets share their runs.
 """
 
 from __future__ import annotations
@@ -21,21 +22,32 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eagle_fsd.acceptance.accept import Verdict, Verified, choices_of
+from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.calibration import CalibratedThreshold, Calibration
 from eagle_fsd.acceptance.fuzzy import Fuzzy
-from eagle_fsd.acceptance.output_distribution import distances, path_distributions
-from eagle_fsd.core.config import Kind
+from eagle_fsd.core.config import AutoThreshold, Kind
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Sums, estimates
 from eagle_fsd.evaluation.markdown_table import markdown_table
+from eagle_fsd.evaluation.measure.expected_steps import node_steps
 from eagle_fsd.evaluation.measure.observers import Meter
 from eagle_fsd.evaluation.measure.sweep import Cell, run
 
 E12 = (1.0, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 3.9, 4.7, 5.6, 6.8, 8.2)
 LADDER = tuple(round(step * 10.0**power, 6) for power in range(-4, 2) for step in E12)
-ROUNDS = 4  # thresholds that are run for one budget
+PRICES = (5.0, 4.0, 3.5, 3.0, 2.75, 2.5, 2.25, 2.0, 1.75, 1.5, 1.25, 1.0, 0.75, 0.5)
+ROUNDS = 4  # settings that are run for one budget
 Row = Mapping[str, Any]
+Setting = tuple[Kind, float]  # and its threshold
+
+
+def dials_of(kinds: Sequence[Kind]) -> list[list[Setting]]:
+    """Return a dial for every kind without a price, and one for all that differ in their price alone."""
+    plans: dict[Kind, list[Setting]] = {}
+    for kind in sorted(kinds, key=lambda kind: -kind.price):
+        if kind.price:
+            plans.setdefault(kind._replace(price=0.0), []).append((kind, math.inf))
+    return [*([(kind, t) for t in LADDER] for kind in kinds if not kind.price), *plans.values()]
 
 
 def move_of(kind: Kind) -> Kind:
@@ -56,12 +68,9 @@ class Recorder(Meter):
 
     def see(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
         nodes = verdict.path.clamp(min=0)
-        everywhere = replace(verdict, asked=torch.ones_like(verdict.asked))
         columns = [Fuzzy(1.0, name).node_divergences(verified).gather(1, nodes) for name in self.divergences]
         for move in self.moves:
-            chances, weak = choices_of(fuzzy(move, math.inf), verified)
-            moved = replace(everywhere, chances=chances, weak=weak)
-            columns.append(distances(*path_distributions(verified, moved, move.mode))[1])
+            columns.append(node_steps(fuzzy(move, math.inf), verified).tv.gather(1, nodes))
         table = torch.stack(columns, dim=-1).cpu()  # [B, D, columns]
         for place, (row, count) in enumerate(emitted.items()):
             self.found[row] += table[place, :count].tolist()
@@ -124,41 +133,42 @@ def fuzzy(kind: Kind, threshold: float) -> Fuzzy:
 
 @dataclass(frozen=True)
 class Search:
-    """What thresholds are chosen by: records predict them, `run` gives the rows of all prompts under one."""
+    """What settings are chosen by: records predict them, `run` gives the rows of all prompts under one."""
 
     records: Records
     run: Callable[[Kind, float], Sequence[Row]]
     confidence: float
 
-    def largest(self, kind: Kind, budget: float, places: Sequence[int]) -> CalibratedThreshold | None:
-        """Find the largest threshold of the ladder that was run on these prompts and stayed in the budget.
+    def boldest(
+        self, dial: Sequence[Setting], budget: float, places: Sequence[int]
+    ) -> CalibratedThreshold | None:
+        """Find the boldest setting of a dial that was run on these prompts and stayed in the budget.
 
-        The first to be run is the largest whose predicted bound is inside; each further one is corrected by
-        the ratio of what was run to what was predicted. None where even the least leaves the budget.
+        The first to be run is the boldest whose predicted bound is inside; each further one is corrected by
+        the ratio of what was run to what was predicted. None where even the mildest leaves the budget.
         """
-        tried: dict[float, CalibratedThreshold] = {}
-        bounds = {t: bound(self.records.predicted(kind, t, places), self.confidence)[1] for t in LADDER}
+        tried: dict[int, CalibratedThreshold] = {}
+        bounds = [bound(self.records.predicted(*one, places), self.confidence)[1] for one in dial]
         aim = budget
         for _ in range(ROUNDS):
-            fits = [t for t in LADDER if bounds[t] <= aim]
-            if not fits or fits[-1] in tried:
+            step = max((step for step, one in enumerate(bounds) if one <= aim), default=-1)
+            if step < 0 or step in tried:
                 break
-            threshold = fits[-1]
-            tried[threshold] = ran = self.measured(kind, threshold, places)
-            if bounds[threshold] == 0 or ran.bound == 0:
+            tried[step] = ran = self.measured(*dial[step], places)
+            if bounds[step] == 0 or ran.bound == 0:
                 break
-            aim = budget * bounds[threshold] / ran.bound
+            aim = budget * bounds[step] / ran.bound
         # The last correction may have gone one step too far: the step below is the cautious one.
         while tried and min(one.bound for one in tried.values()) > budget and len(tried) < 2 * ROUNDS:
-            below = LADDER.index(min(tried)) - 1
+            below = min(tried) - 1
             if below < 0:
                 break
-            tried[LADDER[below]] = self.measured(kind, LADDER[below], places)
-        inside = [one for one in tried.values() if one.bound <= budget]
-        return max(inside, key=lambda one: one.threshold, default=None)
+            tried[below] = self.measured(*dial[below], places)
+        inside = [step for step, one in tried.items() if one.bound <= budget]
+        return tried[max(inside)] if inside else None
 
     def measured(self, kind: Kind, threshold: float, places: Sequence[int]) -> CalibratedThreshold:
-        """Return what a run says of a threshold on some of its prompts."""
+        """Return what a run says of a setting on some of its prompts."""
         rows = self.run(kind, threshold)
         mine = [rows[place] for place in places]
         tv, upper = bound(tv_of(mine), self.confidence)
@@ -168,25 +178,25 @@ class Search:
         return CalibratedThreshold(*kind[:3], *found, *kind[3:])
 
     def fastest(
-        self, kinds: Sequence[Kind], budget: float, places: Sequence[int]
+        self, dials: Sequence[Sequence[Setting]], budget: float, places: Sequence[int]
     ) -> CalibratedThreshold | None:
-        """Return the threshold of largest tau among the largest of every kind: what a budget alone finds."""
-        found = filter(None, (self.largest(kind, budget, places) for kind in kinds))
+        """Return the setting of largest tau among the boldest of every dial: what a budget alone finds."""
+        found = filter(None, (self.boldest(dial, budget, places) for dial in dials))
         return max(found, key=lambda one: (one.tau, one.threshold), default=None)
 
-    def splits(self, kinds: Sequence[Kind], budget: float, count: int) -> list[dict[str, Any]]:
-        """Choose among these kinds on a random half of the prompts and look at the other half, `count` times.
+    def splits(self, dials: Sequence[Sequence[Setting]], budget: float, count: int) -> list[dict[str, Any]]:
+        """Choose among these dials on a random half of the prompts and look at the other half, `count` times.
 
-        Each trial has what one half chose, None for no threshold, and its TV on the other half.
+        Each trial has what one half chose, None for nothing, and its TV on the other half.
         """
         trials = []
         random = np.random.default_rng(0)
         for split in range(count):
             order = random.permutation(len(self.records.tables)).tolist()
             mine, others = order[: len(order) // 2], order[len(order) // 2 :]
-            trial: dict[str, Any] = {"form": unpriced(kinds[0]), "budget": budget, "split": split}
+            trial: dict[str, Any] = {"form": form_of(dials[0]), "budget": budget, "split": split}
             trial |= {"chosen": None, "tv": None, "inside": None}
-            if chosen := self.fastest(kinds, budget, mine):
+            if chosen := self.fastest(dials, budget, mine):
                 rows = self.run(chosen.kind, chosen.threshold)
                 tv = bound(tv_of([rows[place] for place in others]), self.confidence)[0]
                 trial |= {"chosen": asdict(chosen), "tv": tv, "inside": tv <= budget}
@@ -194,9 +204,10 @@ class Search:
         return trials
 
 
-def unpriced(kind: Kind) -> str:
-    """Return a kind in words without its price: those that differ in nothing else compete for a budget."""
-    return str(kind._replace(price=0.0))
+def form_of(dial: Sequence[Setting]) -> str:
+    """Return what dials share that compete for a budget: all but the mode, the price and its cost."""
+    kind = dial[0][0]
+    return str(AutoThreshold(0.0, kind.divergence, child=kind.child, min_gain=kind.min_gain))
 
 
 def bound(sums: Sums, confidence: float) -> tuple[float, float]:
@@ -218,19 +229,20 @@ def tv_of(rows: Sequence[Row]) -> Sums:
 def calibrate(
     work: Work, kinds: Sequence[Kind], budgets: Sequence[float], split_count: int
 ) -> tuple[Calibration, list[dict[str, Any]]]:
-    """Find the largest threshold of every kind for every budget, and what splits of the prompts say of it."""
+    """Find the boldest setting of every dial for every budget, and what splits of the prompts say of it."""
     divergences = list(dict.fromkeys(kind.divergence for kind in kinds))
     records = work.record(divergences, list(dict.fromkeys(map(move_of, kinds))))
     search = Search(records, functools.cache(work.run), work.confidence)  # budgets and splits share runs
     places = range(len(records.tables))
-    found: dict[tuple[Kind, float], CalibratedThreshold] = {}
+    found: dict[Setting, CalibratedThreshold] = {}
     trials: list[dict[str, Any]] = []
-    groups: dict[str, list[Kind]] = {}
-    for kind in kinds:
-        groups.setdefault(unpriced(kind), []).append(kind)
-    for kind, budget in product(kinds, budgets):
-        if best := search.largest(kind, budget, places):
-            found[kind, best.threshold] = best
+    dials = dials_of(kinds)
+    groups: dict[str, list[list[Setting]]] = {}
+    for dial in dials:
+        groups.setdefault(form_of(dial), []).append(dial)
+    for dial, budget in product(dials, budgets):
+        if best := search.boldest(dial, budget, places):
+            found[best.kind, best.threshold] = best
     for group, budget in product(groups.values(), budgets):
         trials += search.splits(group, budget, split_count)
     cell = work.cell
@@ -270,7 +282,8 @@ def trial_table(trials: Sequence[Row]) -> str:
         inside = f"{sum(trial['inside'] for trial in run)} of {len(run)}"
         inside += f" (of {len(mine)} splits)" if len(run) < len(mine) else ""
         chosen = [trial["chosen"] for trial in run]
-        thresholds = ", ".join(f"{one['threshold']:g} at price {one['price']:g}" for one in chosen)
+        dials = [("price", one["price"]) if one["price"] else ("T", one["threshold"]) for one in chosen]
+        settings = ", ".join(f"{name} {value:g}" for name, value in dials)
         tvs = ", ".join(f"{trial['tv']:.4f}" for trial in run)
-        rows.append([form, f"{budget:g}", inside, thresholds, tvs])
-    return markdown_table(("rule", "budget", "inside", "thresholds", "TV per token, unseen"), rows)
+        rows.append([form, f"{budget:g}", inside, settings, tvs])
+    return markdown_table(("rule", "budget", "inside", "chosen", "TV per token, unseen"), rows)
