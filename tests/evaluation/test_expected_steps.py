@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,18 @@ def test_the_walk_does_on_average_what_is_expected(word: str, sampling: Sampling
     ):
         error = float(drawn.std()) / math.sqrt(ROWS)
         assert float(drawn.mean()) == pytest.approx(float(expected), abs=5 * error + 1e-5)
+
+
+@pytest.mark.parametrize("word", RULES)
+def test_fillers_change_nothing(word: str) -> None:
+    one = verified_tree(SAMPLINGS["warm"])
+    tree = replace(one.tree, most=11).filled_up()
+    logits = torch.cat((one.logits, one.logits[:, :1].expand(-1, 3, -1)), dim=1)
+    wide = Verified(tree, logits, one.sampling, NONE)
+    assert tree.tokens.shape[1] == 11
+    found, same = (expected_step(parse_rule(word), tree) for tree in (wide, one))
+    for mine, other in ((found.tokens, same.tokens), (found.tv, same.tv), (found.kl, same.kl)):
+        torch.testing.assert_close(mine, other)
 
 
 @pytest.mark.parametrize("word", RULES)

@@ -81,10 +81,11 @@ def expected_step(rule: AcceptanceRule, verified: Verified) -> Expected:
     max_consecutive and exact_prefix are not known here; see `StepMeter`.
     """
     tree, at = verified.tree, node_steps(rule, verified)
-    root = tree.parents < 0
-    reach = root.double()
+    start = torch.zeros_like(at.goes)
+    start[:, 0] = 1.0  # fillers have no parent either, and are never reached
+    reach = start
     for _ in range(tree.depth):  # each round carries reaches one level down
-        reach = torch.where(root, reach, verified.at_parent(reach) * at.goes)
+        reach = torch.where(tree.parents < 0, start, verified.at_parent(reach) * at.goes)
     kl = torch.where(reach > 0, reach * at.kl, 0.0)
     return Expected(reach.sum(-1), (reach * at.tv).sum(-1), kl.sum(-1))
 
