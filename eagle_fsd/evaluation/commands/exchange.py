@@ -12,14 +12,17 @@ of `eval/sweep.py --same-trees` tell rules apart that lie close together. No mod
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from eagle_fsd.evaluation.analysis.bootstrap import Array, Bootstrap, Sums, interval, resampled
 from eagle_fsd.evaluation.analysis.comparisons import above_others
+from eagle_fsd.evaluation.analysis.frontier import QUALITIES
 from eagle_fsd.evaluation.analysis.points import MEASURES, TAU, Panel, Point, paired, panels, sums_of
 from eagle_fsd.evaluation.cli import parsed, rows_parser, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
+from eagle_fsd.evaluation.report.plots import plot_frontier, require_matplotlib
 from eagle_fsd.evaluation.rows import read_raw_rows
 
 LEAST = 0.003  # TV per token: what is gained for less is noise over nothing
@@ -31,12 +34,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--against", nargs="+", default=[], metavar="RULE", help=labels)
     families = "also hold the rules whose label begins so against the envelope of all others"
     parser.add_argument("--above", metavar="LABEL", help=families)
+    picture = "draw TV against tau, times lossless, a line for each family of rules"
+    parser.add_argument("--plot", type=Path, metavar="PNG", help=picture)
     with parsed(parser, argv) as arguments:
+        if arguments.plot:
+            require_matplotlib()
         how = Bootstrap(arguments.resamples, seed=arguments.seed)
         rows = [row for rows in read_raw_rows(arguments.rows, expected=True).values() for row in rows]
-        tables = [
-            exchange_table(panel, how, arguments.against, arguments.above) for panel in panels(rows, how)
-        ]
+        found = panels(rows, how)
+        tables = [exchange_table(panel, how, arguments.against, arguments.above) for panel in found]
+        if arguments.plot:
+            arguments.plot.parent.mkdir(parents=True, exist_ok=True)
+            plot_frontier(found, QUALITIES["law_tv"], TAU, arguments.plot)
     say("\n\n".join(tables))
 
 

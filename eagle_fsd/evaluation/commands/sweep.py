@@ -39,9 +39,9 @@ OTHERS = (
 )
 AHEAD = tuple(f"js:{t}:min_gain=0.7" for t in (0.15, 0.2, 0.3, 0.45, 0.6))
 PLANNED = (
-    *(f"js:inf:price={price}" for price in (0.75, 1.0, 1.25, 1.5, 2.0, 2.5)),
-    *(f"js:inf:price={price}:cost=kl" for price in (0.4, 0.5, 0.6, 0.75, 1.0)),
-    *(f"js:0.6:price={price}" for price in (0.5, 1.0, 1.5)),
+    *(f"js:inf:swap:price={price}" for price in (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0)),
+    *(f"js:inf:price={price}" for price in (1.0, 1.5, 2.0, 2.5)),
+    *(f"js:inf:price={price}:cost=kl" for price in (0.5, 0.75, 1.0)),
 )
 
 # Which rules a sweep runs, lossless first, each as `parse_rule` reads it.
@@ -55,8 +55,8 @@ GRIDS: dict[str, tuple[str, ...]] = {
         *PLANNED,
         *OTHERS,
     ),
-    # The plan against what comes near it.
-    "planned": ("lossless", "js:0.3", "js:0.6", *AHEAD[1::2], *PLANNED, *OTHERS[:10]),
+    # The plan against every other rule; with --same-trees a matter of minutes.
+    "planned": ("lossless", *(f"js:{t}" for t in JS), *AHEAD, *PLANNED, *OTHERS),
     # Minutes, not hours: a few of each.
     "quick": (
         *("lossless", "js:0.1", "js:0.3", "js:0.6", "js:0.6:paper", "reverse_kl:0.4", "reverse_kl:1.5"),
