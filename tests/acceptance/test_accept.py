@@ -17,15 +17,8 @@ from scipy.stats import chisquare
 from support.stubs import Chain, ChainDrafter, ChainTarget, generator, random_tree, tiny_head, tiny_llama
 from torch import Tensor
 
-from eagle_fsd.acceptance.accept import (
-    AcceptanceRule,
-    Lossless,
-    Verdict,
-    Verified,
-    accept,
-    choose,
-    scatter_to_owners,
-)
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified, scatter_to_owners
+from eagle_fsd.acceptance.accept_step import accept, choose
 from eagle_fsd.acceptance.divergence import DIVERGENCES, get_divergence, largest_value
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import RelaxedTopK, Typical

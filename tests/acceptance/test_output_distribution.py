@@ -11,7 +11,8 @@ from scipy.stats import chisquare
 from support.stubs import generator, random_tree
 from torch import Tensor
 
-from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified, accept
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified
+from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
 from eagle_fsd.acceptance.output_distribution import distances, path_distributions

@@ -11,7 +11,8 @@ from support.tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, SamplingConfig, TreeConfig
-from eagle_fsd.acceptance.accept import Verified, accept
+from eagle_fsd.acceptance.accept import Verified
+from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.acceptance.divergence import DIVERGENCES
 from eagle_fsd.acceptance.other_rules import PublishedFSD
 from eagle_fsd.acceptance.output_distribution import path_distributions

@@ -19,7 +19,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 import eagle_fsd
 from eagle_fsd import EagleFSD, Fuzzy, GenerationStats, Lossless, SamplingConfig, TreeConfig
-from eagle_fsd.acceptance.accept import Verdict, Verified, accept
+from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.cli import flags
 from eagle_fsd.core.config import CHILDREN
 from eagle_fsd.core.sampling import RowRandom, draw, warp

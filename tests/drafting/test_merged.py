@@ -14,8 +14,8 @@ from support.tiny_models import greedy_alone, prompts_of, run_loop, tiny_head, t
 from torch import Tensor
 
 from eagle_fsd import EagleFSD, Fuzzy, SamplingConfig, TreeConfig
-from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified, accept
-from eagle_fsd.acceptance.accept_step import GivenUniforms
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified
+from eagle_fsd.acceptance.accept_step import GivenUniforms, accept
 from eagle_fsd.autotune.tree_search import path_scores
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.core.tree import HEAD, SUFFIX, DraftTree

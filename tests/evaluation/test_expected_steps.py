@@ -14,7 +14,8 @@ import torch
 from support.stubs import generator, random_tree
 
 from eagle_fsd import Fuzzy, SamplingConfig
-from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified, accept
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified
+from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.acceptance.output_distribution import distances, path_distributions
 from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.sampling import RowRandom

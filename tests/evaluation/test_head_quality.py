@@ -14,7 +14,8 @@ from support.stubs import random_tree
 from support.tiny_models import VOCAB, KnowingEngine, greedy_alone, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig
-from eagle_fsd.acceptance.accept import Lossless, Verified, accept
+from eagle_fsd.acceptance.accept import Lossless, Verified
+from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.evaluation.measure.head_quality import TOP, DraftObserver, calibration, observe
 from eagle_fsd.evaluation.report import plots

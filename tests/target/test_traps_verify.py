@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
-from eagle_fsd.acceptance.accept import Verdict, Verified, accept
+from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.acceptance.divergence import DIVERGENCES, js
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.tree import DraftTree

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_fsd.acceptance.accept import Verdict, Verified, accept
+from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.integrations.vllm.settings import EXACT, Terms
