@@ -149,6 +149,11 @@ class Verified:
         return allowed & (self.tree.parents >= 0)
 
     @cached_property
+    def divergences(self) -> dict[str, Tensor]:
+        """Divergences of p and q at every node, by name, of the rules that have looked: [B, N] each."""
+        return {}
+
+    @cached_property
     def ends(self) -> Tensor:
         """The nodes whose token ends a text: [B, N] bool."""
         # torch.isin would make the host wait for the device if there are more than a few end tokens.

@@ -144,10 +144,14 @@ class Fuzzy:
 
     def node_divergences(self, verified: Verified) -> Tensor:
         """Return divergence(p, q) at every node [B, N]; infinite where nothing was drafted."""
+        if self.divergence in verified.divergences:
+            return verified.divergences[self.divergence]
         tree = verified.tree
         # Only M of N nodes own a draft distribution, so p is taken at these before the work over V.
         owners = tree.owners.clamp(min=0) + verified.rows * tree.tokens.shape[1]
         logits = verified.logits.flatten(0, 1).index_select(0, owners.flatten())
         logits = logits.unflatten(0, owners.shape)  # [B, M, V]
         measured = sparse_divergence(self.divergence, logits, tree.log_q, tree.drafted, tree.rest)
-        return scatter_to_owners(tree, measured, torch.inf)
+        found = scatter_to_owners(tree, measured, torch.inf)
+        verified.divergences[self.divergence] = found
+        return found

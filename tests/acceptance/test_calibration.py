@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product, starmap
@@ -26,17 +26,17 @@ from eagle_fsd.acceptance.calibration import (
     read_calibrations,
     write_calibrations,
 )
-from eagle_fsd.acceptance.divergence import get_divergence
 from eagle_fsd.core.config import AutoThreshold, AutoTree, Kind
 from eagle_fsd.evaluation.analysis.bootstrap import Sums
 from eagle_fsd.evaluation.commands import calibrate as script
 from eagle_fsd.evaluation.measure import sweep
+from eagle_fsd.evaluation.measure.expected_steps import expected_step
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
 from eagle_fsd.evaluation.measure.threshold_search import (
     LADDER,
-    Recorder,
     Records,
     Search,
+    Setting,
     Work,
     bound,
     calibrate,
@@ -54,8 +54,7 @@ TREE = TreeConfig(8, 3, 3)
 JS = Kind()
 (DIAL,) = dials_of([JS])
 LEAST = 0.05  # the least gain where one is asked for
-MOVES = (("hybrid", "likeliest", 0.0), ("paper", "draft", 0.0), ("hybrid", "likeliest", LEAST))
-HYBRID_MOVE = Kind("tv")
+SETTINGS = [(JS, 0.3), (Kind("tv", "paper", "target"), 0.2), (Kind("js", "swap", price=1.0), math.inf)]
 
 
 def engine(head_seed: int = 0) -> EagleFSD:
@@ -72,90 +71,56 @@ def work(folder: Path, count: int = 6, model: EagleFSD | None = None) -> Work:
 # --- the lossless pass ---
 
 
-def towards(p: torch.Tensor, children: list[int], log_q: torch.Tensor, some: list[int]) -> torch.Tensor:
-    """p on the children, and all the rest on the likeliest of some of them; p itself for none."""
-    law = p.clone()
-    if some:
-        law[[t for t in range(len(p)) if t not in children]] = 0.0
-        law[max(some, key=lambda t: float(log_q[t]))] += 1 - float(p[children].sum())
-    return law
+def test_records_are_the_rules_expected_steps(tmp_path: Path) -> None:
+    """Of every setting, summed over the steps of every lossless text."""
+    job, model = work(tmp_path, 2), engine()
+    records = job.record(SETTINGS)
+    for place, table in enumerate(records.tables):
+        sums = np.zeros((len(SETTINGS) + 1, 2))
+
+        def watch(verified: Verified, verdict: Verdict, emitted: Mapping[int, int], sums: Any = sums) -> None:
+            rules = [Lossless(), *(Fuzzy(threshold, **kind._asdict()) for kind, threshold in SETTINGS)]
+            steps = [expected_step(rule, verified) for rule in rules]
+            sums += np.array([(float(one.tokens), float(one.tv)) for one in steps])
+
+        prompt = job.cell.questions.prompts[place]
+        model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=12,
+            tree=TREE,
+            temperature=0.9,
+            top_k=20,
+            top_p=0.95,
+            seed=[(0, place)],
+            observer=watch,
+        )
+        np.testing.assert_allclose(table, sums[1:], rtol=1e-4, atol=1e-4)
+        assert records.lossless[place] == pytest.approx(sums[0, 0], rel=1e-4)
 
 
-def test_records_are_the_rules_own_numbers() -> None:
-    """Every token's divergences and moves, against the divergence taken plainly and a closed form by hand."""
-    model = engine()
-    moves = [Kind("tv", mode, child, gain) for mode, child, gain in MOVES]
-    recorder = Recorder(["js", "reverse_kl"], moves, "hybrid", 1)
-    wanted: list[list[float]] = []
-    narrowed: list[bool] = []
-
-    def watch(verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
-        recorder(verified, verdict, emitted)
-        tree = verified.tree
-        for level in range(emitted[0]):
-            node = int(verdict.path[0, level])
-            p = verified.probs[0, node]
-            owners = tree.owners[0].tolist()
-            if node not in owners:
-                wanted.append([math.inf, math.inf, 0.0, 0.0, 0.0])
-                continue
-            log_q = tree.log_q[0, owners.index(node)]
-            raw = verified.logits[0, node]
-            divergences = [float(get_divergence(name)(raw, log_q)) for name in ("js", "reverse_kl")]
-            children = [int(t) for t, up in zip(tree.tokens[0], tree.parents[0], strict=True) if up == node]
-            allowed = [t for t in children if p[t] > 0 and t not in verified.eos.tolist()]
-            if not allowed:
-                wanted.append([*divergences, 0.0, 0.0, 0.0])
-                continue
-            gains = verified.gains()[0]
-            ahead = {
-                int(tree.tokens[0, n]): float(gains[n])
-                for n in range(len(gains))
-                if int(tree.parents[0, n]) == node
-            }
-            promising = [t for t in allowed if ahead[t] >= LEAST]
-            narrowed.append(len(promising) < len(allowed))
-            hybrid, guarded = (towards(p, children, log_q, some) for some in (allowed, promising))
-            paper = torch.zeros_like(p)  # q among the allowed children
-            paper[allowed] = log_q[allowed].softmax(-1)
-            laws = (hybrid, paper, guarded)
-            wanted.append([*divergences, *(float((law - p).abs().sum() / 2) for law in laws)])
-
-    output = model.generate(
-        torch.tensor(prompts_of([5])),
-        max_new_tokens=13,
-        tree=TREE,
-        temperature=0.9,
-        top_k=20,
-        top_p=0.95,
-        observer=watch,
-    )
-    assert len(recorder.found[0]) == len(output.new_tokens[0]) == len(wanted)
-    np.testing.assert_allclose(np.array(recorder.found[0]), np.array(wanted), atol=1e-4)
-    assert sum(row[2] > 0.01 for row in wanted) > 2 and True in narrowed
-
-
-def test_what_is_predicted_is_the_sum_of_moves_within_the_threshold(tmp_path: Path) -> None:
-    records = work(tmp_path).record(["js", "tv"], [HYBRID_MOVE, Kind("tv", "paper", "target")])
-    for kind in (Kind("js"), Kind("tv")):
-        for threshold in (0.0, 0.05, 0.3, math.inf):
-            sums = records.predicted(kind, threshold, [1, 4])
-            column = records.divergences.index(kind[0])
-            for n, place in enumerate([1, 4]):
-                plain = sum(row[2] for row in records.tables[place].tolist() if row[column] <= threshold)
-                assert sums.numerator[n] == pytest.approx(plain) and sums.denominator[n] == 12
-    mean = [float(records.predicted(JS, t, range(6)).numerator.sum()) for t in LADDER]
+def test_what_is_predicted_are_the_sums_of_the_prompts(tmp_path: Path) -> None:
+    records = work(tmp_path).record(SETTINGS)
+    for number, (kind, threshold) in enumerate(SETTINGS):
+        sums = records.predicted(kind, threshold, [1, 4])
+        for n, place in enumerate([1, 4]):
+            assert sums.denominator[n] == records.tables[place][number, 0]
+            assert sums.numerator[n] == records.tables[place][number, 1]
+        mine = sum(records.tables[place][number, 0] for place in (1, 4))
+        ratio = mine / (records.lossless[1] + records.lossless[4])
+        assert records.tau_ratio(kind, threshold, [1, 4]) == pytest.approx(ratio) and ratio >= 1
+    ladder = work(tmp_path).record(DIAL)
+    mean = [float(ladder.predicted(*one, range(6)).numerator.sum()) for one in DIAL]
     assert mean == sorted(mean) and mean[-1] > mean[0]
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:
-    job, moves = work(tmp_path), [HYBRID_MOVE]
+    job = work(tmp_path)
     other = replace(job, cell=replace(job.cell, seed=100))
-    first, second = job.record(["js"], moves), other.record(["js"], moves)
+    first, second = job.record(SETTINGS), other.record(SETTINGS)
     assert len(read_rows(tmp_path / "records.jsonl")) == 12
     same = [np.array_equal(*pair) for pair in zip(first.tables, second.tables, strict=True)]
     assert not all(same)
-    again = job.record(["js"], moves)
+    again = job.record(SETTINGS)
     assert again.taus == first.taus and len(read_rows(tmp_path / "records.jsonl")) == 12
     assert {row["seed"] for row in job.run(JS, 0.3)} == set(range(6))
     assert {row["seed"] for row in other.run(JS, 0.3)} == set(range(100, 106))
@@ -163,11 +128,11 @@ def test_another_seed_is_another_run(tmp_path: Path) -> None:
 
 
 def test_the_lossless_pass_goes_on_where_it_was(tmp_path: Path) -> None:
-    first = work(tmp_path / "a").record(["js"], [HYBRID_MOVE])
+    first = work(tmp_path / "a").record(SETTINGS)
     lines = (tmp_path / "a" / "records.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "records.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
-    again = work(tmp_path / "b").record(["js"], [HYBRID_MOVE])
+    again = work(tmp_path / "b").record(SETTINGS)
     assert len(read_rows(tmp_path / "b" / "records.jsonl")) == 6
     for one, other in zip(first.tables, again.tables, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
@@ -178,10 +143,17 @@ def test_the_lossless_pass_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def made_records(count: int = 40, seed: int = 0) -> Records:
-    """Prompts of fifty tokens whose divergences and moves are drawn."""
+    """Prompts of fifty tokens: the contexts' divergences and what each moves are drawn."""
     random = np.random.default_rng(seed)
-    tables = [np.stack([random.random(50) * 0.6, random.random(50) * 0.3], axis=1) for _ in range(count)]
-    return Records(["js"], [HYBRID_MOVE], tables, [(50, 25)] * count)
+    drawn = [(random.random(50) * 0.6, random.random(50) * 0.3) for _ in range(count)]
+    moved = [[float(tv[divergence <= t].sum()) for _, t in DIAL] for divergence, tv in drawn]
+    tables = [np.stack([np.full(len(DIAL), 50.0), np.array(row)], axis=1) for row in moved]
+    return records_of(DIAL, tables)
+
+
+def records_of(dial: Sequence[Setting], tables: Sequence[Any]) -> Records:
+    count = len(tables)
+    return Records({one: n for n, one in enumerate(dial)}, tables, [40.0] * count, [(50, 25)] * count)
 
 
 def runs_like(records: Records, factor: float, asked: list[float]) -> Any:
@@ -207,17 +179,17 @@ def test_the_largest_threshold_inside_the_budget(factor: float, budget: float) -
     assert found is not None and found.bound <= budget and best is not None
     assert found.bound == pytest.approx(tvs[found.threshold])
     assert LADDER.index(best) - LADDER.index(found.threshold) <= 1
-    assert found.tau == 2.5 and found.lossless_tau == 2.0
+    assert found.tau == 2.5 and found.lossless_tau == 2.0 and found.tau_ratio == 1.25
     assert len(asked) - len(LADDER) <= 8  # minutes, not hours: few are run
 
 
 def test_a_budget_that_nothing_meets_has_no_threshold() -> None:
-    records = Records(["js"], [HYBRID_MOVE], [np.tile([0.0, 0.5], (50, 1))] * 8, [(50, 25)] * 8)
+    records = records_of(DIAL, [np.tile([50.0, 25.0], (len(DIAL), 1))] * 8)
     assert Search(records, runs_like(records, 1.0, []), 0.9).boldest(DIAL, 0.01, range(8)) is None
 
 
 def test_a_budget_that_everything_meets_takes_the_last_step() -> None:
-    records = Records(["js"], [HYBRID_MOVE], [np.tile([0.1, 0.0], (50, 1))] * 8, [(50, 25)] * 8)
+    records = records_of(DIAL, [np.tile([50.0, 0.0], (len(DIAL), 1))] * 8)
     found = Search(records, runs_like(records, 1.0, []), 0.9).boldest(DIAL, 0.01, range(8))
     assert found is not None and found.threshold == LADDER[-1] and found.bound == 0
 
@@ -239,9 +211,8 @@ def test_a_plan_is_a_dial_of_falling_prices() -> None:
         (price, math.inf) for price in (3, 2, 1)
     ]
     moved = {3.0: 0.01, 2.0: 0.02, 1.0: 0.05}  # by price, in every context
-    moves = [kind._replace(divergence="tv") for kind in swaps]
-    table = np.tile([0.3, *(moved[kind.price] for kind in moves)], (50, 1))
-    records, asked = Records(["js"], moves, [table] * 8, [(50, 25)] * 8), []
+    table = np.array([(50.0, 50 * moved[kind.price]) for kind, _ in prices])
+    records, asked = records_of(prices, [table] * 8), []
 
     def run(kind: Kind, threshold: float) -> list[dict[str, Any]]:
         asked.append((kind.price, threshold))
@@ -250,6 +221,20 @@ def test_a_plan_is_a_dial_of_falling_prices() -> None:
     found = Search(records, run, 0.9).boldest(prices, 0.03, range(8))
     assert found is not None and found.price == 2 and found.threshold == math.inf
     assert asked == [(2.0, math.inf)]
+
+
+def test_the_fastest_is_the_one_with_the_best_trees_not_with_the_luckiest_texts() -> None:
+    """Two dials inside the budget: the first run has the larger tau, the other more tokens of each tree."""
+    dials = dials_of([JS, Kind("js", "swap", price=1.0)])
+    settings = [one for dial in dials for one in dial]
+    table = np.array([(52.0 if kind.price else 50.0, 0.5) for kind, _ in settings])
+    records = records_of(settings, [table] * 8)
+
+    def run(kind: Kind, threshold: float) -> list[dict[str, Any]]:
+        return [{"law": {"tv": 0.5}, "new_tokens": 50, "steps": 20 if kind.price else 15}] * 8
+
+    found = Search(records, run, 0.9).fastest(dials, 0.02, range(8))
+    assert found is not None and found.price == 1 and found.tau == 2.5 and found.tau_ratio == 1.3
 
 
 def test_splits_try_what_they_have_not_seen() -> None:
@@ -350,6 +335,9 @@ def test_a_budget_takes_the_fastest_plan_unless_one_is_named() -> None:
         for tau, price, cost in ((2.7, 1.0, "tokens"), (2.9, 2.0, "tokens"), (2.8, 1.0, "kl"))
     ]
     both = replace(calibration, thresholds=[*calibration.thresholds, *plans])
+    slow = replace(plans[1], threshold=0.2, tau=3.5, tau_ratio=1.1)  # lucky texts, and no better trees
+    ratios = replace(both, thresholds=[slow, *(replace(one, tau_ratio=1.2) for one in plans)])
+    assert Fuzzy.from_calibration(ratios, 0.04) == Fuzzy(0.3, price=2.0)
     found = partial(Fuzzy.from_calibration, both, 0.04)
     assert found() == Fuzzy(0.3, price=2.0) and found(price=0.0) == Fuzzy(0.3)
     assert found(price=1.0) == Fuzzy(0.3, price=1.0, cost="kl")

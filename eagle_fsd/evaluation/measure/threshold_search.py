@@ -1,11 +1,10 @@
 """Search the boldest rule within a quality budget: predict, run, correct, try on prompts not seen.
 
 A dial is a row of settings from mild to bold: growing thresholds of one kind of rule, or falling prices of a
-plan, whose gate is open. A lossless pass records, in every context that got a token, how far p and q are by
-each divergence and how far the rule's distribution would move if it followed the draft there (a move is a
-mode, a child, a least gain and a price). From these any setting's TV can be predicted. Text that follows the
-draft visits other contexts, which is why a predicted setting is then run. Thresholds are of the E12 series,
-so that splits and budgets share their runs.
+plan, whose gate is open. A lossless pass records what every setting is expected to do in its steps, in closed
+form. That predicts each one's TV, and says which is faster: on the same trees, and without the luck of texts.
+Text that follows the draft visits other contexts, which is why a predicted setting is then run, and its TV
+counts. Thresholds are of the E12 series, so that splits and budgets share their runs.
 """
 
 from __future__ import annotations
@@ -19,18 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.calibration import CalibratedThreshold, Calibration
 from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.acceptance.rule_names import describe
 from eagle_fsd.core.config import AutoThreshold, Kind
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Sums, estimates
 from eagle_fsd.evaluation.markdown_table import markdown_table
-from eagle_fsd.evaluation.measure.expected_steps import node_steps
-from eagle_fsd.evaluation.measure.observers import Meter
+from eagle_fsd.evaluation.measure.expected_steps import StepMeter
 from eagle_fsd.evaluation.measure.sweep import Cell, run
 
 E12 = (1.0, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 3.9, 4.7, 5.6, 6.8, 8.2)
@@ -50,52 +48,29 @@ def dials_of(kinds: Sequence[Kind]) -> list[list[Setting]]:
     return [*([(kind, t) for t in LADDER] for kind in kinds if not kind.price), *plans.values()]
 
 
-def move_of(kind: Kind) -> Kind:
-    """Return what a kind moves if any divergence will do: the same for all, but where it is the cost."""
-    return kind if kind.price and kind.cost == "divergence" else kind._replace(divergence="tv")
-
-
-class Recorder(Meter):
-    """A meter of a lossless batch: of every token's context each divergence, and each move's TV.
-
-    moves: kinds as `move_of` returns them. found: by row, a list of [divergences] + [moves] for each token;
-    infinite where the context has no draft.
-    """
-
-    def __init__(self, divergences: Sequence[str], moves: Sequence[Kind], mode: str, rows: int) -> None:
-        self.divergences, self.moves = divergences, moves
-        self.found: list[list[list[float]]] = [[] for _ in range(rows)]
-
-    def see(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
-        nodes = verdict.path.clamp(min=0)
-        columns = [Fuzzy(1.0, name).node_divergences(verified).gather(1, nodes) for name in self.divergences]
-        for move in self.moves:
-            columns.append(node_steps(fuzzy(move, math.inf), verified).tv.gather(1, nodes))
-        table = torch.stack(columns, dim=-1).cpu()  # [B, D, columns]
-        for place, (row, count) in enumerate(emitted.items()):
-            self.found[row] += table[place, :count].tolist()
-
-    def row(self, row: int) -> dict[str, Any]:
-        """Return JSON as Python writes and reads it: an infinite divergence is Infinity."""
-        return {"seen": self.found[row]}
-
-
 @dataclass(frozen=True)
 class Records:
-    """What the lossless pass says of every prompt: [tokens, divergences + moves] each, and its steps."""
+    """What the lossless pass says of every prompt.
 
-    divergences: Sequence[str]
-    moves: Sequence[Kind]
+    settings: the place of each in the tables. tables: by prompt, [settings, 2], the tokens and the sum of TV
+    that a setting is expected to have in the text's steps. lossless: the tokens expected of lossless decoding
+    there. taus: new tokens and steps of the text itself.
+    """
+
+    settings: Mapping[Setting, int]
     tables: Sequence[NDArray[np.float64]]
-    taus: Sequence[tuple[int, int]]  # new tokens, steps
+    lossless: Sequence[float]
+    taus: Sequence[tuple[int, int]]
 
     def predicted(self, kind: Kind, threshold: float, places: Sequence[int]) -> Sums:
-        """Sum the TV of these prompts as if the rule had been asked in the lossless texts' contexts."""
-        column = self.divergences.index(kind.divergence)
-        move = len(self.divergences) + self.moves.index(move_of(kind))
-        tables = [self.tables[place] for place in places]
-        moved = [float(table[table[:, column] <= threshold, move].sum()) for table in tables]
-        return Sums(np.array(moved), np.array([float(len(table)) for table in tables]))
+        """Return the sums of TV and of tokens of these prompts, with the trees of the lossless texts."""
+        rows = np.array([self.tables[place][self.settings[kind, threshold]] for place in places])
+        return Sums(rows[:, 1], rows[:, 0])
+
+    def tau_ratio(self, kind: Kind, threshold: float, places: Sequence[int]) -> float:
+        """Return tau under a setting over lossless's, expected on the same trees."""
+        tokens = self.predicted(kind, threshold, places).denominator.sum()
+        return float(tokens) / sum(self.lossless[place] for place in places)
 
 
 @dataclass(frozen=True)
@@ -109,12 +84,20 @@ class Work:
     confidence: float
     provenance: Mapping[str, object]
 
-    def record(self, divergences: Sequence[str], moves: Sequence[Kind]) -> Records:
+    def record(self, settings: Sequence[Setting]) -> Records:
         """Run the lossless pass, resumed at the first prompt that is missing."""
-        meter = functools.partial(Recorder, divergences, moves)
-        rows = self.rows_of(self.cell, "records.jsonl", meter, [list(divergences), list(map(list, moves))])
-        tables = [np.array(row["seen"], dtype=float).reshape(row["new_tokens"], -1) for row in rows]
-        return Records(divergences, moves, tables, [(row["new_tokens"], row["steps"]) for row in rows])
+        rules: list[AcceptanceRule] = [Lossless(), *(fuzzy(*setting) for setting in settings)]
+        meter = functools.partial(StepMeter, rules)
+        rows = self.rows_of(self.cell, "records.jsonl", meter, list(map(describe, rules)))
+        tables = [
+            np.array([(one["new_tokens"], one["law"]["tv"]) for one in row["expected"]]) for row in rows
+        ]
+        return Records(
+            settings={setting: place for place, setting in enumerate(settings)},
+            tables=[table[1:] for table in tables],
+            lossless=[float(table[0, 0]) for table in tables],
+            taus=[(row["new_tokens"], row["steps"]) for row in rows],
+        )
 
     def run(self, kind: Kind, threshold: float) -> list[dict[str, Any]]:
         """Return the rows of all prompts under a threshold."""
@@ -175,14 +158,15 @@ class Search:
         tokens, steps = (sum(self.records.taus[place][i] for place in places) for i in (0, 1))
         tau = sum(row["new_tokens"] for row in mine) / sum(row["steps"] for row in mine)
         found = (threshold, tv, upper, tau, tokens / steps)
-        return CalibratedThreshold(*kind[:3], *found, *kind[3:])
+        ratio = self.records.tau_ratio(kind, threshold, places)
+        return CalibratedThreshold(*kind[:3], *found, *kind[3:], ratio)
 
     def fastest(
         self, dials: Sequence[Sequence[Setting]], budget: float, places: Sequence[int]
     ) -> CalibratedThreshold | None:
-        """Return the setting of largest tau among the boldest of every dial: what a budget alone finds."""
+        """Return the fastest among the boldest settings of every dial: what a budget alone finds."""
         found = filter(None, (self.boldest(dial, budget, places) for dial in dials))
-        return max(found, key=lambda one: (one.tau, one.threshold), default=None)
+        return max(found, key=CalibratedThreshold.speed, default=None)
 
     def splits(self, dials: Sequence[Sequence[Setting]], budget: float, count: int) -> list[dict[str, Any]]:
         """Choose among these dials on a random half of the prompts and look at the other half, `count` times.
@@ -230,13 +214,12 @@ def calibrate(
     work: Work, kinds: Sequence[Kind], budgets: Sequence[float], split_count: int
 ) -> tuple[Calibration, list[dict[str, Any]]]:
     """Find the boldest setting of every dial for every budget, and what splits of the prompts say of it."""
-    divergences = list(dict.fromkeys(kind.divergence for kind in kinds))
-    records = work.record(divergences, list(dict.fromkeys(map(move_of, kinds))))
+    dials = dials_of(kinds)
+    records = work.record([setting for dial in dials for setting in dial])
     search = Search(records, functools.cache(work.run), work.confidence)  # budgets and splits share runs
     places = range(len(records.tables))
     found: dict[Setting, CalibratedThreshold] = {}
     trials: list[dict[str, Any]] = []
-    dials = dials_of(kinds)
     groups: dict[str, list[list[Setting]]] = {}
     for dial in dials:
         groups.setdefault(form_of(dial), []).append(dial)
