@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     budgets = [0.01, 0.02, 0.05]
     add("--quality-budget", nargs="+", type=float, default=budgets, metavar="B", help="default: %(default)s")
-    add("--confidence", type=float, default=0.9, help="one-sided, of every bound; default: %(default)s")
+    add("--confidence", type=float, default=0.95, help="one-sided, of every bound; default: %(default)s")
     add("--divergence", nargs="+", default=["js", "reverse_kl"], metavar="D", help="default: %(default)s")
     modes = "default: hybrid without a price, swap with one"
     add("--mode", nargs="+", choices=MODES, help=modes)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with parsed(parser, argv) as arguments:
         check_sizes(arguments, arguments.batch_size)
         require_integer("splits", arguments.splits, 0, "0 makes none")
-        require_number("confidence", arguments.confidence, 0.501, 0.999, "0.9 is usual")
+        require_number("confidence", arguments.confidence, 0.501, 0.999, "0.95 is usual")
         for budget in arguments.quality_budget:
             require_number("quality_budget", budget, 0.0, 1.0, "0.02 changes about one token in fifty")
         kinds = kinds_of(arguments)
