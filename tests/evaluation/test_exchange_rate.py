@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from support.synthetic_rows import LOSSLESS, Truth, cell_rows, fuzzy
 
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap
 from eagle_fsd.evaluation.analysis.points import Panel, panels
+from eagle_fsd.evaluation.commands import exchange
 from eagle_fsd.evaluation.commands.exchange import exchange_table
 from eagle_fsd.evaluation.rows import Row
 
@@ -80,3 +83,16 @@ def test_what_cannot_be_compared_is_refused() -> None:
         ValueError, match=r"ifeval, temperature 0.6 has no lossless rows: .* --rules lossless"
     ):
         exchange_table(panel_of(cell_rows(CHEAP, Truth(tv=0.1), 5)), HOW)
+
+
+def test_the_command_writes_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the extra eval")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in raw_rows()))
+    picture = tmp_path / "new" / "plot.png"
+    exchange.main(f"--rows {rows} --resamples 50 --plot {picture}".split())
+    assert capsys.readouterr().out.count("| js 0.") == 2
+    first = picture.read_bytes()
+    assert first.startswith(b"\x89PNG")
+    exchange.main(f"--rows {rows} --resamples 50 --plot {picture}".split())
+    assert picture.read_bytes() == first
