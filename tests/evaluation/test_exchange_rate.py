@@ -90,9 +90,9 @@ def test_the_command_writes_a_table_and_a_plot(tmp_path: Path, capsys: pytest.Ca
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in raw_rows()))
     picture = tmp_path / "new" / "plot.png"
-    exchange.main(f"--rows {rows} --resamples 50 --plot {picture}".split())
+    exchange.main(f"--rows {rows} --resamples 100 --plot {picture}".split())
     assert capsys.readouterr().out.count("| js 0.") == 2
     first = picture.read_bytes()
     assert first.startswith(b"\x89PNG")
-    exchange.main(f"--rows {rows} --resamples 50 --plot {picture}".split())
+    exchange.main(f"--rows {rows} --resamples 100 --plot {picture}".split())
     assert picture.read_bytes() == first
