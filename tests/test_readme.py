@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from eagle_fsd import EagleFSD, chat, generate, hub
-from eagle_fsd.acceptance.calibration import Calibration, format_sampling, read_calibrations
+from eagle_fsd.acceptance.calibration import CalibratedThreshold, Calibration, format_sampling, read_calibrations
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.evaluation.repeating_prompts import PASSAGES
 from eagle_fsd.evaluation.weight_formats import command as weight_formats
@@ -382,12 +382,16 @@ def drafts_of(calibration: Calibration) -> str:
     return "head+lookup" if str(calibration.models["head"]).startswith("merged-") else "head"
 
 
+def dial_of(found: CalibratedThreshold) -> str:
+    return f"price {found.price:g}" if found.price else f"T {found.threshold:g}"
+
+
 def test_the_thresholds_are_the_shipped_heads() -> None:
     (table,) = re.findall(r"<!-- calibration -->\n(.*?)<!-- /", read(ROOT / "docs" / "quality.md"), re.DOTALL)
     file = ROOT / "weights" / "smollm2-135m-instruct" / "calibration.json"
     kept = [
-        f"{drafts_of(one)} {format_sampling(one.sampling)} {found.child} {found.threshold:g} {found.tv:.3f} "
-        f"{found.bound:.3f} {found.tau:.2f} {found.lossless_tau:.2f}"
+        f"{drafts_of(one)} {format_sampling(one.sampling)} {dial_of(found)} {found.tv:.3f} {found.bound:.3f} "
+        f"{found.tau:.2f} {found.lossless_tau:.2f} {found.tau_ratio:.2f}"
         for one in read_calibrations(file)
         for found in one.thresholds
     ]
