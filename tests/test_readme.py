@@ -19,7 +19,12 @@ from typing import Any
 import pytest
 
 from eagle_fsd import EagleFSD, chat, generate, hub
-from eagle_fsd.acceptance.calibration import CalibratedThreshold, Calibration, format_sampling, read_calibrations
+from eagle_fsd.acceptance.calibration import (
+    CalibratedThreshold,
+    Calibration,
+    format_sampling,
+    read_calibrations,
+)
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.evaluation.repeating_prompts import PASSAGES
 from eagle_fsd.evaluation.weight_formats import command as weight_formats
