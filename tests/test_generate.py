@@ -315,6 +315,14 @@ def test_json_names_the_rule(
     assert record.get("rule") == (flags[1] if expected[0] is None else None)
 
 
+def test_a_plan_says_its_price(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
+    flags = ("--threshold", "inf", "--mode", "swap", "--price", "2.5")
+    record = json.loads(run(capsys, "--json", *flags, "Hello?")[1])
+    assert (record["price"], record["cost"], record["mode"]) == (2.5, "tokens", "swap")
+    assert "js <= inf swap, price 2.5 of tokens, tree" in run(capsys, *flags, "Hello?")[2]
+    assert "price" not in json.loads(run(capsys, "--json", "--threshold", "0.3", "Hello?")[1])
+
+
 def test_baseline(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
     flags = [
         "--baseline",

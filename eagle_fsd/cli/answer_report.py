@@ -54,22 +54,26 @@ class Answer:
 
 
 def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
-    """Return rule, threshold, divergence and mode for JSON, null if absent; lossless has threshold 0."""
+    """Return rule, threshold, divergence and mode for JSON, null if absent; lossless has threshold 0.
+
+    A plan's price and its cost follow.
+    """
     from eagle_fsd.acceptance.rule_names import describe
 
     described = describe(rule)
     fields = {name: described.get(name) for name in ("threshold", "divergence", "mode")}
     if described["name"] == "lossless":
         fields["threshold"] = 0.0
-    return {"rule": described["name"], **fields}
+    plan = {name: described[name] for name in ("price", "cost") if described.get("price")}
+    return {"rule": described["name"], **fields, **plan}
 
 
 def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
     """Return one line of JSON with JSON_KEYS.
 
-    It also has draft_vocab_size if the head has one, logprobs with --logprobs, ranks with --tp-plan, and rule
-    unless that is fuzzy or lossless. With --baseline the keys of the target alone follow (null if
-    interrupted).
+    It also has draft_vocab_size if the head has one, logprobs with --logprobs, ranks with --tp-plan, price
+    and cost of a plan, and rule unless that is fuzzy or lossless. With --baseline the keys of the target
+    alone follow (null if interrupted).
     """
     stats, fields = answer.stats.to_dict(), rule_fields(answer.rule)
     if (rule := fields.pop("rule")) in ("fuzzy", "lossless"):  # the other fields tell which
@@ -120,6 +124,7 @@ def summary(answer: Answer) -> str:
     fields = rule_fields(answer.rule)
     if fields["divergence"] and fields["threshold"]:
         name = f"{fields['divergence']} <= {fields['threshold']} {fields['mode'] or fields['rule']}"
+        name += f", price {fields['price']:g} of {fields['cost']}" if "price" in fields else ""
     else:
         name = "lossless" if fields["threshold"] == 0 else fields["rule"]
     line = format_speed(stats, len(answer.token_ids))
