@@ -93,6 +93,7 @@ TOY = {  # sizes at which a command does all that it does, in seconds; a later f
     "sampled_children": "--prompts prompts.jsonl --limit 1 --max-new-tokens 6 --sampling 1 --draws 2",
     "sweep": "--max-new-tokens 4",
     "report": "",
+    "exchange": "--resamples 100",
     "calibrate": "--max-new-tokens 6",
     "repeating_prompts": "--data toy_data --count 3",
 }
