@@ -40,6 +40,7 @@ RULES = [
     Fuzzy(0.9, "reverse_kl", mode="paper", child="target", max_consecutive=1, exact_prefix=2),
     Fuzzy(float("inf"), "tv", child="likeliest"),
     *(Fuzzy(0.5, price=1.5, cost=cost, mode=mode) for cost in COSTS for mode in ("hybrid", "paper")),
+    *(Fuzzy(0.5, price=1.5, cost=cost, mode="swap") for cost in ("tokens", "divergence")),
     *(Typical(), RelaxedTopK(), SGLang(), Cactus(0.5), Ensemble(0.3)),
 ]
 SAMPLINGS = [

@@ -38,6 +38,7 @@ RULES = [
     *(Lossless(), Fuzzy(0.5), Fuzzy(0.9, "reverse_kl", mode="paper", child="target", max_consecutive=1)),
     *(
         Fuzzy(0.4, "js_top10", min_p=0.05, max_overshoot=3.0, min_gain=0.2),
+        Fuzzy(float("inf"), mode="swap", price=0.5),
         Typical(),
         Cactus(0.5),
         Ensemble(0.3),
