@@ -74,7 +74,9 @@ def planned_chances(
         own = 1 + worth
         if mode == SWAP:
             over = verified.at_parent(best)
-            weak = (over > own) & ~(fixed if fixed is not None else eligible.new_zeros(()))
+            weak = over > own
+            if fixed is not None:
+                weak &= ~fixed
             own = torch.where(weak, over, own)
         exact = (weights * (p * own)[:, None, :]).sum(-1)
         worth = torch.maximum(exact, best) if mode == PAPER else exact + left * best.clamp(min=0.0)

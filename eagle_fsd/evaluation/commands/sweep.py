@@ -18,7 +18,7 @@ from pathlib import Path
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.rule_names import describe, parse_rule
 from eagle_fsd.core.checks import require_integer
-from eagle_fsd.core.config import HYBRID, SamplingConfig, TreeConfig
+from eagle_fsd.core.config import HYBRID, PAPER, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, model_parser, parsed
 from eagle_fsd.evaluation.measure.expected_steps import StepMeter
 from eagle_fsd.evaluation.measure.observers import DistanceMeter, Meter
@@ -28,7 +28,7 @@ from eagle_fsd.files.provenance import provenance
 
 JS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6)
 REVERSE_KL = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 3.0)
-MODES = ("hybrid", "paper")
+UNPLANNED = (HYBRID, PAPER)  # modes that need no price
 OTHERS = (
     *("typical:0.6:0.6", "typical:0.4:0.3", "typical:0.3:0.09", "typical:0.2:0.05", "typical:0.1:0.02"),
     *("relaxed_topk:2:0.05", "relaxed_topk:2:0.2", "relaxed_topk:3:0.4", "relaxed_topk:5:0.6"),
@@ -49,8 +49,8 @@ GRIDS: dict[str, tuple[str, ...]] = {
     # FSD's two thresholds in both modes, and where it looks ahead, against every other rule.
     "frontier": (
         "lossless",
-        *(f"js:{t}:{mode}" for mode, t in product(MODES, JS)),
-        *(f"reverse_kl:{t}:{mode}" for mode, t in product(MODES, REVERSE_KL)),
+        *(f"js:{t}:{mode}" for mode, t in product(UNPLANNED, JS)),
+        *(f"reverse_kl:{t}:{mode}" for mode, t in product(UNPLANNED, REVERSE_KL)),
         *AHEAD,
         *PLANNED,
         *OTHERS,
@@ -60,7 +60,7 @@ GRIDS: dict[str, tuple[str, ...]] = {
     # Minutes, not hours: a few of each.
     "quick": (
         *("lossless", "js:0.1", "js:0.3", "js:0.6", "js:0.6:paper", "reverse_kl:0.4", "reverse_kl:1.5"),
-        *(f"js:{t}:{mode}:target" for mode, t in product(MODES, (0.1, 0.3, 0.6))),
+        *(f"js:{t}:{mode}:target" for mode, t in product(UNPLANNED, (0.1, 0.3, 0.6))),
         *("js:0.3:min_gain=0.7", "js:0.6:min_gain=0.7"),
         *("typical:0.3:0.09", "relaxed_topk:3:0.4", "cactus:0.1", "ensemble:0.8"),
     ),

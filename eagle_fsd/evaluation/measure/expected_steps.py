@@ -35,21 +35,11 @@ class Expected:
     kl: Tensor
 
 
-@dataclass(frozen=True)
-class NodeSteps:
-    """What a rule that is asked everywhere does at every node: [B, N] each.
+def expected_step(rule: AcceptanceRule, verified: Verified) -> Expected:
+    """Return what this rule does with a tree, on average over the target's draws and its own.
 
-    goes: the probability that the walk goes on from a node's parent to the node. tv, kl: how far r, the
-    rule's distribution of the next token after a node, is from p.
+    max_consecutive and exact_prefix are not known here; see `StepMeter`.
     """
-
-    goes: Tensor
-    tv: Tensor
-    kl: Tensor
-
-
-def node_steps(rule: AcceptanceRule, verified: Verified) -> NodeSteps:
-    """Return what this rule does at the nodes of a tree, whose root's `goes` means nothing."""
     tree, p = verified.tree, verified.drawn_p().double()
     family = tree.children  # [B, N, N]
     chances, weak = choices_of(rule, verified)
@@ -72,22 +62,13 @@ def node_steps(rule: AcceptanceRule, verified: Verified) -> NodeSteps:
     lost = torch.where(rest > 0, rest * rest.log(), 0.0) * (1 - of_children(p)).clamp(min=0.0)
     # p exceeds r by what was moved, so that rounding alone can make the sum negative.
     kl = torch.where(asked > 0, (of_children(ratio) + lost).clamp(min=0.0), 0.0)
-    return NodeSteps(follows if rule.mode == FIRST_FAILURE else r, tv, kl)
-
-
-def expected_step(rule: AcceptanceRule, verified: Verified) -> Expected:
-    """Return what this rule does with a tree, on average over the target's draws and its own.
-
-    max_consecutive and exact_prefix are not known here; see `StepMeter`.
-    """
-    tree, at = verified.tree, node_steps(rule, verified)
-    start = torch.zeros_like(at.goes)
+    goes = follows if rule.mode == FIRST_FAILURE else r  # from the parent to the node; not of the root
+    start = torch.zeros_like(p)
     start[:, 0] = 1.0  # fillers have no parent either, and are never reached
     reach = start
     for _ in range(tree.depth):  # each round carries reaches one level down
-        reach = torch.where(tree.parents < 0, start, verified.at_parent(reach) * at.goes)
-    kl = torch.where(reach > 0, reach * at.kl, 0.0)
-    return Expected(reach.sum(-1), (reach * at.tv).sum(-1), kl.sum(-1))
+        reach = torch.where(tree.parents < 0, start, verified.at_parent(reach) * goes)
+    return Expected(reach.sum(-1), (reach * tv).sum(-1), torch.where(reach > 0, reach * kl, 0.0).sum(-1))
 
 
 class StepMeter(Meter):

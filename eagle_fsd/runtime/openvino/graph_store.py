@@ -80,11 +80,8 @@ def find_or_make(
         return found, folder
     made = make()
     try:
-        found = read(folder)  # another process may have been faster, and works with its folder
-        if found is None:
-            keep(made, folder)
-            found = library.core().read_model(folder / GRAPH)
-        return found, folder
+        keep(made, folder)
+        return library.core().read_model(folder / GRAPH), folder
     except (OSError, RuntimeError) as error:
         logger.info("the graph %s is not kept: %s", folder.name, one_line(error, 200))
         return read_back(made), None
