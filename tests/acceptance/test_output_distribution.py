@@ -9,13 +9,14 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from support.stubs import generator, random_tree
+from support.whole_distribution import distances, path_distributions
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified
 from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
-from eagle_fsd.acceptance.output_distribution import distances, path_distributions
+from eagle_fsd.acceptance.output_distribution import output_distribution
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.tree import DraftTree
@@ -189,3 +190,24 @@ def test_a_lossless_verdict_has_no_distance() -> None:
     verdict: Verdict = accept(Lossless(), verified, OneStream(0), torch.zeros(ROWS, dtype=torch.int64))  # type: ignore[arg-type]
     law, p = path_distributions(verified, verdict, "hybrid")
     assert torch.equal(law, p)
+
+
+@pytest.mark.parametrize("sampling", [WARM, NARROW, SamplingConfig()], ids=["warm", "narrow", "greedy"])
+@pytest.mark.parametrize("rule", [*RULES, Fuzzy(math.inf, mode="swap", price=0.4)], ids=str)
+def test_few_entries_say_what_the_whole_vocabulary_does(
+    rule: AcceptanceRule, sampling: SamplingConfig
+) -> None:
+    """The nodes' own entries and distances, against r and p over all tokens, along every path."""
+    tree = random_tree(batch=40, nodes=11, depth=4, width=4, vocab_size=VOCAB, seed=2)
+    verified = Verified(tree, torch.randn(40, 11, VOCAB, generator=generator(9)), sampling, NONE)
+    verdict = accept(rule, verified, RowRandom(3, 40), torch.zeros(40, dtype=torch.int64))
+    whole, p = path_distributions(verified, verdict, rule.mode)
+    kl, tv = distances(whole, p)
+    found = output_distribution(verified, verdict.chances, verdict.weak, rule.mode)
+    for row, length in enumerate(verdict.length.tolist()):
+        for level, node in enumerate(verdict.path[row, :length].tolist()):
+            assert float(found.tv[row, node]) == pytest.approx(float(tv[row, level]), abs=1e-5)
+            assert float(found.kl[row, node]) == pytest.approx(float(kl[row, level]), abs=1e-5)
+            for child in (tree.parents[row] == node).nonzero().flatten().tolist():
+                expected = float(whole[row, level, tree.tokens[row, child]])
+                assert float(found.token[row, child]) == pytest.approx(expected, abs=1e-5)

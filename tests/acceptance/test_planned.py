@@ -10,12 +10,12 @@ from itertools import product
 import pytest
 import torch
 from support.stubs import generator, random_tree
+from support.whole_distribution import distances, path_distributions
 from torch import Tensor
 
 from eagle_fsd import Fuzzy, SamplingConfig
 from eagle_fsd.acceptance.accept import Choices, Verified
 from eagle_fsd.acceptance.accept_step import accept
-from eagle_fsd.acceptance.output_distribution import distances, path_distributions
 from eagle_fsd.acceptance.planned import COSTS
 from eagle_fsd.core.sampling import RowRandom
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.stubs import generator, random_tree
 from support.tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
+from support.whole_distribution import path_distributions
 from torch import Tensor
 
 from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, SamplingConfig, TreeConfig
@@ -15,7 +16,6 @@ from eagle_fsd.acceptance.accept import Verified
 from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.acceptance.divergence import DIVERGENCES
 from eagle_fsd.acceptance.other_rules import PublishedFSD
-from eagle_fsd.acceptance.output_distribution import path_distributions
 from eagle_fsd.acceptance.rule_names import describe, parse_rule
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags import build_parser

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 from support.stubs import generator, random_tree
+from support.whole_distribution import path_distributions
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified
 from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
-from eagle_fsd.acceptance.output_distribution import path_distributions
 from eagle_fsd.acceptance.rule_names import RULES, build_rule, describe, parse_rule
 from eagle_fsd.cli.flags import RULE_NAMES
 from eagle_fsd.core.config import SamplingConfig

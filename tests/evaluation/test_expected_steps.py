@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from support.stubs import generator, random_tree
+from support.whole_distribution import distances, path_distributions
 
 from eagle_fsd import Fuzzy, SamplingConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified
 from eagle_fsd.acceptance.accept_step import accept
-from eagle_fsd.acceptance.output_distribution import distances, path_distributions
 from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap

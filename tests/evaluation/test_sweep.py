@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_models import Letters, prompts_of, tiny_head, tiny_model
+from support.whole_distribution import distances, path_distributions
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
 from eagle_fsd.acceptance.other_rules import Cactus, SGLang
-from eagle_fsd.acceptance.output_distribution import distances, path_distributions
 from eagle_fsd.acceptance.rule_names import describe, parse_rule
 from eagle_fsd.core.config import PAPER
 from eagle_fsd.evaluation.commands import sweep as script

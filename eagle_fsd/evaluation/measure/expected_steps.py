@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified, choices_of
+from eagle_fsd.acceptance.output_distribution import output_distribution
 from eagle_fsd.acceptance.rule_names import describe
-from eagle_fsd.core.config import FIRST_FAILURE, HYBRID, SWAP
+from eagle_fsd.core.config import FIRST_FAILURE
 from eagle_fsd.evaluation.measure.observers import Meter
 
 
@@ -40,35 +41,18 @@ def expected_step(rule: AcceptanceRule, verified: Verified) -> Expected:
 
     max_consecutive and exact_prefix are not known here; see `StepMeter`.
     """
-    tree, p = verified.tree, verified.drawn_p().double()
-    family = tree.children  # [B, N, N]
+    tree = verified.tree
     chances, weak = choices_of(rule, verified)
-    follows = torch.zeros_like(p) if chances is None else chances.double() * (tree.parents >= 0)
-    kept = torch.ones_like(follows, dtype=torch.bool) if weak is None else ~weak
-
-    def of_children(values: Tensor) -> Tensor:
-        return torch.where(family, values[:, None, :], 0.0).sum(-1)
-
-    asked = of_children(follows)  # [B, N], f(C)
-    left = 1 - verified.at_parent(asked)
-    if rule.mode in (HYBRID, SWAP):
-        outside = verified.at_parent(1 - of_children(p * kept)).clamp(min=0.0)
-        r = torch.where(kept, p + outside * follows, left * p)
-    else:
-        r = follows + left * p
-    tv = of_children((r - p).clamp(min=0.0))  # a rule moves probability onto children alone
-    ratio = torch.where(r > 0, r * (r.log() - p.log()), 0.0)
-    rest = (1 - asked).clamp(min=0.0)
-    lost = torch.where(rest > 0, rest * rest.log(), 0.0) * (1 - of_children(p)).clamp(min=0.0)
-    # p exceeds r by what was moved, so that rounding alone can make the sum negative.
-    kl = torch.where(asked > 0, (of_children(ratio) + lost).clamp(min=0.0), 0.0)
-    goes = follows if rule.mode == FIRST_FAILURE else r  # from the parent to the node; not of the root
-    start = torch.zeros_like(p)
+    r = output_distribution(verified, chances, weak, rule.mode)
+    goes = r.token  # from the parent to the node; not of the root
+    if rule.mode == FIRST_FAILURE:
+        goes = torch.zeros_like(goes) if chances is None else chances.double() * (tree.parents >= 0)
+    start = torch.zeros_like(goes)
     start[:, 0] = 1.0  # fillers have no parent either, and are never reached
     reach = start
     for _ in range(tree.depth):  # each round carries reaches one level down
         reach = torch.where(tree.parents < 0, start, verified.at_parent(reach) * goes)
-    return Expected(reach.sum(-1), (reach * tv).sum(-1), torch.where(reach > 0, reach * kl, 0.0).sum(-1))
+    return Expected(reach.sum(-1), (reach * r.tv).sum(-1), torch.where(reach > 0, reach * r.kl, 0.0).sum(-1))
 
 
 class StepMeter(Meter):

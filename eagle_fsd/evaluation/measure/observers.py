@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import Verdict, Verified
-from eagle_fsd.acceptance.output_distribution import distances, path_distributions
+from eagle_fsd.acceptance.output_distribution import output_distribution
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -67,11 +67,9 @@ class DistanceMeter(Meter):
             self._tokens[row] += count
         if verdict.chances is None:
             return
-        tokens = inside(verdict, emitted)
-        kl, tv = (
-            torch.where(tokens, each, 0.0).sum(1).tolist()
-            for each in distances(*path_distributions(verified, verdict, self.mode))
-        )
+        r = output_distribution(verified, verdict.chances, verdict.weak, self.mode)
+        moved, path = inside(verdict, emitted) & verdict.asked, verdict.path.clamp(min=0)
+        kl, tv = (torch.where(moved, each.gather(1, path), 0.0).sum(1).tolist() for each in (r.kl, r.tv))
         for row, its_kl, its_tv in zip(emitted, kl, tv, strict=True):
             self.kl[row] += its_kl
             self.tv[row] += its_tv
