@@ -26,6 +26,7 @@ from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.long_rows import first_largest, topk
 
 _BLOCK = 256  # draw() looks for the block first, then inside it
+_SPARE = 14  # how many tokens after the top-k ones are looked at for ties with the last of them
 _HEAD = 1024  # how many of the likeliest tokens top-p without top-k looks at first
 _SMALL_TEMPERATURE = 1e-3  # below it logits / temperature may overflow: the largest logit moves to 0 first
 _LEAST_TEMPERATURE = 1e-30  # below it float32 division fails; the result has reached its limit
@@ -64,11 +65,18 @@ class Warped:
 
     @classmethod
     def _without_min_p(cls, logits: Tensor, config: SamplingConfig) -> Warped:
-        # On a CPU the ties are read at no cost. Without a tie only top_k tokens need the work below.
-        if 0 < config.top_k < logits.shape[-1] and host_can_read(logits):
-            values, ids = topk(logits, config.top_k + 1)
-            if bool((values[..., -2] > values[..., -1]).all()):
-                return _warp_top(logits, values[..., :-1], ids[..., :-1], config)
+        # On a CPU the ties are read at no cost. If all that tie with the k-th are among the next few, no
+        # other token can be drawn, and only these need the work below.
+        if 0 < config.top_k < logits.shape[-1] - _SPARE and host_can_read(logits):
+            values, ids = topk(logits, config.top_k + _SPARE)
+            scores = _temper(values, config.temperature)
+            least = scores[..., config.top_k - 1, None]
+            if bool((least > scores[..., -1:]).all()):
+                ids, order = ids.sort(dim=-1)
+                scores = _of_those(scores >= least, scores).gather(-1, order)
+                if config.top_p < 1.0:
+                    scores = _of_those(_heaviest(scores, 1.0 - config.top_p), scores)
+                return cls(scores.softmax(-1), values[..., 0], ids)
         scores = _temper(logits, config.temperature)
         keep = None
         if config.top_k:
@@ -76,7 +84,7 @@ class Warped:
         elif config.top_p < 1.0:
             keep = _top_p(scores, config.top_p)
         if keep is not None:
-            scores = scores.masked_fill(~keep, -math.inf)
+            scores = _of_those(keep, scores)
         return cls(scores.softmax(-1), logits.amax(-1))
 
     def whole(self, vocab_size: int) -> Tensor:
@@ -224,23 +232,9 @@ def _temper(scores: Tensor, temperature: float) -> Tensor:
     return scores / temperature
 
 
-def _warp_top(logits: Tensor, top: Tensor, ids: Tensor, config: SamplingConfig) -> Warped:
-    """Warp logits of which top-k keeps exactly the values `top` [..., k], descending, of tokens `ids`."""
-    scores, largest = _temper(top, config.temperature), top[..., 0]
-    if config.top_p < 1.0:
-        ascending = scores.softmax(-1).flip(-1).cumsum(-1)
-        kept = ascending > 1.0 - config.top_p
-        kept[..., -1].fill_(True)
-        # Of equal scores at the cut, those with the highest ids stay. topk does not order ties by id.
-        kept = kept.flip(-1)
-        lowest = scores.gather(-1, kept.sum(-1, keepdim=True) - 1)
-        if not torch.equal(kept, scores >= lowest):
-            keep = _survivors(_temper(logits, config.temperature), scores, kept.flip(-1))
-            scores = _temper(logits, config.temperature).masked_fill(~keep, -math.inf)
-            return Warped(scores.softmax(-1), largest)
-        scores = scores.masked_fill(~kept, -math.inf)
-    ids, order = ids.sort(dim=-1)
-    return Warped(scores.softmax(-1).gather(-1, order), largest, ids)
+def _of_those(keep: Tensor, scores: Tensor) -> Tensor:
+    """Return the scores of the tokens that are kept, and -inf for the others."""
+    return scores.masked_fill(~keep, -math.inf)
 
 
 def _min_p(probs: Tensor, min_p: float) -> Tensor:
@@ -263,10 +257,15 @@ def _top_p(scores: Tensor, top_p: float) -> Tensor:
         below = (1.0 - probs.sum(-1, keepdim=True)).clamp_min(0.0)
         if bool((below <= budget).all()):
             return _survivors(scores, top, probs.cumsum(-1).add_(below) > budget)
-    ordered, ids = scores.sort(dim=-1, stable=True)
+    return _heaviest(scores, budget)
+
+
+def _heaviest(scores: Tensor, budget: float) -> Tensor:
+    """Return all tokens but the lightest, whose mass together is at most `budget`: bool [..., n]."""
+    ordered, places = scores.sort(dim=-1, stable=True)
     kept = ordered.softmax(-1).cumsum(-1) > budget
     kept[..., -1].fill_(True)
-    return torch.empty_like(kept).scatter_(-1, ids, kept)
+    return torch.empty_like(kept).scatter_(-1, places, kept)
 
 
 def _top_k(scores: Tensor, k: int, top_p: float) -> Tensor:

@@ -354,7 +354,7 @@ def test_seeds_must_fit_the_batch() -> None:
 def test_few_tokens_are_drawn_as_of_all(config: SamplingConfig) -> None:
     """Distributions over the tokens that can be drawn give the draws of those over all tokens."""
     g = torch.Generator().manual_seed(4)
-    for vocab, scale in ((60, 1.0), (3000, 2.0), (49152, 0.5)):
+    for vocab, scale in ((100, 1.0), (3000, 2.0), (49152, 0.5)):
         logits = torch.randn(3, 20, vocab, generator=g) * scale
         few = Warped.from_logits(logits, config)
         assert few.ids is not None and bool((few.ids.diff() > 0).all())
@@ -364,9 +364,23 @@ def test_few_tokens_are_drawn_as_of_all(config: SamplingConfig) -> None:
             assert torch.equal(few.draw(u), draw(whole, u))
 
 
-def test_ties_at_the_cut_are_kept_over_all_tokens() -> None:
+def test_a_few_ties_at_the_cut_are_kept_among_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded logits, which tie in most rows: the same tokens and probabilities as over all tokens."""
+    config = SamplingConfig(0.6, 50, 0.9)
+    logits = (torch.randn(64, 3000, generator=torch.Generator().manual_seed(1)) * 3 * 8).round() / 8
+    tied = logits.topk(51, dim=-1).values
+    assert int((tied[:, 49] == tied[:, 50]).sum()) > 32
+    few = Warped.from_logits(logits, config)
+    monkeypatch.setattr("eagle_fsd.core.sampling.host_can_read", lambda _: False)
+    whole = Warped.from_logits(logits, config)
+    assert few.ids is not None and whole.ids is None
+    assert torch.equal(few.whole(3000) > 0, whole.probs > 0)
+    torch.testing.assert_close(few.whole(3000), whole.probs, rtol=1e-6, atol=0)
+
+
+def test_many_ties_at_the_cut_are_kept_over_all_tokens() -> None:
     """Every token that ties with the k-th stays, which a fixed number of tokens could not express."""
-    logits = torch.tensor([[3.0, 1.0, 1.0, 0.0, 1.0]])
+    logits = torch.tensor([[3.0, *[1.0] * 20, 0.0, 1.0]])
     tied = Warped.from_logits(logits, SamplingConfig(1.0, top_k=2))
-    assert tied.ids is None and (tied.probs > 0).tolist() == [[True, True, True, False, True]]
-    assert tied.whole(5) is tied.probs
+    assert tied.ids is None and (tied.probs > 0).tolist() == [[True] * 21 + [False, True]]
+    assert tied.whole(23) is tied.probs
