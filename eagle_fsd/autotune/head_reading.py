@@ -16,7 +16,7 @@ from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle3.readings import reading_losses, settle_reading, shown_losses
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
-from eagle_fsd.text.chat import encode
+from eagle_fsd.text.chat import encode_as_trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,8 +68,7 @@ def example_prompt(target: TargetModel, tokenizer: PreTrainedTokenizerBase | Non
     most = max(target.max_positions // 2, 1)
     if tokenizer is not None:
         try:
-            raw = not getattr(tokenizer, "chat_template", None)
-            return encode(tokenizer, PROMPT, raw=raw)[0].tolist()[:most]
+            return encode_as_trained(tokenizer, PROMPT)[:most]
         except ValueError:  # a template that does not take such a chat
             pass
     return [next(iter(target.eos_token_ids), 0)]

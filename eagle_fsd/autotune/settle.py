@@ -29,7 +29,7 @@ from eagle_fsd.decoding.request import Prompts, Request, end_token_ids
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.files.fingerprints import models_identity
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.text.chat import encode
+from eagle_fsd.text.chat import encode_as_trained
 from eagle_fsd.text.grammar import compile_form
 from eagle_fsd.text.stop_strings import make_stoppers
 
@@ -217,8 +217,7 @@ def encode_example_prompts(tokenizer: PreTrainedTokenizerBase | None) -> list[li
     """Return the example prompts as token ids; an empty list if the tokenizer cannot encode them."""
     if tokenizer is None:
         return []
-    raw = not getattr(tokenizer, "chat_template", None)
     try:
-        return [encode(tokenizer, prompt, raw=raw)[0].tolist() for prompt in EXAMPLE_PROMPTS]
+        return [encode_as_trained(tokenizer, prompt) for prompt in EXAMPLE_PROMPTS]
     except ValueError:
         return []

@@ -13,7 +13,7 @@ from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import prompts_of, require_own_names
 from eagle_fsd.evaluation.tasks.base import require_range
 from eagle_fsd.hub.resolve import DEFAULT_TARGET
-from eagle_fsd.text.chat import encode
+from eagle_fsd.text.chat import encode_as_trained
 
 
 def plain_parser(description: str | None) -> argparse.ArgumentParser:
@@ -82,9 +82,9 @@ def load_engine(arguments: argparse.Namespace) -> EagleFSD:
 
 
 def encoded_prompts(arguments: argparse.Namespace, engine: EagleFSD) -> list[list[int]]:
-    """Return the token ids of the prompts of all files, as chats that wait for the answer."""
+    """Return the token ids of the prompts of all files, see `encode_as_trained`."""
     texts = [text for path in arguments.prompts for text in prompts_of(path, arguments.skip, arguments.limit)]
-    return [encode(engine.tokenizer, text)[0].tolist() for text in texts]
+    return [encode_as_trained(engine.tokenizer, text) for text in texts]
 
 
 def check_sizes(arguments: argparse.Namespace, *batch_sizes: int) -> None:

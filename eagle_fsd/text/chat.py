@@ -45,6 +45,24 @@ def encode(
     return encode_chat(tokenizer, [*messages, {"role": "user", "content": prompt}], template)
 
 
+def encode_as_trained(
+    tokenizer: PreTrainedTokenizerBase | None, asked: str | Sequence[Mapping[str, str]]
+) -> list[int]:
+    """Return the token ids of a prompt or a chat that waits for its answer.
+
+    A base model continues text: where its tokenizer has no chat template, these are the ids of plain text.
+    """
+    turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    if getattr(require_tokenizer(tokenizer), "chat_template", None):
+        return encode_chat(tokenizer, turns)[0].tolist()
+    return encode(tokenizer, plain_text(turns), raw=True)[0].tolist()
+
+
+def plain_text(messages: Sequence[Mapping[str, str]]) -> str:
+    """Return what a model without a chat template reads of a chat: its contents, a blank line between two."""
+    return "\n\n".join(message["content"] for message in messages)
+
+
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
     """Return the tokenizer. Raises ValueError if there is none."""
     if tokenizer is None:

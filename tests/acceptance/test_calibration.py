@@ -463,9 +463,7 @@ def test_the_script_writes_and_installs(
     for name in "ab":
         lines = [json.dumps({"prompt": f"say {n} {name}"}) + "\n" for n in range(4)]
         (tmp_path / f"prompts_{name}.jsonl").write_text("".join(lines))
-    monkeypatch.setattr(
-        sweep, "encode_chat", lambda _, messages: torch.tensor([[len(messages[0]["content"]), 7, 8]])
-    )
+    monkeypatch.setattr(sweep, "encode_as_trained", lambda _, messages: [len(messages[0]["content"]), 7, 8])
     monkeypatch.setattr(script, "load_engine", lambda _: model)
     argv = f"--prompts {tmp_path}/prompts_a.jsonl {tmp_path}/prompts_b.jsonl --limit 3"
     argv += " --quality-budget 0.3 0.1 --price 0 1 --cost kl --child draft target"
@@ -536,7 +534,7 @@ def test_mistakes_are_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(script, "load_engine", lambda _: engine())
-    monkeypatch.setattr(sweep, "encode_chat", lambda *_: torch.tensor([[5, 7, 8]]))
+    monkeypatch.setattr(sweep, "encode_as_trained", lambda *_: [5, 7, 8])
     (tmp_path / "a.jsonl").write_text('{"prompt": "hi"}\n')
     argv = f"--prompts {tmp_path}/a.jsonl --output {tmp_path}/out {arguments}"
     with pytest.raises(SystemExit) as ending:

@@ -21,7 +21,7 @@ from eagle_fsd.evaluation.commands import sweep as script
 from eagle_fsd.evaluation.commands.sweep import GRIDS
 from eagle_fsd.evaluation.measure import sweep
 from eagle_fsd.evaluation.measure.observers import DistanceMeter
-from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run, turns
+from eagle_fsd.evaluation.measure.sweep import Cell, Questions, encoded, run, turns
 from eagle_fsd.evaluation.rows import read_raw_rows, read_rows
 from eagle_fsd.evaluation.tasks import Sample, Task
 from eagle_fsd.target.model import TargetModel
@@ -264,7 +264,7 @@ def test_sets_asked_together_keep_their_names_and_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sample's draws do not depend on how many samples the other sets have."""
-    monkeypatch.setattr(sweep, "encode_chat", lambda _, messages: torch.tensor([[7]]))
+    monkeypatch.setattr(sweep, "encode_as_trained", lambda _, messages: [7])
     paths = [tmp_path / f"prompts_{name}.jsonl" for name in "ab"]
 
     def asked(count: int, *files: Path) -> Questions:
@@ -305,9 +305,7 @@ def test_the_script_sweeps_a_file_of_prompts(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "prompts_a.jsonl").write_text(
         "".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(3))
     )
-    monkeypatch.setattr(
-        sweep, "encode_chat", lambda _, messages: torch.tensor([[len(messages[0]["content"]), 7]])
-    )
+    monkeypatch.setattr(sweep, "encode_as_trained", lambda _, messages: [len(messages[0]["content"]), 7])
     monkeypatch.setattr(script, "load_engine", lambda _: engine())
     argv = f"--prompts {tmp_path}/prompts_a.jsonl --skip 1 --rules lossless js:0.3:paper js:0.30:mode=paper"
     argv += " --sampling 0 0.6/50/0.9 0.60/50/0.9 --tree 6/2/3 --max-new-tokens 5 --batch-size 2"
@@ -346,3 +344,18 @@ def test_mistakes_are_one_line(
         script.main(f"{arguments} --output {tmp_path}/rows.jsonl".split())
     assert ending.value.code == 2 and line in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_a_base_model_is_asked_in_plain_text() -> None:
+    """Its tokenizer has no chat template: it continues the messages, a blank line between two."""
+
+    class Plain:
+        chat_template = None
+
+        def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+            return {"input_ids": torch.tensor([[ord(letter) for letter in text]])}
+
+    model = engine()
+    model.tokenizer = Plain()  # type: ignore[assignment]
+    sample = Sample("0", ({"role": "system", "content": "Sum."}, {"role": "user", "content": "1+1="}), {})
+    assert "".join(map(chr, encoded([sample], model)[0])) == "Sum.\n\n1+1="

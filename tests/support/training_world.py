@@ -30,6 +30,8 @@ VOCAB, WIDTH = 29, 16
 class LetterTokenizer:
     """One token per character, and a chat template of one line per turn."""
 
+    chat_template = "yes"
+
     def __call__(self, text: str, add_special_tokens: bool = False) -> SimpleNamespace:
         return SimpleNamespace(input_ids=[ord(letter) for letter in text])
 

@@ -20,6 +20,7 @@ import torch
 from support.tiny_models import VOCAB, greedy_alone, prompts_of, tiny_model
 from support.training_world import run_command
 from torch import Tensor
+from transformers import BatchEncoding
 
 from eagle_fsd import SamplingConfig, hub
 from eagle_fsd.core.sampling import warp
@@ -173,6 +174,15 @@ class LetterTokenizer:
         return " ".join(map(str, ids))
 
 
+class BaseTokenizer(LetterTokenizer):
+    """Without a chat template, as a base model's."""
+
+    chat_template = ""
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> BatchEncoding:  # type: ignore[override]
+        return BatchEncoding({"input_ids": torch.tensor([super().__call__(text).input_ids])})
+
+
 PROMPTS = ["Why?", "Name three rivers.", "Sum 1 and 2.", "Sing!", "Go on."]
 PLAN = Plan("tiny", samplings=(GREEDY, SAMPLED), max_new_tokens=6, rows=2, seed=3)
 
@@ -192,6 +202,19 @@ def test_rows_are_conversations_in_the_prompts_order(tmp_path: Path) -> None:
     wanted = greedy_alone(target_of("llama").model, tokens["input_ids"].tolist(), 6)[0]
     made = [int(word) for word in rows[0]["conversations"][1]["content"].split()]
     assert made == wanted[: len(made)] and len(made) >= 5
+
+
+def test_a_base_model_continues_its_prompts(tmp_path: Path) -> None:
+    """Rows without a chat template are pairs, which training reads as one text."""
+    tokenizer: Any = BaseTokenizer()
+    target, path = target_of("llama"), tmp_path / "a.jsonl"
+    rows = answer_prompts(target, tokenizer, PROMPTS, replace(PLAN, system="Go."), path)
+    assert [row["prompt"] for row in rows] == [f"Go.\n\n{prompt}" for prompt in PROMPTS]
+    made = [int(word) for word in rows[0]["completion"].split()]
+    wanted = greedy_alone(target.model, tokenizer(rows[0]["prompt"]).input_ids.tolist(), 6)[0]
+    assert made == wanted[: len(made)] and len(made) >= 5
+    with pytest.raises(ValueError, match="no chat template, so that the target cannot write prompts"):
+        self_prompts(target, tokenizer, 2, PLAN, tmp_path / "own.jsonl")
 
 
 def test_a_system_message_is_part_of_every_conversation(tmp_path: Path) -> None:

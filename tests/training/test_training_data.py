@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,28 @@ def test_an_empty_answer_marks_nothing() -> None:
 def test_learning_everywhere_starts_at_the_first_turn() -> None:
     example = encode_turns(conversation("hi", "yes")["conversations"], LetterTokenizer(), learn_all=True)
     assert marked(example) == ".....hi#\n<a>yes"
+
+
+class BaseTokenizer(LetterTokenizer):
+    """A base model's: no chat template, and a first token of its own."""
+
+    chat_template = ""
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> SimpleNamespace:
+        return super().__call__("^" * add_special_tokens + text)
+
+
+def test_without_a_chat_template_an_answer_continues_its_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {"prompt": "One, two,", "completion": " three"}
+    chat = conversation("hi", "yes", "why", "so")
+    path.write_text(json.dumps(row) + "\n" + json.dumps(chat) + "\n")
+    (example,), skipped = load_examples(path, BaseTokenizer(), 50)
+    assert "".join(map(chr, example.tokens)) == "^One, two, three"
+    assert marked(example) == "........., three"
+    assert skipped.counts == {"several answers, and the tokenizer has no chat template": 1}
+    (example,), _ = load_examples(path, BaseTokenizer(), 50, learn_all=True)
+    assert marked(example) == ".One, two, three"
 
 
 def test_files_with_mistakes_name_file_line_and_remedy(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from eagle_fsd.evaluation.tasks.base import user
 from eagle_fsd.evaluation.tasks.mt_bench import MT_BENCH
 from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import append_row, drop_torn_line
-from eagle_fsd.text.chat import encode_chat
+from eagle_fsd.text.chat import encode_as_trained
 
 SET = 100_000  # more samples than any set of prompts has: sets that are asked together share no seed
 COUNTED = ("finish_reason", "steps", "new_tokens", "exact_accepts", "fuzzy_accepts")
@@ -70,7 +70,7 @@ class Questions:
 
 def encoded(samples: Sequence[Sample], engine: EagleFSD) -> list[list[int]]:
     """Encode samples as token ids."""
-    return [encode_chat(engine.tokenizer, sample.messages)[0].tolist() for sample in samples]
+    return [encode_as_trained(engine.tokenizer, sample.messages) for sample in samples]
 
 
 @dataclass(frozen=True)

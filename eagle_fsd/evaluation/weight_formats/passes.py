@@ -32,7 +32,7 @@ from eagle_fsd.files.jsonl import append_row
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
-from eagle_fsd.text.chat import encode
+from eagle_fsd.text.chat import encode_as_trained
 
 DECODE, READ = "decode", "read"
 NODES = 8  # tokens of a forward as trees have them
@@ -136,7 +136,7 @@ def load_reference(base_model: str) -> TargetModel:
 
 
 def prompt_ids(engine: EagleFSD, question: Question) -> list[int]:
-    return encode(engine.tokenizer, question.text)[0].tolist()
+    return encode_as_trained(engine.tokenizer, question.text)
 
 
 @torch.inference_mode()

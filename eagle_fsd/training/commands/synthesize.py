@@ -6,7 +6,8 @@
     eagle-fsd train synthesize --self-prompts 2000 --output runs/answers.jsonl
 
 Rows may be ShareGPT `conversations`, chat `messages` (the user's first turn counts), or a plain `prompt`,
-`question` or `turns`. The same command continues a run that was stopped.
+`question` or `turns`. A target without a chat template continues its prompts as they are. The same command
+continues a run that was stopped.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.fingerprints import differences, digest_json, target_identity
 from eagle_fsd.files.jsonl import drop_torn_line, read_jsonl
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.text.chat import encode
+from eagle_fsd.text.chat import encode_as_trained, plain_text
 from eagle_fsd.text.prompt_files import find_prompt, read_prompts
 from eagle_fsd.training.data.examples import overlap, word_runs
 from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
@@ -125,6 +125,11 @@ def without_overlap(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
 
 def user_opening(tokenizer: PreTrainedTokenizerBase, system: str | None) -> list[int]:
     """Return the token ids of an empty chat, up to where the user's words begin."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "the target's tokenizer has no chat template, so that the target cannot write prompts in the "
+            "user's place; give --prompts"
+        )
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": MARK})
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
@@ -173,13 +178,15 @@ def self_prompts(
 def answer_prompts(
     target: TargetModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], plan: Plan, path: Path
 ) -> list[dict[str, Any]]:
-    """Write the target's answers to the file `path`, one conversation per row, in the prompts' order.
+    """Write the target's answers to the file `path`, one row per prompt, in the prompts' order.
 
+    Rows are conversations, or pairs of prompt and completion where the tokenizer has no chat template.
     Returns the rows. Prompts that are too long and empty answers are left out and counted.
     """
+    system = [] if plan.system is None else [{"role": "system", "content": plan.system}]
     questions, asked = [], {}
     for number, prompt in enumerate(prompts):
-        tokens = encode(tokenizer, prompt, plan.system)[0].tolist()
+        tokens = encode_as_trained(tokenizer, [*system, {"role": "user", "content": prompt}])
         if len(tokens) <= min(plan.max_prompt_tokens, target.max_positions - 1):
             sampling = plan.samplings[number % len(plan.samplings)]
             questions.append(Question(number, tokens, sampling, plan.seed + number))
@@ -190,23 +197,32 @@ def answer_prompts(
             len(prompts) - len(questions),
             plan.max_prompt_tokens,
         )
-    system = [] if plan.system is None else [{"role": "system", "content": plan.system}]
 
     def conversation(answer: Answer) -> dict[str, Any]:
         prompt, temperature = asked[answer.number]
         text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
-        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
-        return {"temperature": temperature, "conversations": system + turns}
+        turns = [*system, {"role": "user", "content": prompt}]
+        if not tokenizer.chat_template:
+            return {"temperature": temperature, "prompt": plain_text(turns), "completion": text}
+        turns.append({"role": "assistant", "content": text})
+        return {"temperature": temperature, "conversations": turns}
 
     settings = {name: value for name, value in asdict(plan).items() if name not in ("rows", "base_model")}
     identity = {"target": target_identity(plan.base_model, target.model), "prompts": digest_json(prompts)}
     file = RowFile(path, identity | settings)
     rows = fill(file, target, questions, plan.max_new_tokens, plan.rows, conversation)
-    answered = [row for row in rows if row["conversations"][-1]["content"].strip()]
+    answered = [row for row in rows if answer_of(row).strip()]
     if len(answered) < len(rows):
         logger.info("%d conversations left out: the target's answer is empty", len(rows) - len(answered))
         file.write(answered)
     return answered
+
+
+def answer_of(row: Mapping[str, Any]) -> str:
+    """Return the answer of a row that `answer_prompts` wrote."""
+    text = row["completion"] if "completion" in row else row["conversations"][-1]["content"]
+    assert isinstance(text, str)
+    return text
 
 
 def fill(

@@ -17,13 +17,14 @@ from typing import Any
 
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.files.jsonl import read_jsonl
+from eagle_fsd.text.chat import plain_text
 
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names, beside the roles' own
 logger = logging.getLogger(__name__)
 
 
-class ChangedHistory(ValueError):
-    """Raised if a chat template renders a turn differently once others follow it."""
+class NoSingleText(ValueError):
+    """Raised if no single token sequence holds all answers of a row; says why."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,11 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
     `learn_all` marks every token after the template's own opening (everything before the first turn's
     content) instead of the answers alone.
 
-    Raises ChangedHistory if the template renders an earlier turn differently, such as a template that drops
+    Raises NoSingleText if the template renders an earlier turn differently, such as a template that drops
     the thinking of earlier answers: then no single token sequence holds all answers.
     """
+    if not tokenizer.chat_template:
+        return encode_plain(turns, tokenizer, learn_all)
     tokens: list[int] = []
     learn: list[bool] = []
     rendered = ""
@@ -112,9 +115,7 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
             continue
         before = tokenizer.apply_chat_template(turns[:index], tokenize=False, add_generation_prompt=True)
         if not before.startswith(rendered):
-            raise ChangedHistory(
-                "the chat template renders a conversation's start differently; train on single-turn rows"
-            )
+            raise NoSingleText("the chat template renders earlier turns differently")
         opening = turns[0]["content"].strip()
         start = before.find(opening) if learn_all and not rendered and opening else 0
         append(before[len(rendered) :][:start], False)
@@ -125,6 +126,23 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
             learn[answer - 1] = True
         rendered = before + turn["content"]
     return Example(tokens, learn)
+
+
+def encode_plain(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = False) -> Example:
+    """Encode a row for a base model, which has no chat template: its answer continues the text before it.
+
+    `learn_all` marks every token but the first, which may be the tokenizer's own. Raises NoSingleText for a
+    row of several answers, since no template says how they follow each other.
+    """
+    if [turn["role"] == "assistant" for turn in turns] != [False] * (len(turns) - 1) + [True]:
+        raise NoSingleText("several answers, and the tokenizer has no chat template")
+    before = tokenizer(plain_text(turns[:-1])).input_ids
+    after = tokenizer(turns[-1]["content"], add_special_tokens=False).input_ids
+    learn = [learn_all] * len(before) + [True] * len(after)
+    learn[0] = False
+    if len(before) > 1 and after:
+        learn[len(before) - 1] = True
+    return Example([*before, *after], learn)
 
 
 def load_examples(
@@ -154,8 +172,8 @@ def load_examples(
             continue
         try:
             example = encode_turns(turns, tokenizer, learn_all)
-        except ChangedHistory:
-            skipped.add("the chat template renders earlier turns differently")
+        except NoSingleText as why:
+            skipped.add(str(why))
             continue
         example = Example(example.tokens[:max_length], example.learn[:max_length])
         if not any(example.learn[1:]):
