@@ -45,7 +45,8 @@ def model_parser(description: str | None, dtype: str | None = None) -> argparse.
     add("--lookup", action="store_true", help="drafts are looked up too; with --ea-model none, all are")
     add("--draft-model", help="instead of a head: a smaller language model of the target's family")
     add("--draft-layers", type=int, help="instead of a head: the target's own first layers")
-    add("--dtype", default=dtype, help=f"default: {dtype or 'float32 on a CPU, bfloat16 on CUDA'}")
+    parser.set_defaults(usual_dtype=dtype)
+    add("--dtype", help=f"default: {dtype or 'float32 on a CPU, bfloat16 on CUDA'}")
     add("--head-dtype", help="what drafts are computed in; default: the target's dtype")
     add("--device", help="default: CUDA where there is one, else the CPU")
     add("--no-pack", dest="pack", action="store_false", help="leave the linear layers as they are")
@@ -78,6 +79,8 @@ def load_engine(arguments: argparse.Namespace) -> EagleFSD:
     names = ("dtype", "head_dtype", "device", "pack", "graphs", "full_vocabulary", "runtime", "weight_format")
     names += ("lookup", "draft_model", "draft_layers")
     options = {name: getattr(arguments, name) for name in names}
+    if arguments.weight_format is None:  # which says the dtype by itself
+        options["dtype"] = arguments.dtype or arguments.usual_dtype
     return EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, **options)
 
 
