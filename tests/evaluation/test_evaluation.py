@@ -281,3 +281,6 @@ def test_the_models_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch) 
         "draft_model": None,
         "draft_layers": None,
     }
+    for given, dtype in (("", "float32"), ("--weight-format bfloat16", None), ("--dtype float16", "float16")):
+        load_engine(model_parser("x", "float32").parse_args(given.split()))
+        assert seen["dtype"] == dtype
