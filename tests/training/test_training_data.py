@@ -72,7 +72,7 @@ def test_without_a_chat_template_an_answer_continues_its_prompt(tmp_path: Path) 
     (example,), skipped = load_examples(path, BaseTokenizer(), 50)
     assert "".join(map(chr, example.tokens)) == "^One, two, three"
     assert marked(example) == "........., three"
-    assert skipped.counts == {"several answers, and the tokenizer has no chat template": 1}
+    assert skipped.counts == {"not one answer at the end, and the tokenizer has no chat template": 1}
     (example,), _ = load_examples(path, BaseTokenizer(), 50, learn_all=True)
     assert marked(example) == ".One, two, three"
 

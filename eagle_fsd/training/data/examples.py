@@ -132,10 +132,10 @@ def encode_plain(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
     """Encode a row for a base model, which has no chat template: its answer continues the text before it.
 
     `learn_all` marks every token but the first, which may be the tokenizer's own. Raises NoSingleText for a
-    row of several answers, since no template says how they follow each other.
+    row that is not one answer after its questions, since no template says how turns follow each other.
     """
     if [turn["role"] == "assistant" for turn in turns] != [False] * (len(turns) - 1) + [True]:
-        raise NoSingleText("several answers, and the tokenizer has no chat template")
+        raise NoSingleText("not one answer at the end, and the tokenizer has no chat template")
     before = tokenizer(plain_text(turns[:-1])).input_ids
     after = tokenizer(turns[-1]["content"], add_special_tokens=False).input_ids
     learn = [learn_all] * len(before) + [True] * len(after)
