@@ -32,13 +32,7 @@ def encode(
     template: arguments of the chat template; see `encode_chat`.
     """
     tokenizer = require_tokenizer(tokenizer)
-    try:
-        (prompt + (system or "")).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the prompt or its system message is not UTF-8 at character {error.start}: retype it, or give a "
-            "file of UTF-8 text"
-        ) from error
+    require_utf8(prompt + (system or ""))
     if raw:
         return tokenizer(prompt, return_tensors="pt")["input_ids"]
     messages = [{"role": "system", "content": system}] if system is not None else []
@@ -53,14 +47,27 @@ def encode_as_trained(
     A base model continues text: where its tokenizer has no chat template, these are the ids of plain text.
     """
     turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    if getattr(require_tokenizer(tokenizer), "chat_template", None):
-        return encode_chat(tokenizer, turns)[0].tolist()
-    return encode(tokenizer, plain_text(turns), raw=True)[0].tolist()
+    text = plain_text(turns)
+    if not getattr(require_tokenizer(tokenizer), "chat_template", None):
+        return encode(tokenizer, text, raw=True)[0].tolist()
+    require_utf8(text)
+    return encode_chat(tokenizer, turns)[0].tolist()
 
 
 def plain_text(messages: Sequence[Mapping[str, str]]) -> str:
     """Return what a model without a chat template reads of a chat: its contents, a blank line between two."""
     return "\n\n".join(message["content"] for message in messages)
+
+
+def require_utf8(text: str) -> None:
+    """Raise ValueError for text that UTF-8 cannot hold: half a character of a broken file or terminal."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt or its system message is not UTF-8 at character {error.start}: retype it, or give a "
+            "file of UTF-8 text"
+        ) from error
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:

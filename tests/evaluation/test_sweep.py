@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from eagle_fsd.evaluation.measure.sweep import Cell, Questions, encoded, run, tu
 from eagle_fsd.evaluation.rows import read_raw_rows, read_rows
 from eagle_fsd.evaluation.tasks import Sample, Task
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.chat import encode_as_trained
 
 WARM = SamplingConfig(0.9, 20, 0.95)
 TREE = TreeConfig(8, 3, 3)
@@ -359,3 +361,10 @@ def test_a_base_model_is_asked_in_plain_text() -> None:
     model.tokenizer = Plain()  # type: ignore[assignment]
     sample = Sample("0", ({"role": "system", "content": "Sum."}, {"role": "user", "content": "1+1="}), {})
     assert "".join(map(chr, encoded([sample], model)[0])) == "Sum.\n\n1+1="
+
+
+def test_half_a_character_is_refused_in_one_line() -> None:
+    """As by `generate`, whether the target takes chats or continues text."""
+    for template in ("yes", None):
+        with pytest.raises(ValueError, match="not UTF-8 at character 1: retype it"):
+            encode_as_trained(SimpleNamespace(chat_template=template), "a\ud800")  # type: ignore[arg-type]

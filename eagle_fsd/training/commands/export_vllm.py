@@ -19,6 +19,7 @@ import torch
 
 from eagle_fsd import hub
 from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.evaluation.cli import say
 from eagle_fsd.hub.eagle3_checkpoint import is_eagle3
 from eagle_fsd.hub.head_checkpoint import extra_fields, read_config, read_head, save_head, stored_dtype
 from eagle_fsd.training.cli import run_command
@@ -53,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(args: argparse.Namespace) -> None:
     source = hub.resolve_target(args.base_model)
     head = hub.resolve_head(args.ea_model, source.name)
-    print(export_head(head, args.output / HEAD, args.drop_bias))
+    say(export_head(head, args.output / HEAD, args.drop_bias))
     if not args.head_only:
-        print(export_target(source, args.output / TARGET, args.dtype))
+        say(export_target(source, args.output / TARGET, args.dtype))
 
 
 def export_head(source: hub.HeadSource, folder: Path, drop_bias: bool = False) -> Path:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from eagle_fsd import hub
 from eagle_fsd.core.checks import require_integer
+from eagle_fsd.evaluation.cli import say
 from eagle_fsd.files.fingerprints import target_identity
 from eagle_fsd.hub.head_checkpoint import extra_fields, stored_dtype
 from eagle_fsd.target.model import TargetModel
@@ -77,10 +78,10 @@ def run(args: argparse.Namespace) -> None:
     embedding, readout = model.get_input_embeddings().weight.detach(), Readout.from_target(target)
     sequences = (one for number in rest for one in data.read([number]))
     folded = fold_bias(head, *input_moments(head, sequences, embedding, args.steps))
-    print(folded)
+    say(folded)
     held_out = hold_out(data.read(held), readout)
     for name, one in (("before", head), ("after", folded.head)):
-        print(f"{name}: {evaluate(one, held_out, embedding)}")
+        say(f"{name}: {evaluate(one, held_out, embedding)}")
     hub.save_head(
         folded.head, args.output, extra_fields(found.folder, folded.head.config), stored_dtype(found.file)
     )

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.evaluation.cli import say
 from eagle_fsd.evaluation.commands.tau import summed_up, table
 from eagle_fsd.evaluation.rows import read_rows
 from eagle_fsd.hub.head_checkpoint import read_config
@@ -64,11 +65,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         card = Card(*about, args.custom_generate)
         folder = write_repository(args.head, card, args.repo_id, args.output or args.head.parent / "publish")
         if warning := bias_warning(folder):
-            print(f"{name}: {warning}", file=sys.stderr)
+            sys.stderr.write(f"{name}: {warning}\n")
         if args.dry_run:
             for command in card.commands():
-                print(f"{name}: the card shows: {command}", file=sys.stderr)
-        print(folder if args.dry_run else push(folder, args.repo_id, args.private))
+                sys.stderr.write(f"{name}: the card shows: {command}\n")
+        say(folder if args.dry_run else push(folder, args.repo_id, args.private))
     except (ValueError, OSError) as error:
         sys.exit(f"{name}: {one_line(error)}")
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd import hub
+from eagle_fsd.evaluation.cli import say
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.hub.head_checkpoint import extra_fields, stored_dtype
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
         }
         hub.save_head(head.restrict(tokens), folder, extra, dtype)
         write_atomically(folder / "draft_vocabulary.json", json.dumps(record, indent=1) + "\n")
-        print(format_head(folder, record))
+        say(format_head(folder, record))
 
 
 def output_folders(args: argparse.Namespace) -> dict[Path, int]:

@@ -24,7 +24,7 @@ from eagle_fsd.files.jsonl import drop_torn_line, read_jsonl
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import encode_as_trained, plain_text
 from eagle_fsd.text.prompt_files import find_prompt, read_prompts
-from eagle_fsd.training.data.examples import overlap, word_runs
+from eagle_fsd.training.data.examples import overlap, turns_of, word_runs
 from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
 
 logger = logging.getLogger(__name__)
@@ -186,11 +186,12 @@ def answer_prompts(
     system = [] if plan.system is None else [{"role": "system", "content": plan.system}]
     questions, asked = [], {}
     for number, prompt in enumerate(prompts):
-        tokens = encode_as_trained(tokenizer, [*system, {"role": "user", "content": prompt}])
+        turns = [*system, {"role": "user", "content": prompt}]
+        tokens = encode_as_trained(tokenizer, turns)
         if len(tokens) <= min(plan.max_prompt_tokens, target.max_positions - 1):
             sampling = plan.samplings[number % len(plan.samplings)]
             questions.append(Question(number, tokens, sampling, plan.seed + number))
-            asked[number] = (prompt, sampling.temperature)
+            asked[number] = (turns, sampling.temperature)
     if len(questions) < len(prompts):
         logger.info(
             "%d prompts left out: longer than %d tokens",
@@ -199,30 +200,21 @@ def answer_prompts(
         )
 
     def conversation(answer: Answer) -> dict[str, Any]:
-        prompt, temperature = asked[answer.number]
+        turns, temperature = asked[answer.number]
         text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
-        turns = [*system, {"role": "user", "content": prompt}]
         if not tokenizer.chat_template:
             return {"temperature": temperature, "prompt": plain_text(turns), "completion": text}
-        turns.append({"role": "assistant", "content": text})
-        return {"temperature": temperature, "conversations": turns}
+        return {"temperature": temperature, "conversations": [*turns, {"role": "assistant", "content": text}]}
 
     settings = {name: value for name, value in asdict(plan).items() if name not in ("rows", "base_model")}
     identity = {"target": target_identity(plan.base_model, target.model), "prompts": digest_json(prompts)}
     file = RowFile(path, identity | settings)
     rows = fill(file, target, questions, plan.max_new_tokens, plan.rows, conversation)
-    answered = [row for row in rows if answer_of(row).strip()]
+    answered = [row for row in rows if turns_of(row, str(path))[-1]["content"].strip()]
     if len(answered) < len(rows):
         logger.info("%d conversations left out: the target's answer is empty", len(rows) - len(answered))
         file.write(answered)
     return answered
-
-
-def answer_of(row: Mapping[str, Any]) -> str:
-    """Return the answer of a row that `answer_prompts` wrote."""
-    text = row["completion"] if "completion" in row else row["conversations"][-1]["content"]
-    assert isinstance(text, str)
-    return text
 
 
 def fill(
