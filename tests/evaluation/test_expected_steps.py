@@ -87,6 +87,15 @@ def test_a_greedy_step_is_what_is_expected(word: str) -> None:
         assert math.isinf(float(found.kl)) == (float(found.tv) > 0)
 
 
+def test_the_papers_rule_is_lossless_at_threshold_0() -> None:
+    """It has no chances then, and the walk follows the target's draws to the end."""
+    for sampling in (*SAMPLINGS.values(), SamplingConfig()):
+        verified = verified_tree(sampling)
+        found, lossless = (expected_step(parse_rule(word), verified) for word in ("fsd_paper:0", "lossless"))
+        assert float(found.tokens) == float(lossless.tokens) and float(found.tv) == 0
+    assert float(expected_step(Lossless(), verified_tree(SAMPLINGS["warm"])).tokens) > 1
+
+
 def test_no_rule_of_draws_beats_the_swapping_plan_on_a_tree() -> None:
     """What a plan promises: tokens less the price of TV, against every other rule on the same trees."""
     margin = 0.0

@@ -45,8 +45,8 @@ def expected_step(rule: AcceptanceRule, verified: Verified) -> Expected:
     chances, weak = choices_of(rule, verified)
     r = output_distribution(verified, chances, weak, rule.mode)
     goes = r.token  # from the parent to the node; not of the root
-    if rule.mode == FIRST_FAILURE:
-        goes = torch.zeros_like(goes) if chances is None else chances.double() * (tree.parents >= 0)
+    if rule.mode == FIRST_FAILURE and chances is not None:  # without any, the walk follows the draws
+        goes = chances.double()
     start = torch.zeros_like(goes)
     start[:, 0] = 1.0  # fillers have no parent either, and are never reached
     reach = start
