@@ -21,9 +21,11 @@ from eagle_fsd.files.atomic import read_records, write_atomically
 from eagle_fsd.files.provenance import processor
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
-from eagle_fsd.runtime.openvino.block_cache import BlockCache
+from eagle_fsd.runtime.openvino.block_cache import BlockCache, PagedCache
 from eagle_fsd.runtime.openvino.network import Layout
-from eagle_fsd.runtime.openvino.traced_attention import attend_blocks
+from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages, page_operator
+from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16
+from eagle_fsd.target.architecture import FULL
 from eagle_fsd.target.hf_attention import private_copy
 from eagle_fsd.version import __version__
 
@@ -35,12 +37,21 @@ ADMITTED = "admitted.json"  # beside a kept graph: where it passed the test of a
 
 
 class TracedCache:
-    """Stands in for a cache while a decoder is traced: it gives a layer its blocks and takes its new keys."""
+    """Stands in for a cache while a decoder is traced: it gives a layer its members and takes its new keys.
+
+    members: each layer's keys and values, in blocks or, if there are tables, in pages.
+    """
 
     is_compileable = False
 
-    def __init__(self, blocks: Sequence[tuple[Tensor, Tensor]], layers: Sequence[int]) -> None:
-        self.blocks = dict(zip(layers, blocks, strict=True))
+    def __init__(
+        self,
+        members: Sequence[tuple[Tensor, Tensor]],
+        layers: Sequence[int],
+        tables: Sequence[Tensor] | None = None,
+    ) -> None:
+        self.members = dict(zip(layers, members, strict=True))
+        self.tables = tables
         self.new: dict[int, tuple[Tensor, Tensor]] = {}
         self.attended: set[int] = set()
 
@@ -53,13 +64,26 @@ class TracedCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **how: object) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """Return the attention of the layer that these keys are of."""
         layer = next((layer for layer, (keys, _) in reversed(self.new.items()) if keys is k), None)
         if layer is None:
             raise NotImplementedError("a layer attends to other keys than it stores")
         self.attended.add(layer)
-        return attend_blocks(q, k, v, *self.blocks[layer], mask, **how)
+        if self.tables is None:
+            return attend_blocks(q, k, v, *self.members[layer], mask, scale, softcap, sinks)
+        if softcap is not None or sinks is not None:
+            raise NotImplementedError("its attention has soft-caps or sinks")
+        return attend_pages(q, k, v, *self.members[layer], self.tables, scale)
 
 
 _tracing: contextvars.ContextVar[TracedCache] = contextvars.ContextVar("tracing")
@@ -83,8 +107,7 @@ def blockwise_attention_forward(
     if attention_mask is None:
         raise NotImplementedError("its attention takes no mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    how = {"scale": scale, "softcap": softcap, "sinks": s_aux}
-    mixed = _tracing.get().attend(query, key, value, attention_mask, **how)
+    mixed = _tracing.get().attend(query, key, value, attention_mask, scale, softcap, s_aux)
     return mixed.transpose(1, 2).contiguous(), None
 
 
@@ -94,7 +117,8 @@ AttentionInterface.register(BLOCKWISE, blockwise_attention_forward)
 class GraphDecoder:
     """A target's decoder and lm_head in the runtime's weight format.
 
-    kinds: of its layers' masks, in order. Raises ValueError if the model cannot be traced.
+    kinds: of its layers' masks, in order. paged: attend over pages; see may_page. Raises ValueError if the
+    model cannot be traced.
     """
 
     def __init__(
@@ -103,8 +127,9 @@ class GraphDecoder:
         kinds: Sequence[str],
         layers: Mapping[int, tuple[Tensor, Tensor]],
         runtime: OpenVINO,
+        paged: bool = False,
     ) -> None:
-        self.runtime = runtime
+        self.runtime, self.paged = runtime, paged
         self.kinds = list(kinds)
         self.embeddings = model.get_input_embeddings()
         self.members = [
@@ -115,9 +140,10 @@ class GraphDecoder:
         numbers = sorted(layers)
 
         def work(
-            inputs: Sequence[Tensor], masks: Sequence[Tensor], blocks: Sequence[tuple[Tensor, Tensor]]
+            inputs: Sequence[Tensor], seen: Sequence[Tensor], members: Sequence[tuple[Tensor, Tensor]]
         ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-            cache = TracedCache(blocks, numbers)
+            cache = TracedCache(members, numbers, seen if paged else None)
+            masks = [no_mask(inputs[0])] if paged else seen
             token = _tracing.set(cache)
             try:
                 output = decoder(
@@ -135,7 +161,8 @@ class GraphDecoder:
 
         token = torch.zeros(1, 3, dtype=torch.int64)
         with torch.inference_mode():
-            layout = Layout((self.embeddings(token), torch.arange(3)[None]), len(self.kinds), self.members)
+            examples = self.embeddings(token), torch.arange(3)[None]
+            layout = Layout(examples, len(self.kinds), self.members, paged)
         head, before = model.get_output_embeddings(), runtime.weight_bytes
         try:
             made_of = [CONVERTER, decoder.config.to_json_string(use_diff=False), self.kinds]
@@ -162,7 +189,7 @@ class GraphDecoder:
                 write_atomically(folder / ADMITTED, json.dumps(here()) + "\n")
 
     def new_cache(self, batch: int, capacity: int) -> BlockCache:
-        return BlockCache(batch, capacity, self.members)
+        return (PagedCache if self.paged else BlockCache)(batch, capacity, self.members)
 
     def expect(self, rows: int, nodes: int, again: bool = True) -> None:
         """Compile ahead for trees of so many nodes, since many are about to come. again: see Variants."""
@@ -180,6 +207,17 @@ class GraphDecoder:
     def logits(self, features: Tensor) -> Tensor:
         """Return the lm_head's output [..., V] float32."""
         return self._lm_head(features.float())
+
+
+def may_page(kinds: Sequence[str], runtime: OpenVINO) -> bool:
+    """Return whether attention over pages may do: for full attention, in float32."""
+    return list(kinds) == [FULL] and runtime.weight_format != BFLOAT16 and page_operator() is not None
+
+
+def no_mask(rows: Tensor) -> Tensor:
+    """Return a mask [B, 1, n, n] that nobody reads, for code that asks whether there is one."""
+    batch, count = rows.shape[:2]
+    return rows.new_zeros(batch, 1, count, count)
 
 
 def here() -> dict[str, str]:

@@ -30,7 +30,7 @@ from eagle_fsd.target.architecture import (
     longest_text,
     own_defaults,
 )
-from eagle_fsd.target.graph_decoder import GraphDecoder
+from eagle_fsd.target.graph_decoder import GraphDecoder, may_page
 from eagle_fsd.target.hf_attention import with_grouped_attention
 from eagle_fsd.target.taps import TappedDecoder, joined
 
@@ -262,11 +262,21 @@ class TargetModel:
         cache.reserve(1)
         token = torch.zeros(1, 1, dtype=torch.int64)
         self.features(token, cache.place(1), torch.ones(1, 1, 1, dtype=torch.bool), token, cache)
-        self.graphs = GraphDecoder(self.model, sorted(self.kinds), cache.layers, runtime)
         self.stepper = FixedShapes()
-        if not self.graphs.was_admitted():
-            check_tree_verification(self)
-            self.graphs.note_admission()
+        kinds = sorted(self.kinds)
+        for paged in [True, False] if may_page(kinds, runtime) else [False]:
+            before = runtime.weight_bytes
+            try:
+                self.graphs = GraphDecoder(self.model, kinds, cache.layers, runtime, paged)
+                if not self.graphs.was_admitted():
+                    check_tree_verification(self)
+                    self.graphs.note_admission()
+                return
+            except ValueError as error:
+                if not paged:
+                    raise
+                logger.info("attention over pages is not used: %s", one_line(error, 200))
+                self.graphs, runtime.weight_bytes = None, before
 
     @torch.inference_mode()
     def _feature_device(self) -> torch.device:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.tiny_models import FAMILIES, WINDOW, attention_of, prompts_of, tiny_head, tiny_model
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.runtime.openvino.traced_attention import attend_pages
 from eagle_fsd.target.admission import check_tree_verification
 from eagle_fsd.target.model import TargetModel
 
@@ -61,6 +65,63 @@ def test_greedy_texts_equal_those_of_torch(family: str) -> None:
     assert got.new_tokens == wanted.new_tokens
     # The head's graph drafts the same trees, so just as much of them is accepted.
     assert [one.tau for one in got.stats] == pytest.approx([one.tau for one in wanted.stats])
+
+
+PAGED = {
+    "llama": True,
+    "gpt2": True,
+    "granite": True,
+    "qwen2-window": False,
+    "gemma3": False,
+    "gemma2": False,
+}
+
+
+@pytest.mark.parametrize("family", PAGED)
+def test_full_attention_is_over_pages(family: str) -> None:
+    """The operator has neither sliding windows nor soft-caps: models with either attend over blocks."""
+    graphs = engines_of(family)[1].target.graphs
+    assert graphs is not None and graphs.paged == PAGED[family]
+
+
+def without_operator(patch: pytest.MonkeyPatch) -> None:
+    """Let OpenVINO have no attention over pages."""
+    patch.setattr("eagle_fsd.target.graph_decoder.page_operator", lambda: None)
+
+
+def failing_conversion(patch: pytest.MonkeyPatch) -> None:
+    """Let the operator refuse its inputs, as that of another release may."""
+
+    def refuse(*_inputs: object) -> None:
+        raise RuntimeError("28 inputs were expected")
+
+    patch.setattr("eagle_fsd.runtime.openvino.traced_attention.page_operator", lambda: refuse)
+
+
+def wrong_scale(patch: pytest.MonkeyPatch) -> None:
+    """Let the operator compute something else, as that of another release may."""
+
+    def scaled(*inputs: Any) -> Tensor:
+        return attend_pages(*inputs[:-1], 3 * inputs[-1])
+
+    patch.setattr("eagle_fsd.target.graph_decoder.attend_pages", scaled)
+
+
+@pytest.mark.parametrize("trouble", [without_operator, failing_conversion, wrong_scale])
+def test_blocks_serve_where_pages_do_not(
+    trouble: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE_FSD_NO_WEIGHTS_CACHE", "1")
+    trouble(monkeypatch)
+    ids, mask = pad_left(prompts_of(LENGTHS), pad=0)
+    target = TargetModel(tiny_model("llama"), runtime=OpenVINO("float32"))
+    assert target.graphs is not None and not target.graphs.paged
+    assert target.weight_bytes == engines_of("llama")[1].target.weight_bytes
+    wanted, got = (
+        engine.generate(ids, mask, max_new_tokens=NEW_TOKENS, tree=TREE).new_tokens
+        for engine in (engines_of("llama")[0], EagleFSD(target, tiny_head()))
+    )
+    assert got == wanted
 
 
 @pytest.mark.parametrize("family", ["gptj", "mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])

@@ -23,6 +23,7 @@ from eagle_fsd.runtime.openvino.network import (
     trace,
     with_sizes,
 )
+from eagle_fsd.runtime.openvino.traced_attention import describe_pages
 from eagle_fsd.runtime.openvino.variants import Variants
 from eagle_fsd.runtime.openvino.weight_formats import (
     BFLOAT16,
@@ -73,7 +74,8 @@ class OpenVINO:
         the next process.
         """
         weights = [*module.parameters(), *module.buffers()]
-        parts = [made_of, layout.masks, layout.members, [list(one.shape[2:]) for one in layout.inputs]]
+        shapes = [list(one.shape[2:]) for one in layout.inputs]
+        parts = [made_of, layout.masks, layout.members, layout.paged, shapes]
         graph, compile_graph, folder = self._graph(
             name, weights, parts, lambda: trace(module, work, layout), kept
         )
@@ -131,6 +133,7 @@ class OpenVINO:
         precision = "bf16" if self.weight_format == BFLOAT16 else "f32"
 
         def compile_graph(graph: Any) -> Any:
+            describe_pages(graph)
             return library.compile_graph(graph, precision, rounds, self.threads, folder)
 
         return graph, compile_graph, folder

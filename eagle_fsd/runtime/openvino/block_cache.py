@@ -19,14 +19,17 @@ from eagle_fsd.core.padding import on_device
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
 
 BLOCK = 256  # slots; also the step in which a view grows, since another shape costs a graph some milliseconds
+PAGE = 32  # slots of a page; OpenVINO's attention takes no others on a CPU
 
 
 class BlockCache(KVCache):
-    """Keys and values of all layers, in one buffer [M, blocks, rows, H, BLOCK, D] for each size of heads.
+    """Keys and values of all layers, in one buffer [M, blocks, rows, H, block, D] for each size of heads.
 
     members: (H, D) of every layer's keys, then of its values, layer by layer. Everything else is as in
     KVCache, but when rows leave the others close ranks, since a graph has no use for a part of the rows.
     """
+
+    block = BLOCK  # how many slots lie together
 
     # A graph writes all scores of a layer to memory, so fewer rows at a time are faster: a prompt of 2,000
     # tokens takes 5.1 s in parts of 512 tokens, 3.6 s in parts of 256 or 128.
@@ -45,7 +48,7 @@ class BlockCache(KVCache):
         return sum(store.untyped_storage().nbytes() for store in self.stores.values())
 
     def blocks(self, count: int) -> list[Tensor]:
-        """Return every member's first blocks, [count, rows, H, BLOCK, D], in the buffers' own memory."""
+        """Return every member's first blocks, [count, rows, H, block, D], in the buffers' own memory."""
         places = dict.fromkeys(self.sizes, 0)
         found = []
         for size in self.members:
@@ -56,7 +59,7 @@ class BlockCache(KVCache):
     def reserve(self, width: int, offset: int = 0, exact: bool = False) -> None:
         super().reserve(width, offset)  # a view of whole blocks, whether it was to be exact or not
         self.exact = exact
-        self._touched = max(self._touched, self.view // BLOCK)
+        self._touched = max(self._touched, self.view // self.block)
 
     def place(self, width: int, offset: int = 0) -> Tensor:
         self._offset = offset
@@ -65,7 +68,7 @@ class BlockCache(KVCache):
     @property
     def committed_blocks(self) -> int:
         """How many blocks hold slots before those last placed, in any row."""
-        return -(-(max(self.row_lengths) + self._offset) // BLOCK)
+        return -(-(max(self.row_lengths) + self._offset) // self.block)
 
     def write(self, news: Sequence[Tensor]) -> None:
         """Write the keys and values of the tokens last placed: [M, B, H, n, D] for each size of heads."""
@@ -78,8 +81,8 @@ class BlockCache(KVCache):
                 continue
             done = 0
             while done < width:
-                block, place = divmod(start + done, BLOCK)
-                count = min(width - done, BLOCK - place)
+                block, place = divmod(start + done, self.block)
+                count = min(width - done, self.block - place)
                 store[:, block, :, :, place : place + count] = new[:, :, :, done : done + count]
                 done += count
 
@@ -123,27 +126,27 @@ class BlockCache(KVCache):
 
     def replace(self, rows: Sequence[int], other: KVCache) -> None:
         assert isinstance(other, BlockCache)
-        used = -(-max(other.row_lengths) // BLOCK)
+        used = -(-max(other.row_lengths) // self.block)
         self._take_limits(rows, other)
-        self._make_room(used * BLOCK)
+        self._make_room(used * self.block)
         self._touched = max(self._touched, used)
         for size, store in self.stores.items():
             store[:, :used, list(rows)] = other.stores[size][:, :used, : len(rows)]
         self._set_lengths_of(rows, other.row_lengths)
 
     def save_row(self, row: int, count: int) -> SavedRow:
-        used = -(-count // BLOCK)
+        used = -(-count // self.block)
         stores = enumerate(self.stores.values())
         return SavedRow(count, {number: (store[:, :used, row].clone(),) for number, store in stores})
 
     def load_row(self, row: int, saved: SavedRow, count: int) -> None:
-        used = -(-count // BLOCK)
-        self._make_room(used * BLOCK)
+        used = -(-count // self.block)
+        self._make_room(used * self.block)
         self._touched = max(self._touched, used)
         for number, store in enumerate(self.stores.values()):
             store[:, :used, row] = saved.parts[number][0][:, :used]
             # The saved text's own scratch may be NaN, which no mask hides.
-            store[:, used - 1 : used, row, :, count - used * BLOCK + BLOCK :] = 0
+            store[:, used - 1 : used, row, :, count - used * self.block + self.block :] = 0
         self._set_lengths_of([row], [count])
 
     def grow(self, capacity: int) -> None:
@@ -151,10 +154,10 @@ class BlockCache(KVCache):
 
     def _close_ranks(self, rows: Sequence[int]) -> None:
         """Keep these rows, in order, in the memory of all: new memory takes longer to get than to fill."""
-        used = -(-max(self.row_lengths) // BLOCK)
+        used = -(-max(self.row_lengths) // self.block)
         for size, store in self.stores.items():
             members, blocks, before, heads, _, width = store.shape
-            memory = store.view(members, blocks * before, heads, BLOCK, width)
+            memory = store.view(members, blocks * before, heads, self.block, width)
             for block, (place, row) in product(range(used), enumerate(rows)):
                 target, source = block * len(rows) + place, block * before + row
                 if target != source:
@@ -166,7 +169,7 @@ class BlockCache(KVCache):
     def _reallocate(self, capacity: int, rows: Sequence[int]) -> None:
         """Move the used blocks of these rows into buffers of another size."""
         index = list(rows)
-        used = -(-max(self.row_lengths) // BLOCK)
+        used = -(-max(self.row_lengths) // self.block)
         for size, store in self.stores.items():
             new = self._allocate(size, capacity, len(index))
             new[:, :used] = store[:, :used, index]
@@ -184,11 +187,51 @@ class BlockCache(KVCache):
 
     def _allocate(self, size: tuple[int, int], capacity: int, rows: int) -> Tensor:
         heads, width = size
-        shape = (self.members.count(size), capacity // BLOCK, rows, heads, BLOCK, width)
+        shape = (self.members.count(size), capacity // self.block, rows, heads, self.block, width)
         # numpy's zeros, unlike torch's, take up no memory until something is written.
         return torch.from_numpy(np.zeros(shape, dtype=np.float32))
 
     def _index(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the block, row and place in the block of slots [B, n]."""
         rows = on_device(range(len(slots)), self.device)[:, None].expand_as(slots)
-        return slots // BLOCK, rows, slots % BLOCK
+        return slots // self.block, rows, slots % self.block
+
+
+class PagedCache(BlockCache):
+    """Blocks that are the pages of OpenVINO's attention: page b * rows + r holds block b of row r.
+
+    A graph gets all pages and tables that say which of them are whose, so it never gets other tensors as a
+    text grows. It writes the new keys and values by itself.
+    """
+
+    block = PAGE
+
+    def __init__(self, batch: int, capacity: int, members: Sequence[tuple[int, int]]) -> None:
+        super().__init__(batch, capacity, members)
+        self._pages: tuple[tuple[int, int, int], Tensor] | None = None  # and what they are for
+
+    def pages(self) -> list[Tensor]:
+        """Return every member's pages, [blocks * rows, H, PAGE, D], in the buffers' own memory."""
+        return [blocks.flatten(0, 1) for blocks in self.blocks(self.capacity // PAGE)]
+
+    def tables(self, visible: Tensor) -> list[Tensor]:
+        """Return what the attention has to know of the tokens last placed, as int32, but for the relation.
+
+        visible: [B, n, S] bool, the slots that each of them sees: all before the first of them, and of their
+        own those of `relation`.
+        lengths: [B], the slots before them. starts: [B + 1], where each row's tokens begin among all. pages:
+        [B * blocks], each row's. page_starts: [B + 1]. longest: [], the most slots of a row. relation:
+        [B * n * n] uint8, which of a row's tokens each of them sees. relation_starts: [B + 1].
+        """
+        batch, count = self.slots.shape
+        blocks = self.view // PAGE
+        rows = torch.arange(batch + 1, dtype=torch.int32)
+        key = (batch, blocks, self.rows)
+        if self._pages is None or self._pages[0] != key:
+            first = torch.arange(batch, dtype=torch.int32)[:, None]
+            self._pages = key, (first + self.rows * torch.arange(blocks, dtype=torch.int32)).flatten()
+        longest = torch.tensor(max(self.row_lengths) + self._offset + count, dtype=torch.int32)
+        relation = visible.gather(2, self.slots[:, None, :].expand(-1, count, -1)).flatten().byte()
+        lengths = (self.lengths + self._offset).int()
+        starts, relation_starts = rows * count, rows * (count * count)
+        return [lengths, starts, self._pages[1], rows * blocks, longest, relation, relation_starts]

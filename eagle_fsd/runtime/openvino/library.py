@@ -7,6 +7,7 @@ import importlib.util
 import locale
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,12 @@ def require() -> None:
 
 @functools.cache
 def core() -> Any:
-    """Return the process's one openvino.Core."""
+    """Return the process's one openvino.Core, which knows the operators that its CPU plugin adds."""
     import openvino
 
-    return openvino.Core()
+    made = openvino.Core()
+    made.get_versions("CPU")
+    return made
 
 
 def version() -> str:
@@ -50,8 +53,10 @@ def version() -> str:
     return str(openvino.__version__)
 
 
-def convert(network: Any, examples: tuple[torch.Tensor, ...]) -> Any:
+def convert(network: Any, examples: tuple[torch.Tensor, ...], extensions: Sequence[Any] = ()) -> Any:
     """Trace a network into an openvino.Model, and leave the root logger as it was.
+
+    extensions: of the converter, for operators that it does not know.
 
     The converter silences warnings of the whole process, and a conversion that fails leaves it so.
     """
@@ -60,7 +65,7 @@ def convert(network: Any, examples: tuple[torch.Tensor, ...]) -> Any:
     root = logging.getLogger()
     level, filters, handlers = root.level, root.filters[:], root.handlers[:]
     try:
-        return openvino.convert_model(network, example_input=examples)
+        return openvino.convert_model(network, example_input=examples, extension=list(extensions) or None)
     finally:
         root.setLevel(level)
         root.filters[:], root.handlers[:] = filters, handlers

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache
+from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache, PagedCache
 from eagle_fsd.runtime.openvino.library import convert
+from eagle_fsd.runtime.openvino.traced_attention import page_extension
 from eagle_fsd.runtime.openvino.variants import Variants
 
 HIDDEN = torch.finfo(torch.float32).min  # the additive mask where nothing is seen
+TABLES = 7  # inputs that say which pages are whose; see PagedCache.tables
 
-# Gets the inputs, the masks by kind, and each layer's (keys, values) blocks; returns the output and each
-# layer's new (keys, values) [B, H, n, D].
+# Gets the inputs, the masks by kind or the tables of pages, and each layer's (keys, values) in blocks or in
+# pages; returns the output and, where there are no pages, each layer's new (keys, values) [B, H, n, D].
 Traceable = Callable[
     [Sequence[Tensor], Sequence[Tensor], Sequence[tuple[Tensor, Tensor]]],
     tuple[Tensor, Sequence[tuple[Tensor, Tensor]]],
@@ -33,11 +35,47 @@ class Layout:
     """What a network takes.
 
     inputs: an example of each, [B, n, ...]. masks: how many kinds. members: of the cache; see BlockCache.
+    paged: whether the cache is a PagedCache, whose tables take the place of the masks.
     """
 
     inputs: Sequence[Tensor]
     masks: int
     members: Sequence[tuple[int, int]]
+    paged: bool = False
+
+    @property
+    def first_member(self) -> int:
+        """The place among a graph's inputs of the first of the cache's members."""
+        return len(self.inputs) + (TABLES if self.paged else self.masks)
+
+    def examples(self) -> list[Tensor]:
+        """Return an example of every input of the graph."""
+        batch, new = self.inputs[0].shape[:2]
+        if self.paged:
+            cache = PagedCache(batch, BLOCK, self.members)
+            cache.reserve(new)
+            cache.place(new)
+            return [
+                *self.inputs,
+                *cache.tables(torch.ones(batch, new, BLOCK, dtype=torch.bool)),
+                *cache.pages(),
+            ]
+        masks = [torch.zeros(batch, 1, new, 2 * BLOCK + new)] * self.masks
+        blocks = [torch.zeros(2, batch, heads, BLOCK, width) for heads, width in self.members]
+        return [*self.inputs, *masks, *blocks]
+
+    def shape(self, place: int, example: Tensor, batch: int = -1, new: int = -1) -> list[int]:
+        """Return the shape of the input at a place, for so many rows and new tokens; -1: any number."""
+        shape = list(example.shape)
+        if place < len(self.inputs):
+            shape[:2] = batch, new
+        elif place >= self.first_member:
+            shape[:-3] = [-1] if self.paged else [-1, batch]
+        elif self.paged:
+            shape[:] = [-1] * len(shape)
+        else:
+            shape = [batch, 1, new, -1]
+        return shape
 
 
 class Traced(nn.Module):
@@ -50,10 +88,12 @@ class Traced(nn.Module):
         self.layout = layout
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        count, masks = len(self.layout.inputs), self.layout.masks
-        blocks = tensors[count + masks :]
-        pairs = list(zip(blocks[::2], blocks[1::2], strict=True))
-        output, new = self.work(tensors[:count], tensors[count : count + masks], pairs)
+        count, first = len(self.layout.inputs), self.layout.first_member
+        members = tensors[first:]
+        pairs = list(zip(members[::2], members[1::2], strict=True))
+        output, new = self.work(tensors[:count], tensors[count:first], pairs)
+        if self.layout.paged:
+            return (output,)
         members = [tensor for pair in new for tensor in pair]
         sizes = list(dict.fromkeys(self.layout.members))
         stacks = [
@@ -68,25 +108,13 @@ def trace(network: nn.Module, work: Traceable, layout: Layout) -> Any:
     """Return an openvino.Model of a network. Sizes of batches, of new tokens and of the cache stay open."""
     import openvino
 
-    batch, new = layout.inputs[0].shape[:2]
-    examples = [
-        *layout.inputs,
-        *(torch.zeros(batch, 1, new, 2 * BLOCK + new) for _ in range(layout.masks)),
-        *(torch.zeros(2, batch, heads, BLOCK, width) for heads, width in layout.members),
-    ]
     # Tracing needs plain tensors: those of inference mode cannot be traced.
     with torch.inference_mode(False), torch.no_grad():
-        examples = [example.clone() for example in examples]
-        model = convert(Traced(network, work, layout), tuple(examples))
+        examples = [example.clone() for example in layout.examples()]
+        extensions = [page_extension()] if layout.paged else []
+        model = convert(Traced(network, work, layout), tuple(examples), extensions)
     for place, (port, example) in enumerate(zip(model.inputs, examples, strict=True)):
-        shape = list(example.shape)
-        if place < len(layout.inputs):
-            shape[:2] = -1, -1
-        elif place < len(layout.inputs) + layout.masks:
-            shape = [-1, 1, -1, -1]
-        else:
-            shape[:2] = -1, -1
-        port.get_node().set_partial_shape(openvino.PartialShape(shape))
+        port.get_node().set_partial_shape(openvino.PartialShape(layout.shape(place, example)))
     model.validate_nodes_and_infer_types()
     return model
 
@@ -95,16 +123,7 @@ def with_sizes(model: Any, layout: Layout, sizes: tuple[int, ...] | None) -> Any
     """Return a traced model for one number of rows and of new tokens; the cache's size stays open."""
     if sizes is None:
         return model
-    batch, new = sizes
-    shapes = {}
-    for place, port in enumerate(model.inputs):
-        shape = port.get_partial_shape()
-        if place < len(layout.inputs) + layout.masks:
-            shape[0] = batch
-            shape[1 if place < len(layout.inputs) else 2] = new
-        else:
-            shape[1] = batch
-        shapes[place] = shape
+    shapes = {place: layout.shape(place, example, *sizes) for place, example in enumerate(layout.examples())}
     made = model.clone()
     made.reshape(shapes)
     return made
@@ -127,11 +146,13 @@ class Request:
         memory.copy_(value)
 
     def bind(self, first: int, cache: BlockCache) -> None:
-        """Let the inputs from `first` on be the committed blocks of a cache, in its own memory."""
-        state = (cache.buffers, cache.committed_blocks)
+        """Let the inputs from `first` on be the pages or committed blocks of a cache, in its own memory."""
+        paged = isinstance(cache, PagedCache)
+        state = (cache.buffers, 0 if paged else cache.committed_blocks)
         if self.bound != state:
-            for place, blocks in enumerate(cache.blocks(cache.committed_blocks)):
-                self.infer.set_input_tensor(first + place, shared(blocks))
+            members = cache.pages() if paged else cache.blocks(cache.committed_blocks)
+            for place, member in enumerate(members):
+                self.infer.set_input_tensor(first + place, shared(member))
             self.bound = state
 
 
@@ -162,18 +183,18 @@ class Network:
         # Prompts have any length, so they never come often enough.
         graph = self.variants.open if cache.exact else self.variants.choose(tuple(inputs[0].shape[:2]))
         request = request_for(graph, self._requests.setdefault(cache, weakref.WeakKeyDictionary()))
-        slots, committed = cache.slots, cache.committed_blocks * BLOCK
-        for place, value in enumerate(inputs):
+        if isinstance(cache, PagedCache):
+            seen = cache.tables(visible[0])
+        else:
+            committed = cache.committed_blocks * BLOCK
+            seen = [split_mask(mask, cache.slots, committed) for mask in visible]
+        for place, value in enumerate([*inputs, *seen]):
             request.give(place, value)
-        for place, mask in enumerate(visible, start=len(inputs)):
-            request.give(place, split_mask(mask, slots, committed))
-        request.bind(len(inputs) + len(visible), cache)
+        request.bind(self.layout.first_member, cache)
         request.infer.infer()
-        outputs = [
-            torch.from_numpy(request.infer.get_output_tensor(place).data)
-            for place in range(1 + len(cache.sizes))
-        ]
-        cache.write(outputs[1:])
+        outputs = [torch.from_numpy(one.data) for one in request.infer.output_tensors]
+        if not isinstance(cache, PagedCache):
+            cache.write(outputs[1:])
         return outputs[0].clone()  # the next call overwrites it
 
 

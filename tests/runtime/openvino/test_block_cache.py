@@ -1,4 +1,4 @@
-"""The cache in blocks against the plain KV cache, through the same random lives."""
+"""The caches in blocks and in pages against the plain KV cache, through the same random lives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.stubs import generator
 from torch import Tensor
 
 from eagle_fsd.runtime.kv_cache import KVCache
-from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache
+from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache, PagedCache
 
 CPU = torch.device("cpu")
 # (heads, head size) of each layer's keys and values: some layers alike, some not, and values unlike keys.
@@ -24,9 +24,16 @@ LAYOUTS = {
 class Pair:
     """A cache in blocks and its plain twin, which get the same calls and the same numbers."""
 
-    def __init__(self, batch: int, capacity: int, members: Sequence[tuple[int, int]], draw: torch.Generator):
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        members: Sequence[tuple[int, int]],
+        draw: torch.Generator,
+        kind: type[BlockCache] = BlockCache,
+    ):
         self.members, self.draw = list(members), draw
-        self.blocks = BlockCache(batch, capacity, members)
+        self.blocks = kind(batch, capacity, members)
         self.plain = KVCache(batch, capacity, CPU)
 
     @property
@@ -77,7 +84,7 @@ class Pair:
 
 def flattened(cache: BlockCache) -> list[Tensor]:
     """Return the slots in view of every member, [rows, H, view, D], as a copy."""
-    return [blocks.permute(1, 2, 0, 3, 4).flatten(2, 3) for blocks in cache.blocks(cache.view // BLOCK)]
+    return [blocks.permute(1, 2, 0, 3, 4).flatten(2, 3) for blocks in cache.blocks(cache.view // cache.block)]
 
 
 def random_path(draw: torch.Generator, width: int, count: int) -> list[int]:
@@ -86,15 +93,16 @@ def random_path(draw: torch.Generator, width: int, count: int) -> list[int]:
     return [0, *sorted(others.tolist())]
 
 
+@pytest.mark.parametrize("kind", [BlockCache, PagedCache])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(8))
-def test_random_lives_equal_the_plain_cache(layout: str, seed: int) -> None:
+def test_random_lives_equal_the_plain_cache(layout: str, seed: int, kind: type[BlockCache]) -> None:
     draw = generator(seed)
 
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=draw))
 
-    pair = Pair(number(1, 4), number(1, 300), LAYOUTS[layout], draw)
+    pair = Pair(number(1, 4), number(1, 300), LAYOUTS[layout], draw, kind)
     # Long prompts end just before, at and after the border of a block.
     prompt = BLOCK * number(1, 2) + number(-12, 2)
     pair.write(prompt, exact=True)
@@ -116,7 +124,7 @@ def test_random_lives_equal_the_plain_cache(layout: str, seed: int) -> None:
                     cache.select(rows)
             case 2:
                 rows = torch.randperm(batch, generator=draw)[: number(1, batch)].tolist()
-                joining = Pair(len(rows), number(1, 20), LAYOUTS[layout], draw)
+                joining = Pair(len(rows), number(1, 20), LAYOUTS[layout], draw, kind)
                 width = number(1, 2 * BLOCK + 9)
                 joining.write(width, exact=True)
                 counts = [number(0, width) for _ in rows]

@@ -1,4 +1,4 @@
-"""Weights in few bits, products with them in a graph, and the attention over blocks, against plain twins."""
+"""Weights in few bits, and products with them in a graph, against plain twins."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
 from eagle_fsd.runtime.openvino import library
-from eagle_fsd.runtime.openvino.block_cache import BLOCK
-from eagle_fsd.runtime.openvino.network import HIDDEN
-from eagle_fsd.runtime.openvino.traced_attention import attend_blocks
 from eagle_fsd.runtime.openvino.weight_formats import (
     GROUP,
     Blocks,
@@ -174,68 +169,3 @@ def test_products_of_other_inputs_stay_apart() -> None:
     hidden = np.maximum(x @ blocks.plain().T, 0)
     wanted = hidden @ blocks.plain().T @ hidden.transpose(0, 2, 1)
     np.testing.assert_allclose(compute(model, x)[0], wanted, rtol=1e-4, atol=1e-4)
-
-
-# --- The attention ---
-
-
-def plain_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Compute attention number by number of heads, over keys that lie one behind the other."""
-    made = torch.empty(*q.shape[:3], v.shape[-1])
-    groups = q.shape[1] // k.shape[1]
-    for row in range(q.shape[0]):
-        for head in range(q.shape[1]):
-            scores = scale * q[row, head] @ k[row, head // groups].T
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            powers = (scores + mask[row, 0]).exp()
-            total = powers.sum(-1, keepdim=True)
-            if sinks is not None:
-                total = total + sinks[head].exp()
-            made[row, head] = powers / total @ v[row, head // groups]
-    return made
-
-
-@pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("options", ["", "softcap", "sinks", "softcap sinks"])
-@pytest.mark.parametrize(("heads", "kv_heads", "value_size"), [(4, 4, 8), (4, 2, 8), (6, 1, 8), (4, 2, 5)])
-def test_attention_over_blocks_is_plain_attention(
-    heads: int, kv_heads: int, value_size: int, options: str, blocks: int
-) -> None:
-    draw = torch.Generator().manual_seed(heads + blocks)
-
-    def some(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw)
-
-    batch, new, size = 2, 5, 8
-    slots = blocks * BLOCK
-    q, k, v = (
-        some(batch, heads, new, size),
-        some(batch, kv_heads, new, size),
-        some(batch, kv_heads, new, value_size),
-    )
-    keys = some(blocks, batch, kv_heads, BLOCK, size)
-    values = some(blocks, batch, kv_heads, BLOCK, value_size)
-    seen = torch.rand(batch, 1, new, slots + new, generator=draw) < 0.3
-    seen[..., slots:] |= torch.eye(new, dtype=torch.bool)  # each sees itself
-    seen[1, :, :, :slots] = False  # a row without anything committed
-    mask = torch.zeros(seen.shape).masked_fill_(~seen, HIDDEN)
-    how: dict[str, Any] = {}
-    if "softcap" in options:
-        how["softcap"] = 2.0
-    if "sinks" in options:
-        how["sinks"] = some(heads)
-    made = attend_blocks(q, k, v, keys, values, mask, 0.4, **how)
-    flat_keys, flat_values = (
-        torch.cat((one.permute(1, 2, 0, 3, 4).flatten(2, 3), own), dim=2)
-        for one, own in ((keys, k), (values, v))
-    )
-    torch.testing.assert_close(made, plain_attention(q, flat_keys, flat_values, mask, 0.4, **how))

@@ -1,0 +1,169 @@
+"""The attentions that are traced into graphs, against plain attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.stubs import generator
+from torch import Tensor, nn
+
+from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.runtime.openvino.block_cache import BLOCK, PAGE, PagedCache
+from eagle_fsd.runtime.openvino.network import HIDDEN, Layout, Network
+from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages
+
+pytest.importorskip("openvino", reason="the extra openvino is not installed")
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute attention number by number of heads, over keys that lie one behind the other."""
+    made = torch.empty(*q.shape[:3], v.shape[-1])
+    groups = q.shape[1] // k.shape[1]
+    for row in range(q.shape[0]):
+        for head in range(q.shape[1]):
+            scores = scale * q[row, head] @ k[row, head // groups].T
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            powers = (scores + mask[row, 0]).exp()
+            total = powers.sum(-1, keepdim=True)
+            if sinks is not None:
+                total = total + sinks[head].exp()
+            made[row, head] = powers / total @ v[row, head // groups]
+    return made
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("options", ["", "softcap", "sinks", "softcap sinks"])
+@pytest.mark.parametrize(("heads", "kv_heads", "value_size"), [(4, 4, 8), (4, 2, 8), (6, 1, 8), (4, 2, 5)])
+def test_attention_over_blocks_is_plain_attention(
+    heads: int, kv_heads: int, value_size: int, options: str, blocks: int
+) -> None:
+    draw = torch.Generator().manual_seed(heads + blocks)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    batch, new, size = 2, 5, 8
+    slots = blocks * BLOCK
+    q, k, v = (
+        some(batch, heads, new, size),
+        some(batch, kv_heads, new, size),
+        some(batch, kv_heads, new, value_size),
+    )
+    keys = some(blocks, batch, kv_heads, BLOCK, size)
+    values = some(blocks, batch, kv_heads, BLOCK, value_size)
+    seen = torch.rand(batch, 1, new, slots + new, generator=draw) < 0.3
+    seen[..., slots:] |= torch.eye(new, dtype=torch.bool)  # each sees itself
+    seen[1, :, :, :slots] = False  # a row without anything committed
+    mask = torch.zeros(seen.shape).masked_fill_(~seen, HIDDEN)
+    how: dict[str, Any] = {}
+    if "softcap" in options:
+        how["softcap"] = 2.0
+    if "sinks" in options:
+        how["sinks"] = some(heads)
+    made = attend_blocks(q, k, v, keys, values, mask, 0.4, **how)
+    flat_keys, flat_values = (
+        torch.cat((one.permute(1, 2, 0, 3, 4).flatten(2, 3), own), dim=2)
+        for one, own in ((keys, k), (values, v))
+    )
+    torch.testing.assert_close(made, plain_attention(q, flat_keys, flat_values, mask, 0.4, **how))
+
+
+# -- pages ----------------------------------------
+
+SCALE = 0.4
+
+
+def paged_network(heads: int, kv_heads: int, size: int, value_size: int) -> Network:
+    """Return a network whose inputs are queries, keys and values [B, n, H * D] side by side."""
+
+    def work(
+        inputs: Sequence[Tensor], tables: Sequence[Tensor], members: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        widths = (heads * size, kv_heads * size, kv_heads * value_size)
+        counts = (heads, kv_heads, kv_heads)
+        q, k, v = (
+            part.unflatten(2, (count, -1)).transpose(1, 2)
+            for part, count in zip(inputs[0].split(widths, 2), counts, strict=True)
+        )
+        return attend_pages(q, k, v, *members[0], tables, SCALE).transpose(1, 2).flatten(2), []
+
+    width = heads * size + kv_heads * (size + value_size)
+    members = [(kv_heads, size), (kv_heads, value_size)]
+    layout = Layout((torch.zeros(1, 3, width),), 1, members, paged=True)
+    runtime = OpenVINO("float32", threads=1)
+    return runtime.network("pages", nn.Module(), work, layout, None, kept=False)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "value_size"),
+    [(4, 4, 8, 8), (6, 3, 16, 16), (4, 2, 12, 12), (2, 1, 80, 80), (9, 3, 64, 64)],
+)
+def test_attention_over_pages_is_plain_attention(
+    heads: int, kv_heads: int, size: int, value_size: int
+) -> None:
+    """Rows of any lengths, over one page or several; all numbers of new tokens; levels behind each other."""
+    draw = generator(heads)
+    network = paged_network(heads, kv_heads, size, value_size)
+    lengths = [0, 1, PAGE - 1, PAGE, 3 * PAGE + 7, BLOCK + 5]
+    members = [(kv_heads, size), (kv_heads, value_size)]
+    cache, batch = PagedCache(len(lengths), 2 * BLOCK, members), len(lengths)
+    longest = 2 * BLOCK
+    twins = [torch.zeros(batch, count, longest, width) for count, width in members]
+
+    def run(count: int, offset: int = 0, causal: bool = False) -> None:
+        """Attend from `count` new tokens a row, and compare; both then keep the same keys and values."""
+        rows = torch.randn(batch, count, sum(network.layout.inputs[0].shape[2:]), generator=draw)
+        cache.reserve(count, offset, exact=causal)
+        slots = cache.place(count, offset)
+        relation = torch.ones(batch, count, count, dtype=torch.bool).tril()
+        if not causal:
+            relation &= torch.rand(batch, count, count, generator=draw) < 0.5
+            relation |= torch.eye(count, dtype=torch.bool)
+        visible = torch.arange(cache.view) < slots[:, :1, None].expand(-1, count, -1)
+        visible = visible.scatter(2, slots[:, None].expand(-1, count, -1), relation)
+        before = [one.clone() for one in flat(cache)]
+        made = network([rows], [visible], cache)
+        q, k, v = (
+            part.unflatten(2, (number, -1)).transpose(1, 2)
+            for part, number in zip(
+                rows.split((heads * size, kv_heads * size, kv_heads * value_size), 2),
+                (heads, kv_heads, kv_heads),
+                strict=True,
+            )
+        )
+        for twin, old, stored, new in zip(twins, before, flat(cache), (k, v), strict=True):
+            place = slots[:, None, :, None].expand_as(new)
+            twin.scatter_(2, place, new)
+            # The graph wrote the new tokens to their slots, exactly, and nothing before them. Behind them it
+            # clears the rest of the page.
+            expected = old.scatter(2, place, new)
+            for row, last in enumerate(slots[:, -1].tolist()):
+                assert torch.equal(stored[row, :, : last + 1], expected[row, :, : last + 1])
+        hidden = ~nn.functional.pad(visible, (0, longest - cache.view))
+        mask = torch.zeros(batch, 1, count, longest).masked_fill_(hidden[:, None], HIDDEN)
+        wanted = plain_attention(q, *twins, mask, SCALE)
+        torch.testing.assert_close(made, wanted.transpose(1, 2).flatten(2), rtol=1e-4, atol=1e-5)
+
+    for start in range(0, max(lengths), 100):
+        run(min(100, max(lengths) - start), start, causal=True)
+    cache.advance(lengths)
+    for count in (1, 2, 5, 8, 33):
+        run(count)
+        run(3, offset=count)
+
+
+def flat(cache: PagedCache) -> list[Tensor]:
+    """Return every member's slots, [B, H, slots, D], as a copy."""
+    return [one.permute(1, 2, 0, 3, 4).flatten(2, 3) for one in cache.blocks(cache.capacity // PAGE)]
