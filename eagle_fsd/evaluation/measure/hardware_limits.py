@@ -81,6 +81,8 @@ class Behind:
 @torch.inference_mode()
 def behind(target: TargetModel, here: Machine, context: int, nodes: Sequence[int]) -> Behind:
     """Read a prompt of this length, and time a verify forward of every number of nodes, in turn."""
+    for count in nodes:
+        target.expect(1, count, again=False)  # as decoding does
     prompt = torch.arange(context, device=target.device)[None] % target.vocab_size
     room = context + max(nodes)
     made: list[TargetSession] = []
