@@ -19,6 +19,7 @@ from eagle_fsd.core.padding import on_device
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
 
 BLOCK = 256  # slots; also the step in which a view grows, since another shape costs a graph some milliseconds
+HIDDEN = torch.finfo(torch.float32).min  # the additive mask where nothing is seen
 PAGE = 32  # slots of a page; OpenVINO's attention takes no others on a CPU
 
 
@@ -69,6 +70,23 @@ class BlockCache(KVCache):
     def committed_blocks(self) -> int:
         """How many blocks hold slots before those last placed, in any row."""
         return -(-(max(self.row_lengths) + self._offset) // self.block)
+
+    @property
+    def shown(self) -> tuple[object, int]:
+        """Which buffers, and how much of them, `show` returns."""
+        return self.buffers, self.committed_blocks
+
+    def show(self) -> list[Tensor]:
+        """Return every member as a graph reads it next, in the buffers' own memory."""
+        return self.blocks(self.committed_blocks)
+
+    def sight(self, visible: Sequence[Tensor]) -> list[Tensor]:
+        """Return what tells a graph which slots the tokens last placed see.
+
+        visible: for each kind of mask, [B, n, S] bool.
+        """
+        committed = self.committed_blocks * self.block
+        return [split_mask(mask, self.slots, committed) for mask in visible]
 
     def write(self, news: Sequence[Tensor]) -> None:
         """Write the keys and values of the tokens last placed: [M, B, H, n, D] for each size of heads."""
@@ -210,18 +228,21 @@ class PagedCache(BlockCache):
         super().__init__(batch, capacity, members)
         self._pages: tuple[tuple[int, int, int], Tensor] | None = None  # and what they are for
 
-    def pages(self) -> list[Tensor]:
-        """Return every member's pages, [blocks * rows, H, PAGE, D], in the buffers' own memory."""
+    @property
+    def shown(self) -> tuple[object, int]:
+        return self.buffers, self.capacity // PAGE
+
+    def show(self) -> list[Tensor]:
+        """Return every member's pages, [blocks * rows, H, PAGE, D]."""
         return [blocks.flatten(0, 1) for blocks in self.blocks(self.capacity // PAGE)]
 
-    def tables(self, visible: Tensor) -> list[Tensor]:
+    def sight(self, visible: Sequence[Tensor]) -> list[Tensor]:
         """Return what the attention has to know of the tokens last placed, as int32, but for the relation.
 
-        visible: [B, n, S] bool, the slots that each of them sees: all before the first of them, and of their
-        own those of `relation`.
-        lengths: [B], the slots before them. starts: [B + 1], where each row's tokens begin among all. pages:
-        [B * blocks], each row's. page_starts: [B + 1]. longest: [], the most slots of a row. relation:
-        [B * n * n] uint8, which of a row's tokens each of them sees. relation_starts: [B + 1].
+        visible: of one kind. All slots before the first of the tokens are seen, and of their own those of the
+        relation. lengths: [B], the slots before them. starts: [B + 1], where each row's tokens begin among
+        all. pages: [B * blocks], each row's. page_starts: [B + 1]. longest: [], the most slots of a row.
+        relation: [B * n * n] uint8, which of a row's tokens each of them sees. relation_starts: [B + 1].
         """
         batch, count = self.slots.shape
         blocks = self.view // PAGE
@@ -231,7 +252,22 @@ class PagedCache(BlockCache):
             first = torch.arange(batch, dtype=torch.int32)[:, None]
             self._pages = key, (first + self.rows * torch.arange(blocks, dtype=torch.int32)).flatten()
         longest = torch.tensor(max(self.row_lengths) + self._offset + count, dtype=torch.int32)
-        relation = visible.gather(2, self.slots[:, None, :].expand(-1, count, -1)).flatten().byte()
+        relation = visible[0].gather(2, self.slots[:, None, :].expand(-1, count, -1)).flatten().byte()
         lengths = (self.lengths + self._offset).int()
         starts, relation_starts = rows * count, rows * (count * count)
         return [lengths, starts, self._pages[1], rows * blocks, longest, relation, relation_starts]
+
+    def write(self, news: Sequence[Tensor]) -> None:
+        """Do nothing: the graph has written them."""
+
+
+def split_mask(visible: Tensor, slots: Tensor, committed: int) -> Tensor:
+    """Return the additive mask [B, 1, n, committed + n] of visible slots [B, n, S]: of `committed` slots from
+    the first on, and of the new tokens.
+
+    slots: [B, n], of the new tokens. Slots from the first of them on are not committed.
+    """
+    before = torch.arange(committed) < slots[:, :1]  # [B, committed]
+    own = visible.gather(2, slots[:, None, :].expand(-1, visible.shape[1], -1))
+    seen = torch.cat((visible[:, :, :committed] & before[:, None], own), dim=2)
+    return torch.where(seen, 0.0, HIDDEN)[:, None]

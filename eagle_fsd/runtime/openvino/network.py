@@ -19,8 +19,7 @@ from eagle_fsd.runtime.openvino.library import convert
 from eagle_fsd.runtime.openvino.traced_attention import page_extension
 from eagle_fsd.runtime.openvino.variants import Variants
 
-HIDDEN = torch.finfo(torch.float32).min  # the additive mask where nothing is seen
-TABLES = 7  # inputs that say which pages are whose; see PagedCache.tables
+TABLES = 7  # inputs that say which pages are whose; see PagedCache.sight
 
 # Gets the inputs, the masks by kind or the tables of pages, and each layer's (keys, values) in blocks or in
 # pages; returns the output and, where there are no pages, each layer's new (keys, values) [B, H, n, D].
@@ -57,8 +56,8 @@ class Layout:
             cache.place(new)
             return [
                 *self.inputs,
-                *cache.tables(torch.ones(batch, new, BLOCK, dtype=torch.bool)),
-                *cache.pages(),
+                *cache.sight([torch.ones(batch, new, BLOCK, dtype=torch.bool)]),
+                *cache.show(),
             ]
         masks = [torch.zeros(batch, 1, new, 2 * BLOCK + new)] * self.masks
         blocks = [torch.zeros(2, batch, heads, BLOCK, width) for heads, width in self.members]
@@ -134,7 +133,7 @@ class Request:
 
     def __init__(self, compiled: Any) -> None:
         self.infer = compiled.create_infer_request()
-        self.bound: tuple[object, int] | None = None  # the cache's buffers and the blocks that it reads now
+        self.bound: tuple[object, int] | None = None  # what of a cache it reads now; see BlockCache.shown
         self._given: dict[int, Tensor] = {}
 
     def give(self, place: int, value: Tensor) -> None:
@@ -146,14 +145,11 @@ class Request:
         memory.copy_(value)
 
     def bind(self, first: int, cache: BlockCache) -> None:
-        """Let the inputs from `first` on be the pages or committed blocks of a cache, in its own memory."""
-        paged = isinstance(cache, PagedCache)
-        state = (cache.buffers, 0 if paged else cache.committed_blocks)
-        if self.bound != state:
-            members = cache.pages() if paged else cache.blocks(cache.committed_blocks)
-            for place, member in enumerate(members):
+        """Let the inputs from `first` on be what the cache shows of its members, in its own memory."""
+        if self.bound != cache.shown:
+            for place, member in enumerate(cache.show()):
                 self.infer.set_input_tensor(first + place, shared(member))
-            self.bound = state
+            self.bound = cache.shown
 
 
 def request_for(compiled: Any, requests: weakref.WeakKeyDictionary[Any, Request]) -> Request:
@@ -183,19 +179,13 @@ class Network:
         # Prompts have any length, so they never come often enough.
         graph = self.variants.open if cache.exact else self.variants.choose(tuple(inputs[0].shape[:2]))
         request = request_for(graph, self._requests.setdefault(cache, weakref.WeakKeyDictionary()))
-        if isinstance(cache, PagedCache):
-            seen = cache.tables(visible[0])
-        else:
-            committed = cache.committed_blocks * BLOCK
-            seen = [split_mask(mask, cache.slots, committed) for mask in visible]
-        for place, value in enumerate([*inputs, *seen]):
+        for place, value in enumerate([*inputs, *cache.sight(visible)]):
             request.give(place, value)
         request.bind(self.layout.first_member, cache)
         request.infer.infer()
-        outputs = [torch.from_numpy(one.data) for one in request.infer.output_tensors]
-        if not isinstance(cache, PagedCache):
-            cache.write(outputs[1:])
-        return outputs[0].clone()  # the next call overwrites it
+        output, *news = (torch.from_numpy(one.data) for one in request.infer.output_tensors)
+        cache.write(news)
+        return output.clone()  # the next call overwrites it
 
 
 class Product:
@@ -215,18 +205,6 @@ class Product:
         request.infer.set_output_tensor(0, shared(made.flatten(0, -2)))
         request.infer.infer()
         return made
-
-
-def split_mask(visible: Tensor, slots: Tensor, committed: int) -> Tensor:
-    """Return the additive mask [B, 1, n, committed + n] of visible slots [B, n, S]: of `committed` slots from
-    the first on, and of the new tokens.
-
-    slots: [B, n], of the new tokens. Slots from the first of them on are not committed.
-    """
-    before = torch.arange(committed) < slots[:, :1]  # [B, committed]
-    own = visible.gather(2, slots[:, None, :].expand(-1, visible.shape[1], -1))
-    seen = torch.cat((visible[:, :, :committed] & before[:, None], own), dim=2)
-    return torch.where(seen, 0.0, HIDDEN)[:, None]
 
 
 def shared(tensor: Tensor) -> Any:

@@ -92,7 +92,7 @@ def attend_pages(
     """Return what `attend_blocks` returns, [B, H, n, D]; the graph also writes k and v into their slots.
 
     q: [B, H, n, D]. k, v: [B, K, n, D], of the new tokens. keys, values: [P, K, PAGE, D]. tables: see
-    PagedCache.tables.
+    PagedCache.sight.
     """
     batch, heads, count, _ = q.shape
     rows = [one.transpose(1, 2).reshape(batch * count, -1) for one in (q, k, v)]

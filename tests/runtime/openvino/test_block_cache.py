@@ -55,12 +55,11 @@ class Pair:
         news = [torch.randn(batch, heads, width, size, generator=self.draw) for heads, size in self.members]
         for layer, (keys, values) in enumerate(zip(news[::2], news[1::2], strict=True)):
             self.plain.update(keys, values, layer)
-        self.blocks.write(
-            [
-                torch.stack([new for new, size in zip(news, self.members, strict=True) if size == wanted])
-                for wanted in self.blocks.sizes
-            ]
-        )
+        stacks = [
+            torch.stack([new for new, size in zip(news, self.members, strict=True) if size == wanted])
+            for wanted in self.blocks.sizes
+        ]
+        BlockCache.write(self.blocks, stacks)  # into pages a graph writes by itself
         self._see(slots, news)
         return slots
 

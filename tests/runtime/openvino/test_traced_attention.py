@@ -11,8 +11,8 @@ from support.stubs import generator
 from torch import Tensor, nn
 
 from eagle_fsd.runtime.openvino.backend import OpenVINO
-from eagle_fsd.runtime.openvino.block_cache import BLOCK, PAGE, PagedCache
-from eagle_fsd.runtime.openvino.network import HIDDEN, Layout, Network
+from eagle_fsd.runtime.openvino.block_cache import BLOCK, HIDDEN, PAGE, PagedCache
+from eagle_fsd.runtime.openvino.network import Layout, Network
 from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages
 
 pytest.importorskip("openvino", reason="the extra openvino is not installed")
