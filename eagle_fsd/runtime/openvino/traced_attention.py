@@ -121,7 +121,7 @@ def _convert(context: Any) -> list[Any]:
     lengths, starts, pages, page_starts, longest, relation, relation_starts = tables
     scale = context.get_values_from_const_input(12, None, float)
 
-    def constant(value: float, kind: type) -> Any:
+    def constant(value: float | list[float], kind: type) -> Any:
         return ops.constant(np.array(value, dtype=kind)).output(0)
 
     none, zero, no_floats = constant([], np.int32), constant(0, np.int32), constant([], np.float32)
