@@ -9,8 +9,6 @@ share one, n new tokens, D head size, N blocks of BLOCK slots, S = N * BLOCK, P 
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,10 +98,11 @@ def attend_pages(
     return mixed.view(batch, count, heads, -1).transpose(1, 2)
 
 
-@functools.cache
 def page_operator() -> Any:
     """Return OpenVINO's class of the operator, which it may change or take away; None if it has none."""
-    return getattr(importlib.import_module("openvino.op"), "_PagedAttentionExtension", None)
+    from openvino import op
+
+    return getattr(op, "_PagedAttentionExtension", None)
 
 
 def page_extension() -> Any:
