@@ -241,7 +241,7 @@ def load(args: argparse.Namespace, options: GenerationOptions) -> tuple[EagleFSD
 def follow_rank_0(model: EagleFSD, settings: Settings) -> None:
     """Do on this rank what the server on rank 0 does, until it ends."""
     from eagle_fsd.decoding.on_ranks.following import follow
-    from eagle_fsd.serving.worker import new_scheduler
+    from eagle_fsd.serving.work.worker import new_scheduler
 
     # Rank 0 has the signal too, lets answers under way finish, and tells when to end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from eagle_fsd.decoding.request import TokenLogprob
 from eagle_fsd.serving.choices import Choice
-from eagle_fsd.serving.worker import Job, News
+from eagle_fsd.serving.work.jobs import Job, News
 from eagle_fsd.text.streamed import Piece, merged
 from eagle_fsd.version import __version__
 

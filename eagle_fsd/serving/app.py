@@ -33,7 +33,8 @@ from eagle_fsd.serving.protocol import (
     Unsupported,
 )
 from eagle_fsd.serving.tools.plan import ToolPlan, turns_of
-from eagle_fsd.serving.worker import Job, Worker
+from eagle_fsd.serving.work.jobs import Job
+from eagle_fsd.serving.work.worker import Worker
 from eagle_fsd.text.chat import encode, encode_chat, require_tokenizer
 from eagle_fsd.text.streamed import StreamedText
 from eagle_fsd.version import __version__

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from eagle_fsd.serving.answers import DONE, Answer, event
 from eagle_fsd.serving.errors import ApiError, timed_out
-from eagle_fsd.serving.worker import News
+from eagle_fsd.serving.work.jobs import News
 
 if TYPE_CHECKING:
     from starlette.requests import Request

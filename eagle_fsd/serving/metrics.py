@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from eagle_fsd.core.stats import PHASES
 
 if TYPE_CHECKING:
-    from eagle_fsd.serving.worker import Job, Worker
+    from eagle_fsd.serving.work.jobs import Job
+    from eagle_fsd.serving.work.worker import Worker
 
 PREFIX = "eagle_fsd_"
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

@@ -11,7 +11,7 @@ for needed in ("fastapi", "uvicorn", "prometheus_client"):
 
 from eagle_fsd.serving.delivery import Deadline, Feed
 from eagle_fsd.serving.errors import ApiError
-from eagle_fsd.serving.worker import News
+from eagle_fsd.serving.work.jobs import News
 from eagle_fsd.text.streamed import Piece
 
 

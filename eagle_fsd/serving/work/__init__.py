@@ -1,0 +1,1 @@
+"""The thread that makes a server's texts."""
