@@ -20,7 +20,7 @@ import torch
 from support.tiny_models import VOCAB, greedy_alone, prompts_of, tiny_model
 from support.training_world import run_command
 from torch import Tensor
-from transformers import BatchEncoding
+from transformers import BatchEncoding, PreTrainedModel
 
 from eagle_fsd import SamplingConfig, hub
 from eagle_fsd.core.sampling import warp
@@ -44,11 +44,15 @@ NEW_TOKENS = 15
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(1.0, top_k=20, top_p=0.9)
 
 
-@functools.cache
-def target_of(family: str) -> TargetModel:
+def model_of(family: str) -> PreTrainedModel:
     model = tiny_model(family)
     model.generation_config.eos_token_id = ENDS
-    return TargetModel(model)
+    return model
+
+
+@functools.cache
+def target_of(family: str) -> TargetModel:
+    return TargetModel(model_of(family))
 
 
 @functools.cache
@@ -438,12 +442,38 @@ def test_the_command_asks_for_a_configuration_of_a_data_set(
         run_command("synthesize", f"--dataset openai/gsm8k --dataset-config main --output {tmp_path}/a")
 
 
+def use_tiny_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands find a tiny model that is new each time: they pack its weights."""
+    monkeypatch.setattr(hub, "resolve_target", lambda name: SimpleNamespace(name=name, gguf_file=None))
+    monkeypatch.setattr(hub, "load_target", lambda *_, **__: (model_of("llama"), LetterTokenizer()))
+
+
+def test_the_command_writes_with_openvino_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openvino", reason="this needs the extra openvino")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    use_tiny_target(monkeypatch)
+    for name, flags in (
+        ("torch", ""),
+        ("graph", " --weight-format float32"),
+        ("int8", " --weight-format int8"),
+    ):
+        output = tmp_path / f"{name}.jsonl"
+        run_command("synthesize", f"--prompts {prompts} --output {output} --max-new-tokens 8{flags}")
+    texts = {name: (tmp_path / f"{name}.jsonl").read_text() for name in ("torch", "graph", "int8")}
+    assert texts["graph"] == texts["torch"] and len(texts["int8"].splitlines()) == len(PROMPTS)
+    # A file is continued in the format that it was begun in.
+    with pytest.raises(SystemExit, match=r"target\.weight_format was float32, now int8"):
+        flags = f"--output {tmp_path}/graph.jsonl --max-new-tokens 8 --weight-format int8"
+        run_command("synthesize", f"--prompts {prompts} {flags}")
+    with pytest.raises(SystemExit, match=r"weight_format is 'packed': the target must be a \.gguf file"):
+        run_command("synthesize", f"--prompts {prompts} --output {tmp_path}/x --weight-format packed")
+
+
 def test_the_command_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, output = tmp_path / "p.jsonl", tmp_path / "out" / "answers.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
-    model = target_of("llama").model
-    monkeypatch.setattr(hub, "resolve_target", lambda name: SimpleNamespace(name=name))
-    monkeypatch.setattr(hub, "load_target", lambda *_, **__: (model, LetterTokenizer()))
+    use_tiny_target(monkeypatch)
     line = f"--base-model tiny --prompts {prompts} --output {output} --self-prompts 8 --max-new-tokens 4"
     line += " --temperature 0 0.7"
     run_command("synthesize", line)

@@ -20,8 +20,12 @@ from pathlib import Path
 
 from eagle_fsd import hub
 from eagle_fsd.core.config import SamplingConfig
+from eagle_fsd.core.devices import resolve_device
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.provenance import provenance
+from eagle_fsd.hub.choose_runtime import OPENVINO, TORCH, plan_runtime
+from eagle_fsd.hub.load_pair import compile_target
+from eagle_fsd.runtime.openvino.weight_formats import FORMATS
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.training.cli import add_paths, run_command
@@ -85,6 +89,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--rows", type=int, default=64, help="prompts answered together; default: %(default)s"
     )
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on CUDA")
+    parser.add_argument(
+        "--weight-format",
+        choices=FORMATS,
+        help="write with OpenVINO, on a CPU, with weights kept like this; int8 is fastest for many rows, "
+        "and its text is that of the rounded target (default: torch, in --dtype)",
+    )
     parser.add_argument("--device", help="default: CUDA where there is one, else the CPU")
     parser.add_argument("--seed", type=int, default=0)
     return parser
@@ -111,11 +121,17 @@ def run(args: argparse.Namespace) -> None:
     if not prompts and args.self_prompts < 1:
         raise ValueError("no prompts: give --prompts, --dataset or --self-prompts")
     source = hub.resolve_target(args.base_model)
-    model, tokenizer = hub.load_target(source, dtype=args.dtype, device=args.device)
-    pack_linears(model)
+    runtime = TORCH if args.weight_format is None else OPENVINO
+    place, gguf = resolve_device(args.device), source.gguf_file is not None
+    computed = plan_runtime(runtime, args.weight_format, args.dtype, place, movable=False, gguf=gguf)
+    model, tokenizer = hub.load_target(source, dtype=computed.dtype, device=place)
     if tokenizer is None:
         raise ValueError(f"target {source.name!r} has no tokenizer: name a folder or Hub id that holds one")
-    target = TargetModel(model)
+    if runtime == OPENVINO:
+        target = compile_target(model, source, computed.weight_format)
+    else:
+        pack_linears(model)
+        target = TargetModel(model)
     own = args.output.with_suffix(".prompts.jsonl")
     prompts += self_prompts(target, tokenizer, args.self_prompts, plan, own)
     prompts = without_overlap(prompts, args.exclude)

@@ -155,7 +155,7 @@ def self_prompts(
         RowFile(
             path,
             {
-                "target": target_identity(plan.base_model, target.model),
+                "target": writer_identity(plan.base_model, target),
                 "opening": opening,
                 "sampling": asdict(PROMPT_SAMPLING),
                 "max_new_tokens": LONGEST_OWN_PROMPT,
@@ -207,7 +207,7 @@ def answer_prompts(
         return {"temperature": temperature, "conversations": [*turns, {"role": "assistant", "content": text}]}
 
     settings = {name: value for name, value in asdict(plan).items() if name not in ("rows", "base_model")}
-    identity = {"target": target_identity(plan.base_model, target.model), "prompts": digest_json(prompts)}
+    identity = {"target": writer_identity(plan.base_model, target), "prompts": digest_json(prompts)}
     file = RowFile(path, identity | settings)
     rows = fill(file, target, questions, plan.max_new_tokens, plan.rows, conversation)
     answered = [row for row in rows if turns_of(row, str(path))[-1]["content"].strip()]
@@ -215,6 +215,12 @@ def answer_prompts(
         logger.info("%d conversations left out: the target's answer is empty", len(rows) - len(answered))
         file.write(answered)
     return answered
+
+
+def writer_identity(name: str, target: TargetModel) -> dict[str, str]:
+    """Return what a target's answers depend on: on its weights' format too, where OpenVINO computes."""
+    identity = target_identity(name, target.model)
+    return identity if target.runtime is None else identity | {"weight_format": target.weight_format}
 
 
 def fill(
