@@ -14,16 +14,18 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_parser
-from eagle_fsd.cli.model_flags import add_model_flags
+from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags
 from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.cli.ranks import join, leave, on_every_rank, show_memory
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.generate import UserError, load_model, raise_user_errors, report_mistake
+from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted
 
 # torch takes seconds to import, and the extra may not be installed: --help needs neither.
 if TYPE_CHECKING:
@@ -111,6 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="from a request to the end of its answer (default: 600)",
     )
     add_model_flags(parser)
+    add_adapt_flags(parser)
     add_generation_flags(parser)
     parser.set_defaults(max_new_tokens=1024)
     add_verbose_flag(parser.add_argument_group("output"))
@@ -142,6 +145,7 @@ def check_arguments(args: argparse.Namespace) -> GenerationOptions:
     require_integer("--prefix-tokens", args.prefix_tokens, 0, "0 keeps no text")
     require_integer("--max-body", args.max_body, 1024, "1048576 is usual")
     require_number("--request-timeout", args.request_timeout, 0.1, 1e6, "600 is usual")
+    check_adaptation(args)
     return generation_options(args)
 
 
@@ -165,6 +169,7 @@ def make_settings(args: argparse.Namespace, model: EagleFSD, options: Generation
 
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     tree = settle_tree(model, options)
+    adapter = make_adapter(args, model)
     return Settings(
         name=args.served_model_name or Path(model.base_model).name,
         tree=tree,
@@ -188,6 +193,8 @@ def make_settings(args: argparse.Namespace, model: EagleFSD, options: Generation
         key=key,
         hosts=LOOPBACK if key is None and args.host in LOOPBACK else (),
         cors_origins=args.cors_origin,
+        learner=adapter,
+        at_end=partial(save_adapted, args, adapter),
     )
 
 

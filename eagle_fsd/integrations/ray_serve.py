@@ -59,6 +59,10 @@ def app(arguments: Mapping[str, str]) -> Application:
         require_packages()
         args = build_parser().parse_args(words)
         check_arguments(args)  # now, and not in every replica for the first time
+        if args.adapt_save is not None and replicas > 1:
+            raise ValueError(
+                f"--adapt-save with {replicas} replicas: they would all write there; use one, or leave it out"
+            )
 
     def make_app() -> Any:
         """Load the model in a replica."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from eagle_fsd.serving.protocol import (
 )
 from eagle_fsd.serving.tools.plan import ToolPlan, turns_of
 from eagle_fsd.serving.work.jobs import Job
+from eagle_fsd.serving.work.learning import Learner
 from eagle_fsd.serving.work.worker import Worker
 from eagle_fsd.text.chat import encode, encode_chat, require_tokenizer
 from eagle_fsd.text.streamed import StreamedText
@@ -60,7 +61,8 @@ class Settings:
     steps of many texts, see Scheduler.
 
     key: clients must send it; None lets everybody in. hosts: see Gate. cors_origins: web pages from there may
-    call.
+    call. learner: adapts the head to the texts, which voids its calibrations. at_end: is called once the last
+    text has ended.
     """
 
     name: str
@@ -71,6 +73,8 @@ class Settings:
     key: str | None = None
     hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
+    learner: Learner | None = None
+    at_end: Callable[[], None] | None = None
 
 
 class Service:
@@ -80,9 +84,11 @@ class Service:
         self.model, self.settings, self.tokenizer = model, settings, require_tokenizer(model.tokenizer)
         self.limits = settings.limits
         self.metrics = Metrics()
-        self.worker = Worker(model, settings.tree, self.limits, self.metrics, settings.crowded)
+        self.worker = Worker(
+            model, settings.tree, self.limits, self.metrics, settings.crowded, settings.learner
+        )
         self.metrics.watch(self.worker)
-        self.choose = Chooser(model, self.limits, settings.defaults)
+        self.choose = Chooser(model, self.limits, settings.defaults, adapts=settings.learner is not None)
         self.created = int(time.time())
         self._encoding = self.choose.encoding
 
@@ -219,6 +225,8 @@ def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
         service.worker.start()
         yield
         await asyncio.to_thread(service.worker.close)
+        if settings.at_end is not None:
+            await asyncio.to_thread(settings.at_end)
 
     app = FastAPI(title="eagle_fsd", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service

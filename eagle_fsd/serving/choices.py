@@ -84,10 +84,10 @@ class Choice:
 
 
 class Chooser:
-    """Settles requests for one engine."""
+    """Settles requests for one engine. adapts: its head changes, so that no calibration holds for it."""
 
-    def __init__(self, model: EagleFSD, limits: Limits, defaults: Defaults) -> None:
-        self.model, self.limits, self.defaults = model, limits, defaults
+    def __init__(self, model: EagleFSD, limits: Limits, defaults: Defaults, adapts: bool = False) -> None:
+        self.model, self.limits, self.defaults, self.adapts = model, limits, defaults, adapts
         self._calibrated: dict[tuple[AutoThreshold, SamplingConfig], AcceptanceRule] = {}
         self._calibrating = threading.Lock()
         self.encoding = threading.Lock()  # a tokenizer is not made for several threads
@@ -170,6 +170,11 @@ class Chooser:
     def settle(self, rule: AcceptanceRule | AutoThreshold, sampling: SamplingConfig) -> AcceptanceRule:
         """Return the rule, with its threshold from the head's calibration where that is wanted."""
         if isinstance(rule, AutoThreshold):
+            if self.adapts:
+                raise ValueError(
+                    "threshold is to be calibrated for a head that adapts: a calibration holds for a head as "
+                    "it was; send a threshold"
+                )
             with self._calibrating:
                 rule = self._from_calibration(rule, sampling)
         self.model.settler.require_rule(rule)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
@@ -144,6 +145,16 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(0.1 * noise)
         else:
             parameter.add_(0.1 * noise)
+
+
+def simple_model() -> PreTrainedModel:
+    """Return a target whose next token depends on the last one alone, so that a head soon learns it."""
+    model = tiny_model()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                weight.zero_()
+    return model
 
 
 def tiny_head(seed: int = 0, hidden_size: int = HIDDEN, vocab_size: int = VOCAB, **sizes: int) -> DraftHead:

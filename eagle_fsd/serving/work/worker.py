@@ -26,6 +26,7 @@ from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.serving.choices import Limits
 from eagle_fsd.serving.errors import SERVER, ApiError, impossible_text, lost_text, queue_full
 from eagle_fsd.serving.work.jobs import Job, News
+from eagle_fsd.serving.work.learning import IdleLearning, Learner
 
 if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
@@ -50,7 +51,8 @@ class Worker:
     """Serves texts with one engine.
 
     tree: of every text. limits: how many texts it decodes and lets wait, and what their caches may take.
-    crowded: trees of steps of many texts, see Scheduler.
+    crowded: trees of steps of many texts, see Scheduler. learner: learns from the texts while there is none
+    to serve; whoever comes then waits for the end of an update.
     """
 
     def __init__(
@@ -60,8 +62,9 @@ class Worker:
         limits: Limits,
         watcher: Watcher | None = None,
         crowded: Mapping[int, TreeConfig] | None = None,
+        learner: Learner | None = None,
     ) -> None:
-        self.crowded = crowded
+        self.crowded, self._learning = crowded, IdleLearning(learner)
         self.model, self.tree, self.limits, self.watcher = model, tree, limits, watcher
         self._origins = TokenOrigins()
         self._leader = Leader(model.target.ranks)
@@ -154,6 +157,8 @@ class Worker:
 
     def _take_in(self) -> bool:
         """Wait until there is something to do, and admit what has come. Return False at the end."""
+        while self._learning.ready and not (self._inbox or self._scheduler.busy or self._closing):
+            self._learn()
         with self._wake:
             while not (self._inbox or self._scheduler.busy or self._closing):
                 if not self._wake.wait(HEARTBEAT if self._leader.ranks.several else None):
@@ -172,6 +177,11 @@ class Worker:
         wanted = any(job.wants_origins for job in self._texts.values())
         self._scheduler.observer = self._origins if wanted else None
         return True
+
+    def _learn(self) -> None:
+        """Let the head learn. What is kept of it in caches is of no use to another head, so they go."""
+        if self._learning.learn():
+            self._scheduler = self._new_scheduler()
 
     def _admit(self, job: Job) -> None:
         self._number += 1
@@ -242,6 +252,7 @@ class Worker:
         if job.ended:
             return
         job.ended = True
+        self._learning.note(job.prompt, job.token_ids, news.finish_reason)
         self._ended += 1
         if self._ended % RELEASE_EVERY == 0:
             release_freed_memory()

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny_models import prompts_of, tiny_head, tiny_model
-from transformers import PreTrainedModel
+from support.tiny_models import prompts_of, simple_model, tiny_head
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.core.config import SamplingConfig
@@ -22,16 +21,6 @@ from eagle_fsd.training.online.adapter import AdaptConfig, HeadAdapter
 TREE = TreeConfig(8, 3, 3)
 QUICK = AdaptConfig(every=24, learning_rate=0.05)
 PROMPTS = prompts_of([6] * 8, seed=5)
-
-
-def simple_model() -> PreTrainedModel:
-    """Return a target whose next token depends on the last one alone, so that a head soon learns it."""
-    model = tiny_model()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "o_proj" in name or "down_proj" in name:
-                weight.zero_()
-    return model
 
 
 def engine(lookup: bool = False, runtime: OpenVINO | None = None) -> EagleFSD:

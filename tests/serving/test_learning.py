@@ -1,0 +1,170 @@
+"""A server whose head goes on learning: between texts, from whole ones; no lossless text changes by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WITHOUT = 'the server needs the extra: pip install "eagle-fsd[serve]"'
+for needed in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
+    pytest.importorskip(needed, reason=WITHOUT)
+
+import torch
+from starlette.testclient import TestClient
+from support.serving import settings, until
+from support.tiny_engine import NAME, TREE
+from support.tiny_models import prompts_of, simple_model, tiny_head
+from support.tiny_tokenizer import tiny_tokenizer
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.hub.resolve import load_head
+from eagle_fsd.serve import build_parser, check_arguments, make_settings
+from eagle_fsd.serving.app import create_app
+from eagle_fsd.serving.work.learning import IdleLearning
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.online.adapter import AdaptConfig, HeadAdapter
+
+PROMPTS = prompts_of([6] * 8, seed=5)
+NEW = 24
+
+
+def new_engine() -> EagleFSD:
+    return EagleFSD(TargetModel(simple_model()), tiny_head(), tiny_tokenizer(), base_model=NAME)
+
+
+def weights(model: EagleFSD) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.head.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def serve(model: EagleFSD, adapter: Any, **fields: Any) -> TestClient:
+    return TestClient(create_app(model, settings(learner=adapter, **fields)), raise_server_exceptions=False)
+
+
+def complete(client: TestClient, prompt: list[int], **body: Any) -> Any:
+    return client.post("/v1/completions", json={"prompt": prompt, "max_tokens": NEW, **body})
+
+
+@pytest.fixture
+def model() -> Iterator[EagleFSD]:
+    yield new_engine()
+
+
+def test_the_head_learns_between_requests_and_no_lossless_text_changes(model: EagleFSD) -> None:
+    decode = model.tokenizer.decode
+    texts = [
+        decode(model.generate([one], max_new_tokens=NEW, tree=TREE).new_tokens[0], skip_special_tokens=True)
+        for one in PROMPTS
+    ]
+    before = weights(model)
+    adapter = HeadAdapter(model, AdaptConfig(every=NEW, learning_rate=0.05))
+    with serve(model, adapter) as client:
+        for turn in range(6):
+            for prompt, text in zip(PROMPTS, texts, strict=True):
+                found = complete(client, prompt).json()["choices"][0]
+                assert found["text"] == text, turn
+            until(lambda: not adapter.ready)  # the last text may still be learned from
+            if any(one.used for one in adapter.updates):
+                break
+        assert any(one.used for one in adapter.updates) and not same(before, weights(model))
+        # What is served next is drafted by the head that has learned, and is still the target's own.
+        assert [complete(client, one).json()["choices"][0]["text"] for one in PROMPTS] == texts
+
+
+def test_nothing_is_learned_while_texts_are_served(model: EagleFSD) -> None:
+    class Watching:
+        """Wants to learn at all times, and notes what the server was doing when it could."""
+
+        def __init__(self) -> None:
+            self.busy: list[int] = []
+            self.ready = False
+
+        def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None: ...
+
+        def update(self) -> None:
+            worker = client.app.state.service.worker
+            self.busy.append(worker.running + worker.waiting)
+            self.ready = len(self.busy) < 3
+
+    learner = Watching()
+    with serve(model, learner) as client:
+        learner.ready = True
+        for prompt in PROMPTS[:3]:
+            assert complete(client, prompt).status_code == 200
+        until(lambda: len(learner.busy) == 3)
+    assert set(learner.busy) == {0}
+
+
+def test_an_update_that_fails_ends_the_learning_and_nothing_else(model: EagleFSD) -> None:
+    class Broken:
+        ready = True
+
+        def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None: ...
+
+        def update(self) -> None:
+            raise RuntimeError("no memory is left")
+
+    with serve(model, Broken()) as client:
+        until(lambda: not client.app.state.service.worker._learning.ready)
+        assert complete(client, PROMPTS[0]).status_code == 200
+        assert client.get("/health").status_code == 200
+
+
+def test_only_whole_texts_are_learned_from() -> None:
+    class Collector:
+        ready = False
+
+        def __init__(self) -> None:
+            self.seen: list[tuple[list[int], list[int]]] = []
+
+        def add(self, prompt: list[int], answer: list[int]) -> None:
+            self.seen.append((prompt, answer))
+
+    learner = Collector()
+    learning = IdleLearning(learner)
+    for reason in ("stop", "length", "cancelled", None):
+        learning.note([1], [2, 3], reason)
+    assert learner.seen == [([1], [2, 3])] * 2
+    IdleLearning(None).note([1], [2], "stop")
+    assert not IdleLearning(None).ready
+
+
+def test_a_calibrated_threshold_is_refused_beside_it(model: EagleFSD) -> None:
+    with serve(model, HeadAdapter(model)) as client:
+        for asked in ({"threshold": "auto"}, {"quality_budget": 0.02}):
+            answer = complete(client, PROMPTS[0], temperature=0.6, **asked)
+            assert answer.status_code == 400
+            assert "for a head that adapts" in answer.json()["error"]["message"]
+
+
+def test_the_flags_make_a_server_that_saves_its_head_at_the_end(
+    model: EagleFSD, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "adapted"
+    args = build_parser().parse_args(["--adapt", "--adapt-save", str(folder), "--total-tokens", "8"])
+    made = make_settings(args, model, check_arguments(args))
+    assert isinstance(made.learner, HeadAdapter)
+    with TestClient(create_app(model, made), base_url="http://127.0.0.1") as client:
+        assert complete(client, PROMPTS[0]).status_code == 200
+        assert not folder.exists()
+    saved = load_head(str(folder), model.target.hidden_size, model.target.vocab_size)
+    assert same(weights(model), saved.state_dict())
+    assert f"kept the adapted head in {folder}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--adapt", "--threshold", "auto", "--temperature", "0.6"], "--adapt with a calibrated threshold"),
+        (["--adapt-save", "x"], "--adapt-save without --adapt"),
+    ],
+)
+def test_flags_that_do_not_fit_are_named(flags: list[str], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        check_arguments(build_parser().parse_args(flags))
