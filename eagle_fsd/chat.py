@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from eagle_fsd.cli.answer_report import Answer, summary
 from eagle_fsd.cli.conversation import HELP, Conversation, Exit, read_messages
 from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_parser
-from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags
+from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags, begin_early
 from eagle_fsd.cli.processing_flags import add_template_flag, with_bad_words
 from eagle_fsd.cli.ranks import on_every_rank
 from eagle_fsd.core.checks import one_line
@@ -30,6 +30,7 @@ from eagle_fsd.generate import (
     raise_user_errors,
     report_mistake,
 )
+from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
             "--nproc-per-node N -m eagle_fsd.serve --tp-plan auto ..., whose page is a chat"
         )
     with raise_user_errors():
+        begin_early(args)
         conversation = Conversation(args)
         conversation.options  # noqa: B018  # raises ValueError for flags that do not fit
         with contextlib.redirect_stdout(sys.stderr):  # what libraries print
@@ -207,6 +209,8 @@ def program(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         discard_stdout()
         return BROKEN_PIPE
+    finally:
+        HEAD_START.end()
 
 
 if __name__ == "__main__":

@@ -25,9 +25,11 @@ from eagle_fsd.cli.answer_report import Answer, summary, to_json
 from eagle_fsd.cli.arguments import generation_options, read_prompt_arguments
 from eagle_fsd.cli.flag_types import USAGE
 from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.cli.model_flags import begin_early
 from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted
 
 # torch and transformers take seconds to import. Only functions that run a model import them, so that --help
@@ -233,6 +235,7 @@ def run(args: Namespace, out: TextIO) -> int:
         if args.logprobs is not None and not args.json:
             raise ValueError("--logprobs without --json: only that shows them; give both")
         check_adaptation(args)
+        begin_early(args)
         options = generation_options(args)
         if args.baseline and options.form is not None:
             raise ValueError(
@@ -333,6 +336,8 @@ def program(argv: Sequence[str] | None = None) -> int:
             raise
         discard_stdout()
         return report_mistake(parser.prog, f"stdout takes no more ({error.strerror}): make room")
+    finally:
+        HEAD_START.end()
 
 
 if __name__ == "__main__":

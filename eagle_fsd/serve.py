@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_parser
-from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags
+from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags, begin_early
 from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.cli.ranks import join, leave, on_every_rank, show_memory
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.generate import UserError, load_model, raise_user_errors, report_mistake
+from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted
 
 # torch takes seconds to import, and the extra may not be installed: --help needs neither.
@@ -218,6 +219,7 @@ def run(args: argparse.Namespace) -> int:
     """Check the arguments, load the model, and serve until a signal comes."""
     require_packages()
     with raise_user_errors():
+        begin_early(args)
         options = check_arguments(args)
         ranks = join(args, "serve")
     leads = ranks is None or ranks.leads
@@ -242,7 +244,9 @@ def load(args: argparse.Namespace, options: GenerationOptions) -> tuple[EagleFSD
     with raise_user_errors():
         model = load_model(args)
         options = with_bad_words(options, args, model).with_defaults(model.target.own_defaults)
-        return model, make_settings(args, model, options)
+        settings = make_settings(args, model, options)
+        HEAD_START.end()
+        return model, settings
 
 
 def follow_rank_0(model: EagleFSD, settings: Settings) -> None:
@@ -309,6 +313,8 @@ def program(argv: Sequence[str] | None = None) -> int:
         return report_mistake(parser.prog, error)
     except KeyboardInterrupt:
         return 0
+    finally:
+        HEAD_START.end()
 
 
 if __name__ == "__main__":

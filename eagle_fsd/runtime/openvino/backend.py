@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from eagle_fsd.core.checks import require_choice
 from eagle_fsd.runtime.openvino import library
-from eagle_fsd.runtime.openvino.graph_store import find_or_make
+from eagle_fsd.runtime.openvino.kept.graph_store import find_or_make
+from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START, Compiling, shapes_of
 from eagle_fsd.runtime.openvino.network import (
     Layout,
     Network,
@@ -23,7 +24,6 @@ from eagle_fsd.runtime.openvino.network import (
     trace,
     with_sizes,
 )
-from eagle_fsd.runtime.openvino.traced_attention import describe_pages
 from eagle_fsd.runtime.openvino.variants import Variants
 from eagle_fsd.runtime.openvino.weight_formats import (
     BFLOAT16,
@@ -133,7 +133,10 @@ class OpenVINO:
         precision = "bf16" if self.weight_format == BFLOAT16 else "f32"
 
         def compile_graph(graph: Any) -> Any:
-            describe_pages(graph)
+            if folder is not None:
+                one = Compiling(folder.name, shapes_of(graph), precision, rounds, self.threads)
+                if (ahead := HEAD_START.take(one)) is not None:
+                    return ahead
             return library.compile_graph(graph, precision, rounds, self.threads, folder)
 
         return graph, compile_graph, folder

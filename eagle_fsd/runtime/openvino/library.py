@@ -9,18 +9,20 @@ import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.atomic import hold_lock
+
+if TYPE_CHECKING:  # a head start needs this module before torch is there
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 EXTRA = "openvino"
 # Activations are rounded to 8 bits in groups of this many, as llama.cpp does, where weights have few bits.
 ACTIVATION_GROUP = 32
+MAKING = threading.Lock()  # of the one openvino.Core
 
 
 def is_installed() -> bool:
@@ -37,9 +39,15 @@ def require() -> None:
         )
 
 
-@functools.cache
 def core() -> Any:
     """Return the process's one openvino.Core, which knows the operators that its CPU plugin adds."""
+    with MAKING:
+        return make_core()
+
+
+@functools.cache
+def make_core() -> Any:
+    """Make what `core` returns."""
     import openvino
 
     made = openvino.Core()
@@ -53,7 +61,7 @@ def version() -> str:
     return str(openvino.__version__)
 
 
-def convert(network: Any, examples: tuple[torch.Tensor, ...], extensions: Sequence[Any] = ()) -> Any:
+def convert(network: Any, examples: tuple[Tensor, ...], extensions: Sequence[Any] = ()) -> Any:
     """Trace a network into an openvino.Model, and leave the root logger as it was.
 
     extensions: of the converter, for operators that it does not know.
@@ -78,17 +86,33 @@ def compile_graph(
 
     precision: "f32" or "bf16", of products and activations. rounded_activations: let products with weights of
     few bits round their other factor to 8 bits. A folder that cannot be used, or in which another process is
-    at work for long, is done without.
+    at work for long, is done without. A graph with attention over pages is always compiled: OpenVINO writes
+    its compiled form and cannot read it.
     """
     config = settings(precision, rounded_activations, threads)
+    paged = describe_pages(model)
     with LOCALE:
-        if folder is not None and folder.is_dir():
+        if folder is not None and folder.is_dir() and not paged:
             try:
                 with hold_lock(folder / "compiled"):
                     return core().compile_model(model, "CPU", config | {"CACHE_DIR": str(folder)})
             except (OSError, RuntimeError) as error:
                 logger.info("the compiled form of %s is not kept: %s", folder.name, one_line(error, 200))
         return core().compile_model(model, "CPU", config)
+
+
+def describe_pages(model: Any) -> bool:
+    """Note heads and their sizes at the operators of an openvino.Model, which a file does not keep.
+
+    Returns whether the model has such operators, which attend over pages.
+    """
+    found = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
+    for node in found:
+        for place, name in ((3, "k"), (4, "v")):
+            _, heads, _, size = node.get_input_partial_shape(place)
+            node.get_rt_info()[f"num_{name}_heads"] = heads.get_length()
+            node.get_rt_info()[f"{name}_head_size"] = size.get_length()
+    return bool(found)
 
 
 class LocaleKeeper:

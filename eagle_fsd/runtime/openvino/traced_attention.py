@@ -133,13 +133,3 @@ def _convert(context: Any) -> list[Any]:
         [*inputs, *rotation, *sparsity, sinks, *eviction, types, relation, relation_starts]
     )
     return [made.output(0)]
-
-
-def describe_pages(model: Any) -> None:
-    """Note heads and their sizes at the operators of an openvino.Model, which a file does not keep."""
-    for node in model.get_ordered_ops():
-        if node.get_type_name() == "PagedAttentionExtension":
-            for place, name in ((3, "k"), (4, "v")):
-                _, heads, _, size = node.get_input_partial_shape(place)
-                node.get_rt_info()[f"num_{name}_heads"] = heads.get_length()
-                node.get_rt_info()[f"{name}_head_size"] = size.get_length()

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_fsd.runtime.openvino import graph_store, library
+from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.backend import product_model
-from eagle_fsd.runtime.openvino.graph_store import OFF, clear, digest, find_or_make, folder_size, folders
+from eagle_fsd.runtime.openvino.kept import graph_store
+from eagle_fsd.runtime.openvino.kept.graph_store import OFF, clear, digest, find_or_make, folder_size, folders
 
 pytest.importorskip("openvino", reason="the extra openvino is not installed")
 

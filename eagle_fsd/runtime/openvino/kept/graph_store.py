@@ -17,16 +17,16 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.atomic import cache_folder
 from eagle_fsd.runtime.openvino import library
+
+if TYPE_CHECKING:  # a head start needs this module before torch is there
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,11 @@ VERSION = 1  # of the traced code
 MOST = 8 * 2**30  # bytes of all folders together; the least recently used go first
 OFF = "EAGLE_FSD_NO_WEIGHTS_CACHE"  # set to anything but 0, nothing is read or kept
 GRAPH = "graph.xml"
+
+
+def is_off() -> bool:
+    """Return whether the user wants nothing to be kept."""
+    return os.environ.get(OFF, "0") not in ("", "0")
 
 
 def root_folder() -> Path:
@@ -71,7 +76,9 @@ def find_or_make(
     name: for people. tensors: the network's weights. parts: what else the graph depends on. make: makes it.
     kept: False makes it anew and leaves nothing on disk.
     """
-    if not kept or os.environ.get(OFF, "0") not in ("", "0"):
+    import torch
+
+    if not kept or is_off():
         return read_back(make()), None
     key = digest(tensors, [name, parts, VERSION, library.version(), torch.__version__])
     folder = root_folder() / f"{name}-{key}"
@@ -137,6 +144,7 @@ def remove(folder: Path) -> None:
 
 def read_back(graph: Any) -> Any:
     """Write a graph and read it again: only then are its constants folded, and more of it is fused."""
+    import numpy as np
     import openvino
 
     with tempfile.TemporaryDirectory() as folder:
@@ -148,8 +156,15 @@ def read_back(graph: Any) -> Any:
 
 def digest(tensors: Iterable[Tensor], parts: object) -> str:
     """Return a digest of all values of the tensors and of the parts."""
-    found = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
-    for tensor in tensors:
-        found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    import torch
+
+    def of_one(tensor: Tensor) -> bytes:
+        found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
         found.update(memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()))
-    return found.hexdigest()[:24]
+        return found.digest()
+
+    whole = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
+    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # hashing large values frees Python
+        for one in pool.map(of_one, tensors):
+            whole.update(one)
+    return whole.hexdigest()[:24]

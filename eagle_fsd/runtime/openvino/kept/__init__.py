@@ -1,0 +1,1 @@
+"""What a start leaves behind for the next one: converted graphs, and which of them it compiled."""

@@ -1,0 +1,196 @@
+"""Graphs that are compiled while a program still imports: taken by who asks for them, else no harm done."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
+
+from eagle_fsd import EagleFSD, TreeConfig, generate
+from eagle_fsd.cli import model_flags
+from eagle_fsd.runtime.openvino import backend, library
+from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.runtime.openvino.kept import head_start
+from eagle_fsd.runtime.openvino.kept.graph_store import OFF
+from eagle_fsd.runtime.openvino.kept.head_start import MOST, Compiling, HeadStart, read_note
+from eagle_fsd.target.model import TargetModel
+
+pytest.importorskip("openvino", reason="the extra openvino is not installed")
+
+FLAGS = {"base_model": "tiny", "weight_format": "float32"}
+TREE = TreeConfig(5, 2, 2)
+KNOWN = {"folder": "decoder-1", "shapes": ["[?,8]"], "precision": "f32", "rounded": False, "threads": 1}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    monkeypatch.delenv(OFF, raising=False)
+    return tmp_path
+
+
+class Program:
+    """One start of a program: its own head start, and the thread of each graph that is compiled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, flags: object = FLAGS) -> None:
+        self.start, self.threads = HeadStart(), []
+        compile_graph = library.compile_graph
+
+        def watched(*args: Any) -> Any:
+            self.threads.append(threading.current_thread().name)
+            return compile_graph(*args)
+
+        monkeypatch.setattr(backend, "HEAD_START", self.start)
+        monkeypatch.setattr(library, "compile_graph", watched)
+        self.start.begin(flags)
+        for thread in threading.enumerate():
+            if thread.name == "head start":  # a tiny model is loaded before it has made anything
+                thread.join()
+
+    def answer(self) -> list[int]:
+        model = EagleFSD(TargetModel(tiny_model("llama"), runtime=OpenVINO("float32")), tiny_head())
+        made = model.generate(prompts_of([6], seed=1), max_new_tokens=12, tree=TREE).new_tokens[0]
+        self.start.end()
+        return made
+
+
+def run(flags: object = FLAGS) -> tuple[list[int], list[str]]:
+    """Return what a program answers, and in which threads its graphs were compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        program = Program(patch, flags)
+        return program.answer(), program.threads
+
+
+def test_the_second_start_takes_what_the_first_compiled(cache: Path) -> None:
+    [expected] = greedy_alone(tiny_model("llama"), prompts_of([6], seed=1), 12)
+    text, threads = run()
+    assert text == expected and threads and "head start" not in threads
+    [note] = (cache / "graphs").glob("start-*.json")
+    known = read_note(note)
+    assert {one.folder.split("-")[0] for one in known} >= {"decoder", "lm_head", "head"}
+    text, threads = run()
+    assert text == expected and threads.count("head start") == len(known)
+    assert set(read_note(note)) == set(known)  # what was taken is asked for again next time
+
+
+def test_other_flags_have_a_note_of_their_own(cache: Path) -> None:
+    run()
+    _, threads = run({**FLAGS, "weight_format": "int8"})
+    assert "head start" not in threads and len(list((cache / "graphs").glob("start-*.json"))) == 2
+
+
+def test_a_graph_that_is_gone_or_cannot_be_read_is_compiled_by_who_asks(cache: Path) -> None:
+    expected, _ = run()
+    for path in (cache / "graphs").rglob("graph.xml"):
+        path.write_text("<broken/>")
+    text, threads = run()
+    assert text == expected and "head start" not in threads
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        "",
+        "[]",
+        '{"graphs": 5}',
+        '{"graphs": ["decoder"]}',
+        '{"graphs": [{"folder": "decoder"}]}',
+        json.dumps({"graphs": [{**KNOWN, "folder": "../x"}]}),
+        json.dumps({"graphs": [{**KNOWN, "folder": 1}]}),
+        json.dumps({"graphs": [{**KNOWN, "shapes": 1}]}),
+        json.dumps({"graphs": [{**KNOWN, "more": 1}]}),
+    ],
+)
+def test_a_broken_note_is_as_good_as_none(cache: Path, note: str) -> None:
+    path = cache / "note.json"
+    path.write_text(json.dumps({"graphs": [KNOWN]}))
+    assert read_note(path) == [Compiling("decoder-1", ("[?,8]",), "f32", False, 1)]
+    path.write_text(note)
+    assert read_note(path) == []
+
+
+def test_a_note_names_open_sizes_and_those_expected_first(cache: Path) -> None:
+    """And not the sizes that a measurement compiled."""
+    folder = cache / "graphs" / "decoder-1"
+    folder.mkdir(parents=True)
+    (folder / "first.json").write_text(json.dumps({"sizes": [1, 6]}))
+    start = HeadStart()
+    start.begin(FLAGS)
+    shapes = ("[?,?,8]", "[1,6,8]", "[1,16,8]", "[1,60,8]")
+    wanted = [Compiling("decoder-1", (shape, "[1,6]"), "f32", False, 2) for shape in shapes]
+    assert [start.take(one) for one in wanted] == [None] * 4
+    start.end()
+    [note] = (cache / "graphs").glob("start-*.json")
+    assert read_note(note) == wanted[:2]
+    before = note.read_text()
+    start.begin(FLAGS)
+    for number in range(MOST + 1):  # too many for a note
+        start.take(Compiling(f"decoder-{number}", ("[?,8]",), "f32", False, 2))
+    start.end()
+    assert note.read_text() == before
+
+
+def test_what_was_not_begun_at_the_end_is_not_compiled(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = [Compiling(f"g-{number}", ("[?,8]",), "f32", False, 1) for number in range(3)]
+    begun, go_on, compiled = threading.Event(), threading.Event(), []
+
+    def slowly(one: Compiling) -> str:
+        compiled.append(one)
+        begun.set()
+        assert go_on.wait(10)
+        return "made"
+
+    monkeypatch.setattr(head_start, "compile_kept", slowly)
+    monkeypatch.setattr(head_start, "read_note", lambda path: graphs)
+    start = HeadStart()
+    start.begin(FLAGS)
+    assert begun.wait(10)
+    [thread] = [one for one in threading.enumerate() if one.name == "head start"]
+    assert start.take(graphs[2]) is None  # its turn has not come: who asks compiles it sooner
+    threading.Timer(0.05, go_on.set).start()
+    assert start.take(graphs[0]) == "made"
+    start.end()
+    thread.join(10)
+    assert graphs[2] not in compiled and not thread.is_alive()
+
+
+def test_nothing_is_begun_where_nothing_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run()
+    monkeypatch.setenv(OFF, "1")
+    _, threads = run()
+    assert "head start" not in threads
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, eagle_fsd.runtime.openvino.kept.head_start; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "begins"), [("", True), ("--runtime torch", False), ("--device-map auto", False)]
+)
+def test_the_command_line_begins_before_it_imports_and_ends_whatever_comes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, begins: bool
+) -> None:
+    calls: list[str] = []
+
+    class Recorder:
+        def begin(self, arguments: object) -> None:
+            json.dumps(arguments)
+            calls.append("begin")
+
+        def end(self) -> None:
+            calls.append("end")
+
+    monkeypatch.setattr(model_flags, "HEAD_START", recorder := Recorder())
+    monkeypatch.setattr(generate, "HEAD_START", recorder)
+    assert generate.main([*flags.split(), "--base-model", "/nowhere", "Hello"]) == 2
+    assert calls == ["begin"] * begins + ["end"]
+    assert "/nowhere" in capsys.readouterr().err
