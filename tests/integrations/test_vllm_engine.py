@@ -7,6 +7,7 @@ the commands.
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -31,6 +32,8 @@ from eagle_fsd.core.padding import pad_left
 from eagle_fsd.training.commands.export_vllm import export_head, export_target
 
 pytestmark = pytest.mark.slow
+
+EAGLE3_HEAD = "EAGLE_FSD_EAGLE3_HEAD"  # names a folder
 
 PROMPTS = [
     "What is the capital of France, and what is it known for?",
@@ -173,18 +176,36 @@ def test_tau_is_that_of_our_own_chain(
     fsd: Any, real: Path, threshold: float, record_property: Callable[[str, object], None]
 ) -> None:
     """The same head, chain, rule and prompts: tokens a step within 3 %, and the texts."""
+    compare_tau(fsd, real / "target", real / "head", threshold, record_property)
+
+
+@pytest.mark.skipif(
+    EAGLE3_HEAD not in os.environ,
+    reason=f"{EAGLE3_HEAD} names no EAGLE-3 head for the default target (train/train_head.py --eagle3)",
+)
+def test_tau_of_an_eagle3_head_is_that_of_our_own_chain(
+    real: Path, plain_ids: list[list[int]], record_property: Callable[[str, object], None]
+) -> None:
+    head = Path(os.environ[EAGLE3_HEAD])
+    with engine(real / "target", head, method="eagle3") as llm:
+        assert chat(llm, PROMPTS, temperature=0.0, max_tokens=96) == plain_ids
+        for threshold in (0.0, 0.3):
+            compare_tau(llm, real / "target", head, threshold, record_property)
+
+
+def compare_tau(
+    llm: Any, target: Path, head: Path, threshold: float, record_property: Callable[[str, object], None]
+) -> None:
     rule = Fuzzy(threshold) if threshold else Lossless()
-    own = EagleFSD.from_pretrained(
-        str(real / "target"), str(real / "head"), dtype=torch.float32, device="cpu", lookup=False
-    )
+    own = EagleFSD.from_pretrained(str(target), str(head), dtype=torch.float32, device="cpu", lookup=False)
     asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     rows = [own.tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"] for one in asked]
     tree = TreeConfig(DRAFTED + 1, DRAFTED, 1)
     made = own.generate(*pad_left(rows, 0), rule=rule, tree=tree, temperature=0.0, max_new_tokens=96)
     steps, tokens = sum(one.steps for one in made.stats), sum(one.new_tokens for one in made.stats)
-    before = counts(fsd)
-    ids = chat(fsd, PROMPTS, temperature=0.0, max_tokens=96, extra_args={"fsd_threshold": threshold})
-    after = counts(fsd)
+    before = counts(llm)
+    ids = chat(llm, PROMPTS, temperature=0.0, max_tokens=96, extra_args={"fsd_threshold": threshold})
+    after = counts(llm)
     # vLLM's first token comes of the prompt, without a chain.
     tau = (sum(map(len, ids)) - len(ids)) / (after["steps"] - before["steps"])
     same = sum(mine == list(its) for mine, its in zip(ids, made.new_tokens, strict=True))

@@ -32,14 +32,14 @@ def installed_plugin(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def engine(target: Path, draft: Path | None = None, **options: Any) -> Iterator[Any]:
-    """Run vLLM in this process' children: with FSD if there is a draft, else as it is."""
+def engine(target: Path, draft: Path | None = None, method: str = "eagle", **options: Any) -> Iterator[Any]:
+    """Run vLLM in this process' children: with FSD if there is a draft, else as it is. method: vLLM's."""
     from vllm import LLM
 
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "seed": 0}
     settings |= {"kv_cache_memory_bytes": 200_000_000, "gpu_memory_utilization": 0.1}
     if draft is not None:
-        speculation = {"method": "eagle", "model": str(draft), "num_speculative_tokens": DRAFTED}
+        speculation = {"method": method, "model": str(draft), "num_speculative_tokens": DRAFTED}
         settings |= {"speculative_config": speculation, "additional_config": {"fsd": {}}}
     llm = LLM(str(target), **(settings | options))
     try:

@@ -74,15 +74,20 @@ class HeadStart:
         return found.result()
 
     def end(self) -> None:
-        """Note what was asked for, for the next start, and drop what nobody took."""
+        """Note what was asked for, for the next start, and drop what nobody took.
+
+        If that was nothing, as where torch turned out to be faster, the next start has no head start.
+        """
         with self._lock:
             asked, note = [one for one in self._asked if is_usual(one)], self._note
             for one in self._ahead.values():
                 one.cancel()
             self._ahead, self._asked, self._note = {}, {}, None
-        if note is not None and 0 < len(asked) <= MOST:
+        if note is not None and len(asked) <= MOST:
             with contextlib.suppress(OSError):
-                if asked != read_note(note):
+                if not asked:
+                    note.unlink(missing_ok=True)
+                elif asked != read_note(note):
                     write_atomically(note, json.dumps({"graphs": [asdict(one) for one in asked]}) + "\n")
 
     def _work(self, wanted: Sequence[Compiling]) -> None:

@@ -80,6 +80,14 @@ def test_the_second_start_takes_what_the_first_compiled(cache: Path) -> None:
     assert set(read_note(note)) == set(known)  # what was taken is asked for again next time
 
 
+def test_a_program_that_needs_no_graphs_forgets_them(cache: Path) -> None:
+    run()
+    start = HeadStart()
+    start.begin(FLAGS)
+    start.end()  # torch was faster, say
+    assert list((cache / "graphs").glob("start-*.json")) == []
+
+
 def test_other_flags_have_a_note_of_their_own(cache: Path) -> None:
     run()
     _, threads = run({**FLAGS, "weight_format": "int8"})
