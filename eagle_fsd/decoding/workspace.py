@@ -93,6 +93,8 @@ class Workspaces:
         else:
             workspace.reset(longest, tree)
         self.target.expect(batch, tree.total_tokens)
+        if spec.rests:
+            self.target.expect(batch, 1)
         return workspace
 
     def decode(

@@ -77,6 +77,7 @@ class DraftModelSpec:
     whole_trees: bool = False
     name: str = "draft-model"
     sparse: ClassVar[bool] = False
+    rests: ClassVar[bool] = False
 
     @classmethod
     def for_target(cls, draft: LanguageModel, target: Verifier, name: str = "draft-model") -> DraftModelSpec:

@@ -125,7 +125,7 @@ class DrafterSpec(Protocol):
     name: its kind, for reports. tokens: the number of tokens that it can propose, which limits a tree's
     top_k. trained_positions: the longest text that it was trained on; None if there is no such limit.
     network: its weights; None if it has none. sparse: whether its q lists a few tokens of its own at every
-    node.
+    node. rests: whether many of its trees are a root alone, though they might have more nodes.
     """
 
     @property
@@ -144,6 +144,9 @@ class DrafterSpec(Protocol):
     def sparse(self) -> bool: ...
 
     @property
+    def rests(self) -> bool: ...
+
+    @property
     def identity(self) -> str | None:
         """A digest of its weights, which tells it from other specs of its kind."""
 
@@ -159,7 +162,7 @@ class NoDrafter:
     trained_positions = None
     network = None
     identity = None
-    sparse = False
+    sparse = rests = False
 
     def __init__(self, vocab_size: int, rows: int = 0) -> None:
         self.tokens = vocab_size

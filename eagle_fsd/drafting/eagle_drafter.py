@@ -72,6 +72,7 @@ class EagleSpec:
     graph: Network | None = None
     name: str = "eagle"
     sparse: ClassVar[bool] = False
+    rests: ClassVar[bool] = False
 
     @classmethod
     def for_target(cls, head: DraftHead, target: Verifier) -> EagleSpec:

@@ -73,7 +73,7 @@ DRAFTERS: dict[str, Callable[[], DrafterSpec]] = {
     "eagle": eagle,
     "eagle3": eagle3,
     "draft model": lambda: DraftModelSpec.for_target(TargetModel(tiny_model("mistral", seed=5)), target()),
-    "lookup": lambda: LookupSpec.for_target(target()),
+    "lookup": lambda: LookupSpec.for_target(target(), worth=0.0),
     "merged": lambda: MergedSpec.for_target(eagle(), target(), Sources()),
     "openvino": lambda: eagle("openvino"),
 }

@@ -48,10 +48,11 @@ SPECS: dict[str, Callable[[], DrafterSpec]] = {
     "draft model": lambda: draft_model_spec(tiny_model("mistral", seed=5)),
     "narrow draft model": lambda: draft_model_spec(tiny_model(seed=5, vocab_size=VOCAB - 6)),
     "first layers": lambda: draft_model_spec(first_layers(TARGET.model, 1), "first-layers"),
-    "lookup": lambda: LookupSpec.for_target(TARGET),
+    "lookup": lambda: LookupSpec.for_target(TARGET, worth=0.0),
+    "lookup where it pays": lambda: LookupSpec.for_target(TARGET, worth=0.3),
     "merged": lambda: with_lookup(head_spec(tiny_head(4).restrict(torch.arange(0, VOCAB, 2))), TARGET),
 }
-LEARNING = ("lookup", "merged")
+LEARNING = ("lookup", "lookup where it pays", "merged")
 SLOW = ("eagle, some tokens", "narrow draft model")
 every_drafter = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SPECS]

@@ -27,11 +27,12 @@ from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.drafting.drafter import NextTokens, Seen
-from eagle_fsd.drafting.lookup.lookup_drafter import LookupDrafter, LookupSpec
+from eagle_fsd.drafting.lookup.confidences import PRIORS
+from eagle_fsd.drafting.lookup.lookup_drafter import WORTH, LookupDrafter, LookupSpec
 from eagle_fsd.drafting.lookup.merged_drafter import MergedSpec
 from eagle_fsd.drafting.lookup.text_memory import Sources
 from eagle_fsd.hub import save_head
-from eagle_fsd.runtime.step_recorder import FixedShapes
+from eagle_fsd.runtime.step_recorder import EAGER, FixedShapes, Stepper
 from eagle_fsd.target.model import TargetModel
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ SAMPLING = {"temperature": 0.7, "top_k": 12}
 
 def engine(sources: Sources | None = None, **overrides: object) -> EagleFSD:
     target = TargetModel(tiny_model(**overrides))
-    return EagleFSD(target, LookupSpec.for_target(target, sources))
+    return EagleFSD(target, LookupSpec.for_target(target, sources, worth=0.0))
 
 
 def prompts() -> list[list[int]]:
@@ -140,7 +141,7 @@ class Recorded:
 def test_its_state_is_that_of_a_fresh_one_that_saw_the_same(sources: Sources) -> None:
     """A row of a batch, with any accepts, rejections and rows that left, against a drafter of its own."""
     target, tree = TargetModel(tiny_model()), TREES[1]
-    spec, limits = LookupSpec.for_target(target, sources), [30, 12, 24, 18]
+    spec, limits = LookupSpec.for_target(target, sources, worth=0.0), [30, 12, 24, 18]
     recorded = Recorded(spec.make(4, 64, tree), [], [])
     made = run_loop(target, prompts(), recorded, limits, tree=tree, rule=Fuzzy(0.2))
     fresh = spec.make(1, 64, tree)
@@ -286,9 +287,37 @@ def test_a_step_may_have_nothing_to_draft(rule: AcceptanceRule) -> None:
     assert [0.0] in [one.scores for one in observer.observations]
 
 
+@pytest.mark.parametrize("stepper", [EAGER, FixedShapes()], ids=["any shapes", "fixed shapes"])
+def test_a_tree_that_is_not_worth_it_is_a_root_and_its_guesses_are_still_judged(stepper: Stepper) -> None:
+    target, tree = TargetModel(tiny_model(), stepper), TREES[1]
+    made = {}
+    for worth in (0.0, 0.3, 99.0):
+        recorded = Recorded(LookupSpec.for_target(target, worth=worth).make(4, 64, tree), [], [])
+        assert run_loop(target, prompts(), recorded, 30, tree=tree).texts == [
+            text[:30] for text in targets_own()
+        ]
+        made[worth] = recorded
+    nodes = {worth: [one.tokens.shape[1] for one in recorded.trees] for worth, recorded in made.items()}
+    assert set(nodes[99.0]) == {1} and max(nodes[0.3]) > 1
+    for one in made[0.3].trees:  # each row decides for itself
+        chances = torch.where(one.parents >= 0, one.scores.exp(), 0.0) if one.tokens.shape[1] > 1 else None
+        assert chances is None or all(worth == 0 or worth >= 0.3 - 1e-6 for worth in chances.sum(1).tolist())
+    # What was proposed below the root was right or wrong.
+    assert any(memory.confidences.rates != list(PRIORS) for memory in made[99.0].inner.memories)
+
+
+def test_only_a_cpu_without_a_head_takes_steps_without_drafts() -> None:
+    target = TargetModel(tiny_model())
+    alone = LookupSpec.for_target(target)
+    assert alone.worth == WORTH and alone.rests
+    merged = EagleFSD(target, tiny_head(), lookup=True).drafter
+    assert merged.lookup.worth == 0 and not merged.rests
+    assert len({LookupSpec.for_target(target, worth=worth).identity for worth in (0.0, 0.3, 0.5)}) == 3
+
+
 def test_a_runtime_of_fixed_shapes_gets_the_same_text() -> None:
     target = TargetModel(tiny_model(), FixedShapes())
-    spec = LookupSpec.for_target(target)
+    spec = LookupSpec.for_target(target, worth=0.0)
     assert spec.fixed_shapes
     made = run_loop(target, prompts(), spec.make(4, 64, TREES[1]), 30, tree=TREES[1])
     assert made.texts == [text[:30] for text in targets_own()]
@@ -375,7 +404,7 @@ def test_a_shipped_head_looks_up_by_default(
 def test_the_prompts_lists_are_those_of_a_plain_forward() -> None:
     """Over ragged rows: the X tokens before each root, and nothing for a drafter that asks for none."""
     target = TargetModel(tiny_model())
-    spec = LookupSpec.for_target(target)
+    spec = LookupSpec.for_target(target, worth=0.0)
     drafter = spec.make(4, 64, TREES[0])
     run_loop(target, prompts(), drafter, 1, tree=TREES[0])
     for memory, prompt in zip(drafter.memories, prompts(), strict=False):

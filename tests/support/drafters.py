@@ -62,6 +62,7 @@ class StandInSpec:
     network: None = None
     identity: str | None = "stand-in"
     sparse: bool = False
+    rests: bool = False
 
     def make(self, batch: int, tokens: int, tree: TreeConfig) -> Drafter:
         return self.maker(batch, tokens, tree)

@@ -69,6 +69,7 @@ class Eagle3Spec:
     stepper: Stepper = EAGER
     name: str = "eagle3"
     sparse: ClassVar[bool] = False
+    rests: ClassVar[bool] = False
 
     @classmethod
     def for_target(cls, head: Eagle3Head, target: TappedVerifier) -> Eagle3Spec:

@@ -50,11 +50,13 @@ class MergedSpec:
     head: DrafterSpec
     lookup: LookupSpec
     sparse: ClassVar[bool] = True
+    rests: ClassVar[bool] = False
 
     @classmethod
     def for_target(cls, head: DrafterSpec, target: Verifier, sources: Sources = COPIES) -> MergedSpec:
         """Return the spec that drafts for this target, for which the head's spec was made."""
-        return cls(head, LookupSpec.for_target(target, sources))
+        # The head's drafts are made before it is known what they are worth.
+        return cls(head, LookupSpec.for_target(target, sources, worth=0.0))
 
     @property
     def name(self) -> str:

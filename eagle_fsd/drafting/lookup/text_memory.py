@@ -231,6 +231,13 @@ class TextMemory:
         self.tree = tree
         return tree
 
+    def prune(self) -> GrownTree:
+        """Return the root alone, in place of the tree that was grown last. What was proposed there counts."""
+        assert self.tree is not None
+        proposals = {node: one for node, one in self.tree.proposals.items() if node == 0}
+        self.tree = GrownTree(self.tree.tokens[:1], proposals=proposals)
+        return self.tree
+
     def copy(self) -> TextMemory:
         """Return a memory of the same text that goes on by itself."""
         other = TextMemory(self.sources, self.confidences.priors)
