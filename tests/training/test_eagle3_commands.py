@@ -69,7 +69,7 @@ def run(world: World) -> Path:
 
 def test_training_lowers_the_loss_and_raises_tau_and_text_stays_the_targets(world: World, run: Path) -> None:
     logged = [record["loss"] for record in read_log(run) if "loss" in record]
-    assert sum(logged[-5:]) < sum(logged[:5]) - 5 * 0.5
+    assert sum(logged[-5:]) < sum(logged[:5]) - 5 * 0.3
     assert all(len(record["cross_entropy"]) == 2 for record in read_log(run) if "loss" in record)
     head = hub.load_any_head(str(run / "export"), HIDDEN, VOCAB, 2)
     assert isinstance(head, Eagle3Head) and len(head.draft_tokens) == 80 and len(head.readings) == 1

@@ -13,6 +13,9 @@ from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.target.model import TargetModel
 
 LARGEST_VOCABULARY = 32_000  # drafted tokens of a new head, unless it is told otherwise
+# At full size a new head is sure of wrong tokens, and takes a tenth of a short run to unlearn that: after 25
+# steps SmolLM2's loss is 6.6 with this, and some 14 without.
+START = 0.25
 NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")  # names of a last norm
 
 
@@ -33,7 +36,8 @@ def new_head(target: TargetModel, taps: Sequence[int], drafted: Tensor | None, s
     """Return a new head for a target that drafts these tokens [W], in any order; None for all.
 
     Its layer has the shape of the target's. It begins as a reader of the highest tap: `fc` passes that tap
-    on, `norm` and `lm_head` are the target's, and everything else is small noise, as in Llama.
+    on, `norm` is the target's, `lm_head` is the target's times START, and everything else is small noise, as
+    in Llama.
     """
     drafted = None if drafted is None or len(drafted) == target.vocab_size else drafted.sort().values
     shape = HeadConfig.for_target(target.config, target.hidden_size, target.vocab_size)
@@ -62,7 +66,7 @@ def new_head(target: TargetModel, taps: Sequence[int], drafted: Tensor | None, s
         head.norm.weight.copy_(last_norm(target))
         rows = target.lm_head.weight if drafted is None else target.lm_head.weight[drafted]
         # The draft's logits get no transform: the target's scale goes into the rows.
-        head.lm_head.weight.copy_(rows.float() * target.logits_transform.scale)
+        head.lm_head.weight.copy_(rows.float() * target.logits_transform.scale * START)
     return head
 
 
