@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from eagle_fsd.files.atomic import cache_folder, read_records
+from eagle_fsd.files.kept_folders import folder_size
 from eagle_fsd.files.records import BACKENDS_FILE, TREES_FILE, cache_file
 from eagle_fsd.hub import weights_cache
 from eagle_fsd.runtime.openvino.kept import graph_store
@@ -45,13 +46,13 @@ def describe_storage() -> list[str]:
     for folder in reversed(weights_cache.folders()):
         record = read_records(folder / weights_cache.RECORD)
         used = datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "minutes")
-        size = weights_cache.folder_size(folder) / 1e6
+        size = folder_size(folder) / 1e6
         dtype = str(record.get("dtype")).removeprefix("torch.")
         name = f"{weights_cache.FOLDER}/{folder.name}"
         found.append(f"  {name}: {record.get('gguf')} in {dtype}, {size:.0f} MB, used {used}")
     for folder in reversed(graph_store.folders()):
         used = datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "minutes")
-        size = graph_store.folder_size(folder) / 1e6
+        size = folder_size(folder) / 1e6
         found.append(f"  {graph_store.FOLDER}/{folder.name}: {size:.0f} MB, used {used}")
     return found if len(found) > 1 else [f"{found[0]}: nothing is kept"]
 

@@ -27,6 +27,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from eagle_fsd.files.atomic import cache_folder, hold_lock, read_records, write_atomically
+from eagle_fsd.files.kept_folders import is_enabled, remove, shrink, whole_folders
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ FOLDER, RECORD = "weights", "source.json"
 VERSION = 1  # of the folders
 MOST = 16 * 2**30  # bytes of all folders together; the least recently used go first
 SETTLED = 2 * 10**9  # nanoseconds after which a file's times show a change: some systems count whole seconds
-OFF = "EAGLE_FSD_NO_WEIGHTS_CACHE"  # set to anything but 0, the cache is neither read nor written
 
 READ_ERRORS = (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
 
@@ -58,11 +58,6 @@ class Origin:
         return {str(self.gguf.resolve()): self.stamp} if settled else {}
 
 
-def is_enabled() -> bool:
-    """Return whether the cache is on, that is not turned off by EAGLE_FSD_NO_WEIGHTS_CACHE."""
-    return os.environ.get(OFF, "0") in ("", "0")
-
-
 def root_folder() -> Path:
     """Return the folder of all kept folders."""
     return cache_folder() / FOLDER
@@ -70,11 +65,7 @@ def root_folder() -> Path:
 
 def folders() -> list[Path]:
     """Return all kept folders, the least recently used first."""
-    try:
-        found = [path for path in root_folder().iterdir() if (path / RECORD).is_file()]
-        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
-    except (OSError, RuntimeError):  # nothing is kept yet, or there is no home folder
-        return []
+    return whole_folders(FOLDER, RECORD)
 
 
 def find_origin(gguf: Path, beside: Iterable[Path], made_by: str) -> Origin | None:
@@ -149,7 +140,7 @@ def keep(origin: Origin, dtype: str, size: int, save: Callable[[Path], None]) ->
                 partial.rename(folder)
             finally:
                 remove(partial)
-        make_room(folder)
+        shrink(folders(), folder, MOST)
         return folder
     except READ_ERRORS as error:  # these include what `save` raises on a full disk
         logger.info("the converted weights of %s are not kept: %s", origin.gguf.name, error)
@@ -176,32 +167,6 @@ def clear() -> None:
     """Delete everything that is kept. A process that is reading it falls back to the GGUF file."""
     with contextlib.suppress(RuntimeError):
         remove(root_folder())
-
-
-def make_room(newest: Path) -> None:
-    """Delete the least recently used folders until the rest is within MOST; the newest always stays."""
-    kept = [folder for folder in folders() if folder != newest]
-    total = sum(map(folder_size, [*kept, newest]))
-    for folder in kept:
-        if total > MOST:
-            total -= folder_size(folder)
-            remove(folder)
-
-
-def folder_size(folder: Path) -> int:
-    """Return the total bytes of the files in a folder."""
-    with contextlib.suppress(OSError):
-        return sum(path.stat().st_size for path in folder.iterdir())
-    return 0
-
-
-def remove(*folders: Path) -> None:
-    """Delete folders. Each is renamed first, so that nobody finds half of it."""
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            hidden = folder.with_name(f".{folder.name.lstrip('.')}-{secrets.token_hex(4)}")
-            folder.rename(hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def format_gigabytes(size: int) -> str:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny_gguf import write_gguf
 
 from eagle_fsd import hub
+from eagle_fsd.files.kept_folders import OFF, folder_size
 from eagle_fsd.hub import target_loader, weights_cache
 from eagle_fsd.hub.target_loader import Loaded
 
@@ -39,7 +40,7 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv(weights_cache.OFF, raising=False)
+    monkeypatch.delenv(OFF, raising=False)
     return tmp_path / "cache"
 
 
@@ -163,7 +164,7 @@ def test_the_cache_can_be_turned_off(
     hub.load_target(str(gguf))
     weights_cache.clear()
     if turn_off == "environment":
-        monkeypatch.setenv(weights_cache.OFF, "1")
+        monkeypatch.setenv(OFF, "1")
     for _ in range(2):
         hub.load_target(str(gguf), weights_cache=turn_off != "argument")
     assert len(conversions) == 3 and weights_cache.folders() == []
@@ -343,7 +344,7 @@ def test_the_least_recently_used_folders_make_room(
     pytest.importorskip("gguf")
     files = [aged(write_gguf(tmp_path / f"{seed}.gguf", tensors(seed))) for seed in range(3)]
     hub.load_target(str(files[0]))
-    size = weights_cache.folder_size(weights_cache.folders()[0])
+    size = folder_size(weights_cache.folders()[0])
     monkeypatch.setattr(weights_cache, "MOST", int(2.5 * size))
     for file in (files[1], files[0], files[2]):
         hub.load_target(str(file))

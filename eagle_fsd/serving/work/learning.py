@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from eagle_fsd.core.checks import one_line
@@ -31,8 +30,6 @@ class Learner(Protocol):
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None: ...
 
     def update(self) -> Report | None: ...
-
-    def save(self, folder: Path) -> Path: ...
 
 
 class IdleLearning:

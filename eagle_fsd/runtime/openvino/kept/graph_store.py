@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.atomic import cache_folder
+from eagle_fsd.files.kept_folders import is_enabled, remove, shrink, whole_folders
 from eagle_fsd.runtime.openvino import library
 
 if TYPE_CHECKING:  # a head start needs this module before torch is there
@@ -33,13 +34,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "graphs"
 VERSION = 1  # of the traced code
 MOST = 8 * 2**30  # bytes of all folders together; the least recently used go first
-OFF = "EAGLE_FSD_NO_WEIGHTS_CACHE"  # set to anything but 0, nothing is read or kept
 GRAPH = "graph.xml"
-
-
-def is_off() -> bool:
-    """Return whether the user wants nothing to be kept."""
-    return os.environ.get(OFF, "0") not in ("", "0")
 
 
 def root_folder() -> Path:
@@ -48,24 +43,13 @@ def root_folder() -> Path:
 
 def folders() -> list[Path]:
     """Return all kept folders, the least recently used first."""
-    try:
-        found = [path for path in root_folder().iterdir() if (path / GRAPH).is_file()]
-        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
-    except (OSError, RuntimeError):  # nothing is kept yet, or there is no home folder
-        return []
-
-
-def folder_size(folder: Path) -> int:
-    """Return the total bytes of the files in a folder."""
-    with contextlib.suppress(OSError):
-        return sum(path.stat().st_size for path in folder.rglob("*"))
-    return 0
+    return whole_folders(FOLDER, GRAPH)
 
 
 def clear() -> None:
     """Delete everything that is kept."""
     with contextlib.suppress(RuntimeError):
-        shutil.rmtree(root_folder(), ignore_errors=True)
+        remove(root_folder())
 
 
 def find_or_make(
@@ -78,7 +62,7 @@ def find_or_make(
     """
     import torch
 
-    if not kept or is_off():
+    if not kept or not is_enabled():
         return read_back(make()), None
     key = digest(tensors, [name, parts, VERSION, library.version(), torch.__version__])
     folder = root_folder() / f"{name}-{key}"
@@ -121,25 +105,7 @@ def keep(graph: Any, folder: Path) -> None:
             partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    make_room(folder)
-
-
-def make_room(newest: Path) -> None:
-    """Delete the least recently used folders until the rest is within MOST; the newest always stays."""
-    kept = [folder for folder in folders() if folder != newest]
-    total = sum(map(folder_size, [*kept, newest]))
-    for folder in kept:
-        if total > MOST:
-            total -= folder_size(folder)
-            remove(folder)
-
-
-def remove(folder: Path) -> None:
-    """Delete a folder, which is renamed first, so that nobody finds half of it."""
-    hidden = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
-    with contextlib.suppress(OSError):
-        folder.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+    shrink(folders(), folder, MOST)
 
 
 def read_back(graph: Any) -> Any:

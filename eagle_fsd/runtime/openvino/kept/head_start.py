@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from eagle_fsd.files.atomic import read_records, write_atomically
+from eagle_fsd.files.kept_folders import is_enabled
 from eagle_fsd.runtime.openvino import library
-from eagle_fsd.runtime.openvino.kept.graph_store import GRAPH, is_off, root_folder
+from eagle_fsd.runtime.openvino.kept.graph_store import GRAPH, root_folder
 from eagle_fsd.runtime.openvino.variants import read_first
 
 MOST = 12  # graphs of a note
@@ -52,7 +53,7 @@ class HeadStart:
 
         arguments: whatever tells which models are loaded, and how; it must have a JSON form.
         """
-        if is_off() or not library.is_installed():
+        if not is_enabled() or not library.is_installed():
             return
         with contextlib.suppress(OSError, RuntimeError):  # there is no home folder
             name = hashlib.sha256(json.dumps(arguments, default=str).encode()).hexdigest()[:24]

@@ -12,20 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle_fsd.files.kept_folders import OFF, folder_size
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.backend import product_model
 from eagle_fsd.runtime.openvino.kept import graph_store
-from eagle_fsd.runtime.openvino.kept.graph_store import OFF, clear, digest, find_or_make, folder_size, folders
+from eagle_fsd.runtime.openvino.kept.graph_store import clear, digest, find_or_make, folders
 
 pytest.importorskip("openvino", reason="the extra openvino is not installed")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own."""
-    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
-    monkeypatch.delenv(OFF, raising=False)
-    return tmp_path
 
 
 class Maker:

@@ -14,10 +14,10 @@ from support.tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, TreeConfig, generate
 from eagle_fsd.cli import model_flags
+from eagle_fsd.files.kept_folders import OFF
 from eagle_fsd.runtime.openvino import backend, library
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.kept import head_start
-from eagle_fsd.runtime.openvino.kept.graph_store import OFF
 from eagle_fsd.runtime.openvino.kept.head_start import MOST, Compiling, HeadStart, read_note
 from eagle_fsd.target.model import TargetModel
 
@@ -26,14 +26,6 @@ pytest.importorskip("openvino", reason="the extra openvino is not installed")
 FLAGS = {"base_model": "tiny", "weight_format": "float32"}
 TREE = TreeConfig(5, 2, 2)
 KNOWN = {"folder": "decoder-1", "shapes": ["[?,8]"], "precision": "f32", "rounded": False, "threads": 1}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own."""
-    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
-    monkeypatch.delenv(OFF, raising=False)
-    return tmp_path
 
 
 class Program:
