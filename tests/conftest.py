@@ -69,6 +69,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of one test's own, which keeps what it is given."""
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    monkeypatch.delenv("EAGLE_FSD_NO_WEIGHTS_CACHE", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
 def interrupts_arrive() -> Iterator[None]:
     """Whatever runs the tests: a job in the background is started with Ctrl-C ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

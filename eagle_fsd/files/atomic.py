@@ -50,6 +50,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def hidden_beside(path: Path) -> Path:
+    """Return a path beside this one, with a hidden name that no other process has."""
+    return path.with_name(f".{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a small text file so that a reader never sees a part of it."""
     with atomic_path(path) as partial:

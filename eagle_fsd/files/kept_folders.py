@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle_fsd.files.atomic import cache_folder
+from eagle_fsd.files.atomic import cache_folder, hidden_beside
 
 OFF = "EAGLE_FSD_NO_WEIGHTS_CACHE"  # set to anything but 0, nothing is read or kept
 
@@ -53,6 +52,5 @@ def remove(*folders: Path) -> None:
     """Delete folders. Each is renamed first, so that nobody finds half of it."""
     for folder in folders:
         with contextlib.suppress(OSError):
-            hidden = folder.with_name(f".{folder.name.lstrip('.')}-{secrets.token_hex(4)}")
-            folder.rename(hidden)
+            hidden = folder.rename(hidden_beside(folder))
             shutil.rmtree(hidden, ignore_errors=True)

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import shutil
 import tempfile
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.core.checks import one_line
-from eagle_fsd.files.atomic import cache_folder
+from eagle_fsd.files.atomic import cache_folder, hidden_beside
 from eagle_fsd.files.kept_folders import is_enabled, remove, shrink, whole_folders
 from eagle_fsd.runtime.openvino import library
 
@@ -92,7 +91,7 @@ def keep(graph: Any, folder: Path) -> None:
     import openvino
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+    partial = hidden_beside(folder)
     try:
         partial.mkdir()
         openvino.save_model(graph, partial / GRAPH, compress_to_fp16=False)

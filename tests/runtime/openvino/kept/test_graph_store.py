@@ -20,6 +20,8 @@ from eagle_fsd.runtime.openvino.kept.graph_store import clear, digest, find_or_m
 
 pytest.importorskip("openvino", reason="the extra openvino is not installed")
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 
 class Maker:
     """Makes the graph of a product with a weight, and counts how often it is asked to."""

@@ -23,6 +23,8 @@ from eagle_fsd.target.model import TargetModel
 
 pytest.importorskip("openvino", reason="the extra openvino is not installed")
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 FLAGS = {"base_model": "tiny", "weight_format": "float32"}
 TREE = TreeConfig(5, 2, 2)
 KNOWN = {"folder": "decoder-1", "shapes": ["[?,8]"], "precision": "f32", "rounded": False, "threads": 1}
