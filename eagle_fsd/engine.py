@@ -320,7 +320,7 @@ class EagleFSD:
     def memory(self) -> list[dict[str, int]]:
         """Return the bytes that each rank holds; see docs/targets-and-heads.md. All ranks must call this."""
         network = self.drafter and self.drafter.network
-        return self.target.ranks.memory(self.target.model, network, self._workspaces.cache_bytes)
+        return self.target.ranks.memory(self.target.held, network, self._workspaces.cache_bytes)
 
     def free_memory(self) -> None:
         """Drop the caches and recordings that are kept on a GPU for the next batch."""
@@ -336,7 +336,7 @@ class EagleFSD:
         """Check the arguments, settle rule and tree and set up a batch, whose texts run at the first step."""
         options, prompts = settle_options(options, keywords, self.target, input_ids, attention_mask)
         request = self.settler.request(options, prompts)
-        for network in filter(None, (self.target.model, self.drafter and self.drafter.network)):
+        for network in filter(None, (self.target.held, self.drafter and self.drafter.network)):
             repack_changed(network)
         tree, seed, greedy = request.tree, options.seed, options.sampling.greedy
         if seed is None:  # greedy decoding draws nothing and leaves torch's generator alone

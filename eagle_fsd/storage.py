@@ -14,7 +14,7 @@ from datetime import datetime
 from eagle_fsd.files.atomic import cache_folder, read_records
 from eagle_fsd.files.kept_folders import folder_size
 from eagle_fsd.files.records import BACKENDS_FILE, TREES_FILE, cache_file
-from eagle_fsd.hub import weights_cache
+from eagle_fsd.hub.kept import weights_cache
 from eagle_fsd.runtime.openvino.kept import graph_store
 
 ALL, WEIGHTS, GRAPHS, MEASUREMENTS = "all", "weights", "graphs", "measurements"

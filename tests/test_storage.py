@@ -8,7 +8,7 @@ import pytest
 
 from eagle_fsd import storage
 from eagle_fsd.files.records import BACKENDS_FILE, recall, remember
-from eagle_fsd.hub import weights_cache
+from eagle_fsd.hub.kept import weights_cache
 
 
 @pytest.fixture

@@ -159,7 +159,7 @@ class Settler:
         if self._identity is not None:
             return self._identity
         drafter = None if self.drafter is None else self.drafter.identity
-        found = models_identity(self.name, self.target.model, drafter)
+        found = models_identity(self.target.identity(self.name), drafter)
         if self.target.ranks.several:
             self._identity = found
         return found

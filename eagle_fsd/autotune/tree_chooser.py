@@ -62,18 +62,18 @@ class TreeChooser:
         device = target.device
         cpu = device.type == "cpu"
         self.host_reads = cpu  # elsewhere the host would have to wait for the device; see host_can_read
-        identity = models_identity(name, target.model, drafting.identity)
+        identity = models_identity(target.identity(name), drafting.identity)
         del identity["target"]["name"]  # the same weights may have been loaded from elsewhere
         self.models = [__version__, identity]
         name_of = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
         self.machine = {
             "torch": torch.__version__,
-            "layers": sorted({type(layer).__name__ for layer in target.model.modules()}),  # quantised, say
-            "packed": backend_names(target.model),
+            "layers": target.layer_classes,  # quantised, say
+            "packed": backend_names(target.held),
             "runtime": [None if target.runtime is None else target.runtime.name, target.weight_format],
             "attention": target.config._attn_implementation,
             "device": [device.type, name_of, cores()],
-            "placed": str(getattr(target.model, "hf_device_map", None)),
+            "placed": str(getattr(target.held, "hf_device_map", None)),
             "threads": torch.get_num_threads() if cpu else None,
         }
         if target.ranks.several:

@@ -23,7 +23,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.drafting.drafter import NO_HEAD, Needs, Seen
 from eagle_fsd.drafting.eagle_drafter import commit_in_chunks
 from eagle_fsd.drafting.tree_growth import BeamDrafter, level_positions, read_view, slots_per_row
-from eagle_fsd.files.fingerprints import digest_json, target_identity
+from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
@@ -42,10 +42,12 @@ class LanguageModel(Protocol):
     flash: bool
 
     @property
-    def model(self) -> nn.Module: ...
+    def held(self) -> nn.Module: ...
 
     @property
     def weight_format(self) -> str: ...
+
+    def identity(self, name: str) -> dict[str, str]: ...
 
     def features(
         self, tokens: Tensor, positions: Tensor, visible: Tensor, slot_positions: Tensor, cache: KVCache
@@ -87,7 +89,7 @@ class DraftModelSpec:
 
     @property
     def network(self) -> nn.Module:
-        return self.draft.model
+        return self.draft.held
 
     @property
     def trained_positions(self) -> int:
@@ -96,7 +98,7 @@ class DraftModelSpec:
     @property
     def identity(self) -> str:
         """A digest of the model's weights, of their format and of the tokens that it proposes."""
-        weights = target_identity("", self.draft.model)
+        weights = self.draft.identity("")
         return f"{self.name}-{digest_json(weights, self.draft.weight_format, self.tokens)}"
 
     def make(self, batch: int, tokens: int, tree: TreeConfig) -> BeamDrafter:

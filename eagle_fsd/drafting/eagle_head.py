@@ -43,9 +43,10 @@ class DraftHead(nn.Module):
         self.register_buffer("draft_tokens", None, persistent=False)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([DecoderLayer(config)])
-        frequencies = float(config.rope_theta) ** (
-            -torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        )
+        # On the CPU also where the head has no memory: torch computes on "meta" by way of its compiler, whose
+        # import takes a second.
+        steps = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu")
+        frequencies = float(config.rope_theta) ** (-steps / config.head_dim)
         # A plain attribute, not a buffer: `.to(bfloat16)` must not round it (positions past 256 would
         # collide).
         self.inverse_frequencies = frequencies.float()

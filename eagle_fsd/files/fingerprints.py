@@ -29,9 +29,9 @@ def whole(weight: Any) -> Tensor:
     return full
 
 
-def models_identity(name: str, target: nn.Module, drafter: str | None) -> dict[str, Any]:
-    """Return what identifies a pair of target and drafter. drafter: its own identity."""
-    return {"target": target_identity(name, target), "head": drafter}
+def models_identity(target: dict[str, str], drafter: str | None) -> dict[str, Any]:
+    """Return what identifies a pair of target and drafter by their own identities."""
+    return {"target": target, "head": drafter}
 
 
 def digest_tensors(tensors: Iterable[Tensor]) -> str:

@@ -14,10 +14,12 @@ import sys
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from eagle_fsd.version import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 SECRET_OPTION = re.compile(r"(^|[-_])(token|key|secret|password|credentials?|auth)$", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"\b(hf|sk|ghp|gho|github_pat|glpat|xox[bp])[-_][\w-]{8,}|://\S*[@?]")
@@ -27,6 +29,8 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?", re.ASCII)
 
 def provenance(device: torch.device | None = None) -> dict[str, object]:
     """Return a JSON-ready record of this run. device: where it computes; None: CUDA if there is a GPU."""
+    import torch  # `cores` is asked for before torch is there
+
     cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
         "command": command_line(),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
 from eagle_fsd.core.checks import require_choice
 from eagle_fsd.core.devices import resolve_dtype
@@ -107,17 +107,16 @@ def plan_runtime(
 
 def settle(
     plan: Plan,
-    model: PreTrainedModel,
+    shapes: Sequence[Sequence[int]],
     torch_target: Callable[[], TargetModel],
     graph_target: Callable[[], TargetModel],
 ) -> TargetModel:
     """Return the target on the faster runtime, measured once for models of these shapes, then remembered.
 
-    It is not remembered if the repeats disagree, as they do on a busy machine.
+    shapes: of all its weights. It is not remembered if the repeats disagree, as they do on a busy machine.
     """
-    if model.num_parameters() < LEAST:
+    if sum(map(math.prod, shapes)) < LEAST:
         return torch_target()
-    shapes = [list(weight.shape) for weight in model.parameters()]
     here = [processor(), cores(), torch.get_num_threads(), torch.__version__, library.version()]
     key = record_key("runtime", here, plan.weight_format, plan.keeps_blocks, shapes)
     known = recall(key, str, BACKENDS_FILE)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.devices import resolve_device, resolve_dtype
 from eagle_fsd.drafting.draft_model import DraftModelSpec, require_one_drafter
 from eagle_fsd.drafting.drafter import NO_HEAD, DrafterSpec
@@ -18,6 +21,7 @@ from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.choose_runtime import AUTO, OPENVINO, TORCH, plan_runtime, settle
 from eagle_fsd.hub.eagle3_checkpoint import is_eagle3
+from eagle_fsd.hub.kept.second_start import SecondStart
 from eagle_fsd.hub.resolve import is_shipped_head, load_any_head, load_target, resolve_head, resolve_target
 from eagle_fsd.hub.split.plan import ranks_device, require_splittable
 from eagle_fsd.hub.target_loader import Loaded, TargetSource, show_progress
@@ -25,6 +29,7 @@ from eagle_fsd.runtime.cuda_graphs import cuda_recorder
 from eagle_fsd.runtime.matmul_backends import find_fastest_backend
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.gguf_blocks import GGUFBlocks
+from eagle_fsd.runtime.openvino.kept.kept_model import KeptModel, shapes_of, whole
 from eagle_fsd.runtime.openvino.weight_formats import INT8, OWN_BLOCKS, PACKED
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.runtime.ranks import ALONE, join_ranks
@@ -32,6 +37,11 @@ from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.first_layers import first_layers
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.same_vocabulary import require_same_vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -117,20 +127,33 @@ def load_pair(
         weights_cache=weights_cache,
     )
     load_here = functools.partial(load, source, device=device, device_map=device_map)
-    model, tokenizer = ranks.together(functools.partial(load_here, dtype=plan.dtype, ranks=ranks))
+    second = None
+    if weights_cache and plan.runtime != TORCH and plan.dtype == torch.float32:
+        second = SecondStart.of(source, plan.weight_format, attn_implementation)
+    found = second and second.find(lambda: load_here(dtype=torch.float32)[0])
+    held, tokenizer = found or ranks.together(functools.partial(load_here, dtype=plan.dtype, ranks=ranks))
     packs = pack and not movable  # a packed layer that moves would be packed again each time
 
     def on_torch() -> TargetModel:
+        model = whole(held)
         pack_linears(model, find_fastest_backend(model) if packs else None)
         records = graphs and not movable and model.device.type == "cuda"
         return TargetModel(model, Graphs(cuda_recorder(model.device)) if records else EAGER, ranks=ranks)
 
     def on_openvino() -> TargetModel:
-        whole = model if plan.dtype == torch.float32 else load_here(dtype=torch.float32)[0]
-        return compile_target(whole, source, plan.weight_format)
+        if found is not None:
+            try:
+                return compile_target(held, source, plan.weight_format)
+            except ValueError as error:  # somebody has deleted its graphs since, or it is another machine
+                logger.info("%s is loaded whole: %s", source.name, one_line(error, 200))
+        model = whole(held) if plan.dtype == torch.float32 else load_here(dtype=torch.float32)[0]
+        made = compile_target(model, source, plan.weight_format)
+        if second is not None:
+            second.keep(made, tokenizer)
+        return made
 
     if plan.runtime == AUTO:
-        target = settle(plan, model, on_torch, on_openvino)
+        target = settle(plan, shapes_of(held), on_torch, on_openvino)
     else:
         target = on_torch() if plan.runtime == TORCH else on_openvino()
     pair = functools.partial(Pair, target, tokenizer=tokenizer, base_model=source.name)
@@ -155,16 +178,21 @@ def load_pair(
     if full_vocabulary:
         use_full_vocabulary(head, head_source.name)
     if target.runtime is None:
-        pack_linears(head, find_fastest_backend(target.model) if packs else None)
+        pack_linears(head, find_fastest_backend(target.held) if packs else None)
     drafts_in = next(head.parameters()).dtype
     return pair(head, ea_model=head_source.name, folder=head_source.folder, head_dtype=drafts_in)
 
 
-def compile_target(model: PreTrainedModel, source: TargetSource, weight_format: str) -> TargetModel:
+def compile_target(
+    model: PreTrainedModel | KeptModel, source: TargetSource, weight_format: str
+) -> TargetModel:
     """Return a model in float32 as a target that OpenVINO computes."""
-    show_progress(
-        f"preparing {source.name} in {weight_format} for OpenVINO; the first time takes half a minute ..."
-    )
+    if isinstance(model, KeptModel):
+        show_progress(f"loading {source.name} in {weight_format} from its kept graphs ...")
+    else:
+        show_progress(
+            f"preparing {source.name} in {weight_format} for OpenVINO; the first time takes half a minute ..."
+        )
     own = None
     if source.gguf_file is not None and weight_format in OWN_BLOCKS:
         own = GGUFBlocks(source.folder / source.gguf_file)

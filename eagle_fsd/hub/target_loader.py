@@ -20,9 +20,9 @@ from eagle_fsd.core.checks import one_line, require_choice
 from eagle_fsd.core.devices import resolve_device, resolve_dtype
 from eagle_fsd.hub.download import CHAT_FILES, TOKENIZER_FILES, wants_progress_bars
 from eagle_fsd.hub.head_checkpoint import CONFIG_NAME
+from eagle_fsd.hub.kept.weights_cache import Origin, find, find_origin, is_whole, keep
 from eagle_fsd.hub.split.plan import check_split, require_weights_of_its_own, split_options
 from eagle_fsd.hub.target_files import check_decoder, check_folder, check_plausible, check_sizes
-from eagle_fsd.hub.weights_cache import Origin, find, find_origin, is_whole, keep
 from eagle_fsd.runtime.ranks import ALONE, Ranks, rank_by_environment
 from eagle_fsd.target.architecture import ATTENTION, end_tokens, longest_text
 
@@ -69,7 +69,7 @@ class LoadSettings:
     ranks: Ranks = ALONE
 
 
-Loaded = tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase | None]
+Loaded = tuple["transformers.PreTrainedModel", "transformers.PreTrainedTokenizerBase | None"]
 
 
 def load_model(

@@ -10,11 +10,10 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.tree import DraftTree
@@ -23,6 +22,9 @@ from eagle_fsd.target.architecture import FULL, SLIDING, named_layer_kinds
 from eagle_fsd.target.hf_attention import private_copy
 from eagle_fsd.target.session import MaskedForward, TargetSession
 from eagle_fsd.target.taps import TappedDecoder, joined
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +40,17 @@ FORWARD_ERRORS = (
 class Candidate(MaskedForward, Protocol):
     """A model that is tested as a target: a TargetModel under construction."""
 
-    model: PreTrainedModel
-    decoder: torch.nn.Module
     config: PreTrainedConfig
     vocab_size: int
     kinds: set[str]
     window: int
     flash: bool
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    @property
+    def decoder(self) -> torch.nn.Module: ...
 
     @property
     def weight_format(self) -> str: ...

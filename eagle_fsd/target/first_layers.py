@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from transformers import GenerationConfig, PreTrainedModel
+from typing import TYPE_CHECKING
+
+from transformers import GenerationConfig
 
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.target.hf_attention import private_copy
 from eagle_fsd.target.taps import find_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Fields of a config that have an entry for every layer.
 BY_LAYER = ("layer_types", "layers_block_type", "attention_layers", "mlp_layer_types", "no_rope_layers")

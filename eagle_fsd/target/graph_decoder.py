@@ -10,11 +10,11 @@ import contextlib
 import contextvars
 import json
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.atomic import read_records, write_atomically
@@ -22,12 +22,17 @@ from eagle_fsd.files.provenance import processor
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.block_cache import BlockCache, PagedCache
-from eagle_fsd.runtime.openvino.network import Layout
+from eagle_fsd.runtime.openvino.kept.kept_model import KeptModel
+from eagle_fsd.runtime.openvino.kept.outline import KeptGraphs
+from eagle_fsd.runtime.openvino.network import Layout, Network, Product
 from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages, page_operator
 from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16
 from eagle_fsd.target.architecture import FULL
-from eagle_fsd.target.hf_attention import private_copy
+from eagle_fsd.target.hf_attention import private_copy, use_attention
 from eagle_fsd.version import __version__
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BLOCKWISE = "eagle_fsd_blocks"  # our traced attention's name among Hugging Face's
 UNKNOWN = ("position_bias", "cache")  # arguments that ours does not support
@@ -111,69 +116,32 @@ def blockwise_attention_forward(
     return mixed.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(BLOCKWISE, blockwise_attention_forward)
-
-
 class GraphDecoder:
-    """A target's decoder and lm_head in the runtime's weight format.
+    """A target's decoder and lm_head as graphs.
 
-    kinds: of its layers' masks, in order. paged: attend over pages; see may_page. Raises ValueError if the
-    model cannot be traced.
+    embeddings: the model's own layer. kinds: of masks, in order. weight_bytes: of both graphs.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        embeddings: nn.Module,
         kinds: Sequence[str],
-        layers: Mapping[int, tuple[Tensor, Tensor]],
+        decoder: Network,
+        lm_head: Product,
         runtime: OpenVINO,
-        paged: bool = False,
+        weight_bytes: int,
     ) -> None:
-        self.runtime, self.paged = runtime, paged
-        self.kinds = list(kinds)
-        self.embeddings = model.get_input_embeddings()
-        self.members = [
-            (tensor.shape[1], tensor.shape[3]) for _, pair in sorted(layers.items()) for tensor in pair
-        ]
-        decoder = private_copy(model.get_decoder())
-        decoder.config._attn_implementation = BLOCKWISE
-        numbers = sorted(layers)
+        self.embeddings, self.kinds, self.runtime = embeddings, list(kinds), runtime
+        self.paged, self.members = decoder.layout.paged, decoder.layout.members
+        self._decoder, self._lm_head, self.weight_bytes = decoder, lm_head, weight_bytes
 
-        def work(
-            inputs: Sequence[Tensor], seen: Sequence[Tensor], members: Sequence[tuple[Tensor, Tensor]]
-        ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-            cache = TracedCache(members, numbers, seen if paged else None)
-            masks = [no_mask(inputs[0])] if paged else seen
-            token = _tracing.set(cache)
-            try:
-                output = decoder(
-                    inputs_embeds=inputs[0],
-                    position_ids=inputs[1],
-                    attention_mask=dict(zip(self.kinds, masks, strict=True)) if len(masks) > 1 else masks[0],
-                    past_key_values=cache,
-                    use_cache=True,
-                )
-            finally:
-                _tracing.reset(token)
-            if missed := set(numbers) - cache.attended:
-                raise NotImplementedError(f"layer {min(missed)} has an attention of its own")
-            return output.last_hidden_state, [cache.new[number] for number in numbers]
-
-        token = torch.zeros(1, 3, dtype=torch.int64)
-        with torch.inference_mode():
-            examples = self.embeddings(token), torch.arange(3)[None]
-            layout = Layout(examples, len(self.kinds), self.members, paged)
-        head, before = model.get_output_embeddings(), runtime.weight_bytes
-        try:
-            made_of = [CONVERTER, decoder.config.to_json_string(use_diff=False), self.kinds]
-            self._decoder = runtime.network("decoder", decoder, work, layout, made_of)
-            self._lm_head = runtime.product("lm_head", head.weight, head.bias)
-        except Exception as error:  # the tracer's errors have no common base
-            raise ValueError(
-                f"target is a {model.config.model_type!r} model, which cannot be converted for OpenVINO "
-                f"({one_line(error, 200)}): it must be traceable, with Hugging Face's attention; {REMEDY}"
-            ) from error
-        self.weight_bytes = runtime.weight_bytes - before
+    def kept(self, window: int) -> KeptGraphs | None:
+        """Return where these graphs are kept; None if they are not, or were not admitted here."""
+        folders = [one.variants.folder for one in (self._decoder, self._lm_head)]
+        if None in folders or not self.was_admitted():
+            return None
+        names = [folder.name for folder in folders if folder is not None]
+        return KeptGraphs(*names, self.kinds, self.members, self.paged, window)
 
     def was_admitted(self) -> bool:
         """Return whether these graphs are kept, and passed the test of admission here in another process."""
@@ -207,6 +175,87 @@ class GraphDecoder:
     def logits(self, features: Tensor) -> Tensor:
         """Return the lm_head's output [..., V] float32."""
         return self._lm_head(features.float())
+
+
+def trace_graphs(
+    model: PreTrainedModel,
+    kinds: Sequence[str],
+    layers: Mapping[int, tuple[Tensor, Tensor]],
+    runtime: OpenVINO,
+    paged: bool = False,
+) -> GraphDecoder:
+    """Return a model's graphs in the runtime's weight format.
+
+    kinds: of its layers' masks, in order. layers: each layer's keys and values in a cache, by its number.
+    paged: attend over pages; see may_page. Raises ValueError if the model cannot be traced.
+    """
+    kinds, numbers = list(kinds), sorted(layers)
+    members = [(tensor.shape[1], tensor.shape[3]) for number in numbers for tensor in layers[number]]
+    decoder = private_copy(model.get_decoder())
+    use_attention(decoder, BLOCKWISE, blockwise_attention_forward)
+
+    def work(
+        inputs: Sequence[Tensor], seen: Sequence[Tensor], members: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        cache = TracedCache(members, numbers, seen if paged else None)
+        masks = [no_mask(inputs[0])] if paged else seen
+        token = _tracing.set(cache)
+        try:
+            output = decoder(
+                inputs_embeds=inputs[0],
+                position_ids=inputs[1],
+                attention_mask=dict(zip(kinds, masks, strict=True)) if len(masks) > 1 else masks[0],
+                past_key_values=cache,
+                use_cache=True,
+            )
+        finally:
+            _tracing.reset(token)
+        if missed := set(numbers) - cache.attended:
+            raise NotImplementedError(f"layer {min(missed)} has an attention of its own")
+        return output.last_hidden_state, [cache.new[number] for number in numbers]
+
+    embeddings, head, before = (
+        model.get_input_embeddings(),
+        model.get_output_embeddings(),
+        runtime.weight_bytes,
+    )
+    layout = layout_of(embeddings, kinds, members, paged)
+    try:
+        made_of = [CONVERTER, decoder.config.to_json_string(use_diff=False), kinds]
+        network = runtime.network("decoder", decoder, work, layout, made_of)
+        product = runtime.product("lm_head", head.weight, head.bias)
+    except Exception as error:  # the tracer's errors have no common base
+        raise ValueError(
+            f"target is a {model.config.model_type!r} model, which cannot be converted for OpenVINO "
+            f"({one_line(error, 200)}): it must be traceable, with Hugging Face's attention; {REMEDY}"
+        ) from error
+    return GraphDecoder(embeddings, kinds, network, product, runtime, runtime.weight_bytes - before)
+
+
+def read_graphs(model: KeptModel, runtime: OpenVINO) -> GraphDecoder:
+    """Return the graphs that are kept of a model. Raises ValueError if they are gone or from elsewhere."""
+    kept, before, kind = model.outline.graphs, runtime.weight_bytes, model.config.model_type
+    layout = layout_of(model.embeddings, kept.kinds, kept.members, kept.paged)
+    network = runtime.read_network(kept.decoder, layout)
+    product = runtime.read_product(kept.lm_head, *model.lm_head.weight.shape)
+    if network is None or product is None:
+        raise ValueError(f"the graphs of {kind!r} are not kept any more: load it whole")
+    size = runtime.weight_bytes - before
+    found = GraphDecoder(model.embeddings, kept.kinds, network, product, runtime, size)
+    if not found.was_admitted():
+        raise ValueError(
+            f"the graphs of {kind!r} were not tested on this machine: they must be; load it whole"
+        )
+    return found
+
+
+@torch.inference_mode()
+def layout_of(
+    embeddings: nn.Module, kinds: Sequence[str], members: Sequence[Sequence[int]], paged: bool
+) -> Layout:
+    """Return the layout of a decoder that takes embeddings and positions."""
+    examples = embeddings(torch.zeros(1, 3, dtype=torch.int64)), torch.arange(3)[None]
+    return Layout(examples, len(kinds), [(heads, width) for heads, width in members], paged)
 
 
 def may_page(kinds: Sequence[str], runtime: OpenVINO) -> bool:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections.abc import Callable
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import PretrainedConfig
 
 from eagle_fsd.runtime.flash_attention import FlashPlan, flash_attention, supports_heads
 from eagle_fsd.runtime.grouped_attention import grouped_attention
@@ -38,6 +38,8 @@ def grouped_attention_forward(
     mask is not the plan's (a window's, or a copy on another device), or flash-attn does not take its heads.
     """
     if attention_mask is None or any(value is not None for value in map(kwargs.get, UNKNOWN)):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -49,14 +51,19 @@ def grouped_attention_forward(
     return mixed.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(GROUPED, grouped_attention_forward)
+def use_attention(decoder: nn.Module, name: str, attention: Callable[..., tuple[Tensor, None]]) -> None:
+    """Let the layers of a private copy call an attention, which is registered by its name."""
+    from transformers import AttentionInterface  # imports all of transformers' modelling: see kept_model
+
+    AttentionInterface.register(name, attention)
+    decoder.config._attn_implementation = name
 
 
 def with_grouped_attention(decoder: nn.Module) -> nn.Module:
     """Return a private copy of a decoder whose layers call our attention instead of sdpa."""
     mine = private_copy(decoder)
     if mine.config._attn_implementation == "sdpa":
-        mine.config._attn_implementation = GROUPED
+        use_attention(mine, GROUPED, grouped_attention_forward)
     return mine
 
 

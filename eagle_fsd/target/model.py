@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.tree import additive, within_window
+from eagle_fsd.files.fingerprints import target_identity
 from eagle_fsd.runtime.flash_attention import FlashPlan
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.runtime.openvino.kept.kept_model import KeptModel, whole
+from eagle_fsd.runtime.openvino.kept.outline import Outline, class_names, outline_of
 from eagle_fsd.runtime.ranks import ALONE, Ranks, local_bytes, look_up
 from eagle_fsd.runtime.step_recorder import EAGER, FixedShapes, Stepper
 from eagle_fsd.target.admission import check_taps, check_tree_verification, flash_verifies
@@ -30,9 +34,12 @@ from eagle_fsd.target.architecture import (
     longest_text,
     own_defaults,
 )
-from eagle_fsd.target.graph_decoder import GraphDecoder, may_page
+from eagle_fsd.target.graph_decoder import GraphDecoder, may_page, read_graphs, trace_graphs
 from eagle_fsd.target.hf_attention import with_grouped_attention
 from eagle_fsd.target.taps import TappedDecoder, joined
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +47,8 @@ logger = logging.getLogger(__name__)
 class TargetModel:
     """A causal LM with everything that decoding needs. Raises ValueError if it cannot verify trees.
 
-    hidden_size, vocab_size: of features and logits. max_positions: the longest text, prompt included.
+    model: the whole model, or with a runtime a KeptModel, which loads the whole one where its layers are
+    needed. hidden_size, vocab_size: of features and logits. max_positions: the longest text, prompt included.
     stepper: how the parts of a step are run. ranks: the processes that hold a part of it each.
     ignored_defaults: options of the model's generation_config that are not applied here, such as a repetition
     penalty. The model itself is never changed, not even temporarily.
@@ -48,19 +56,15 @@ class TargetModel:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | KeptModel,
         stepper: Stepper = EAGER,
         runtime: OpenVINO | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        check_model(model)
         self.ranks = ranks
-        self.model = model.eval()
+        self.held = model.eval()  # as far as it is in memory
         self.stepper = stepper
         self.config = model.config.get_text_config(decoder=True)
-        self.decoder = model.get_decoder()
-        self._same_modules = copy.copy(model)  # one for all calls: `generate` keeps what it compiled on it
-        self._masked_decoder = with_grouped_attention(self.decoder)
         self.lm_head = model.get_output_embeddings()
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
@@ -68,21 +72,51 @@ class TargetModel:
         self.kinds = set(layer_kinds(self.config))
         self.window: int = getattr(self.config, "sliding_window", None) or 0
         self.logits_transform = logits_transform(self.config)
-        self.device = self._feature_device()
         self.ignored_defaults = ignored_defaults(getattr(model, "generation_config", None))
         self._tapped: dict[tuple[int, ...], TappedDecoder] = {}
         self.graphs: GraphDecoder | None = None
         self.flash = False  # the model must pass the test without flash-attn first
+        if isinstance(model, KeptModel):
+            assert runtime is not None, "only a runtime's graphs are kept"
+            self.device = model.device
+            self.graphs = read_graphs(model, runtime)
+            self.stepper = FixedShapes()
+            self.kinds, self.window = set(self.graphs.kinds), model.outline.graphs.window
+        else:
+            check_model(model)
+            self.device = self._feature_device()
+            self._admit(runtime)
+        self._warn_of_ignored_defaults()
+
+    def _admit(self, runtime: OpenVINO | None) -> None:
+        """Test the model, and let a runtime compute it. Raises ValueError if that cannot be."""
         if runtime is None or self.kinds != {FULL}:  # else graphs are tested alone, in _run_on
             check_tree_verification(self)  # which also finds out whether windows are real
         self.flash = flash_verifies(self)
         if runtime is not None:
             self._run_on(runtime)
-        self._warn_of_ignored_defaults()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The whole model; loaded now if only its graphs were."""
+        return whole(self.held)
+
+    @functools.cached_property
+    def decoder(self) -> nn.Module:
+        return self.model.get_decoder()
+
+    @functools.cached_property
+    def _masked_decoder(self) -> nn.Module:
+        return with_grouped_attention(self.decoder)
+
+    @functools.cached_property
+    def _same_modules(self) -> PreTrainedModel:
+        """A copy for all calls of `generate`, which keeps what it compiled on it."""
+        return copy.copy(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.dtype
+        return self.held.dtype
 
     @property
     def runtime(self) -> OpenVINO | None:
@@ -97,26 +131,28 @@ class TargetModel:
 
     @property
     def input_device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
+        return self.held.get_input_embeddings().weight.device
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every token that ends a text, by the rules of `generate`; empty if there is none."""
-        return end_tokens(self.config, getattr(self.model, "generation_config", None))
+        return end_tokens(self.config, getattr(self.held, "generation_config", None))
 
     @property
     def pad_token_id(self) -> int | None:
         """The padding token of the model's generation_config, if it names one."""
-        return getattr(getattr(self.model, "generation_config", None), "pad_token_id", None)
+        return getattr(getattr(self.held, "generation_config", None), "pad_token_id", None)
 
     @property
     def own_defaults(self) -> dict[str, Any]:
         """What the model's generation_config says about sampling and processing; see GenerationOptions."""
-        return own_defaults(getattr(self.model, "generation_config", None))
+        return own_defaults(getattr(self.held, "generation_config", None))
 
     @property
     def parameter_count(self) -> int:
         """The number of weights that a forward reads; of a mixture of experts, all of them."""
+        if isinstance(self.held, KeptModel):
+            return self.held.parameter_count
         return sum(weight.numel() for weight in self._weights_read())
 
     @property
@@ -131,6 +167,25 @@ class TargetModel:
         embeddings, head = self.model.get_input_embeddings().weight, self.lm_head.weight
         return [weight for weight in self.model.parameters() if weight is not embeddings or weight is head]
 
+    def identity(self, name: str) -> dict[str, str]:
+        """Return what answers depend on, for a target of this name; see files.fingerprints."""
+        if isinstance(self.held, KeptModel):
+            return self.held.identity(name)
+        return target_identity(name, self.held)
+
+    @property
+    def layer_classes(self) -> list[str]:
+        """The names of the classes of all modules."""
+        return list(self.held.outline.layers) if isinstance(self.held, KeptModel) else class_names(self.held)
+
+    @property
+    def outline(self) -> Outline | None:
+        """What a KeptModel needs to stand for this model at the next start; None if it cannot."""
+        kept = None if self.graphs is None else self.graphs.kept(self.window)
+        if kept is None or isinstance(self.held, KeptModel):
+            return None
+        return outline_of(self.held, kept, target_identity("", self.held)["weights"])
+
     def without_generation_defaults(self) -> PreTrainedModel:
         """Return the model for its own `generate`, without the defaults that its repository sets.
 
@@ -144,7 +199,7 @@ class TargetModel:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings [..., d] of tokens [...], unscaled, as EAGLE's heads read them."""
-        weight = self.model.get_input_embeddings().weight
+        weight = self.held.get_input_embeddings().weight
         return look_up(tokens.to(weight.device), weight).to(self.device)
 
     def logits(self, features: Tensor) -> Tensor:
@@ -268,7 +323,7 @@ class TargetModel:
         for paged in [True, False] if may_page(kinds, runtime) else [False]:
             before = runtime.weight_bytes
             try:
-                self.graphs = GraphDecoder(self.model, kinds, cache.layers, runtime, paged)
+                self.graphs = trace_graphs(self.model, kinds, cache.layers, runtime, paged)
                 if not self.graphs.was_admitted():
                     check_tree_verification(self)
                     self.graphs.note_admission()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.core.checks import require_choice
 from eagle_fsd.runtime.openvino import library
-from eagle_fsd.runtime.openvino.kept.graph_store import find_or_make
+from eagle_fsd.runtime.openvino.kept.graph_store import find_or_make, read, root_folder
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START, Compiling, shapes_of
 from eagle_fsd.runtime.openvino.network import (
     Layout,
@@ -59,6 +59,11 @@ class OpenVINO:
         require_choice("weight_format", self.weight_format, FORMATS)
         library.require()
 
+    @property
+    def rounds(self) -> bool:
+        """Whether products round their activations."""
+        return self.weight_format in (INT8, PACKED)
+
     def network(
         self,
         name: str,
@@ -76,27 +81,25 @@ class OpenVINO:
         weights = [*module.parameters(), *module.buffers()]
         shapes = [list(one.shape[2:]) for one in layout.inputs]
         parts = [made_of, layout.masks, layout.members, layout.paged, shapes]
-        graph, compile_graph, folder = self._graph(
-            name, weights, parts, lambda: trace(module, work, layout), kept
+        return self._network(
+            *self._graph(name, weights, parts, lambda: trace(module, work, layout), kept), layout
         )
 
-        def compile_for(sizes: tuple[int, ...] | None) -> Any:
-            return compile_graph(with_sizes(graph, layout, sizes))
-
-        return Network(variants_of(graph, compile_for, folder), layout)
+    def read_network(self, folder: str, layout: Layout) -> Network | None:
+        """Return a network that is kept in a folder of this name; None if it is not there any more."""
+        graph = read(root_folder() / folder)
+        return None if graph is None else self._network(graph, root_folder() / folder, layout)
 
     def product(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Compile the product with a weight [out, in]."""
         weights = [weight] if bias is None else [weight, bias]
-        graph, compile_graph, folder = self._graph(name, weights, None, lambda: product_model(weight, bias))
+        made = self._graph(name, weights, None, lambda: product_model(weight, bias))
+        return self._product(*made, *weight.shape)
 
-        def compile_for(sizes: tuple[int, ...] | None) -> Any:
-            made = graph if sizes is None else graph.clone()
-            if sizes is not None:
-                made.reshape([*sizes, weight.shape[1]])
-            return compile_graph(made)
-
-        return Product(variants_of(graph, compile_for, folder), len(weight))
+    def read_product(self, folder: str, out: int, into: int) -> Product | None:
+        """Return the product with a weight [out, into] that is kept in a folder of this name, as above."""
+        graph = read(root_folder() / folder)
+        return None if graph is None else self._product(graph, root_folder() / folder, out, into)
 
     def encode(self, weight: np.ndarray, draft: bool = False) -> Blocks | None:
         """Return a weight's blocks in this format; None if it stays as it is.
@@ -116,10 +119,9 @@ class OpenVINO:
         parts: object,
         make: Callable[[], Any],
         kept: bool = True,
-    ) -> tuple[Any, Callable[[Any], Any], Path | None]:
-        """Return a graph in this format, made or read from disk, what compiles it, and its folder on disk."""
-        rounds = self.weight_format in (INT8, PACKED)
-        blocks = rounds or self.packed is not None
+    ) -> tuple[Any, Path | None]:
+        """Return a graph in this format, made or read from disk, and its folder on disk."""
+        blocks = self.rounds or self.packed is not None
 
         def make_graph() -> Any:
             graph = make()
@@ -127,19 +129,32 @@ class OpenVINO:
                 compress(graph, functools.partial(self.encode, draft=name in DRAFT))
             return graph
 
-        made_of = [self.weight_format, blocks, parts]
-        graph, folder = find_or_make(name, weights, made_of, make_graph, kept)
+        return find_or_make(name, weights, [self.weight_format, blocks, parts], make_graph, kept)
+
+    def _network(self, graph: Any, folder: Path | None, layout: Layout) -> Network:
+        def compile_for(sizes: tuple[int, ...] | None) -> Any:
+            return self._compile(with_sizes(graph, layout, sizes), folder)
+
         self.weight_bytes += constant_bytes(graph)
+        return Network(variants_of(graph, compile_for, folder), layout)
+
+    def _product(self, graph: Any, folder: Path | None, out: int, into: int) -> Product:
+        def compile_for(sizes: tuple[int, ...] | None) -> Any:
+            made = graph if sizes is None else graph.clone()
+            if sizes is not None:
+                made.reshape([*sizes, into])
+            return self._compile(made, folder)
+
+        self.weight_bytes += constant_bytes(graph)
+        return Product(variants_of(graph, compile_for, folder), out)
+
+    def _compile(self, graph: Any, folder: Path | None) -> Any:
         precision = "bf16" if self.weight_format == BFLOAT16 else "f32"
-
-        def compile_graph(graph: Any) -> Any:
-            if folder is not None:
-                one = Compiling(folder.name, shapes_of(graph), precision, rounds, self.threads)
-                if (ahead := HEAD_START.take(one)) is not None:
-                    return ahead
-            return library.compile_graph(graph, precision, rounds, self.threads, folder)
-
-        return graph, compile_graph, folder
+        if folder is not None:
+            one = Compiling(folder.name, shapes_of(graph), precision, self.rounds, self.threads)
+            if (ahead := HEAD_START.take(one)) is not None:
+                return ahead
+        return library.compile_graph(graph, precision, self.rounds, self.threads, folder)
 
 
 def constant_bytes(model: Any) -> int:

@@ -1,10 +1,10 @@
-"""Compile in a thread what the last start compiled, while Python imports torch and transformers.
+"""Compile in threads what the last start compiled, while Python imports torch and transformers.
 
-These imports take seconds of one core, and then compiling the same graphs as last time takes more. `begin`
-does the second during the first. Which graphs these may be was noted in the user's cache, by the programs'
-arguments. It is a guess, and does no harm when it is wrong: a graph's folder is named by a digest of all that
-it depends on (see graph_store), and only who asks for that very folder gets the graph. No torch is needed
-here.
+These imports take seconds of one core, and compiling the same graphs as last time takes more. `begin` does
+the second during the first, a graph on each core. Which graphs these may be was noted in the user's cache, by
+the programs' arguments. It is a guess, and does no harm when it is wrong: a graph's folder is named by a
+digest of all that it depends on (see graph_store), and only who asks for that very folder gets the graph. No
+torch is needed here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 from eagle_fsd.files.atomic import read_records, write_atomically
 from eagle_fsd.files.kept_folders import is_enabled
+from eagle_fsd.files.provenance import cores
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.kept.graph_store import GRAPH, root_folder
 from eagle_fsd.runtime.openvino.variants import read_first
@@ -60,9 +61,10 @@ class HeadStart:
             self._note = root_folder() / f"start-{name}.json"
             known = read_note(self._note)
             self._ahead = {one: Future() for one in known}
-            if known:
-                # No daemon: the interpreter must not end while a graph is compiled.
-                threading.Thread(target=self._work, args=(known,), name="head start").start()
+            waiting = iter(list(self._ahead.items()))
+            for _ in range(min(len(known), cores() or 1)):
+                # No daemons: the interpreter must not end while a graph is compiled.
+                threading.Thread(target=self._work, args=(waiting,), name="head start").start()
 
     def take(self, one: Compiling) -> Any | None:
         """Return this graph if it is compiled or about to be. None: the caller has to compile it."""
@@ -91,10 +93,13 @@ class HeadStart:
                 elif asked != read_note(note):
                     write_atomically(note, json.dumps({"graphs": [asdict(one) for one in asked]}) + "\n")
 
-    def _work(self, wanted: Sequence[Compiling]) -> None:
-        waiting = dict(self._ahead)
-        for one in wanted:
-            graph = waiting[one]
+    def _work(self, waiting: Iterator[tuple[Compiling, Future[Any]]]) -> None:
+        """Compile what is waiting, beside other threads that do so, too."""
+        while True:
+            with self._lock:
+                one, graph = next(waiting, (None, None))
+            if one is None or graph is None:
+                return
             if not graph.set_running_or_notify_cancel():
                 continue
             try:

@@ -151,6 +151,7 @@ def test_what_was_not_begun_at_the_end_is_not_compiled(cache: Path, monkeypatch:
 
     monkeypatch.setattr(head_start, "compile_kept", slowly)
     monkeypatch.setattr(head_start, "read_note", lambda path: graphs)
+    monkeypatch.setattr(head_start, "cores", lambda: 1)
     start = HeadStart()
     start.begin(FLAGS)
     assert begun.wait(10)
@@ -161,6 +162,25 @@ def test_what_was_not_begun_at_the_end_is_not_compiled(cache: Path, monkeypatch:
     start.end()
     thread.join(10)
     assert graphs[2] not in compiled and not thread.is_alive()
+
+
+def test_every_core_compiles_a_graph_of_its_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = [Compiling(f"g-{number}", ("[?,8]",), "f32", False, 1) for number in range(4)]
+    both = threading.Barrier(2, timeout=10)
+
+    def together(one: Compiling) -> str:
+        both.wait()  # raises unless two threads come here at a time
+        return one.folder
+
+    monkeypatch.setattr(head_start, "compile_kept", together)
+    monkeypatch.setattr(head_start, "read_note", lambda path: graphs)
+    monkeypatch.setattr(head_start, "cores", lambda: 2)
+    start = HeadStart()
+    start.begin(FLAGS)
+    for thread in [one for one in threading.enumerate() if one.name == "head start"]:
+        thread.join(10)
+    assert [start.take(one) for one in graphs] == [one.folder for one in graphs]
+    start.end()
 
 
 def test_nothing_is_begun_where_nothing_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,8 @@ from support.tiny_gguf import write_gguf
 
 from eagle_fsd import hub
 from eagle_fsd.files.kept_folders import OFF, folder_size
-from eagle_fsd.hub import target_loader, weights_cache
+from eagle_fsd.hub import target_loader
+from eagle_fsd.hub.kept import weights_cache
 from eagle_fsd.hub.target_loader import Loaded
 
 WIDTH, VOCAB = 32, 64

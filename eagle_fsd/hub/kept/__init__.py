@@ -1,0 +1,1 @@
+"""What is kept of a .gguf target: its converted weights, and what a second start needs of it."""

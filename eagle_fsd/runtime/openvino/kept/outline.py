@@ -1,0 +1,119 @@
+"""Outlines of targets: what decoding asks of a model whose graphs are kept, as a small file beside them.
+
+With one, neither transformers' models nor the layers' weights are needed at a start; see kept_model.py.
+Nothing here is an error for the user: without a usable outline the whole model is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from eagle_fsd.files.atomic import read_records, write_atomically
+from eagle_fsd.files.fingerprints import digest_json
+from eagle_fsd.files.kept_folders import is_enabled
+from eagle_fsd.runtime.openvino.kept.graph_store import GRAPH, root_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1  # of the files
+
+
+@dataclass(frozen=True)
+class KeptGraphs:
+    """Where a target's graphs are kept, and what they take. All fields have a JSON form.
+
+    decoder, lm_head: names of folders. kinds: of masks, in order. members: of the cache; see BlockCache.
+    paged: whether they attend over pages. window: of sliding layers, 0 without one.
+    """
+
+    decoder: str
+    lm_head: str
+    kinds: Sequence[str]
+    members: Sequence[Sequence[int]]
+    paged: bool
+    window: int
+
+
+@dataclass(frozen=True)
+class Outline:
+    """All that decoding asks of a model whose graphs are kept. All fields have a JSON form.
+
+    config: its fields. attention: its attn_implementation. digest: of its weights; see files.fingerprints.
+    shapes: of each weight. layers: the names of the classes of its modules. embeddings, lm_head, bias: their
+    names among its weights; None: the lm_head has the embeddings' weight, or no bias.
+    """
+
+    config: dict[str, Any]
+    attention: str
+    digest: str
+    shapes: Sequence[Sequence[int]]
+    layers: Sequence[str]
+    embeddings: str
+    lm_head: str | None
+    bias: str | None
+    graphs: KeptGraphs
+
+
+def outline_of(model: PreTrainedModel, graphs: KeptGraphs, digest: str) -> Outline | None:
+    """Return a model's outline; None if a KeptModel could not stand for it. digest: of its weights."""
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(embeddings) is not nn.Embedding or type(head) is not nn.Linear:
+        return None  # some classes scale their embeddings
+    if model.config.get_text_config(decoder=True) is not model.config:
+        return None
+    names = {id(weight): name for name, weight in model.named_parameters()}  # a tied one by its first name
+    return Outline(
+        config=model.config.to_dict(),
+        attention=model.config._attn_implementation,
+        digest=digest,
+        shapes=[list(weight.shape) for weight in model.parameters()],
+        layers=class_names(model),
+        embeddings=names[id(embeddings.weight)],
+        lm_head=None if head.weight is embeddings.weight else names[id(head.weight)],
+        bias=None if head.bias is None else names[id(head.bias)],
+        graphs=graphs,
+    )
+
+
+def class_names(model: nn.Module) -> list[str]:
+    """Return the names of the classes of all modules."""
+    return sorted({type(layer).__name__ for layer in model.modules()})
+
+
+def read_outline(made_of: object) -> Outline | None:
+    """Return the outline that was kept for a target; None if there is none whose graphs are still there.
+
+    made_of: all that the target and its graphs depend on, with a JSON form.
+    """
+    if not is_enabled():
+        return None
+    with contextlib.suppress(OSError, RuntimeError, TypeError, KeyError):
+        record = read_records(file_of(made_of))
+        found = Outline(**{**record, "graphs": KeptGraphs(**record["graphs"])})
+        if all(
+            (root_folder() / name / GRAPH).is_file() for name in (found.graphs.decoder, found.graphs.lm_head)
+        ):
+            return found
+    return None
+
+
+def keep_outline(outline: Outline, made_of: object) -> None:
+    """Keep the outline of a target for the next start."""
+    if is_enabled():
+        with contextlib.suppress(OSError, RuntimeError, TypeError):
+            write_atomically(file_of(made_of), json.dumps(asdict(outline)) + "\n")
+
+
+def file_of(made_of: object) -> Path:
+    return root_folder() / f"target-{digest_json(VERSION, made_of)}.json"

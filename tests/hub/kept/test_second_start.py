@@ -1,0 +1,196 @@
+"""A second start of a .gguf target on OpenVINO needs neither transformers' models nor its layers' weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.tiny_gguf import write_gguf
+
+from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd.files.kept_folders import OFF
+from eagle_fsd.hub import target_loader
+from eagle_fsd.hub.kept import second_start, weights_cache
+from eagle_fsd.runtime.openvino.kept.kept_model import KeptModel
+from eagle_fsd.runtime.openvino.kept.outline import outline_of
+from eagle_fsd.target.model import TargetModel
+
+pytest.importorskip("openvino", reason="the extra openvino is not installed")
+pytest.importorskip("gguf")
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+HEAVY = ("transformers.modeling_utils", "torch.distributed.tensor", "torch._dynamo", "sympy")
+PROMPT, TREE = [3, 4, 5, 3, 4, 5, 3], TreeConfig(6, 4, 2)
+
+
+def weights(tied: bool, seed: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=tied,
+    )  # fmt: skip
+    found = transformers.LlamaForCausalLM(config).state_dict()
+    if tied:
+        del found["lm_head.weight"]
+    return found
+
+
+@pytest.fixture
+def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GGUF file that has lain there for a while."""
+    monkeypatch.setattr(weights_cache, "SETTLED", -1)
+    (tmp_path / "models").mkdir()
+    return write(tmp_path / "models" / "tiny.gguf", weights(tied=False))
+
+
+def write(path: Path, found: dict[str, torch.Tensor], hours: int = 1) -> Path:
+    write_gguf(path, found)
+    os.utime(path, (time.time() - 3600 * hours,) * 2)
+    return path
+
+
+def start(gguf: Path, **options: Any) -> EagleFSD:
+    options = {"runtime": "openvino", "lookup": True, **options}
+    return EagleFSD.from_pretrained(gguf, "none", **options)
+
+
+def stands_in(model: EagleFSD) -> bool:
+    return isinstance(model.target.held, KeptModel)
+
+
+def answer(model: EagleFSD) -> list[int]:
+    return model.generate([PROMPT], max_new_tokens=24, tree=TREE).new_tokens[0]
+
+
+@pytest.mark.parametrize(("weight_format", "tied"), [("float32", False), ("int8", True)])
+def test_it_is_the_first_start_over_again(gguf: Path, weight_format: str, tied: bool) -> None:
+    write(gguf, weights(tied))
+    first, second = (start(gguf, weight_format=weight_format) for _ in range(2))
+    assert not stands_in(first) and stands_in(second)
+    assert answer(second) == answer(first)
+    one, other = first.target, second.target
+    names = (
+        *("hidden_size", "vocab_size", "max_positions", "kinds", "window", "eos_token_ids", "pad_token_id"),
+        *("own_defaults", "ignored_defaults", "parameter_count", "weight_bytes", "layer_classes", "dtype"),
+        *("device", "logits_transform", "weight_format", "flash", "input_device"),
+    )
+    for name in names:
+        assert getattr(other, name) == getattr(one, name), name
+    assert second.identity() == first.identity()
+    assert other.config.num_hidden_layers == one.config.num_hidden_layers
+    assert other.config._attn_implementation == one.config._attn_implementation
+    tokens = torch.arange(64)
+    assert torch.equal(other.embed(tokens), one.embed(tokens))
+    assert torch.equal(other.lm_head.weight, one.lm_head.weight)
+    for text in ("cab", " a  b\n\tc ", "aab abba", "<3><4>"):
+        assert second.tokenizer.encode(text) == first.tokenizer.encode(text)
+    assert stands_in(second)  # nothing above has asked for the layers
+
+
+def test_the_whole_model_is_there_for_who_asks(gguf: Path) -> None:
+    first, second = start(gguf), start(gguf)
+    assert stands_in(second)
+    whole = second.target.model
+    assert isinstance(whole, transformers.PreTrainedModel) and second.target.model is whole
+    mine, its = whole.state_dict(), first.target.model.state_dict()
+    assert all(torch.equal(mine[name], its[name]) for name in its)
+
+
+def test_what_is_lost_is_made_again(gguf: Path, cache: Path) -> None:
+    expected, graphs = answer(start(gguf)), cache / "graphs"
+    assert stands_in(start(gguf))
+
+    def lose_graphs(name: str) -> None:
+        for folder in graphs.glob(f"{name}-*"):
+            shutil.rmtree(folder)
+
+    losses: list[Callable[[], object]] = [
+        lambda: shutil.rmtree(cache / "weights"),
+        lambda: lose_graphs("decoder"),
+        lambda: lose_graphs("lm_head"),
+        lambda: next(graphs.rglob("admitted.json")).write_text(json.dumps({"processor": "another"})),
+        lambda: next(graphs.glob("target-*.json")).unlink(),
+        lambda: next(graphs.glob("target-*.json")).write_text('{"config": 5}'),
+        lambda: [path.write_text("<broken/>") for path in graphs.rglob("graph.xml")],
+    ]
+    for number, lose in enumerate(losses):
+        assert stands_in(start(gguf)), number  # the start before has left all that it needs
+        lose()
+        again = start(gguf)
+        assert not stands_in(again) and answer(again) == expected, number
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"weight_format": "int8"},
+        {"attn_implementation": "eager"},
+        {"runtime": "torch"},
+        {"weights_cache": False},
+    ],
+)
+def test_other_settings_find_nothing_of_these(gguf: Path, other: dict[str, Any]) -> None:
+    start(gguf)
+    assert not stands_in(start(gguf, **other))
+
+
+def test_another_file_and_other_releases_find_nothing(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(gguf)
+    write(gguf, weights(tied=False, seed=1), hours=2)
+    assert not stands_in(start(gguf))
+    monkeypatch.setattr(second_start, "__version__", "9.9")
+    assert not stands_in(start(gguf))
+    monkeypatch.setattr(target_loader, "CONVERTER", "transformers 9.9")
+    assert not stands_in(start(gguf))
+
+
+def test_nothing_is_kept_where_that_is_turned_off(
+    gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OFF, "1")
+    for _ in range(2):
+        assert not stands_in(start(gguf))
+    assert not (cache / "graphs").exists()
+
+
+def test_some_models_have_no_outline(gguf: Path) -> None:
+    """Those that torch computes, and those whose embeddings are scaled: only their own class knows how."""
+    target = start(gguf).target
+    assert TargetModel(target.model).outline is None
+    graphs = target.outline.graphs
+    assert outline_of(target.model, graphs, "") is not None
+
+    class Scaled(torch.nn.Embedding):
+        pass
+
+    scaled = Scaled(64, 32)
+    target.model.set_input_embeddings(scaled)
+    assert outline_of(target.model, graphs, "") is None
+
+
+def test_the_command_imports_no_models(gguf: Path, cache: Path) -> None:
+    """The import of transformers' models takes longer than all else of a start."""
+    code = (
+        "import sys; from eagle_fsd import generate; code = generate.main(sys.argv[1:]); "
+        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr); sys.exit(code)"
+    )
+    flags = ["--base-model", str(gguf), "--ea-model", "none", "--lookup", "--runtime", "openvino", "--raw"]
+    tree = ["--total-tokens", "4", "--depth", "3", "--tree-top-k", "1", "--max-new-tokens", "8"]
+    made = []
+    for _ in range(2):
+        command = [sys.executable, "-c", code, *flags, *tree, "abcabc"]
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        made.append((found.stdout, found.stderr.strip().splitlines()[-1]))
+    assert made[0][0] == made[-1][0] and made[0][1] != "[]"
+    assert made[-1][1] == "[]"
