@@ -29,12 +29,12 @@ from eagle_fsd.runtime.cuda_graphs import cuda_recorder
 from eagle_fsd.runtime.matmul_backends import find_fastest_backend
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.gguf_blocks import GGUFBlocks
-from eagle_fsd.runtime.openvino.kept.kept_model import KeptModel, shapes_of, whole
 from eagle_fsd.runtime.openvino.weight_formats import INT8, OWN_BLOCKS, PACKED
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.runtime.ranks import ALONE, join_ranks
 from eagle_fsd.runtime.step_recorder import EAGER, Graphs
 from eagle_fsd.target.first_layers import first_layers
+from eagle_fsd.target.kept.kept_model import KeptModel, shapes_of, whole
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.same_vocabulary import require_same_vocabulary
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,8 @@ from eagle_fsd.core.checks import one_line
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 ATTENTION = ("sdpa", "eager")  # implementations that take our masks
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -185,6 +189,21 @@ def own_defaults(generation: GenerationConfig | None) -> dict[str, Any]:
         named = {name: getattr(generation, name, None) for name in SAMPLING_DEFAULTS}
         found |= {**SAMPLING_DEFAULTS, **{name: value for name, value in named.items() if value is not None}}
     return found
+
+
+def report_defaults(ignored: Mapping[str, object], own: Mapping[str, object]) -> None:
+    """Warn about defaults of a model's generation_config that are not applied, and note those that are."""
+    if ignored:
+        logger.warning(
+            "the model's generation_config asks for %s, which is not done here: texts are those of generate "
+            "without it",
+            one_line(", ".join(f"{name}={value!r}" for name, value in ignored.items()), 200),
+        )
+    if own:
+        logger.info(
+            "the model's generation_config says %s: so it is, unless arguments say otherwise",
+            one_line(", ".join(f"{name}={value!r}" for name, value in own.items()), 200),
+        )
 
 
 def end_tokens(config: PretrainedConfig, generation: GenerationConfig | None) -> tuple[int, ...]:

@@ -22,13 +22,13 @@ from eagle_fsd.files.provenance import processor
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.block_cache import BlockCache, PagedCache
-from eagle_fsd.runtime.openvino.kept.kept_model import KeptModel
-from eagle_fsd.runtime.openvino.kept.outline import KeptGraphs
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product
 from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages, page_operator
 from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16
 from eagle_fsd.target.architecture import FULL
 from eagle_fsd.target.hf_attention import private_copy, use_attention
+from eagle_fsd.target.kept.kept_model import KeptModel
+from eagle_fsd.target.kept.outline import KeptGraphs
 from eagle_fsd.version import __version__
 
 if TYPE_CHECKING:

@@ -18,8 +18,6 @@ from eagle_fsd.files.fingerprints import target_identity
 from eagle_fsd.runtime.flash_attention import FlashPlan
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
-from eagle_fsd.runtime.openvino.kept.kept_model import KeptModel, whole
-from eagle_fsd.runtime.openvino.kept.outline import Outline, class_names, outline_of
 from eagle_fsd.runtime.ranks import ALONE, Ranks, local_bytes, look_up
 from eagle_fsd.runtime.step_recorder import EAGER, FixedShapes, Stepper
 from eagle_fsd.target.admission import check_taps, check_tree_verification, flash_verifies
@@ -33,9 +31,12 @@ from eagle_fsd.target.architecture import (
     logits_transform,
     longest_text,
     own_defaults,
+    report_defaults,
 )
 from eagle_fsd.target.graph_decoder import GraphDecoder, may_page, read_graphs, trace_graphs
 from eagle_fsd.target.hf_attention import with_grouped_attention
+from eagle_fsd.target.kept.kept_model import KeptModel, whole
+from eagle_fsd.target.kept.outline import Outline, class_names, outline_of
 from eagle_fsd.target.taps import TappedDecoder, joined
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class TargetModel:
         runtime: OpenVINO | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
+        if not isinstance(model, KeptModel):
+            check_model(model)
         self.ranks = ranks
         self.held = model.eval()  # as far as it is in memory
         self.stepper = stepper
@@ -83,10 +86,9 @@ class TargetModel:
             self.stepper = FixedShapes()
             self.kinds, self.window = set(self.graphs.kinds), model.outline.graphs.window
         else:
-            check_model(model)
             self.device = self._feature_device()
             self._admit(runtime)
-        self._warn_of_ignored_defaults()
+        report_defaults(self.ignored_defaults, self.own_defaults)
 
     def _admit(self, runtime: OpenVINO | None) -> None:
         """Test the model, and let a runtime compute it. Raises ValueError if that cannot be."""
@@ -178,13 +180,15 @@ class TargetModel:
         """The names of the classes of all modules."""
         return list(self.held.outline.layers) if isinstance(self.held, KeptModel) else class_names(self.held)
 
-    @property
-    def outline(self) -> Outline | None:
-        """What a KeptModel needs to stand for this model at the next start; None if it cannot."""
+    def outline(self, tokenizer: str) -> Outline | None:
+        """Return what a KeptModel needs to stand for this model at the next start; None if it cannot.
+
+        tokenizer: the name of its tokenizer's class.
+        """
         kept = None if self.graphs is None else self.graphs.kept(self.window)
         if kept is None or isinstance(self.held, KeptModel):
             return None
-        return outline_of(self.held, kept, target_identity("", self.held)["weights"])
+        return outline_of(self.held, kept, target_identity("", self.held)["weights"], tokenizer)
 
     def without_generation_defaults(self) -> PreTrainedModel:
         """Return the model for its own `generate`, without the defaults that its repository sets.
@@ -341,19 +345,3 @@ class TargetModel:
             return self.model.device
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.input_device)
         return self.decoder(input_ids=token, use_cache=False).last_hidden_state.device
-
-    def _warn_of_ignored_defaults(self) -> None:
-        """Warn about defaults of the model's generation_config that are not applied here."""
-        if self.ignored_defaults:
-            asked = ", ".join(f"{name}={value!r}" for name, value in self.ignored_defaults.items())
-            logger.warning(
-                "the model's generation_config asks for %s, which is not done here: texts are those of "
-                "generate without it",
-                one_line(asked, 200),
-            )
-        if self.own_defaults:
-            asked = ", ".join(f"{name}={value!r}" for name, value in self.own_defaults.items())
-            logger.info(
-                "the model's generation_config says %s: so it is, unless arguments say otherwise",
-                one_line(asked, 200),
-            )

@@ -1,27 +1,32 @@
-"""The second start of a .gguf target that OpenVINO computes: without transformers' models and most weights.
+"""The second start of a target that OpenVINO computes: without transformers' models and most weights.
 
-What the target is was noted beside its graphs at an earlier start (see outline.py); its embeddings come from
-the cache of converted weights. Whatever is missing or has changed leads back to the usual way.
+What the target is, was noted beside its graphs at an earlier start (see target/kept/outline.py). Its
+embeddings come from its own files, or from the cache of converted weights. Whatever is missing or has changed
+leads back to the usual way.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from safetensors import SafetensorError
-from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from eagle_fsd.core.checks import one_line
-from eagle_fsd.hub.kept.weights_cache import Origin, find
-from eagle_fsd.hub.target_loader import TargetSource, find_gguf_origin
+from eagle_fsd.hub.head_checkpoint import SAFETENSORS_NAME
+from eagle_fsd.hub.kept.weights_cache import Origin, find, is_settled, read_stamp
+from eagle_fsd.hub.target_loader import CONVERTER, TargetSource, find_gguf_origin
 from eagle_fsd.runtime.openvino import library
-from eagle_fsd.runtime.openvino.kept.kept_model import KeptModel
-from eagle_fsd.runtime.openvino.kept.outline import keep_outline, read_outline
+from eagle_fsd.target.kept.kept_model import KeptModel
+from eagle_fsd.target.kept.outline import forget_outline, keep_outline, read_outline
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.version import __version__
 
@@ -30,53 +35,107 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = "model.safetensors"
+INDEX = f"{SAFETENSORS_NAME}.index.json"  # which file has which weight, where there are several
+READ_ERRORS = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
 class SecondStart:
-    """Finds and keeps what a start leaves to the next one, for a .gguf target in one weight format.
+    """Finds and keeps what a start leaves to the next one, for a target in one weight format.
 
-    origin: of its file. made_of: all that target and graphs depend on.
+    made_of: all that target and graphs depend on. origin: of a .gguf file; None for a folder.
     """
 
     source: TargetSource
-    origin: Origin
     made_of: object
+    origin: Origin | None = None
 
     @classmethod
     def of(
         cls, source: TargetSource, weight_format: str, attn_implementation: str | None
     ) -> SecondStart | None:
-        """Return that of a source; None if it is no .gguf file, or nothing is to be kept."""
-        origin = None if source.gguf_file is None else find_gguf_origin(source)
-        if origin is None:
+        """Return that of a source; None if nothing is to be kept of it, or its files are still changing."""
+        origin, files = None, None
+        if source.gguf_file is not None:
+            if (origin := find_gguf_origin(source)) is None:
+                return None
+            files = [origin.digest, origin.made]
+        elif (files := stamps_of(source.folder)) is None:
             return None
-        releases = [__version__, torch.__version__, library.version()]
-        return cls(
-            source, origin, [origin.digest, origin.made, weight_format, attn_implementation, *releases]
-        )
+        releases = [__version__, torch.__version__, library.version(), CONVERTER]
+        return cls(source, [files, weight_format, attn_implementation, *releases], origin)
 
     def find(self, load: Callable[[], PreTrainedModel]) -> tuple[KeptModel, PreTrainedTokenizerBase] | None:
         """Return what stands for the target, and its tokenizer; None if it must be loaded. load: loads it."""
         outline = read_outline(self.made_of)
-        folder = None if outline is None else find(self.origin, (str(torch.float32),))
+        folder = None if outline is None else self._folder()
         if outline is None or folder is None:
             return None
         try:
             generation = None
             if (folder / transformers.utils.GENERATION_CONFIG_NAME).is_file():
                 generation = GenerationConfig.from_pretrained(folder)
-            model = KeptModel(outline, generation, folder / WEIGHTS, load)
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            kind = getattr(transformers, outline.tokenizer)
+            tokenizer = kind.from_pretrained(folder)
+            model = KeptModel(outline, generation, lambda name: read_weight(folder, name), load)
+        except READ_ERRORS as error:
             logger.info("%s is loaded whole: %s", self.source.name, one_line(error, 200))
             return None
         model.config._name_or_path = tokenizer.name_or_path = str(self.source.folder)
         return model, tokenizer
 
     def keep(self, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Keep a target's outline, if its graphs and its tokenizer can be found again."""
-        outline = target.outline if type(tokenizer) is PreTrainedTokenizerFast else None
-        if outline is not None:
-            keep_outline(outline, self.made_of)
+        """Keep a target's outline, if what it leads to is the same."""
+        kind = type(tokenizer).__name__
+        if tokenizer is None or getattr(transformers, kind, None) is not type(tokenizer):
+            return
+        if (outline := target.outline(kind)) is None:
+            return
+        keep_outline(outline, self.made_of)
+        found = self.find(lambda: target.model)
+        if found is None or not (stands_for(found[0], target.model) and same_tokenizer(found[1], tokenizer)):
+            logger.info("%s will be loaded whole: its files do not say all", self.source.name)
+            forget_outline(self.made_of)
+
+    def _folder(self) -> Path | None:
+        """Return the folder that has the target's weights and tokenizer."""
+        return self.source.folder if self.origin is None else find(self.origin, (str(torch.float32),))
+
+
+def stamps_of(folder: Path) -> dict[str, list[int]] | None:
+    """Return the stamps of a folder's files; None if one is so new that a change might not show in them."""
+    try:
+        stamps = {path.name: read_stamp(path) for path in sorted(folder.iterdir()) if path.is_file()}
+    except OSError:
+        return None
+    return {str(folder.resolve()): [], **stamps} if all(map(is_settled, stamps.values())) else None
+
+
+def read_weight(folder: Path, name: str) -> Tensor:
+    """Return one weight of a folder in float32. Raises READ_ERRORS if it is not there."""
+    file = SAFETENSORS_NAME
+    if (folder / INDEX).is_file():
+        file = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"][name]
+    with safe_open(folder / file, framework="pt") as found:
+        return found.get_tensor(name).float()
+
+
+def stands_for(kept: KeptModel, model: PreTrainedModel) -> bool:
+    """Return whether all that a KeptModel has is as the whole model has it."""
+    parts = (kept.get_input_embeddings().weight, kept.get_output_embeddings().weight, kept.lm_head.bias)
+    head = model.get_output_embeddings()
+    theirs = (model.get_input_embeddings().weight, head.weight, head.bias)
+    same = all(mine is its is None or torch.equal(mine, its) for mine, its in zip(parts, theirs, strict=True))
+    defaults = [one and one.to_dict() for one in (kept.generation_config, model.generation_config)]
+    return same and defaults[0] == defaults[1]
+
+
+def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Return whether two tokenizers of one class do the same."""
+    marks = ("chat_template", "special_tokens_map", "model_max_length", "padding_side", "truncation_side")
+    if any(getattr(one, name, None) != getattr(other, name, None) for name in marks):
+        return False
+    backends = [getattr(tokenizer, "backend_tokenizer", None) for tokenizer in (one, other)]
+    if None in backends:
+        return False
+    return backends[0].to_str() == backends[1].to_str()

@@ -54,8 +54,7 @@ class Origin:
     @property
     def seen(self) -> dict[str, list[int]]:
         """The stamp by path; empty for a file so new that a change might not show in its times."""
-        settled = time.time_ns() - max(self.stamp[1:3]) > SETTLED
-        return {str(self.gguf.resolve()): self.stamp} if settled else {}
+        return {str(self.gguf.resolve()): self.stamp} if is_settled(self.stamp) else {}
 
 
 def root_folder() -> Path:
@@ -189,6 +188,11 @@ def read_stamp(path: Path) -> list[int]:
     """Return what changes whenever a file's content does: size, times in nanoseconds, inode."""
     found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def is_settled(stamp: list[int]) -> bool:
+    """Return whether a file is so old that a change would show in its stamp."""
+    return time.time_ns() - max(stamp[1:3]) > SETTLED
 
 
 def digest_file(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""A second start of a .gguf target on OpenVINO needs neither transformers' models nor its layers' weights."""
+"""A second start of a target on OpenVINO needs neither transformers' models nor its layers' weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.files.kept_folders import OFF
 from eagle_fsd.hub import target_loader
 from eagle_fsd.hub.kept import second_start, weights_cache
-from eagle_fsd.runtime.openvino.kept.kept_model import KeptModel
-from eagle_fsd.runtime.openvino.kept.outline import outline_of
+from eagle_fsd.hub.kept.second_start import same_tokenizer, stands_for
+from eagle_fsd.target.kept.kept_model import KeptModel
+from eagle_fsd.target.kept.outline import outline_of
 from eagle_fsd.target.model import TargetModel
 
 pytest.importorskip("openvino", reason="the extra openvino is not installed")
@@ -98,6 +99,57 @@ def test_it_is_the_first_start_over_again(gguf: Path, weight_format: str, tied: 
     assert stands_in(second)  # nothing above has asked for the layers
 
 
+def test_it_is_so_for_a_folder_of_several_files(gguf: Path, tmp_path: Path) -> None:
+    """In bfloat16, with a tokenizer; and not where a file has changed, or says something else."""
+    folder, whole = tmp_path / "folder", start(gguf)
+    whole.target.model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="8KB")
+    whole.tokenizer.save_pretrained(folder)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    first, second = (start(folder, dtype="float32") for _ in range(2))
+    assert not stands_in(first) and stands_in(second)
+    assert answer(second) == answer(first) and second.identity() == first.identity()
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "repetition_penalty": 1.5}))
+    changed = start(folder, dtype="float32")
+    assert not stands_in(changed) and changed.target.own_defaults["repetition_penalty"] == 1.5
+    again = start(folder, dtype="float32")
+    assert stands_in(again) and again.target.own_defaults == changed.target.own_defaults
+
+
+def test_nothing_is_kept_that_would_not_be_the_same(
+    gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where transformers changes a weight while it loads it."""
+    read = second_start.read_weight
+    monkeypatch.setattr(second_start, "read_weight", lambda *args: read(*args) * 2)
+    for _ in range(2):
+        assert not stands_in(start(gguf))
+    assert not list((cache / "graphs").glob("target-*.json"))
+
+
+def test_what_is_the_same_and_what_is_not(gguf: Path) -> None:
+    first, second = start(gguf), start(gguf)
+    model, kept = first.target.model, second.target.held
+    assert stands_for(kept, model) and same_tokenizer(second.tokenizer, first.tokenizer)
+    for name, value in (("chat_template", "{{ x }}"), ("padding_side", "left"), ("model_max_length", 9)):
+        before = getattr(second.tokenizer, name)
+        assert before != value
+        setattr(second.tokenizer, name, value)
+        assert not same_tokenizer(second.tokenizer, first.tokenizer), name
+        setattr(second.tokenizer, name, before)
+    assert same_tokenizer(second.tokenizer, first.tokenizer)
+    second.tokenizer.add_tokens(["élan"])
+    assert not same_tokenizer(second.tokenizer, first.tokenizer)
+    for weight in (kept.embeddings.weight, kept.lm_head.weight):
+        before = weight.data.clone()
+        weight.data[3, 4] += 1
+        assert not stands_for(kept, model)
+        weight.data.copy_(before)
+        assert stands_for(kept, model)
+    kept.generation_config.repetition_penalty = 1.5
+    assert not stands_for(kept, model)
+
+
 def test_the_whole_model_is_there_for_who_asks(gguf: Path) -> None:
     first, second = start(gguf), start(gguf)
     assert stands_in(second)
@@ -167,16 +219,16 @@ def test_nothing_is_kept_where_that_is_turned_off(
 def test_some_models_have_no_outline(gguf: Path) -> None:
     """Those that torch computes, and those whose embeddings are scaled: only their own class knows how."""
     target = start(gguf).target
-    assert TargetModel(target.model).outline is None
-    graphs = target.outline.graphs
-    assert outline_of(target.model, graphs, "") is not None
+    assert TargetModel(target.model).outline("T") is None
+    graphs = target.outline("T").graphs
+    assert outline_of(target.model, graphs, "", "T") is not None
 
     class Scaled(torch.nn.Embedding):
         pass
 
     scaled = Scaled(64, 32)
     target.model.set_input_embeddings(scaled)
-    assert outline_of(target.model, graphs, "") is None
+    assert outline_of(target.model, graphs, "", "T") is None
 
 
 def test_the_command_imports_no_models(gguf: Path, cache: Path) -> None:

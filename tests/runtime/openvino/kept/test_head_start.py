@@ -152,10 +152,10 @@ def test_what_was_not_begun_at_the_end_is_not_compiled(cache: Path, monkeypatch:
     monkeypatch.setattr(head_start, "compile_kept", slowly)
     monkeypatch.setattr(head_start, "read_note", lambda path: graphs)
     monkeypatch.setattr(head_start, "cores", lambda: 1)
-    start = HeadStart()
+    start, before = HeadStart(), set(threading.enumerate())
     start.begin(FLAGS)
     assert begun.wait(10)
-    [thread] = [one for one in threading.enumerate() if one.name == "head start"]
+    [thread] = set(threading.enumerate()) - before
     assert start.take(graphs[2]) is None  # its turn has not come: who asks compiles it sooner
     threading.Timer(0.05, go_on.set).start()
     assert start.take(graphs[0]) == "made"

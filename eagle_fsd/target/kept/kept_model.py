@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
-from eagle_fsd.runtime.openvino.kept.outline import Outline
+from eagle_fsd.target.kept.outline import Outline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,26 +24,25 @@ if TYPE_CHECKING:
 class KeptModel(nn.Module):
     """Stands for a model in float32 on the CPU.
 
-    weights: its .safetensors file, of which the embeddings [V, d] and the lm_head [V, d] are read.
-    load: returns the whole model. Raises KeyError or safetensors' errors if the file is another one.
+    read: returns a weight by its name; those of the embeddings [V, d] and of the lm_head [V, d] are read.
+    load: returns the whole model.
     """
 
     def __init__(
         self,
         outline: Outline,
         generation_config: GenerationConfig | None,
-        weights: Path,
+        read: Callable[[str], Tensor],
         load: Callable[[], PreTrainedModel],
     ) -> None:
         super().__init__()
         self.outline, self.generation_config = outline, generation_config
         self.config = PreTrainedConfig.from_dict(outline.config)
         self.config._attn_implementation = outline.attention
-        with safe_open(weights, framework="pt") as file:
-            self.embeddings = nn.Embedding.from_pretrained(file.get_tensor(outline.embeddings))
-            shared = self.embeddings.weight
-            weight = shared if outline.lm_head is None else fixed(file.get_tensor(outline.lm_head))
-            bias = None if outline.bias is None else fixed(file.get_tensor(outline.bias))
+        self.embeddings = nn.Embedding.from_pretrained(read(outline.embeddings))
+        shared = self.embeddings.weight
+        weight = shared if outline.lm_head is None else fixed(read(outline.lm_head))
+        bias = None if outline.bias is None else fixed(read(outline.bias))
         self.lm_head = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
         self.lm_head.weight, self.lm_head.bias = weight, bias
         self._load = load

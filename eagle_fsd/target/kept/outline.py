@@ -51,7 +51,8 @@ class Outline:
 
     config: its fields. attention: its attn_implementation. digest: of its weights; see files.fingerprints.
     shapes: of each weight. layers: the names of the classes of its modules. embeddings, lm_head, bias: their
-    names among its weights; None: the lm_head has the embeddings' weight, or no bias.
+    names among its weights; None: the lm_head has the embeddings' weight, or no bias. tokenizer: the name of
+    its tokenizer's class in transformers.
     """
 
     config: dict[str, Any]
@@ -62,11 +63,12 @@ class Outline:
     embeddings: str
     lm_head: str | None
     bias: str | None
+    tokenizer: str
     graphs: KeptGraphs
 
 
-def outline_of(model: PreTrainedModel, graphs: KeptGraphs, digest: str) -> Outline | None:
-    """Return a model's outline; None if a KeptModel could not stand for it. digest: of its weights."""
+def outline_of(model: PreTrainedModel, graphs: KeptGraphs, digest: str, tokenizer: str) -> Outline | None:
+    """Return a model's outline; None if no KeptModel could stand for it. digest, tokenizer: see Outline."""
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(embeddings) is not nn.Embedding or type(head) is not nn.Linear:
         return None  # some classes scale their embeddings
@@ -82,6 +84,7 @@ def outline_of(model: PreTrainedModel, graphs: KeptGraphs, digest: str) -> Outli
         embeddings=names[id(embeddings.weight)],
         lm_head=None if head.weight is embeddings.weight else names[id(head.weight)],
         bias=None if head.bias is None else names[id(head.bias)],
+        tokenizer=tokenizer,
         graphs=graphs,
     )
 
@@ -113,6 +116,12 @@ def keep_outline(outline: Outline, made_of: object) -> None:
     if is_enabled():
         with contextlib.suppress(OSError, RuntimeError, TypeError):
             write_atomically(file_of(made_of), json.dumps(asdict(outline)) + "\n")
+
+
+def forget_outline(made_of: object) -> None:
+    """Drop the outline of a target, if it was kept."""
+    with contextlib.suppress(OSError, RuntimeError):
+        file_of(made_of).unlink(missing_ok=True)
 
 
 def file_of(made_of: object) -> Path:

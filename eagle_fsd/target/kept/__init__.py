@@ -1,0 +1,1 @@
+"""What stands for a model whose graphs are kept, from the second start on."""
