@@ -140,6 +140,13 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
     return kinds or [SLIDING if getattr(config, "sliding_window", None) else FULL]
 
 
+def facts(config: PretrainedConfig) -> tuple[object, ...]:
+    """Return all that decoding reads of a config. Raises AttributeError if something is missing."""
+    sizes = (config.hidden_size, config.num_hidden_layers, config.model_type)
+    window = getattr(config, "sliding_window", None)
+    return *sizes, layer_kinds(config), window, logits_transform(config), longest_text(config)
+
+
 def named_layer_kinds(config: PretrainedConfig) -> list[str]:
     """Return the attention kind of every layer if the config names them, else an empty list."""
     for name in ("layer_types", "layers_block_type"):

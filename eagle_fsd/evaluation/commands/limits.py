@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(
         f"{made['device']}, {made['threads']} threads, {str(engine.dtype).removeprefix('torch.')}: "
         f"{here.bandwidth / 1e9:.1f} GB/s, {here.rate / 1e9:.0f} GFLOP/s; "
-        f"linear layers {' and '.join(backend_names(engine.target.model)) or 'as loaded'}; "
+        f"linear layers {' and '.join(backend_names(engine.target.held)) or 'as loaded'}; "
         f"{engine.target.weight_bytes / 1e6:.0f} MB of weights; milliseconds\n"
     )
     nodes = sorted({1, *arguments.nodes})

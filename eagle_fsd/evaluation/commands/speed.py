@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         methods = {name: method(name, engine, stock, setting) for name in arguments.methods}
         arguments.output.mkdir(parents=True, exist_ok=True)
     names = ("base_model", "ea_model", "draft_vocab_size")
-    made = {name: getattr(engine, name) for name in names} | {"packed": backend_names(engine.target.model)}
+    made = {name: getattr(engine, name) for name in names} | {"packed": backend_names(engine.target.held)}
     made |= ({"llama_cpp": build()} if LLAMA_CPP in methods else {}) | provenance(engine.device)
     note = functools.partial(mean_likelihood, engine) if arguments.likelihood else lambda part, answers: {}
     rows, file = [], arguments.output / "rows.jsonl"
@@ -116,6 +116,6 @@ def mean_likelihood(
 @functools.cache
 def stock_target(engine: EagleFSD, base_model: str) -> TargetModel:
     """Load the target as Hugging Face does; the engine's own serves where nothing of it is packed."""
-    if not backend_names(engine.target.model):
+    if not backend_names(engine.target.held):
         return engine.target
     return TargetModel(hub.load_target(base_model, engine.dtype, engine.device)[0])

@@ -25,6 +25,7 @@ from eagle_fsd.hub.head_checkpoint import SAFETENSORS_NAME
 from eagle_fsd.hub.kept.weights_cache import Origin, find, is_settled, read_stamp
 from eagle_fsd.hub.target_loader import CONVERTER, TargetSource, find_gguf_origin
 from eagle_fsd.runtime.openvino import library
+from eagle_fsd.target.architecture import facts
 from eagle_fsd.target.kept.kept_model import KeptModel
 from eagle_fsd.target.kept.outline import forget_outline, keep_outline, read_outline
 from eagle_fsd.target.model import TargetModel
@@ -127,7 +128,10 @@ def stands_for(kept: KeptModel, model: PreTrainedModel) -> bool:
     theirs = (model.get_input_embeddings().weight, head.weight, head.bias)
     same = all(mine is its is None or torch.equal(mine, its) for mine, its in zip(parts, theirs, strict=True))
     defaults = [one and one.to_dict() for one in (kept.generation_config, model.generation_config)]
-    return same and defaults[0] == defaults[1]
+    try:
+        return same and defaults[0] == defaults[1] and facts(kept.config) == facts(model.config)
+    except AttributeError:  # a config that says something in a way of its own
+        return False
 
 
 def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:

@@ -21,6 +21,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+class ScaledEmbedding(nn.Embedding):
+    """Embeddings [V, d] that a model multiplies by a number."""
+
+    def __init__(self, weight: Tensor, scale: float) -> None:
+        super().__init__(*weight.shape, _weight=weight, _freeze=True)
+        self.scale = scale
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = super().forward(tokens)
+        return found if self.scale == 1 else found * found.new_tensor(self.scale)
+
+
 class KeptModel(nn.Module):
     """Stands for a model in float32 on the CPU.
 
@@ -39,7 +51,7 @@ class KeptModel(nn.Module):
         self.outline, self.generation_config = outline, generation_config
         self.config = PreTrainedConfig.from_dict(outline.config)
         self.config._attn_implementation = outline.attention
-        self.embeddings = nn.Embedding.from_pretrained(read(outline.embeddings))
+        self.embeddings = ScaledEmbedding(read(outline.embeddings), outline.scale)
         shared = self.embeddings.weight
         weight = shared if outline.lm_head is None else fixed(read(outline.lm_head))
         bias = None if outline.bias is None else fixed(read(outline.bias))

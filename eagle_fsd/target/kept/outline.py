@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from eagle_fsd.files.atomic import read_records, write_atomically
@@ -51,8 +52,8 @@ class Outline:
 
     config: its fields. attention: its attn_implementation. digest: of its weights; see files.fingerprints.
     shapes: of each weight. layers: the names of the classes of its modules. embeddings, lm_head, bias: their
-    names among its weights; None: the lm_head has the embeddings' weight, or no bias. tokenizer: the name of
-    its tokenizer's class in transformers.
+    names among its weights; None: the lm_head has the embeddings' weight, or no bias. scale: what the model
+    multiplies its embeddings by. tokenizer: the name of its tokenizer's class in transformers.
     """
 
     config: dict[str, Any]
@@ -63,6 +64,7 @@ class Outline:
     embeddings: str
     lm_head: str | None
     bias: str | None
+    scale: float
     tokenizer: str
     graphs: KeptGraphs
 
@@ -70,13 +72,16 @@ class Outline:
 def outline_of(model: PreTrainedModel, graphs: KeptGraphs, digest: str, tokenizer: str) -> Outline | None:
     """Return a model's outline; None if no KeptModel could stand for it. digest, tokenizer: see Outline."""
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if type(embeddings) is not nn.Embedding or type(head) is not nn.Linear:
-        return None  # some classes scale their embeddings
+    scale = scale_of(embeddings)
+    if scale is None or type(head) is not nn.Linear:
+        return None
     if model.config.get_text_config(decoder=True) is not model.config:
         return None
     names = {id(weight): name for name, weight in model.named_parameters()}  # a tied one by its first name
     return Outline(
-        config=model.config.to_dict(),
+        # Some classes have other names for what all have.
+        config=model.config.to_dict()
+        | {name: getattr(model.config, name) for name in model.config.attribute_map},
         attention=model.config._attn_implementation,
         digest=digest,
         shapes=[list(weight.shape) for weight in model.parameters()],
@@ -84,9 +89,21 @@ def outline_of(model: PreTrainedModel, graphs: KeptGraphs, digest: str, tokenize
         embeddings=names[id(embeddings.weight)],
         lm_head=None if head.weight is embeddings.weight else names[id(head.weight)],
         bias=None if head.bias is None else names[id(head.bias)],
+        scale=scale,
         tokenizer=tokenizer,
         graphs=graphs,
     )
+
+
+@torch.inference_mode()
+def scale_of(embeddings: nn.Module) -> float | None:
+    """Return what embeddings are multiplied by, 1 in most models; None if they are made in another way."""
+    if not isinstance(embeddings, nn.Embedding):
+        return None
+    scale = float(getattr(embeddings, "embed_scale", 1.0))  # Gemma's name
+    tokens = torch.arange(min(embeddings.num_embeddings, 256), device=embeddings.weight.device)
+    plain = embeddings.weight[tokens]
+    return scale if torch.equal(embeddings(tokens), plain * plain.new_tensor(scale)) else None
 
 
 def class_names(model: nn.Module) -> list[str]:

@@ -119,7 +119,7 @@ class HeadAdapter:
             )
         self.engine, self.config = engine, config or AdaptConfig()
         target = engine.target
-        self._embedding = target.model.get_input_embeddings().weight.detach().to("cpu", torch.float32)
+        self._embedding = target.held.get_input_embeddings().weight.detach().to("cpu", torch.float32)
         self._readout = Readout.from_target(target).to("cpu", torch.float32)
         drafted = engine.head.draft_tokens
         self._drafted = torch.arange(target.vocab_size) if drafted is None else drafted.cpu()

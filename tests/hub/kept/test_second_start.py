@@ -16,6 +16,8 @@ import pytest
 import torch
 import transformers
 from support.tiny_gguf import write_gguf
+from support.tiny_models import EAGER_ONLY, FAMILIES, greedy_alone, tiny_model
+from support.tiny_tokenizer import tiny_tokenizer
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.files.kept_folders import OFF
@@ -31,6 +33,8 @@ pytest.importorskip("gguf")
 
 pytestmark = pytest.mark.usefixtures("cache")
 
+# Those that OpenVINO can run; see tests/target/test_openvino_families.py.
+CONVERTED = [family for family in FAMILIES if family not in ("gptj", "mixtral", "qwen3_moe", "gemma3")]
 HEAVY = ("transformers.modeling_utils", "torch.distributed.tensor", "torch._dynamo", "sympy")
 PROMPT, TREE = [3, 4, 5, 3, 4, 5, 3], TreeConfig(6, 4, 2)
 
@@ -217,18 +221,46 @@ def test_nothing_is_kept_where_that_is_turned_off(
 
 
 def test_some_models_have_no_outline(gguf: Path) -> None:
-    """Those that torch computes, and those whose embeddings are scaled: only their own class knows how."""
+    """Those that torch computes, and those whose embeddings are made in a way that only they know."""
     target = start(gguf).target
     assert TargetModel(target.model).outline("T") is None
     graphs = target.outline("T").graphs
     assert outline_of(target.model, graphs, "", "T") is not None
 
-    class Scaled(torch.nn.Embedding):
-        pass
+    class Odd(torch.nn.Embedding):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) + 1
 
-    scaled = Scaled(64, 32)
-    target.model.set_input_embeddings(scaled)
+    target.model.set_input_embeddings(Odd(64, 32))
     assert outline_of(target.model, graphs, "", "T") is None
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3", *(pytest.param(family, marks=pytest.mark.slow) for family in CONVERTED)]
+)
+def test_it_is_so_for_every_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Among them some that scale their embeddings, as Gemma, or have windows, soft-caps or biases.
+
+    The files of GPT-NeoX name the lm_head otherwise than the model does, so that it is loaded whole.
+    """
+    monkeypatch.setattr(weights_cache, "SETTLED", -1)
+    model, folder = tiny_model(family), tmp_path / family
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    options = {"attn_implementation": "eager"} if family in EAGER_ONLY else {}
+    first, second = start(folder, **options), start(folder, **options)
+    assert (
+        stands_in(second) == (family != "gpt_neox")
+        and answer(second) == answer(first) == greedy_alone(model, [PROMPT], 24)[0]
+    )
+    one, other = first.target, second.target
+    assert (one.kinds, one.window, one.logits_transform) == (
+        other.kinds,
+        other.window,
+        other.logits_transform,
+    )
+    if family == "gemma3":
+        assert second.target.held.outline.scale == pytest.approx(model.config.hidden_size**0.5)
 
 
 def test_the_command_imports_no_models(gguf: Path, cache: Path) -> None:
