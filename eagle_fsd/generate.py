@@ -25,7 +25,7 @@ from eagle_fsd.cli.answer_report import Answer, summary, to_json
 from eagle_fsd.cli.arguments import generation_options, read_prompt_arguments
 from eagle_fsd.cli.flag_types import USAGE
 from eagle_fsd.cli.flags import build_parser
-from eagle_fsd.cli.model_flags import begin_early
+from eagle_fsd.cli.model_flags import begin_early, without_collector
 from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
 from eagle_fsd.core.checks import one_line
@@ -175,6 +175,7 @@ def raise_user_errors() -> Iterator[None]:
 # -- the program ----------------------------------------
 
 
+@without_collector()
 def load_model(args: Namespace) -> EagleFSD:
     """Load the engine that the flags name. Messages of the libraries stay off unless --verbose is given."""
     if not args.verbose:
