@@ -128,7 +128,7 @@ def load_pair(
     )
     load_here = functools.partial(load, source, device=device, device_map=device_map)
     second = None
-    if weights_cache and plan.runtime != TORCH and plan.dtype == torch.float32:
+    if weights_cache and not trust_remote_code and plan.runtime != TORCH and plan.dtype == torch.float32:
         second = SecondStart.of(source, plan.weight_format, attn_implementation)
     found = second and second.find(lambda: load_here(dtype=torch.float32)[0])
     held, tokenizer = found or ranks.together(functools.partial(load_here, dtype=plan.dtype, ranks=ranks))
@@ -144,18 +144,20 @@ def load_pair(
         if found is not None:
             try:
                 return compile_target(held, source, plan.weight_format)
-            except ValueError as error:  # somebody has deleted its graphs since, or it is another machine
+            except (
+                ValueError,
+                TypeError,
+            ) as error:  # somebody has deleted its graphs since, or it is another machine
                 logger.info("%s is loaded whole: %s", source.name, one_line(error, 200))
         model = whole(held) if plan.dtype == torch.float32 else load_here(dtype=torch.float32)[0]
-        made = compile_target(model, source, plan.weight_format)
-        if second is not None:
-            second.keep(made, tokenizer)
-        return made
+        return compile_target(model, source, plan.weight_format)
 
     if plan.runtime == AUTO:
         target = settle(plan, shapes_of(held), on_torch, on_openvino)
     else:
         target = on_torch() if plan.runtime == TORCH else on_openvino()
+    if second is not None and target.runtime is not None and not isinstance(target.held, KeptModel):
+        second.keep(target, tokenizer)
     pair = functools.partial(Pair, target, tokenizer=tokenizer, base_model=source.name)
     if draft_layers is not None:
         return pair(spec_of_layers(target, draft_layers), ea_model=f"first {draft_layers} layers")

@@ -40,10 +40,11 @@ def generate_alone(
     warpers = {**asdict(sampling), "min_p": sampling.min_p or None}
     ids, mask = pad_left(prompts, pad_token_id)  # `generate` needs left padding
     processors = hf_options(processing, ids.shape[1])
+    model = target.model  # which may have to be loaded first
     start = time.perf_counter()
     with (
         torch.random.fork_rng(),
-        plain_linears(target.model),  # the baseline must not use our speed-ups
+        plain_linears(model),  # the baseline must not use our speed-ups
     ):
         torch.manual_seed(seed)
         sequences = target.without_generation_defaults().generate(

@@ -48,8 +48,9 @@ logger = logging.getLogger(__name__)
 class TargetModel:
     """A causal LM with everything that decoding needs. Raises ValueError if it cannot verify trees.
 
-    model: the whole model, or with a runtime a KeptModel, which loads the whole one where its layers are
-    needed. hidden_size, vocab_size: of features and logits. max_positions: the longest text, prompt included.
+    held: the model as it was given: whole, or with a runtime a KeptModel. model: the whole model, which is
+    loaded when it is first asked for if only its graphs were. hidden_size, vocab_size: of features and
+    logits. max_positions: the longest text, prompt included.
     stepper: how the parts of a step are run. ranks: the processes that hold a part of it each.
     ignored_defaults: options of the model's generation_config that are not applied here, such as a repetition
     penalty. The model itself is never changed, not even temporarily.
@@ -65,7 +66,7 @@ class TargetModel:
         if not isinstance(model, KeptModel):
             check_model(model)
         self.ranks = ranks
-        self.held = model.eval()  # as far as it is in memory
+        self.held = model.eval()
         self.stepper = stepper
         self.config = model.config.get_text_config(decoder=True)
         self.lm_head = model.get_output_embeddings()

@@ -1,1 +1,1 @@
-"""What is kept of a .gguf target: its converted weights, and what a second start needs of it."""
+"""What is kept of a target: converted weights of a .gguf file, and what a second start needs."""

@@ -1,6 +1,6 @@
 """The second start of a target that OpenVINO computes: without transformers' models and most weights.
 
-What the target is, was noted beside its graphs at an earlier start (see target/kept/outline.py). Its
+What the target is was noted beside its graphs at an earlier start (see target/kept/outline.py). Its
 embeddings come from its own files, or from the cache of converted weights. Whatever is missing or has changed
 leads back to the usual way.
 """
@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.hub.head_checkpoint import SAFETENSORS_NAME
@@ -27,7 +27,7 @@ from eagle_fsd.hub.target_loader import CONVERTER, TargetSource, find_gguf_origi
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.target.architecture import facts
 from eagle_fsd.target.kept.kept_model import KeptModel
-from eagle_fsd.target.kept.outline import forget_outline, keep_outline, read_outline
+from eagle_fsd.target.kept.outline import Outline, from_record, has_none, keep_outline, read_outline
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.version import __version__
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INDEX = f"{SAFETENSORS_NAME}.index.json"  # which file has which weight, where there are several
-READ_ERRORS = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
 class SecondStart:
     """Finds and keeps what a start leaves to the next one, for a target in one weight format.
 
-    made_of: all that target and graphs depend on. origin: of a .gguf file; None for a folder.
+    made_of: all that target and graphs depend on; code that comes with a model is not among it. origin: of a
+    .gguf file; None for a folder.
     """
 
     source: TargetSource
@@ -69,38 +69,45 @@ class SecondStart:
     def find(self, load: Callable[[], PreTrainedModel]) -> tuple[KeptModel, PreTrainedTokenizerBase] | None:
         """Return what stands for the target, and its tokenizer; None if it must be loaded. load: loads it."""
         outline = read_outline(self.made_of)
-        folder = None if outline is None else self._folder()
-        if outline is None or folder is None:
-            return None
         try:
-            generation = None
-            if (folder / transformers.utils.GENERATION_CONFIG_NAME).is_file():
-                generation = GenerationConfig.from_pretrained(folder)
-            kind = getattr(transformers, outline.tokenizer)
-            tokenizer = kind.from_pretrained(folder)
-            model = KeptModel(outline, generation, lambda name: read_weight(folder, name), load)
-        except READ_ERRORS as error:
+            return None if outline is None else self._stand_in(outline, load)
+        except Exception as error:  # noqa: BLE001  # readers' errors have no common base
             logger.info("%s is loaded whole: %s", self.source.name, one_line(error, 200))
             return None
-        model.config._name_or_path = tokenizer.name_or_path = str(self.source.folder)
-        return model, tokenizer
 
     def keep(self, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Keep a target's outline, if what it leads to is the same."""
+        """Keep a target's outline, if what it leads to is the same; it is not kept before that is known."""
         kind = type(tokenizer).__name__
-        if tokenizer is None or getattr(transformers, kind, None) is not type(tokenizer):
+        if has_none(self.made_of) or tokenizer is None:
             return
-        if (outline := target.outline(kind)) is None:
-            return
+        outline = None
+        try:
+            if getattr(transformers, kind, None) is type(tokenizer):
+                outline = target.outline(kind)
+            if outline is not None:
+                outline = from_record(json.loads(json.dumps(asdict(outline))))  # as the next start reads it
+                model, its_tokenizer = self._stand_in(outline, lambda: target.model)
+                if not (stands_for(model, target.model) and same_tokenizer(its_tokenizer, tokenizer)):
+                    raise ValueError("its files do not say all")
+        except Exception as error:  # noqa: BLE001  # as above; the target itself is loaded and well
+            logger.info("%s will be loaded whole: %s", self.source.name, one_line(error, 200))
+            outline = None
         keep_outline(outline, self.made_of)
-        found = self.find(lambda: target.model)
-        if found is None or not (stands_for(found[0], target.model) and same_tokenizer(found[1], tokenizer)):
-            logger.info("%s will be loaded whole: its files do not say all", self.source.name)
-            forget_outline(self.made_of)
 
-    def _folder(self) -> Path | None:
-        """Return the folder that has the target's weights and tokenizer."""
-        return self.source.folder if self.origin is None else find(self.origin, (str(torch.float32),))
+    def _stand_in(
+        self, outline: Outline, load: Callable[[], PreTrainedModel]
+    ) -> tuple[KeptModel, PreTrainedTokenizerBase]:
+        """Return what an outline leads to. Raises any error if something is missing."""
+        folder = self.source.folder
+        if self.origin is not None:
+            kept = find(self.origin, (str(torch.float32),))
+            if kept is None:
+                raise FileNotFoundError("its converted weights are not kept")
+            folder = kept
+        model = KeptModel(outline, lambda name: read_weight(folder, name), load)
+        tokenizer = getattr(transformers, outline.tokenizer).from_pretrained(folder)
+        model.config._name_or_path = tokenizer.name_or_path = str(self.source.folder)
+        return model, tokenizer
 
 
 def stamps_of(folder: Path) -> dict[str, list[int]] | None:
@@ -113,7 +120,7 @@ def stamps_of(folder: Path) -> dict[str, list[int]] | None:
 
 
 def read_weight(folder: Path, name: str) -> Tensor:
-    """Return one weight of a folder in float32. Raises READ_ERRORS if it is not there."""
+    """Return one weight of a folder in float32. Raises KeyError or safetensors' errors if it is not there."""
     file = SAFETENSORS_NAME
     if (folder / INDEX).is_file():
         file = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"][name]
@@ -128,10 +135,7 @@ def stands_for(kept: KeptModel, model: PreTrainedModel) -> bool:
     theirs = (model.get_input_embeddings().weight, head.weight, head.bias)
     same = all(mine is its is None or torch.equal(mine, its) for mine, its in zip(parts, theirs, strict=True))
     defaults = [one and one.to_dict() for one in (kept.generation_config, model.generation_config)]
-    try:
-        return same and defaults[0] == defaults[1] and facts(kept.config) == facts(model.config)
-    except AttributeError:  # a config that says something in a way of its own
-        return False
+    return same and defaults[0] == defaults[1] and facts(kept.config) == facts(model.config)
 
 
 def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:

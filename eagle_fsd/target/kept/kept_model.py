@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
+from eagle_fsd.files.fingerprints import target_identity
 from eagle_fsd.target.kept.outline import Outline
 
 if TYPE_CHECKING:
@@ -43,14 +44,15 @@ class KeptModel(nn.Module):
     def __init__(
         self,
         outline: Outline,
-        generation_config: GenerationConfig | None,
         read: Callable[[str], Tensor],
         load: Callable[[], PreTrainedModel],
     ) -> None:
         super().__init__()
-        self.outline, self.generation_config = outline, generation_config
+        self.outline = outline
         self.config = PreTrainedConfig.from_dict(outline.config)
         self.config._attn_implementation = outline.attention
+        defaults = outline.generation
+        self.generation_config = None if defaults is None else GenerationConfig.from_dict(defaults)
         self.embeddings = ScaledEmbedding(read(outline.embeddings), outline.scale)
         shared = self.embeddings.weight
         weight = shared if outline.lm_head is None else fixed(read(outline.lm_head))
@@ -86,10 +88,19 @@ class KeptModel(nn.Module):
         return {"name": name, "weights": self.outline.digest, "dtype": "float32"}
 
     def whole(self) -> PreTrainedModel:
-        """Return the whole model, which is loaded the first time."""
+        """Return the whole model, which is loaded the first time.
+
+        Raises ValueError if it is not the one that the graphs were made of.
+        """
         with self._loading:
             if not self._loaded:
-                self._loaded.append(self._load())
+                model = self._load()
+                if target_identity("", model)["weights"] != self.outline.digest:
+                    raise ValueError(
+                        "the target's files have changed since it was started: its graphs are of others; "
+                        "start again"
+                    )
+                self._loaded.append(model)
             return self._loaded[0]
 
 

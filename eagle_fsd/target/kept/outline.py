@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 VERSION = 1  # of the files
+NONE = "none"  # the only field of a file for a target without an outline
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,15 @@ class KeptGraphs:
 class Outline:
     """All that decoding asks of a model whose graphs are kept. All fields have a JSON form.
 
-    config: its fields. attention: its attn_implementation. digest: of its weights; see files.fingerprints.
-    shapes: of each weight. layers: the names of the classes of its modules. embeddings, lm_head, bias: their
-    names among its weights; None: the lm_head has the embeddings' weight, or no bias. scale: what the model
-    multiplies its embeddings by. tokenizer: the name of its tokenizer's class in transformers.
+    config, generation: the fields of its config and of its generation_config, if it has one. attention: its
+    attn_implementation. digest: of its weights; see files.fingerprints. shapes: of each weight. layers: the
+    names of the classes of its modules. embeddings, lm_head, bias: their names among its weights; None: the
+    lm_head has the embeddings' weight, or no bias. scale: what the model multiplies its embeddings by.
+    tokenizer: the name of its tokenizer's class in transformers.
     """
 
     config: dict[str, Any]
+    generation: dict[str, Any] | None
     attention: str
     digest: str
     shapes: Sequence[Sequence[int]]
@@ -77,11 +80,13 @@ def outline_of(model: PreTrainedModel, graphs: KeptGraphs, digest: str, tokenize
         return None
     if model.config.get_text_config(decoder=True) is not model.config:
         return None
+    defaults = getattr(model, "generation_config", None)
     names = {id(weight): name for name, weight in model.named_parameters()}  # a tied one by its first name
     return Outline(
         # Some classes have other names for what all have.
         config=model.config.to_dict()
         | {name: getattr(model.config, name) for name in model.config.attribute_map},
+        generation=defaults and defaults.to_dict(),
         attention=model.config._attn_implementation,
         digest=digest,
         shapes=[list(weight.shape) for weight in model.parameters()],
@@ -119,8 +124,7 @@ def read_outline(made_of: object) -> Outline | None:
     if not is_enabled():
         return None
     with contextlib.suppress(OSError, RuntimeError, TypeError, KeyError):
-        record = read_records(file_of(made_of))
-        found = Outline(**{**record, "graphs": KeptGraphs(**record["graphs"])})
+        found = from_record(read_records(file_of(made_of)))
         if all(
             (root_folder() / name / GRAPH).is_file() for name in (found.graphs.decoder, found.graphs.lm_head)
         ):
@@ -128,17 +132,24 @@ def read_outline(made_of: object) -> Outline | None:
     return None
 
 
-def keep_outline(outline: Outline, made_of: object) -> None:
-    """Keep the outline of a target for the next start."""
+def from_record(record: dict[str, Any]) -> Outline:
+    """Return the outline that a JSON record holds. Raises TypeError or KeyError if it holds none."""
+    return Outline(**{**record, "graphs": KeptGraphs(**record["graphs"])})
+
+
+def keep_outline(outline: Outline | None, made_of: object) -> None:
+    """Keep the outline of a target for the next start. None: note that it has none that would do."""
     if is_enabled():
-        with contextlib.suppress(OSError, RuntimeError, TypeError):
-            write_atomically(file_of(made_of), json.dumps(asdict(outline)) + "\n")
+        with contextlib.suppress(OSError, RuntimeError):
+            record = {NONE: True} if outline is None else asdict(outline)
+            write_atomically(file_of(made_of), json.dumps(record) + "\n")
 
 
-def forget_outline(made_of: object) -> None:
-    """Drop the outline of a target, if it was kept."""
+def has_none(made_of: object) -> bool:
+    """Return whether it was noted that a target has no outline that would do."""
     with contextlib.suppress(OSError, RuntimeError):
-        file_of(made_of).unlink(missing_ok=True)
+        return NONE in read_records(file_of(made_of))
+    return False
 
 
 def file_of(made_of: object) -> Path:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.files.atomic import write_atomically
-from eagle_fsd.files.fingerprints import differences, digest_json, target_identity
+from eagle_fsd.files.fingerprints import differences, digest_json
 from eagle_fsd.files.jsonl import drop_torn_line, read_jsonl
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import encode_as_trained, plain_text
@@ -219,7 +219,7 @@ def answer_prompts(
 
 def writer_identity(name: str, target: TargetModel) -> dict[str, str]:
     """Return what a target's answers depend on: on its weights' format too, where OpenVINO computes."""
-    identity = target_identity(name, target.model)
+    identity = target.identity(name)
     return identity if target.runtime is None else identity | {"weight_format": target.weight_format}
 
 

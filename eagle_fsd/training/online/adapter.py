@@ -119,6 +119,7 @@ class HeadAdapter:
             )
         self.engine, self.config = engine, config or AdaptConfig()
         target = engine.target
+        self._decoder = target.decoder  # loaded now, if only its graphs were, and not between two answers
         self._embedding = target.held.get_input_embeddings().weight.detach().to("cpu", torch.float32)
         self._readout = Readout.from_target(target).to("cpu", torch.float32)
         drafted = engine.head.draft_tokens
@@ -197,7 +198,7 @@ class HeadAdapter:
     def _sort_in(self) -> list[FeatureSequence]:
         """Compute the new texts' features, hold some texts back, and return the others."""
         new, self._new = self._new, []
-        sequences = OnlineFeatures(self.engine.target.decoder, new).read(range(len(new)))
+        sequences = OnlineFeatures(self._decoder, new).read(range(len(new)))
         learned = []
         for sequence in sequences:
             self._texts += 1

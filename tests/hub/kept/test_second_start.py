@@ -21,7 +21,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.files.kept_folders import OFF
-from eagle_fsd.hub import target_loader
+from eagle_fsd.hub import choose_runtime, target_loader
 from eagle_fsd.hub.kept import second_start, weights_cache
 from eagle_fsd.hub.kept.second_start import same_tokenizer, stands_for
 from eagle_fsd.target.kept.kept_model import KeptModel
@@ -113,6 +113,11 @@ def test_it_is_so_for_a_folder_of_several_files(gguf: Path, tmp_path: Path) -> N
     assert not stands_in(first) and stands_in(second)
     assert answer(second) == answer(first) and second.identity() == first.identity()
     path = folder / "generation_config.json"
+    before = path.read_text()
+    path.unlink()  # then the config says what there is to say
+    bare, again = (start(folder, dtype="float32") for _ in range(2))
+    assert stands_in(again) and again.target.eos_token_ids == bare.target.eos_token_ids
+    path.write_text(before)
     path.write_text(json.dumps({**json.loads(path.read_text()), "repetition_penalty": 1.5}))
     changed = start(folder, dtype="float32")
     assert not stands_in(changed) and changed.target.own_defaults["repetition_penalty"] == 1.5
@@ -126,9 +131,62 @@ def test_nothing_is_kept_that_would_not_be_the_same(
     """As where transformers changes a weight while it loads it."""
     read = second_start.read_weight
     monkeypatch.setattr(second_start, "read_weight", lambda *args: read(*args) * 2)
-    for _ in range(2):
-        assert not stands_in(start(gguf))
-    assert not list((cache / "graphs").glob("target-*.json"))
+    assert not stands_in(start(gguf))
+    monkeypatch.undo()
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(cache))
+    monkeypatch.setattr(weights_cache, "SETTLED", -1)
+    looked: list[object] = []
+    monkeypatch.setattr(second_start, "stands_for", lambda *args: looked.append(args))
+    assert not stands_in(start(gguf)) and not looked  # what was found out once is not tried again
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError, Exception])
+def test_nothing_is_kept_before_it_is_compared(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """And what fails there fails nobody's start, unless the user ends it."""
+
+    def fail(*_args: object) -> bool:
+        raise error("while it is compared")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(second_start, "stands_for", fail)
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                start(gguf)
+        else:
+            assert answer(start(gguf))
+    assert not stands_in(start(gguf))
+
+
+def test_a_model_that_has_changed_since_is_not_taken_for_the_graphs_own(gguf: Path) -> None:
+    start(gguf)
+    model = start(gguf)
+    write(gguf, weights(tied=False, seed=1), hours=2)
+    with pytest.raises(ValueError, match="have changed since it was started"):
+        model.target.model  # noqa: B018
+    assert stands_in(model) and answer(model)
+
+
+@pytest.mark.parametrize("runtime", ["torch", "openvino"])
+def test_auto_leaves_it_to_the_runtime_that_is_faster(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    """Where torch is, nothing is kept, and nothing of what another start kept is in use."""
+    monkeypatch.delenv(choose_runtime.USUAL, raising=False)
+    monkeypatch.setattr(choose_runtime, "LEAST", 0)
+    monkeypatch.setattr(choose_runtime, "recall", lambda *args: runtime)
+    expected = answer(start(gguf, runtime="torch"))
+    first, second = (start(gguf, runtime="auto") for _ in range(2))
+    assert not stands_in(first) and stands_in(second) == (runtime == "openvino")
+    assert answer(first) == answer(second) == expected
+
+
+def test_the_runtime_torch_does_not_even_look(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(gguf)
+    monkeypatch.setattr(second_start.SecondStart, "of", lambda *args: pytest.fail("it looks"))
+    for other in ({"runtime": "torch"}, {"trust_remote_code": True}):
+        assert not stands_in(start(gguf, **other))
 
 
 def test_what_is_the_same_and_what_is_not(gguf: Path) -> None:
@@ -192,8 +250,6 @@ def test_what_is_lost_is_made_again(gguf: Path, cache: Path) -> None:
     [
         {"weight_format": "int8"},
         {"attn_implementation": "eager"},
-        {"runtime": "torch"},
-        {"runtime": "auto"},  # which takes torch for a model as small as this
         {"weights_cache": False},
     ],
 )
