@@ -76,19 +76,24 @@ class SecondStart:
             return None
 
     def keep(self, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Keep a target's outline, if what it leads to is the same; it is not kept before that is known."""
+        """Keep a target's outline, if what it leads to is the same; it is not kept before that is known.
+
+        If it is not the same, that is noted. What may be otherwise next time, as a full disk, is not.
+        """
         kind = type(tokenizer).__name__
-        if has_none(self.made_of) or tokenizer is None:
+        if has_none(self.made_of) or getattr(transformers, kind, None) is not type(tokenizer):
             return
         outline = None
         try:
-            if getattr(transformers, kind, None) is type(tokenizer):
-                outline = target.outline(kind)
-            if outline is not None:
-                outline = from_record(json.loads(json.dumps(asdict(outline))))  # as the next start reads it
-                model, its_tokenizer = self._stand_in(outline, lambda: target.model)
-                if not (stands_for(model, target.model) and same_tokenizer(its_tokenizer, tokenizer)):
-                    raise ValueError("its files do not say all")
+            if (outline := target.outline(kind)) is None:
+                return
+            outline = from_record(json.loads(json.dumps(asdict(outline))))  # as the next start reads it
+            model, its_tokenizer = self._stand_in(outline, lambda: target.model)
+            if not (stands_for(model, target.model) and same_tokenizer(its_tokenizer, tokenizer)):
+                raise ValueError("its files do not say all")
+        except (OSError, MemoryError) as error:
+            logger.info("%s has no second start yet: %s", self.source.name, one_line(error, 200))
+            return
         except Exception as error:  # noqa: BLE001  # as above; the target itself is loaded and well
             logger.info("%s will be loaded whole: %s", self.source.name, one_line(error, 200))
             outline = None

@@ -140,6 +140,16 @@ def test_nothing_is_kept_that_would_not_be_the_same(
     assert not stands_in(start(gguf)) and not looked  # what was found out once is not tried again
 
 
+def test_what_was_missing_once_may_be_there_the_next_time(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(second_start, "find", lambda *args: None)  # as on a full disk
+        assert not stands_in(start(gguf))
+    assert not stands_in(start(gguf))
+    assert stands_in(start(gguf))
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError, Exception])
 def test_nothing_is_kept_before_it_is_compared(
     gguf: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
