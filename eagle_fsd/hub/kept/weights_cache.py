@@ -12,6 +12,7 @@ digest decides. Nothing here is an error for the user: without a usable folder t
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -77,7 +78,7 @@ def find_origin(gguf: Path, beside: Iterable[Path], made_by: str) -> Origin | No
     try:
         root_folder()  # raises RuntimeError if there is no home folder
         stamp = read_stamp(gguf)
-        digest = recall_digest(gguf, stamp) or digest_file(gguf)
+        digest = recall_digest(gguf, stamp) or digest_once(gguf, stamp)
         others = {path.name: digest_file(path) for path in sorted(beside) if path.is_file()}
         return Origin(gguf, digest, stamp, {"version": VERSION, "by": made_by, "beside": others})
     except (OSError, RuntimeError) as error:
@@ -182,6 +183,16 @@ def recall_digest(gguf: Path, stamp: list[int]) -> str | None:
         if isinstance(seen, dict) and seen.get(str(gguf.resolve())) == stamp:
             return folder.name
     return None
+
+
+def digest_once(gguf: Path, stamp: list[int]) -> str:
+    """Return the digest of a file's content, which this process computes once if the stamp shows changes."""
+    return digest_stamped(gguf.resolve(), tuple(stamp)) if is_settled(stamp) else digest_file(gguf)
+
+
+@functools.lru_cache(maxsize=8)
+def digest_stamped(path: Path, _stamp: tuple[int, ...]) -> str:
+    return digest_file(path)
 
 
 def read_stamp(path: Path) -> list[int]:

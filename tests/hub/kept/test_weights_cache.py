@@ -414,3 +414,17 @@ def test_people_are_told_what_takes_long_and_pipes_are_not(
     assert f"kept the converted weights in {own_folder / 'weights'}" in shown.err
     hub.load_target(str(gguf))
     assert f"loading {gguf} from its converted weights in {own_folder / 'weights'}" in capfd.readouterr().err
+
+
+def test_a_file_that_is_not_kept_is_read_for_its_digest_once(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first start asks twice: for what stands for the target, and for its converted weights."""
+    read: list[Path] = []
+    digest_file = weights_cache.digest_file
+    monkeypatch.setattr(weights_cache, "digest_file", lambda path: read.append(path) or digest_file(path))
+    first, second = (weights_cache.find_origin(gguf, [], "x") for _ in range(2))
+    assert first == second and len(read) == 1
+    write_gguf(gguf, tensors(seed=1))
+    changed = weights_cache.find_origin(gguf, [], "x")
+    assert changed.digest == digest_file(gguf) != first.digest and len(read) == 2
