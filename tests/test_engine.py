@@ -584,6 +584,8 @@ BAD = {
     "negative overshoot": (lambda: Fuzzy(max_overshoot=-1.0), "max_overshoot is -1.0: .* inf turns"),
     "negative gain": (lambda: Fuzzy(min_gain=-0.5), "min_gain is -0.5: .* 0 turns"),
     "negative in a row": (lambda: Fuzzy(max_consecutive=-1), "max_consecutive is -1: .* None turns"),
+    "endless prefix": (lambda: Fuzzy(exact_prefix=10**21), "exact_prefix is 1000.*: it must be .* between"),
+    "endless in a row": (lambda: Fuzzy(max_consecutive=2**31), "max_consecutive is 2147483648: it must be"),
     "half a prefix": (lambda: Fuzzy(exact_prefix=1.5), "exact_prefix is 1.5: it must be an integer"),
     "tree of nothing": (lambda: TreeConfig(0), "total_tokens is 0: .* at least 1; 1 turns drafting off"),
     "tree without depth": (lambda: TreeConfig(16, 0, 8), "depth is 0: it must be an integer of at least 1"),

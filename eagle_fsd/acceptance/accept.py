@@ -246,6 +246,7 @@ def require_guards(
 ) -> None:
     """Raise ValueError unless these are valid values of the fields that every acceptance rule has."""
     require_choice("mode", mode, modes)
+    most = 2**31 - 1  # longer than any text, and a tensor of places can be compared with it
     if max_consecutive is not None:
-        require_integer("max_consecutive", max_consecutive, 0, "None turns the guard off")
-    require_integer("exact_prefix", exact_prefix, 0, "0 turns the guard off")
+        require_integer("max_consecutive", max_consecutive, 0, "None turns the guard off", most)
+    require_integer("exact_prefix", exact_prefix, 0, "0 turns the guard off", most)

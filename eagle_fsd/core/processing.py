@@ -14,6 +14,8 @@ from eagle_fsd.core.checks import format_value, require_integer, require_number
 
 # Takes the token ids [K, L] of K texts and the logits [K, V] of their next tokens, and returns new logits.
 Processor = Callable[[Any, Any], Tensor]
+# The most by which a logit is changed at once: more would leave float32's range, and nothing to choose from.
+LARGEST = 1e10
 # Token ids of a sequence, and what is added to the logit of its last token where the others have just come.
 Bias = tuple[tuple[int, ...], float]
 
@@ -88,14 +90,9 @@ class Processing:
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        require_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "1 turns it off")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(
-                f"repetition_penalty is {self.repetition_penalty}: it must be finite and above 0; 1 turns "
-                "it off"
-            )
+        require_number("repetition_penalty", self.repetition_penalty, 1 / LARGEST, LARGEST, "1 turns it off")
         for name in ("presence_penalty", "frequency_penalty"):
-            require_finite(name, getattr(self, name), "0 turns it off, 0.5 is usual")
+            require_number(name, getattr(self, name), -LARGEST, LARGEST, "0 turns it off, 0.5 is usual")
         require_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, "0 turns it off")
         require_integer("min_new_tokens", self.min_new_tokens, 0, "0 turns it off")
         for processor in self.own:
@@ -153,13 +150,6 @@ class Processing:
                     )
 
 
-def require_finite(name: str, value: object, remedy: str) -> None:
-    """Raise ValueError unless `value` is a finite number."""
-    require_number(name, value, -math.inf, math.inf, remedy)
-    if not math.isfinite(value):  # type: ignore[arg-type]
-        raise ValueError(f"{name} is {value}: it must be finite; {remedy}")
-
-
 def as_tokens(name: str, value: object, some: bool = True) -> tuple[int, ...]:
     """Return token ids as a tuple. some: there must be one. Raises ValueError if they are not token ids."""
     given: tuple[object, ...] = ()
@@ -201,11 +191,8 @@ def as_biases(value: object) -> tuple[Bias, ...]:
             "it"
         ) from error
     for bias in found.values():
-        require_number("logit_bias", bias, -math.inf, math.inf, "-100 all but rules a token out")
-        if bias == math.inf:
-            raise ValueError(
-                "logit_bias is inf: it must be finite, or -inf; 100 makes a token all but certain"
-            )
+        if bias != -math.inf:
+            require_number("logit_bias", bias, -LARGEST, LARGEST, "-100 all but rules a token out")
     return tuple((tokens, float(bias)) for tokens, bias in found.items())
 
 

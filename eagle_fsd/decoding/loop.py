@@ -23,7 +23,7 @@ from eagle_fsd.core.tree import HEAD, DraftTree, root_only
 from eagle_fsd.decoding.logits.processing import process
 from eagle_fsd.decoding.on_ranks.agreement import check_step, rank_0_tree, rank_0_verdict
 from eagle_fsd.decoding.prompts.prefill import prefill
-from eagle_fsd.decoding.request import Observer, Request, Terms, Text, TokenLogprob
+from eagle_fsd.decoding.request import FAILED, Observer, Request, Terms, Text, TokenLogprob
 from eagle_fsd.drafting.drafter import Drafter, NextTokens, Seen
 from eagle_fsd.target.session import TargetSession
 
@@ -44,13 +44,16 @@ class NonFiniteLogits(FloatingPointError):
 
 
 class NothingAllowed(NonFiniteLogits):
-    """No token can be emitted at a place of a text that has a form. name: of the form's option."""
+    """No token can be emitted at a place of a text because of its options; the target's logits are finite."""
 
-    def __init__(self, step: int, row: int, name: str, failure: str) -> None:
-        why = f"{name} and the other options allow no token here, or the target's logits are not finite; "
-        if failure:
-            why = f"{name} cannot be followed any further ({failure}); "
-        super().__init__(step, row, f"{why}make the form simpler, or take bans and biases away")
+    def __init__(self, text: Text) -> None:
+        constraint, failure = text.terms.processing.constraint, text.processor.failure
+        why, remedy = "the options allow no token here", "take bans and biases away"
+        if constraint is not None:
+            why, remedy = f"{constraint.name} and the other {why[4:]}", f"make the form simpler, or {remedy}"
+        if constraint is not None and failure:
+            why = f"{constraint.name} cannot be followed any further ({failure})"
+        super().__init__(text.stats.steps + 1, text.number, f"{why}; {remedy}")
 
 
 @torch.inference_mode()
@@ -76,6 +79,9 @@ def decode(
         batch.begin(texts, prefill(request.tokens, request.lengths, target, drafter))
     while batch.active:
         emitted = batch.step()
+        for text in texts:
+            if text.failure is not None:
+                raise text.failure
         yield [emitted.get(text, []) for text in texts]
 
 
@@ -116,7 +122,9 @@ class Batch:
     def step(self, keep_done: bool = False) -> dict[Text, list[int]]:
         """Run one step and return the tokens that each unfinished text emitted in it.
 
-        keep_done: keep the rows of finished texts, for waiting texts to take their places.
+        keep_done: keep the rows of finished texts, for waiting texts to take their places. A text whose
+        options leave it no token has failed, see Text; the others go on. Raises NonFiniteLogits if the
+        target's own logits are to blame.
         """
         with self.accept_step.stepper.running(len(self.texts)):
             return self._step(keep_done)
@@ -137,7 +145,10 @@ class Batch:
             verdict = rank_0_verdict(ranks, tree, lambda: self._accept(tree, logits, groups))
             on_host = to_host(verdict, tree.sources)  # the one place where a step waits
             steps = dict(zip(self.texts, on_host, strict=True))
-            emitted = {text: emit(text, steps[text]) for text in before}
+            for row, text in enumerate(self.texts):
+                if not (text.done or steps[text].finite):
+                    self._fail(text, logits[row, verdict.path[row, : steps[text].count]])
+            emitted = {text: [] if text.done else emit(text, steps[text]) for text in before}
             note_logprobs(self.texts, emitted, logits, verdict)
         if self.observer is not None:
             for rows, verified, part in groups:
@@ -198,6 +209,18 @@ class Batch:
             part = (trees, of_rows, random, counts)
             found.append((rows, *self.accept_step(terms.rule, terms.sampling, ends, *part, len(groups) > 1)))
         return merge_verdicts([(rows, verdict) for rows, _, verdict in found])
+
+    def _fail(self, text: Text, logits: Tensor) -> None:
+        """End a text that no token can be emitted for; logits [n, V]: the target's own, on its path.
+
+        Raises NonFiniteLogits if these are not finite, for then neither may what the caches hold be.
+        """
+        if not (text.terms.processing.active and bool(logits.amax(-1).isfinite().all())):
+            raise NonFiniteLogits(text.stats.steps + 1, text.number)
+        failure = NothingAllowed(text)
+        if self.target.ranks.several:  # the others do not know what the options are
+            raise failure
+        text.failure, text.stats.finish_reason = failure, FAILED
 
     def _end_tokens(self, terms: Terms, device: torch.device) -> Tensor:
         ends = terms.eos_token_ids
@@ -302,11 +325,6 @@ def to_host(verdict: Verdict, sources: Tensor | None = None) -> list[Step]:
 def emit(text: Text, step: Step) -> list[int]:
     """Cut a step's tokens at the limit and after the first one that ends the text, and record the others."""
     stats, ends = text.stats, text.terms.eos_token_ids
-    if not step.finite:
-        if (constraint := text.terms.processing.constraint) is None:
-            raise NonFiniteLogits(stats.steps + 1, text.number)
-        failure = text.processor.failure
-        raise NothingAllowed(stats.steps + 1, text.number, constraint.name, failure)
     limit = text.limit - stats.new_tokens
     end = next((place for place, token in enumerate(step.tokens) if token in ends), limit)
     emitted = step.tokens[: min(limit, end + 1)]

@@ -18,6 +18,8 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.logits.processing import TextProcessor
 from eagle_fsd.target.model import TargetModel
 
+FAILED = "failed"  # the finish reason of a text whose options leave it no token
+
 
 class Observer(Protocol):
     """Looks at every step of a batch and changes nothing.
@@ -149,7 +151,8 @@ class Text:
     prompt: its token ids, if it goes through a Scheduler or its logits are processed. stream: of random
     numbers, if it goes through a Scheduler. reused: the tokens of its prompt that were not read, since a kept
     text began with them. top_logprobs: how many likeliest tokens `logprobs` has for each of the new tokens;
-    None: it has nothing. stopper: may end it early. new_tokens: what it has emitted.
+    None: it has nothing. stopper: may end it early. new_tokens: what it has emitted. failure: why it ended
+    with the finish reason FAILED.
     """
 
     number: int
@@ -163,6 +166,7 @@ class Text:
     stopper: Stopper | None = None
     new_tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    failure: Exception | None = None
     _processor: TextProcessor | None = None
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -23,7 +24,7 @@ from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.logits.constrained import ConstrainedText
 from eagle_fsd.decoding.logits.processing import TextProcessor, process
 from eagle_fsd.decoding.loop import NothingAllowed
-from eagle_fsd.decoding.request import Terms, Text
+from eagle_fsd.decoding.request import FAILED, Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.runtime.openvino.library import is_installed
 
@@ -286,10 +287,80 @@ def test_the_end_comes_where_nothing_else_may() -> None:
 
 
 @pytest.mark.parametrize("banned", [{"suppress_tokens": [11]}, {"bad_words_ids": [[11]]}])
-def test_where_nothing_is_allowed_an_error_says_so(banned: dict[str, Any]) -> None:
-    language = Language(frozenset({(10, 11)}))
-    with pytest.raises(NothingAllowed, match=r"step [12] of row 0: language and the other options allow no"):
-        run(schema_engine(), prompts(1), [language], **banned)
+def test_where_nothing_is_allowed_a_text_fails_alone(banned: dict[str, Any]) -> None:
+    model, many = schema_engine(), prompts(3)
+    free, word = Language(frozenset({(20, 21, 22)})), Language(frozenset({(10, 11)}))
+    first, failed, last = run(model, many, [free, word, languages(1)[0]], **banned)
+    assert failed.stats.finish_reason == FAILED and failed.new_tokens in ([], [10])
+    assert isinstance(failed.failure, NothingAllowed)
+    assert re.match(r"step [12] of row 1: language and the other options allow no", str(failed.failure))
+    expected = run(model, many, [free, None, languages(1)[0]], **banned)
+    assert [first.new_tokens, last.new_tokens] == [expected[0].new_tokens, expected[2].new_tokens]
+    assert first.failure is None and last.failure is None
+
+
+def test_where_nothing_is_allowed_generate_raises() -> None:
+    model = schema_engine()
+    with pytest.raises(NothingAllowed, match=r"^step 1 of row 1: the options allow no token here; take bans"):
+        model.generate(prompts(2), max_new_tokens=3, tree=TREE, logits_processor=ban_all_of(prompts(2)[1]))
+
+
+def ban_all_of(prompt: Sequence[int]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a processor that leaves no token to texts that begin with this prompt."""
+    begin = torch.tensor(prompt)
+
+    def processor(ids: Tensor, logits: Tensor) -> Tensor:
+        mine = (ids[:, : len(begin)] == begin).all(1)
+        return logits.masked_fill(mine[:, None], -torch.inf)
+
+    return processor
+
+
+class Brittle(Reader):
+    """Fails for good after some tokens, as a parser does that reaches a limit."""
+
+    def advance(self, token: int) -> None:
+        super().advance(token)
+        if self.text in self.language.traps:
+            self.failure = "too deep"
+
+    def allowed(self) -> Tensor:
+        return torch.zeros(VOCAB + 5, dtype=torch.bool) if self.failure else super().allowed()
+
+
+@dataclass(frozen=True)
+class BrittleLanguage(Language):
+    traps: frozenset[tuple[int, ...]] = frozenset()
+
+    def begin(self) -> Reader:
+        return Brittle(self)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_draft_that_fails_a_constraint_does_the_text_no_harm(seed: int) -> None:
+    """What may come elsewhere in the tree, and in later steps, is what may come without such a draft."""
+    generator = torch.Generator().manual_seed(seed)
+    plain = some_words(seed, 4, 8, 200)
+    word = sorted(plain.words)[int(torch.randint(len(plain.words), (1,), generator=generator))]
+    parents = [-1, *(int(torch.randint(node, (1,), generator=generator)) for node in range(1, 12))]
+    tokens = [word[1], *torch.randint(4, 8, (11,), generator=generator).tolist()]
+    paths = [[*word[:2]]]
+    for node in range(1, 12):
+        paths.append([*paths[parents[node]], tokens[node]])
+    trap = tuple(paths[int(torch.randint(1, 12, (1,), generator=generator))])
+    sound = ConstrainedText(plain, [END_ID])
+    brittle = ConstrainedText(BrittleLanguage(plain.words, traps=frozenset({trap})), [END_ID])
+    sound.add(word[:2])
+    brittle.add(word[:2])
+    for _ in range(2):  # the first tree leaves nothing behind
+        expected, _ = sound.refused(tokens, parents, VOCAB)
+        found, _ = brittle.refused(tokens, parents, VOCAB)
+        for node, path in enumerate(paths):
+            if tuple(path[: len(trap)]) == trap:
+                assert found[node].all() or not found[node].any()  # no text goes on from here
+            else:
+                assert torch.equal(found[node], expected[node])
+    assert brittle.walk.failure == ""
 
 
 def test_a_constraint_needs_an_end_token() -> None:

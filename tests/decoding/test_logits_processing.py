@@ -332,10 +332,11 @@ def test_a_models_own_generation_config_is_honoured() -> None:
 @pytest.mark.parametrize(
     ("keywords", "named"),
     [
-        ({"repetition_penalty": 0}, "repetition_penalty is 0: it must be finite and above 0"),
+        ({"repetition_penalty": 0}, r"repetition_penalty is 0: it must be a number between 1e-10 and 1e\+10"),
         ({"repetition_penalty": -1}, "repetition_penalty is -1"),
         ({"presence_penalty": float("nan")}, "presence_penalty is nan"),
         ({"frequency_penalty": float("inf")}, "frequency_penalty is inf"),
+        ({"presence_penalty": -1e39}, r"presence_penalty is -1e\+39: it must be a number between"),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size is -1"),
         ({"bad_words_ids": [[]]}, "bad_words_ids has an empty sequence"),
         ({"bad_words_ids": [3]}, "bad_words_ids has 3: it must be a list"),
@@ -344,6 +345,7 @@ def test_a_models_own_generation_config_is_honoured() -> None:
         ({"suppress_tokens": [VOCAB]}, f"suppress_tokens has the token {VOCAB}"),
         ({"bad_words_ids": [[3, VOCAB]]}, f"bad_words_ids has the token {VOCAB}"),
         ({"logit_bias": {3: float("inf")}}, "logit_bias is inf"),
+        ({"logit_bias": {3: 1e39}}, r"logit_bias is 1e\+39: it must be a number between"),
         ({"logit_bias": 3}, "logit_bias is 3: it must map tokens"),
         ({"logit_bias": {(): 1.0}}, "logit_bias has an empty sequence"),
         ({"min_new_tokens": 1.5}, "min_new_tokens is 1.5"),

@@ -182,6 +182,21 @@ def test_logits_that_are_not_finite_end_one_text_and_its_neighbours_go_on(
             assert good.result() == text_alone(chat_ids(), max_new_tokens=60, temperature=1.0, seed=4)
 
 
+def test_a_text_whose_options_leave_no_token_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """The others are not begun again, as they are where the target's own logits are not finite."""
+    everything = list(range(tiny_engine().target.vocab_size))
+    with running(settings()) as (url, _):
+        client = client_of(url)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            stream = client.chat.completions.create(**LONG, temperature=1, seed=4, stream=True)
+            good = pool.submit(lambda: "".join(chunk.choices[0].delta.content or "" for chunk in stream))
+            with pytest.raises(openai.BadRequestError, match="the options allow no token here") as found:
+                client.chat.completions.create(**LONG, extra_body={"suppress_tokens": everything})
+            assert found.value.code == "nothing_allowed"
+            assert good.result() == text_alone(chat_ids(), max_new_tokens=60, temperature=1.0, seed=4)
+    assert "a step failed" not in caplog.text
+
+
 def test_a_step_that_fails_ends_its_batch_and_the_worker_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a stream that has begun, the error is an event, which the client raises too."""
     step, steps = Scheduler.step, []

@@ -18,14 +18,16 @@ class ConstrainedText:
 
     def __init__(self, constraint: Constraint, ends: Sequence[int]) -> None:
         require_ends(constraint.name, ends)
-        self.ends = list(ends)
+        self.constraint, self.ends = constraint, list(ends)
         self.walk = constraint.begin()
+        self.text: list[int] = []
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take in tokens that the text has emitted. An end token is its last."""
         for token in tokens:
             if token not in self.ends:
                 self.walk.advance(token)
+                self.text.append(token)
 
     def refused(
         self, tokens: Sequence[int], parents: Sequence[int], vocab_size: int
@@ -41,16 +43,22 @@ class ConstrainedText:
                 children[parent].append(node)
         refused = torch.zeros(len(parents), vocab_size, dtype=torch.bool, device="cpu")
         only_ends: set[int] = set()
-        walk, steps = self.walk, [(0, False)]  # nodes to visit, or to leave again
+        steps = [(0, False)]  # nodes to visit, or to leave again
         while steps:
             node, leaving = steps.pop()
             if leaving:
-                walk.back()
+                self.walk.back()
                 continue
             if node:
-                walk.advance(tokens[node])
-                steps.append((node, True))
+                self.walk.advance(tokens[node])
+            walk = self.walk
             allowed = walk.allowed()[:vocab_size]
+            if node and walk.failure:  # it would stay, though the text may never come here
+                refused[node] = True
+                self._begin_again([tokens[one] for one, leaving in steps if leaving])
+                continue
+            if node:
+                steps.append((node, True))
             allowed[self.ends] = False
             if walk.complete:
                 if not allowed.any():
@@ -60,6 +68,12 @@ class ConstrainedText:
             wanted = [child for child in children[node] if tokens[child] not in self.ends]
             steps += [(child, False) for child in wanted if allowed[tokens[child]]]
         return refused, only_ends
+
+    def _begin_again(self, path: Sequence[int]) -> None:
+        """Follow the text from its beginning, then these tokens: a walk that has failed cannot go back."""
+        self.walk = self.constraint.begin()
+        for token in (*self.text, *path):
+            self.walk.advance(token)
 
 
 def require_ends(name: str, ends: Sequence[int]) -> None:

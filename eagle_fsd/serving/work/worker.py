@@ -147,7 +147,9 @@ class Worker:
             for text in before.difference(self._scheduler.waiting):
                 self._start(text, begun, read)
             for text, tokens in emitted.items():
-                if tokens and text in self._texts:
+                if text.failure is not None and (job := self._texts.get(text)) is not None:
+                    self._retire(text, job, News(error=impossible_text(text.failure)))
+                elif tokens and text in self._texts:
                     self._try_to_hand_on(text, tokens, now)
             self._origins.clear()
         if not self._lost:
