@@ -7,6 +7,7 @@ of random numbers, up to the rounding of kernels that see other rows beside it.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -293,13 +294,16 @@ class Scheduler:
 
     def _keep(self, tokens: Sequence[int], session: TargetSession, drafter: Drafter, row: int) -> None:
         """Keep a row's text, of these tokens, if there is room for it and other texts can go on from it."""
-        drafted: tuple[SavedRow, ...] | None = None
         if not self.prefixes.limit or session.cache.row_lengths[row] != len(tokens) - 1:
             return
-        if isinstance(drafter, Resumable):
-            if (drafted := drafter.save_row(row, len(tokens))) is None:
-                return
-        elif drafter.needs.features:
+        if drafter.needs.features and not isinstance(drafter, Resumable):
+            return
+        with contextlib.suppress(torch.OutOfMemoryError):  # it is read again if it is needed
+            self._save(tokens, session, drafter, row)
+
+    def _save(self, tokens: Sequence[int], session: TargetSession, drafter: Drafter, row: int) -> None:
+        drafted: tuple[SavedRow, ...] | None = None
+        if isinstance(drafter, Resumable) and (drafted := drafter.save_row(row, len(tokens))) is None:
             return
         slots, room = self.budget.of_tokens(len(tokens)), self.prefixes.limit
         if self.budget.limit is not None:

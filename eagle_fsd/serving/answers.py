@@ -224,8 +224,8 @@ class Answer:
 
 
 def event(data: object) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
+    """Return one server-sent event, in ASCII: a model may write half a character."""
+    return b"data: " + json.dumps(data, allow_nan=False).encode() + b"\n\n"
 
 
 def per_second(count: int, seconds: float) -> float:

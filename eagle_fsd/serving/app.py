@@ -126,7 +126,8 @@ class Service:
         try:
             if not body.stream:
                 await unless_gone(request, collect(answer, feed, deadline))
-                return json_response(answer.whole())
+                # With log-probabilities it decodes many tokens, which would hold up all streams.
+                return json_response(await asyncio.to_thread(answer.whole))
             first = await unless_gone(request, feed.next(deadline))
             streamed = True
         finally:
@@ -173,9 +174,8 @@ class Service:
             return self.tokenizer.encode(prompt, add_special_tokens=False)
 
     def decode(self, token: int) -> str:
-        """Return one token's text."""
-        with self._encoding:
-            return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        """Return one token's text. Nobody waits for it: a prompt that is encoded may be long."""
+        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         self.require_model(body.model)

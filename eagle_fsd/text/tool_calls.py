@@ -130,7 +130,7 @@ def read_call(text: str, names: Sequence[str]) -> Call | None:
     """Return the call that a JSON text is; None if it is none, or of no function of these names."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(found, Mapping) or found.get("name") not in names:
         return None

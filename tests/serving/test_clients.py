@@ -22,6 +22,7 @@ from support.tiny_engine import CHAT, NAME, chat_ids, text_alone, tiny_engine
 from eagle_fsd import Fuzzy
 from eagle_fsd.decoding.loop import NonFiniteLogits
 from eagle_fsd.decoding.scheduler import Scheduler
+from eagle_fsd.serving.answers import event
 from eagle_fsd.serving.choices import Limits
 
 LONG = {"model": NAME, "messages": CHAT, "max_tokens": 60}
@@ -195,6 +196,50 @@ def test_a_text_whose_options_leave_no_token_ends_alone(caplog: pytest.LogCaptur
             assert found.value.code == "nothing_allowed"
             assert good.result() == text_alone(chat_ids(), max_new_tokens=60, temperature=1.0, seed=4)
     assert "a step failed" not in caplog.text
+
+
+def test_an_event_may_hold_half_a_character() -> None:
+    """A model may write one, in the arguments of a call."""
+    assert json.loads(event({"arguments": "hi \ud83d"})[6:]) == {"arguments": "hi \ud83d"}
+
+
+def test_an_error_outside_a_step_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may also end where a text is taken out: that must not end the worker."""
+    retire, failed = Scheduler.retire, []
+
+    def broken(scheduler: Scheduler, text: Any) -> None:
+        if not failed:
+            failed.append(text.number)
+            raise RuntimeError("out of memory")
+        retire(scheduler, text)
+
+    monkeypatch.setattr(Scheduler, "retire", broken)
+    with running(settings()) as (url, service):
+        client = client_of(url)
+        stream = client.chat.completions.create(**LONG, temperature=1, stream=True)
+        next(iter(stream))
+        stream.close()  # it is retired
+        until(lambda: failed)
+        answer = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=5)
+        assert answer.choices[0].message.content == text_alone(chat_ids(), max_new_tokens=5)
+        assert service.worker.alive
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_ends_ends_its_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(settings()) as (url, service):
+        client = client_of(url)
+
+        def broken(*_: Any) -> None:
+            raise RuntimeError("out of memory, again")
+
+        monkeypatch.setattr(service.worker, "_take_in", broken)
+        monkeypatch.setattr(service.worker, "_recover", broken)
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError) as found:
+                client.chat.completions.create(**LONG)
+            assert found.value.status_code == 503
+        until(lambda: not service.worker.alive)
 
 
 def test_a_step_that_fails_ends_its_batch_and_the_worker_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,3 +99,9 @@ def test_a_call_is_written_as_templates_do() -> None:
     described = describe_functions([{"name": "a", "parameters": {}}, {"name": "b"}])
     assert [json.loads(line)["name"] for line in described.splitlines() if line.startswith('{"name": "') and
             "its name" not in line] == ["a", "b"]  # fmt: skip
+
+
+def test_what_is_no_json_that_python_can_hold_is_no_call() -> None:
+    assert read_call("[" * 100_000, ["f"]) is None
+    half = read_call('{"name": "f", "arguments": {"text": "hi \\ud83d"}}', ["f"])
+    assert half is not None and json.loads(half.arguments) == {"text": "hi \ud83d"}

@@ -134,28 +134,42 @@ class Worker:
     # -- the thread ----------------------------------------
 
     def _run(self) -> None:
-        while self._take_in():
-            before = set(self._scheduler.waiting)
-            begun, read = time.perf_counter(), self.phase_seconds("prefill")
-            try:
-                self._leader.step()
-                emitted = self._scheduler.step()
-            except Exception as error:  # noqa: BLE001  # whatever a step raises, the thread lives on
-                self._recover(error, before)
-                continue
-            now = time.perf_counter()
-            for text in before.difference(self._scheduler.waiting):
-                self._start(text, begun, read)
-            for text, tokens in emitted.items():
-                if text.failure is not None and (job := self._texts.get(text)) is not None:
-                    self._retire(text, job, News(error=impossible_text(text.failure)))
-                elif tokens and text in self._texts:
-                    self._try_to_hand_on(text, tokens, now)
-            self._origins.clear()
-        if not self._lost:
-            self._leader.stop()
-        for job in [*self._texts.values(), *self._inbox]:
-            self._end(job, News(error=ApiError(503, CLOSED, code="closing", kind=SERVER)))
+        try:
+            going = True
+            while going:
+                try:
+                    going = self._take_in()
+                    if going:
+                        self._work()
+                except Exception as error:  # noqa: BLE001  # memory may end anywhere: the thread lives on
+                    self._recover(error, set(self._scheduler.waiting))
+        finally:  # nobody may wait for a thread that has ended
+            with self._wake:
+                self._closing = True
+            if not self._lost:
+                self._leader.stop()
+            for job in [*self._texts.values(), *self._inbox]:
+                self._end(job, News(error=ApiError(503, CLOSED, code="closing", kind=SERVER)))
+
+    def _work(self) -> None:
+        """Run one step, and hand on what it emitted."""
+        before = set(self._scheduler.waiting)
+        begun, read = time.perf_counter(), self.phase_seconds("prefill")
+        try:
+            self._leader.step()
+            emitted = self._scheduler.step()
+        except Exception as error:  # noqa: BLE001
+            self._recover(error, before)
+            return
+        now = time.perf_counter()
+        for text in before.difference(self._scheduler.waiting):
+            self._start(text, begun, read)
+        for text, tokens in emitted.items():
+            if text.failure is not None and (job := self._texts.get(text)) is not None:
+                self._retire(text, job, News(error=impossible_text(text.failure)))
+            elif tokens and text in self._texts:
+                self._try_to_hand_on(text, tokens, now)
+        self._origins.clear()
 
     def _take_in(self) -> bool:
         """Wait until there is something to do, and admit what has come. Return False at the end."""
@@ -167,11 +181,12 @@ class Worker:
                     self._leader.send()
             if self._closing:
                 return False
-            new, self._inbox = self._inbox, []
         for text, job in list(self._texts.items()):
             if job.cancelled:
                 self._retire(text, job)
-        for job in new:
+        while self._inbox:
+            with self._wake:
+                job = self._inbox.pop(0)
             if job.cancelled:
                 self._end(job, News(finish_reason="cancelled"))
             else:
