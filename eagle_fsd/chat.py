@@ -31,7 +31,7 @@ from eagle_fsd.generate import (
     report_mistake,
 )
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
-from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted
+from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
 
 if TYPE_CHECKING:
     from eagle_fsd.core.config import TreeConfig
@@ -119,10 +119,11 @@ class Chat:
         self.out.flush()
         sys.stderr.write(f"{summary(answer)}\n")
         self.number += 1
+        self.conversation.turns = [*turns, {"role": "assistant", "content": written.text}]
         if self.adapter is not None:
             self.adapter.add(input_ids[0].tolist(), answer.token_ids)
-            self.adapter.update()
-        self.conversation.turns = [*turns, {"role": "assistant", "content": written.text}]
+            with defer_interrupt():
+                self.adapter = update_between(self.adapter)
 
     def show(self, pieces: Sequence[tuple[str, str]]) -> None:
         for text, origin in pieces:
@@ -184,7 +185,8 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
     try:
         Chat(model, conversation, out, coloured, adapter).run()
     finally:
-        save_adapted(args, adapter)
+        with raise_user_errors():
+            save_adapted(args, adapter)
     return 0
 
 

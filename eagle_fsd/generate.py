@@ -30,7 +30,7 @@ from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
-from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted
+from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
 
 # torch and transformers take seconds to import. Only functions that run a model import them, so that --help
 # and error messages come at once.
@@ -251,7 +251,8 @@ def run(args: Namespace, out: TextIO) -> int:
     try:
         return answer_prompts(model, prompts, args, options, out, adapter)
     finally:
-        save_adapted(args, adapter)
+        with raise_user_errors():
+            save_adapted(args, adapter)
 
 
 def answer_prompts(
@@ -286,8 +287,11 @@ def answer_prompts(
             sys.stderr.write(show_memory(answer.memory) + "\n")
         if answer.interrupted:
             return INTERRUPTED
-        if adapter is not None and number < len(prompts):
-            adapter.update()
+        if number < len(prompts):
+            with defer_interrupt() as stop:
+                adapter = update_between(adapter)
+            if stop.is_set():
+                return INTERRUPTED
     return 0
 
 

@@ -14,8 +14,10 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from eagle_fsd.cli.arguments import generation_options
@@ -280,7 +282,15 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
             sys.stderr.write(f"{settings.name} (tree {settings.tree}) {where}; Ctrl-C ends it\n")
             sys.stderr.flush()
 
-    app = create_app(model, settings)
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if not self.should_exit:
+                rest = f"answers under way have {SHUTDOWN_SECONDS} seconds; another Ctrl-C ends them now"
+                sys.stderr.write(f"{settings.name} ends: {rest}\n")
+            super().handle_exit(sig, frame)
+
+    # Uvicorn leaves out what comes at the end if a second Ctrl-C cuts it short.
+    at_end = None if settings.at_end is None else cache(settings.at_end)
+    app = create_app(model, replace(settings, at_end=at_end))
     config = uvicorn.Config(
         app,
         http=HttpProtocol,
@@ -294,6 +304,9 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
         if model.target.ranks.several and app.state.service.worker.alive:
             sys.stderr.write("error: a step still waits for other ranks, which are lost\n")
             leave(1)
+        if at_end is not None:
+            app.state.service.worker.close()
+            at_end()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

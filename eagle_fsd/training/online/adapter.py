@@ -43,13 +43,14 @@ logger = logging.getLogger(__name__)
 CLIP = 0.5  # of the gradient's norm
 SETBACK = 0.05  # tokens of a chain by which a copy may be worse than the head before it is thrown away
 LONGEST = 2048  # tokens of a text that are learned from
+MOST_WAITING = 16  # updates' worth of text that waits to be learned from: a server may be busy for long
 
 
 @dataclass(frozen=True)
 class AdaptConfig:
     """How a head adapts.
 
-    every: answer tokens from one update to the next. learning_rate: see HeadOptimizer. replay: the share of
+    every: answer tokens of one update. learning_rate: see HeadOptimizer. replay: the share of
     an update that is texts of earlier updates, so that they are not forgotten. held_back: one text of so many
     is never learned from, and tells whether an update helps. kept: the most such texts that are kept, the
     newest. memory: the most tokens of texts that are kept for replay. unroll: drafting steps that are taught.
@@ -128,7 +129,8 @@ class HeadAdapter:
         self._live = plain_copy(engine.head)
         self._copy = copy.deepcopy(self._live)
         self._optimizer: HeadOptimizer | None = None
-        self._new: list[Example] = []
+        self._new: deque[Example] = deque()
+        self._new_tokens = 0  # of answers in them
         self._memory: deque[FeatureSequence] = deque()
         self._held_back: deque[HeldBackText] = deque(maxlen=self.config.kept)
         self._random = Random(0)
@@ -141,16 +143,20 @@ class HeadAdapter:
         tokens = [*prompt, *(answer[:-1] if answer and answer[-1] in ends else answer)][:LONGEST]
         # The token before the answer is marked too: after it the target writes the first of them.
         learn = [place >= len(prompt) - 1 for place in range(len(tokens))]
-        if sum(learn) > 1:
-            self._new.append(Example(tokens, learn))
+        if sum(learn) <= 1:
+            return
+        self._new.append(Example(tokens, learn))
+        self._new_tokens += sum(learn)
+        while len(self._new) > 1 and self._new_tokens > MOST_WAITING * self.config.every:
+            self._next_new()
 
     @property
     def ready(self) -> bool:
         """Whether enough new text has come for an update."""
-        return sum(sum(one.learn) for one in self._new) >= self.config.every
+        return self._new_tokens >= self.config.every
 
     def update(self) -> AdaptReport | None:
-        """Learn from the texts since the last update if there are enough of them, and report the result.
+        """Learn from the oldest texts that wait, if there are enough of them, and report the result.
 
         The copy drafts from now on if it does better on the held-back texts. While none is held back, texts
         are only collected. Returns None if nothing was learned.
@@ -196,8 +202,11 @@ class HeadAdapter:
     # -- inside ----------------------------------------
 
     def _sort_in(self) -> list[FeatureSequence]:
-        """Compute the new texts' features, hold some texts back, and return the others."""
-        new, self._new = self._new, []
+        """Compute the features of new texts, hold some texts back, and return the others."""
+        new, tokens = [], 0
+        while tokens < self.config.every:
+            new.append(self._next_new())
+            tokens += sum(new[-1].learn)
         sequences = OnlineFeatures(self._decoder, new).read(range(len(new)))
         learned = []
         for sequence in sequences:
@@ -209,6 +218,12 @@ class HeadAdapter:
             else:
                 learned.append(sequence)
         return learned
+
+    def _next_new(self) -> Example:
+        """Take the oldest text that waits."""
+        text = self._new.popleft()
+        self._new_tokens -= sum(text.learn)
+        return text
 
     def _learn(self, new: list[FeatureSequence]) -> int:
         """Teach the copy with new texts and some of the memory, and return how many tokens it learned."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_fsd.cli.flag_types import AUTO
+from eagle_fsd.core.checks import one_line
 
 if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
     from eagle_fsd.training.online.adapter import HeadAdapter
+
+logger = logging.getLogger(__name__)
 
 
 def check_adaptation(args: Namespace) -> None:
@@ -27,8 +32,21 @@ def check_adaptation(args: Namespace) -> None:
             "--adapt with a calibrated threshold: a calibration holds for the head as it was; give "
             "--threshold a number"
         )
-    if args.adapt_save is not None and Path(args.adapt_save).exists():
-        raise ValueError(f"--adapt-save names {args.adapt_save}, which exists: name a new folder")
+    if args.adapt_save is not None:
+        require_place(Path(args.adapt_save))
+
+
+def require_place(folder: Path) -> None:
+    """Raise ValueError unless a folder can be made there: at the end it would be too late to say so."""
+    if folder.exists():
+        raise ValueError(f"--adapt-save names {folder}, which exists: name a new folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=folder.parent).cleanup()
+    except OSError as error:
+        raise ValueError(
+            f"--adapt-save names {folder}, where nothing can be written ({error.strerror}): name another"
+        ) from error
 
 
 def make_adapter(args: Namespace, model: EagleFSD) -> HeadAdapter | None:
@@ -41,7 +59,27 @@ def make_adapter(args: Namespace, model: EagleFSD) -> HeadAdapter | None:
 
 
 def save_adapted(args: Namespace, adapter: HeadAdapter | None) -> None:
-    """Write the adapted head where --adapt-save says."""
-    if adapter is not None and args.adapt_save is not None:
+    """Write the adapted head where --adapt-save says, or elsewhere if that place has gone."""
+    if adapter is None or args.adapt_save is None:
+        return
+    try:
         folder = adapter.save(args.adapt_save)
-        sys.stderr.write(f"kept the adapted head in {folder}: --ea-model {folder} drafts with it\n")
+    except OSError as error:
+        sys.stderr.write(f"{args.adapt_save} cannot be written ({error.strerror})\n")
+        folder = adapter.save(Path(tempfile.mkdtemp(prefix="eagle-fsd-adapted-")) / "head")
+    sys.stderr.write(f"kept the adapted head in {folder}: --ea-model {folder} drafts with it\n")
+
+
+def update_between(adapter: HeadAdapter | None) -> HeadAdapter | None:
+    """Let the head learn from the texts so far, and return what goes on adapting it.
+
+    An update that fails ends the learning and nothing else.
+    """
+    if adapter is None:
+        return None
+    try:
+        adapter.update()
+    except Exception as error:
+        logger.exception("the head learns no more: %s", one_line(error))
+        return None
+    return adapter

@@ -104,7 +104,7 @@ def test_a_loss_that_is_not_finite_teaches_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("eagle_fsd.training.online.adapter.head_loss", broken)
     for prompt in PROMPTS:
         adapter.add(prompt, answer(model, prompt))
-    adapter.update()
+        adapter.update()
     assert adapter.updates and not adapter.updates[-1].used
     assert all(torch.equal(value, before[name]) for name, value in adapter._copy.state_dict().items())
 
@@ -123,6 +123,25 @@ def test_the_memory_is_bounded() -> None:
     adapter = adapt(model, AdaptConfig(every=40, memory=100, kept=2), rounds=3)
     assert sum(len(one.tokens) for one in adapter._memory) <= 100
     assert len(adapter._held_back) == 2
+
+
+def test_what_waits_is_learned_in_parts_and_is_bounded() -> None:
+    """A server may be busy for long: one update of all its texts would take minutes, and all its memory."""
+    model = engine()
+    adapter = HeadAdapter(model, replace(QUICK, every=40))
+    texts = [(prompt, answer(model, prompt)) for prompt in PROMPTS]
+    for text in texts * 2:
+        adapter.add(*text)
+    learned, seen = [], 0
+    while adapter.ready:
+        before = adapter._texts
+        adapter.update()
+        learned.append(adapter._texts - before)
+    assert set(learned) == {2} and len(learned) == 8  # two answers of 24 tokens make an update of 40
+    for text in texts * 10:
+        adapter.add(*text)
+        seen = max(seen, sum(sum(one.learn) for one in adapter._new))
+    assert seen <= 16 * 40 and adapter.ready
 
 
 def test_other_engines_keep_their_head() -> None:
