@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from eagle_fsd.acceptance.other_rules import Typical
     from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
     from eagle_fsd.core.stats import GenerationStats
-    from eagle_fsd.decoding.loop import NonFiniteLogits
+    from eagle_fsd.decoding.failures import NonFiniteLogits
     from eagle_fsd.decoding.options import GenerationOptions
     from eagle_fsd.decoding.outputs import GenerationOutput
     from eagle_fsd.drafting.eagle_config import HeadConfig
@@ -39,7 +39,7 @@ _HOMES = {
     "GenerationStats": "core.stats",
     "HeadConfig": "drafting.eagle_config",
     "Lossless": "acceptance.accept",
-    "NonFiniteLogits": "decoding.loop",
+    "NonFiniteLogits": "decoding.failures",
     "SamplingConfig": "core.config",
     "TreeConfig": "core.config",
     "Typical": "acceptance.other_rules",

@@ -198,3 +198,21 @@ def test_the_end_of_a_chat() -> None:
     assert conversation.turns == [turn("system", "Be brief.")]
     with pytest.raises(Exit):
         conversation.command("/exit")
+
+
+def test_a_turn_stays_if_the_head_cannot_learn_from_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    class Adapter:
+        def add(self, *_: Any) -> None: ...
+
+        def update(self) -> None:
+            raise MemoryError("no room")
+
+    monkeypatch.setattr(chat, "make_adapter", lambda args, model: Adapter())
+    monkeypatch.setattr(chat, "save_adapted", lambda args, adapter: None)
+    saved = tmp_path / "chat.json"
+    assert say(monkeypatch, f"Hi\n/save {saved}\nHi\n", "--adapt") == 0
+    answer = text_alone(chat_ids([turn("user", "Hi")]), max_new_tokens=15)
+    assert json.loads(saved.read_text()) == {"messages": [turn("user", "Hi"), turn("assistant", answer)]}
+    assert capsys.readouterr().out.startswith(f"{answer}\n")

@@ -41,6 +41,7 @@ from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.files.fingerprints import models_identity
 from eagle_fsd.files.provenance import cores, processor
 from eagle_fsd.files.records import recall, record_key, remember
+from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.packed_linear import backend_names
 from eagle_fsd.runtime.timing import BUSY
 from eagle_fsd.target.model import TargetModel
@@ -52,6 +53,13 @@ NARROW = 4  # a relaxed rule is observed separately with each beam up to this wi
 METHOD = 4  # raise it when forwards are measured, or trees chosen, in another way: older values are dropped
 
 Measured = TypeVar("Measured")
+
+
+def runtime_parts(target: TargetModel) -> list[object]:
+    """Return what a target's times depend on, of the runtime that computes it."""
+    if target.graphs is None:
+        return []
+    return [target.graphs.runtime.name, library.version(), target.graphs.paged]
 
 
 class TreeChooser:
@@ -70,7 +78,7 @@ class TreeChooser:
             "torch": torch.__version__,
             "layers": target.layer_classes,  # quantised, say
             "packed": backend_names(target.held),
-            "runtime": [None if target.runtime is None else target.runtime.name, target.weight_format],
+            "runtime": [target.weight_format, *runtime_parts(target)],
             "attention": target.config._attn_implementation,
             "device": [device.type, name_of, cores()],
             "placed": str(getattr(target.held, "hf_device_map", None)),

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from eagle_fsd.files.atomic import cache_folder, hidden_beside
 
+DAY = 86_400  # seconds
 OFF = "EAGLE_FSD_NO_WEIGHTS_CACHE"  # set to anything but 0, nothing is read or kept
 
 
@@ -31,14 +33,21 @@ def whole_folders(name: str, mark: str) -> list[Path]:
         return []
 
 
-def shrink(folders: Sequence[Path], newest: Path, most: int) -> None:
-    """Delete folders, the first ones first, until all take at most `most` bytes; the newest always stays."""
-    kept = [folder for folder in folders if folder != newest]
-    total = sum(map(folder_size, [*kept, newest]))
-    for folder in kept:
-        if total > most:
+def shrink(folders: Sequence[Path], spared: Collection[Path], most: int) -> None:
+    """Delete folders, the first ones first, until all take at most `most` bytes, but for the spared ones."""
+    total = sum(map(folder_size, {*folders, *spared}))
+    for folder in folders:
+        if total > most and folder not in spared:
             total -= folder_size(folder)
             remove(folder)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Delete what processes that were killed have left half-written, a day ago or longer."""
+    with contextlib.suppress(OSError):
+        for path in root.glob(".*"):
+            if path.is_dir() and time.time() - path.stat().st_mtime > DAY:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def folder_size(folder: Path) -> int:
@@ -54,3 +63,7 @@ def remove(*folders: Path) -> None:
         with contextlib.suppress(OSError):
             hidden = folder.rename(hidden_beside(folder))
             shutil.rmtree(hidden, ignore_errors=True)
+
+
+def format_gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -19,6 +19,7 @@ from eagle_fsd.files.records import BACKENDS_FILE, recall, record_key, remember
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16, FLOAT32, FORMATS, INT8, OWN_BLOCKS, PACKED
 from eagle_fsd.runtime.timing import BUSY, Call, disagreement, time_in_turn
+from eagle_fsd.target.graph_decoder import CONVERTER
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -117,7 +118,7 @@ def settle(
     """
     if sum(map(math.prod, shapes)) < LEAST:
         return torch_target()
-    here = [processor(), cores(), torch.get_num_threads(), torch.__version__, library.version()]
+    here = [processor(), cores(), torch.get_num_threads(), torch.__version__, library.version(), CONVERTER]
     key = record_key("runtime", here, plan.weight_format, plan.keeps_blocks, shapes)
     known = recall(key, str, BACKENDS_FILE)
     if known == TORCH:
@@ -126,7 +127,8 @@ def settle(
         graphs = graph_target()
     except ValueError as error:  # this model cannot be converted
         logger.info("%s", error)
-        remember(key, TORCH, BACKENDS_FILE)
+        if not may_pass(error):
+            remember(key, TORCH, BACKENDS_FILE)
         return torch_target()
     if known == OPENVINO:
         return graphs
@@ -140,6 +142,15 @@ def settle(
     if spread <= BUSY:
         remember(key, found, BACKENDS_FILE)
     return plain if found == TORCH else graphs
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Return whether the reason of an error may be gone at the next start: there was no room, say."""
+    while error is not None:
+        if isinstance(error, OSError | MemoryError) or "alloc" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi.responses import Response
 
 from eagle_fsd.core.checks import format_value, one_line
-from eagle_fsd.decoding.loop import NothingAllowed
+from eagle_fsd.decoding.failures import NothingAllowed
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 # The openai client tries 408, 409, 429 and 5xx again, unless this header says that it would be in vain.

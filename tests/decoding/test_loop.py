@@ -15,7 +15,8 @@ from eagle_fsd import EagleFSD, Fuzzy, GenerationStats, Lossless, SamplingConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding import loop
-from eagle_fsd.decoding.loop import NonFiniteLogits, choose_rows
+from eagle_fsd.decoding.failures import NonFiniteLogits
+from eagle_fsd.decoding.loop import choose_rows
 from eagle_fsd.drafting import eagle_drafter as draft_module
 from eagle_fsd.drafting.drafter import NoDrafter
 from eagle_fsd.target.model import TargetModel

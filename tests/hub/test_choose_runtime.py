@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
 
+from eagle_fsd.hub import choose_runtime
 from eagle_fsd.hub.choose_runtime import AUTO, OPENVINO, TORCH, USUAL, Plan, plan_runtime
 from eagle_fsd.runtime.openvino import library
+from eagle_fsd.target.model import TargetModel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -145,6 +148,26 @@ def test_the_environment_names_the_usual_runtime(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(USUAL, "onnx")
     with pytest.raises(ValueError, match=f"{USUAL} is 'onnx': it must be one of auto, torch, openvino"):
         plan()
+
+
+@pytest.mark.parametrize("reason", [None, OSError(28, "No space left on device"), MemoryError()])
+def test_only_what_stays_so_is_remembered(
+    reason: Exception | None, monkeypatch: pytest.MonkeyPatch, installed: None
+) -> None:
+    """A model that could not be converted for want of room may be at the next start."""
+    noted: list[str] = []
+    monkeypatch.setattr(choose_runtime, "recall", lambda *_: None)
+    monkeypatch.setattr(choose_runtime, "remember", lambda _key, value, _file: noted.append(value))
+
+    def cannot() -> TargetModel:
+        try:
+            raise ValueError("target cannot be converted") from reason
+        except ValueError as error:
+            raise ValueError("the target does not work") from error
+
+    target: Any = object()
+    assert choose_runtime.settle(plan(), [(2**13, 2**13)], lambda: target, cannot) is target
+    assert noted == ([] if reason else [TORCH])
 
 
 def test_openvino_is_found_without_importing_it() -> None:

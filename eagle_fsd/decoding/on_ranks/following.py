@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle_fsd.decoding.loop import NonFiniteLogits
+from eagle_fsd.decoding.failures import NonFiniteLogits
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.runtime.ranks import Ranks

@@ -28,7 +28,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from eagle_fsd.files.atomic import cache_folder, hold_lock, read_records, write_atomically
-from eagle_fsd.files.kept_folders import is_enabled, remove, shrink, whole_folders
+from eagle_fsd.files.kept_folders import format_gigabytes, is_enabled, remove, shrink, whole_folders
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def keep(origin: Origin, dtype: str, size: int, save: Callable[[Path], None]) ->
                 partial.rename(folder)
             finally:
                 remove(partial)
-        shrink(folders(), folder, MOST)
+        shrink(folders(), [folder], MOST)
         return folder
     except READ_ERRORS as error:  # these include what `save` raises on a full disk
         logger.info("the converted weights of %s are not kept: %s", origin.gguf.name, error)
@@ -167,10 +167,6 @@ def clear() -> None:
     """Delete everything that is kept. A process that is reading it falls back to the GGUF file."""
     with contextlib.suppress(RuntimeError):
         remove(root_folder())
-
-
-def format_gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
 
 
 # -- whether a file changed ----------------------------------------

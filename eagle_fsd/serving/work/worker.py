@@ -18,7 +18,7 @@ from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.devices import release_freed_memory
 from eagle_fsd.core.stats import GenerationStats
-from eagle_fsd.decoding.loop import NonFiniteLogits
+from eagle_fsd.decoding.failures import NonFiniteLogits
 from eagle_fsd.decoding.on_ranks.following import FAREWELL, HEARTBEAT, Leader
 from eagle_fsd.decoding.origins import TokenOrigins
 from eagle_fsd.decoding.request import Text

@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.atomic import cache_folder, hidden_beside
-from eagle_fsd.files.kept_folders import is_enabled, remove, shrink, whole_folders
+from eagle_fsd.files.kept_folders import (
+    folder_size,
+    format_gigabytes,
+    is_enabled,
+    remove,
+    remove_leftovers,
+    shrink,
+    whole_folders,
+)
 from eagle_fsd.runtime.openvino import library
 
 if TYPE_CHECKING:  # a head start needs this module before torch is there
@@ -34,6 +42,7 @@ FOLDER = "graphs"
 VERSION = 1  # of the traced code
 MOST = 8 * 2**30  # bytes of all folders together; the least recently used go first
 GRAPH = "graph.xml"
+_in_use: set[Path] = set()  # folders that this process has read or written
 
 
 def root_folder() -> Path:
@@ -82,6 +91,7 @@ def read(folder: Path) -> Any:
     with contextlib.suppress(OSError, RuntimeError):
         if (folder / GRAPH).is_file():
             os.utime(folder, ns=(time.time_ns(),) * 2)
+            _in_use.add(folder)
             return library.core().read_model(folder / GRAPH)
     return None
 
@@ -91,10 +101,15 @@ def keep(graph: Any, folder: Path) -> None:
     import openvino
 
     folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder.parent)
     partial = hidden_beside(folder)
     try:
         partial.mkdir()
         openvino.save_model(graph, partial / GRAPH, compress_to_fp16=False)
+        # The graphs of one model must not push each other out, at every start anew.
+        others = [one for one in _in_use if one.parent == folder.parent and one != folder]
+        if (size := sum(map(folder_size, [partial, *others]))) > MOST:
+            raise OSError(f"{format_gigabytes(size)} are more than the limit of {format_gigabytes(MOST)}")
         try:
             partial.rename(folder)
         except OSError:
@@ -104,7 +119,8 @@ def keep(graph: Any, folder: Path) -> None:
             partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    shrink(folders(), folder, MOST)
+    _in_use.add(folder)
+    shrink(folders(), _in_use, MOST)
 
 
 def read_back(graph: Any) -> Any:

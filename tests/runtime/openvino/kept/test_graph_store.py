@@ -112,14 +112,40 @@ def test_the_least_recently_used_go_first(monkeypatch: pytest.MonkeyPatch) -> No
         os.utime(folder, (1000 + age, 1000 + age))
     makers[0].find()  # used again, so the second is the oldest now
     assert kept[0] is not None
+    monkeypatch.setattr(graph_store, "_in_use", set())  # another process begins
     monkeypatch.setattr(graph_store, "MOST", int(3.5 * folder_size(kept[0])))
     newest = makers[3].find()[1]
     assert folders() == [kept[2], kept[0], newest]
-    monkeypatch.setattr(graph_store, "MOST", 0)  # the newest always stays
-    last = Maker(seed=9)
-    graph, folder = last.find()
-    assert folders() == [folder]
-    last.check(graph, folder)
+
+
+def test_the_graphs_of_a_process_do_not_push_each_other_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What has no room beside them is not kept: else every start would write both again."""
+    monkeypatch.setattr(graph_store, "_in_use", set())
+    first = Maker().find()[1]
+    assert first is not None
+    monkeypatch.setattr(graph_store, "MOST", int(1.5 * folder_size(first)))
+    second = Maker(seed=1)
+    with caplog.at_level("INFO", "eagle_fsd"):
+        graph, folder = second.find()
+    assert folder is None and folders() == [first]
+    assert "is not kept: 0.0 GB are more than the limit of 0.0 GB" in caplog.text
+    second.check(graph, None)
+    monkeypatch.setattr(graph_store, "_in_use", set())  # in another process it takes the first one's place
+    assert folders() == [first] and second.find()[1] is not None
+    assert first not in folders() and len(folders()) == 1
+
+
+def test_what_killed_processes_left_is_deleted(cache: Path) -> None:
+    root = cache / "graphs"
+    old, young = root / ".tiny-1-a", root / ".tiny-1-b"
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+        (folder / "graph.bin").write_text("half")
+    os.utime(old, (1000, 1000))
+    Maker().find()
+    assert young.is_dir() and not old.exists()
 
 
 def test_an_unusable_folder_is_no_error(cache: Path) -> None:
