@@ -10,6 +10,7 @@ The arguments are those of `generate`, and threshold, divergence, rule, tree, se
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -120,9 +121,14 @@ def options_of(model: PreTrainedModel, given: Mapping[str, Any], length: int) ->
 def engine_for(
     model: PreTrainedModel, ea_model: str, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> EagleFSD:
-    """Return the engine of a model and a head, made at the first call and kept with the model."""
-    engines: dict[str, EagleFSD] = model.__dict__.setdefault(ENGINES, {})
-    if ea_model not in engines:
+    """Return the engine of a model and a head, made at the first call and kept with the model.
+
+    It is made again when the model has moved, or the head's folder has other files.
+    """
+    engines: dict[str, tuple[object, EagleFSD]] = model.__dict__.setdefault(ENGINES, {})
+    state = (model.device, model.dtype, stamps(Path(ea_model)))
+    if ea_model not in engines or engines[ea_model][0] != state:
+        engines.pop(ea_model, None)
         target = TargetModel(model)
         head = None
         if ea_model != "none":
@@ -130,7 +136,14 @@ def engine_for(
             head = load_any_head(ea_model, *sizes, target.dtype, target.device)
         if isinstance(head, Eagle3Head):
             settle_head(head, target, tokenizer)
-        engines[ea_model] = EagleFSD(target, head, ea_model=ea_model, lookup=head is None)
-    engine = engines[ea_model]
-    engine.tokenizer = engine.tokenizer if tokenizer is None else tokenizer
+        engines[ea_model] = state, EagleFSD(target, head, ea_model=ea_model, lookup=head is None)
+    engine = engines[ea_model][1]
+    if tokenizer is not None:
+        engine.tokenizer = engine.settler.tokenizer = tokenizer
     return engine
+
+
+def stamps(folder: Path) -> list[tuple[str, int, int]]:
+    """Return name, time and size of a folder's files; nothing if there is no such folder."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [(one.name, one.stat().st_mtime_ns, one.stat().st_size) for one in files]

@@ -72,6 +72,31 @@ def test_greedy_texts_are_those_of_generate(repository: str, arguments: dict[str
         assert torch.equal(made, wanted)
 
 
+def test_stop_strings_end_texts_as_in_generate(repository: str) -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    whole = tokenizer.decode(model.generate(prompts(1), max_new_tokens=20)[0, 7:])
+    end = {"stop_strings": [whole[4:7]], "tokenizer": tokenizer, "max_new_tokens": 20}
+    made = model.generate(prompts(1), custom_generate=repository, trust_remote_code=True, tree="8/3/3", **end)
+    assert torch.equal(made, model.generate(prompts(1), **end)) and made.shape[1] < 27
+
+
+def test_engines_follow_their_model_and_the_heads_files(tmp_path: Path) -> None:
+    model, folder = tiny_model(), hub.save_head(tiny_head(), tmp_path / "head")
+    options = {"max_new_tokens": 8, "tree": "8/3/3", "return_dict_in_generate": True}
+    first = generate_with_head(model, str(folder), prompts(1), **options)
+    engine = model.__dict__[ENGINES][str(folder)][1]
+    generate_with_head(model, str(folder), prompts(1), **options)
+    assert model.__dict__[ENGINES][str(folder)][1] is engine
+    model.double()
+    again = generate_with_head(model, str(folder), prompts(1), **options)
+    assert again.new_tokens == first.new_tokens
+    engine = model.__dict__[ENGINES][str(folder)][1]
+    assert engine.dtype == torch.float64
+    hub.save_head(tiny_head(seed=9), folder)
+    generate_with_head(model, str(folder), prompts(1), **options)
+    assert model.__dict__[ENGINES][str(folder)][1] is not engine and len(model.__dict__[ENGINES]) == 1
+
+
 def test_sampling_rules_and_statistics(repository: str) -> None:
     model = tiny_model()
     shared = {"custom_generate": repository, "trust_remote_code": True, "max_new_tokens": 16, "seed": 3}
