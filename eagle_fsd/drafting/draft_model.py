@@ -28,10 +28,17 @@ from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 
+class Graphs(Protocol):
+    """paged: whether forwards see all slots before their own, whatever their mask says."""
+
+    paged: bool
+
+
 class LanguageModel(Protocol):
     """The part of a TargetModel that drafting with it uses.
 
     max_positions: the longest text that it reads. flash: whether a run of text may be read without a mask.
+    graphs: what computes it in place of torch.
     """
 
     device: torch.device
@@ -40,6 +47,9 @@ class LanguageModel(Protocol):
     vocab_size: int
     max_positions: int
     flash: bool
+
+    @property
+    def graphs(self) -> Graphs | None: ...
 
     @property
     def held(self) -> nn.Module: ...
@@ -83,7 +93,15 @@ class DraftModelSpec:
 
     @classmethod
     def for_target(cls, draft: LanguageModel, target: Verifier, name: str = "draft-model") -> DraftModelSpec:
-        """Return the spec that drafts for a target. That their tokens mean the same is up to the caller."""
+        """Return the spec that drafts for a target. That their tokens mean the same is up to the caller.
+
+        Raises ValueError for graphs that attend over pages: they would show every node all others above it.
+        """
+        if draft.graphs is not None and draft.graphs.paged:
+            raise ValueError(
+                "the draft model's graphs attend over pages, which knows no tree: make its TargetModel with "
+                "pages=False"
+            )
         tokens = min(draft.vocab_size, target.vocab_size)
         return cls(draft, tokens, tokens < target.vocab_size, target.stepper.records, name)
 

@@ -186,9 +186,9 @@ def load_pair(
 
 
 def compile_target(
-    model: PreTrainedModel | KeptModel, source: TargetSource, weight_format: str
+    model: PreTrainedModel | KeptModel, source: TargetSource, weight_format: str, pages: bool = True
 ) -> TargetModel:
-    """Return a model in float32 as a target that OpenVINO computes."""
+    """Return a model in float32 as a target that OpenVINO computes. pages: see TargetModel."""
     if isinstance(model, KeptModel):
         show_progress(f"loading {source.name} in {weight_format} from its kept graphs ...")
     else:
@@ -198,7 +198,7 @@ def compile_target(
     own = None
     if source.gguf_file is not None and weight_format in OWN_BLOCKS:
         own = GGUFBlocks(source.folder / source.gguf_file)
-    return TargetModel(model, runtime=OpenVINO(weight_format, own))
+    return TargetModel(model, runtime=OpenVINO(weight_format, own), pages=pages)
 
 
 # -- draft models ----------------------------------------
@@ -210,7 +210,8 @@ def spec_of_layers(target: TargetModel, count: int) -> DraftModelSpec:
     if target.runtime is None:
         draft = TargetModel(model, target.stepper)
     else:
-        draft = TargetModel(model, runtime=OpenVINO(target.runtime.weight_format, target.runtime.packed))
+        runtime = OpenVINO(target.runtime.weight_format, target.runtime.packed)
+        draft = TargetModel(model, runtime=runtime, pages=False)
     return DraftModelSpec.for_target(draft, target, "first-layers")
 
 
@@ -238,7 +239,7 @@ def load_draft_model(
         draft = TargetModel(model, target.stepper if model.device == target.device else EAGER)
     else:
         few_bits = runtime.weight_format == PACKED and source.gguf_file is None
-        draft = compile_target(model, source, INT8 if few_bits else runtime.weight_format)
+        draft = compile_target(model, source, INT8 if few_bits else runtime.weight_format, pages=False)
     return DraftModelSpec.for_target(draft, target)
 
 

@@ -51,7 +51,8 @@ class TargetModel:
     held: the model as it was given: whole, or with a runtime a KeptModel. model: the whole model, which is
     loaded when it is first asked for if only its graphs were. hidden_size, vocab_size: of features and
     logits. max_positions: the longest text, prompt included.
-    stepper: how the parts of a step are run. ranks: the processes that hold a part of it each.
+    stepper: how the parts of a step are run. ranks: the processes that hold a part of it each. pages: its
+    graphs may attend over pages, where forwards see all slots before their own: drafting does not.
     ignored_defaults: options of the model's generation_config that are not applied here, such as a repetition
     penalty. The model itself is never changed, not even temporarily.
     """
@@ -62,6 +63,7 @@ class TargetModel:
         stepper: Stepper = EAGER,
         runtime: OpenVINO | None = None,
         ranks: Ranks = ALONE,
+        pages: bool = True,
     ) -> None:
         if not isinstance(model, KeptModel):
             check_model(model)
@@ -88,16 +90,16 @@ class TargetModel:
             self.kinds, self.window = set(self.graphs.kinds), model.outline.graphs.window
         else:
             self.device = self._feature_device()
-            self._admit(runtime)
+            self._admit(runtime, pages)
         report_defaults(self.ignored_defaults, self.own_defaults)
 
-    def _admit(self, runtime: OpenVINO | None) -> None:
+    def _admit(self, runtime: OpenVINO | None, pages: bool) -> None:
         """Test the model, and let a runtime compute it. Raises ValueError if that cannot be."""
         if runtime is None or self.kinds != {FULL}:  # else graphs are tested alone, in _run_on
             check_tree_verification(self)  # which also finds out whether windows are real
         self.flash = flash_verifies(self)
         if runtime is not None:
-            self._run_on(runtime)
+            self._run_on(runtime, pages)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -317,7 +319,7 @@ class TargetModel:
             self.graphs.expect(rows, nodes, again)
 
     @torch.inference_mode()
-    def _run_on(self, runtime: OpenVINO) -> None:
+    def _run_on(self, runtime: OpenVINO, pages: bool) -> None:
         """Let a runtime compute features and logits. Raises ValueError if it cannot run this model."""
         cache = self.new_cache(1, 2)
         cache.reserve(1)
@@ -325,7 +327,7 @@ class TargetModel:
         self.features(token, cache.place(1), torch.ones(1, 1, 1, dtype=torch.bool), token, cache)
         self.stepper = FixedShapes()
         kinds = sorted(self.kinds)
-        for paged in [True, False] if may_page(kinds, runtime) else [False]:
+        for paged in [True, False] if pages and may_page(kinds, runtime) else [False]:
             before = runtime.weight_bytes
             try:
                 self.graphs = trace_graphs(self.model, kinds, cache.layers, runtime, paged)

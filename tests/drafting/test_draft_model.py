@@ -83,7 +83,24 @@ def test_trees_carry_the_distributions_of_plain_forwards(
 ) -> None:
     """At every node with children: positions, BOS and windows are those of the text with the node's path."""
     monkeypatch.setattr(chunks_module, "EXTEND_CHUNK", chunk)
-    model = other_model(family)
+    check_trees(other_model(family), tree_config)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@torch.inference_mode()
+def test_trees_carry_them_on_openvino(family: str) -> None:
+    """A level sees its ancestors alone, which attention over pages cannot do."""
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    from eagle_fsd.runtime.openvino.backend import OpenVINO
+
+    model = tiny_model(family, seed=5)
+    check_trees(TargetModel(model, runtime=OpenVINO("float32"), pages=False), TREE)
+    if family == "llama":
+        with pytest.raises(ValueError, match="attend over pages, which knows no tree"):
+            DraftModelSpec.for_target(TargetModel(model, runtime=OpenVINO("float32")), TARGET)
+
+
+def check_trees(model: TargetModel, tree_config: TreeConfig) -> None:
     texts = prompts_of([13, 1, 6])
     tree = start(DraftModelSpec.for_target(model, TARGET), texts).draft(roots_of(texts), tree_config)
     for row, text in enumerate(texts):
