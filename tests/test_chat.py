@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support.tiny_engine import CHAT, TREE, chat_ids, text_alone, tiny_engine
 
-from eagle_fsd import EagleFSD, Fuzzy, chat
+from eagle_fsd import AutoThreshold, EagleFSD, Fuzzy, chat
 from eagle_fsd.cli.conversation import Conversation, Exit, read_messages
 
 FLAGS = ["--total-tokens", "8", "--depth", "3", "--tree-top-k", "3", "--max-new-tokens", "15"]
@@ -216,3 +216,14 @@ def test_a_turn_stays_if_the_head_cannot_learn_from_it(
     answer = text_alone(chat_ids([turn("user", "Hi")]), max_new_tokens=15)
     assert json.loads(saved.read_text()) == {"messages": [turn("user", "Hi"), turn("assistant", answer)]}
     assert capsys.readouterr().out.startswith(f"{answer}\n")
+
+
+def test_a_threshold_takes_a_budgets_place() -> None:
+    conversation = Conversation(chat.build_parser().parse_args(["--quality-budget", "0.05"]))
+    assert conversation.command("/threshold 0.3").startswith("threshold 0.3: ")
+    assert conversation.options.rule == Fuzzy(0.3)
+    with pytest.raises(ValueError, match="threshold is -1"):
+        conversation.command("/threshold -1")
+    assert conversation.options.rule == Fuzzy(0.3)
+    conversation.command("/threshold auto")
+    assert conversation.options.rule == AutoThreshold()

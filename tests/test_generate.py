@@ -320,6 +320,7 @@ def test_a_plan_says_its_price(model: ScriptedModel, capsys: pytest.CaptureFixtu
     record = json.loads(run(capsys, "--json", *flags, "Hello?")[1])
     assert (record["price"], record["cost"], record["mode"]) == (2.5, "tokens", "swap")
     assert "js <= inf swap, price 2.5 of tokens, tree" in run(capsys, *flags, "Hello?")[2]
+    assert "price inf of tokens" in run(capsys, "--threshold", "0.3", "--price", "inf", "Hello?")[2]
     assert "price" not in json.loads(run(capsys, "--json", "--threshold", "0.3", "Hello?")[1])
 
 
@@ -600,6 +601,8 @@ MISTAKES = {
     "negative threshold": (["--threshold", "-0.1", "x"], "threshold is -0.1"),
     "NaN threshold": (["--threshold", "nan", "x"], "threshold is nan"),
     "threshold no number": (["--threshold", "much", "x"], "'much'"),
+    "price alone": (["--price", "1.5", "x"], "--price without --threshold: nothing is followed then"),
+    "divergence alone": (["--divergence", "tv", "x"], "--divergence without --threshold"),
     "unknown divergence": (["--divergence", "kl", "x"], "'kl'"),
     "unknown mode": (["--mode", "loose", "x"], "'loose'"),
     "threshold of another rule": (["--rule", "lossless", "--threshold", "0.3", "x"], "--threshold is 0.3"),

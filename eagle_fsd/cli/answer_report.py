@@ -124,7 +124,7 @@ def summary(answer: Answer) -> str:
     fields = rule_fields(answer.rule)
     if fields["divergence"] and fields["threshold"]:
         name = f"{fields['divergence']} <= {fields['threshold']} {fields['mode'] or fields['rule']}"
-        name += f", price {fields['price']:g} of {fields['cost']}" if "price" in fields else ""
+        name += f", price {float(fields['price']):g} of {fields['cost']}" if "price" in fields else ""
     else:
         name = "lossless" if fields["threshold"] == 0 else fields["rule"]
     line = format_speed(stats, len(answer.token_ids))

@@ -80,7 +80,7 @@ def fuzzy(args: argparse.Namespace) -> AcceptanceRule:
     from eagle_fsd.acceptance.fuzzy import Fuzzy
 
     usual = Fuzzy(threshold=0.0)
-    return Fuzzy(
+    rule = Fuzzy(
         threshold=given(args.threshold, usual.threshold),
         divergence=given(args.divergence, usual.divergence),
         mode=given(args.mode, usual.mode),
@@ -93,6 +93,13 @@ def fuzzy(args: argparse.Namespace) -> AcceptanceRule:
         price=given(args.price, usual.price),
         cost=given(args.cost, usual.cost),
     )
+    idle = [name for name in RULE_FLAGS[2:] if args.threshold is None and getattr(args, name) is not None]
+    if idle:
+        raise ValueError(
+            f"--{idle[0].replace('_', '-')} without --threshold: nothing is followed then, and it would have "
+            "no effect; give a threshold, inf for a plan alone"
+        )
+    return rule
 
 
 def typical(args: argparse.Namespace) -> AcceptanceRule:

@@ -76,12 +76,15 @@ class Conversation:
         raise ValueError(f"{name} is no command: /help lists them; begin with a space to say it to the model")
 
     def set_threshold(self, text: str) -> str:
-        before = self.args.threshold
+        before = self.args.threshold, self.args.quality_budget
         try:
-            self.args.threshold = AUTO if text == AUTO else float(text)
+            if text == AUTO:
+                self.args.threshold = AUTO
+            else:  # it takes a budget's place
+                self.args.threshold, self.args.quality_budget = float(text), None
             self.options  # noqa: B018  # raises ValueError if the rule takes no such threshold
         except ValueError as error:
-            self.args.threshold = before
+            self.args.threshold, self.args.quality_budget = before
             if not text or "could not convert" in str(error):
                 raise ValueError(
                     f"threshold is {text!r}: it must be a number of at least 0, or auto"

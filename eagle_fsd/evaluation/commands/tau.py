@@ -84,7 +84,7 @@ def table(cells: Sequence[Row]) -> str:
     for row in cells:
         rule = [row["divergence"] or "lossless", row["mode"] or "", row["child"] or ""]
         where = (str(TreeConfig(**row["tree"])), f"{row['sampling']['temperature']:g}")
-        groups.setdefault((*where, *rule, f"{row['threshold']:g}"), []).append(row)
+        groups.setdefault((*where, *rule, f"{float(row['threshold']):g}"), []).append(row)
     lossless: dict[tuple[str, ...], float] = {}
     lines = []
     for setting, members in groups.items():

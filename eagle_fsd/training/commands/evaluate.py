@@ -88,7 +88,7 @@ def along_text(
     on_device = [one.to(engine.device) for one in sequences]
 
     def best(features: Tensor, k: int) -> Tensor:
-        dtype = spec.head.dtype if isinstance(spec, Eagle3Spec) else engine.dtype
+        dtype = next(spec.head.parameters()).dtype  # which a list's rows of the lm_head have, too
         places = spec.vocabulary.logits(features.to(dtype)).topk(k, dim=-1).indices
         return places if spec.head.draft_tokens is None else spec.head.draft_tokens[places]
 

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     if not args.shards:
         raise ValueError("no features: give --shards, folders of `eagle-fsd train features`")
     source = hub.resolve_target(args.base_model)
-    model, _ = hub.load_target(source, args.extract_dtype)
+    model, _ = hub.load_target(source, args.extract_dtype, "cpu")  # where the head and the shards are
     target = TargetModel(model)
     found = hub.resolve_head(args.ea_model, source.name)
     head = hub.load_head(found, target.hidden_size, target.vocab_size)
