@@ -17,19 +17,27 @@ from typing import Any
 def read_jsonl(path: Path, torn: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the objects of a file with their line numbers, counted from 1; empty lines are skipped.
 
-    A name that ends in .gz is read through gzip. torn: skip a last line without a newline, which a stopped
-    run left half-written. Raises ValueError if the file cannot be read, or any other line is not an object.
+    A name that ends in .gz is read through gzip. torn: skip a last line that a stopped run left half-written.
+    Raises ValueError if the file cannot be read, or any other line is not an object.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if line.strip() and (line.endswith(b"\n") or not torn):
+                if line.strip() and (line.endswith(b"\n") or not torn or is_whole(line)):
                     encoding = "utf-8-sig" if number == 1 else "utf-8"
                     yield number, parse_line(line, f"{path}:{number}", encoding)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: is not a whole gzip file ({error}); compress it again") from error
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); name a JSONL file") from error
+
+
+def is_whole(line: bytes) -> bool:
+    """Return whether a line is a row. The beginning of a row is none."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def parse_line(line: bytes, place: str, encoding: str) -> dict[str, Any]:
@@ -56,6 +64,8 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 def drop_torn_line(path: Path) -> None:
     """Prepare a file for appending: cut off the half line that a killed run may have left at its end.
 
+    A last row that lacks only its line's end, as editors leave it, gets that.
+
     Raises ValueError for a file that must not be appended to: a compressed one, or one whose last, unfinished
     line is not the beginning of a row.
     """
@@ -67,5 +77,8 @@ def drop_torn_line(path: Path) -> None:
     whole, tail = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
     if tail and not tail.startswith(b"{"):
         raise ValueError(f"{path}: ends in {tail[:40]!r}, which is not a row; name another output")
-    if tail:
+    if is_whole(tail):
+        with path.open("ab", buffering=0) as file:
+            file.write(b"\n")
+    elif tail:
         os.truncate(path, len(whole))

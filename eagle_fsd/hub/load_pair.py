@@ -97,6 +97,17 @@ def load_pair(
             f"draft_device is {str(draft_device)!r} without a draft model: heads and the target's own layers "
             "are where the target is; name a draft model (draft_model, --draft-model), or leave it out"
         )
+    if ea_model == NO_HEAD or draft_model is not None or draft_layers is not None:
+        given = {
+            "head_taps": head_taps,
+            "norm_output": norm_output,
+            "full_vocabulary": full_vocabulary or None,
+        }
+        if draft_model is None:
+            given["head_dtype"] = head_dtype
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{name} is {value} without a head: it says how one drafts; leave it out")
     ranks = ALONE
     if tp_plan is not None:
         require_splittable(tp_plan, runtime, weight_format, device_map, draft_device)

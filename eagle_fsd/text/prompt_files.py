@@ -14,12 +14,17 @@ def read_prompts(path: Path) -> list[str]:
 
     Raises ValueError if the file cannot be read, or a row has no prompt; the error then names its line.
     """
-    if path.suffix == ".jsonl":
+    if is_jsonl(path):
         return [require_prompt(record, f"{path}:{number}") for number, record in read_jsonl(path)]
     try:
         return [decode_text(path.read_bytes(), str(path))]
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); name a text or .jsonl file") from error
+
+
+def is_jsonl(path: Path) -> bool:
+    """Return whether a file has rows of JSON, by its name."""
+    return path.name.removesuffix(".gz").endswith(".jsonl")
 
 
 def decode_text(data: bytes, origin: str) -> str:
@@ -48,13 +53,18 @@ def find_prompt(record: Mapping[str, Any]) -> str | None:
     or of ShareGPT's `conversations` ({from, value}).
     """
     turns = record.get("turns")
-    found = record.get(
-        "prompt", record.get("question", turns[0] if turns and isinstance(turns, list) else None)
-    )
-    chat = record.get("messages", record.get("conversations"))
+    first = turns[0] if turns and isinstance(turns, list) else None
+    # A merged table has all columns, most of them null.
+    found = first_known(record.get("prompt"), record.get("question"), first)
+    chat = first_known(record.get("messages"), record.get("conversations"))
     if found is None and isinstance(chat, list):
         for turn in filter(lambda turn: isinstance(turn, dict), chat):
             if turn.get("role", turn.get("from")) in ("user", "human"):
                 found = turn.get("content", turn.get("value"))
                 break
     return found if isinstance(found, str) else None
+
+
+def first_known(*values: Any) -> Any:
+    """Return the first value that is not None, if any."""
+    return next((value for value in values if value is not None), None)

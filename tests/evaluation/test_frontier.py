@@ -344,6 +344,10 @@ def test_rows_are_read_back_and_a_torn_one_is_passed_over(tmp_path: Path) -> Non
     drop_torn_line(path)
     drop_torn_line(tmp_path / "none")
     assert path.read_bytes() == whole and not (tmp_path / "none").exists()
+    path.write_bytes(whole + b'{"a": 3}')  # an editor may leave out the last line's end
+    assert read_rows(path)[2:] == [{"a": 3}]
+    drop_torn_line(path)
+    assert path.read_bytes() == whole + b'{"a": 3}\n'
 
 
 def test_no_row_is_added_to_a_compressed_file(tmp_path: Path) -> None:

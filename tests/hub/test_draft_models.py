@@ -80,6 +80,8 @@ def test_what_cannot_draft_is_refused_in_one_line(folders: Path) -> None:
         r"has 95 tokens and the target 96, and it has no tokenizer to compare": {"draft": "silent"},
         r"draft model: target '.*nothing/there/at/all' is not there": {"draft": "nothing/there/at/all"},
         "of one of them|one of them drafts": {"draft": "draft", "ea_model": "owner/head"},
+        "head_dtype is bfloat16 without a head": {"draft_layers": 1, "head_dtype": "bfloat16"},
+        "full_vocabulary is True without a head": {"draft": "padded", "full_vocabulary": True},
         "draft_device is 'cpu' without a draft model": {"draft_layers": 1, "draft_device": "cpu"},
     }
     for message, options in cases.items():

@@ -391,6 +391,14 @@ def test_prompts_that_overlap_with_an_evaluation_set_are_left_out(tmp_path: Path
     prompts = ["One two, three four five six SEVEN eight nine", "one two three four", "why", "Why not?"]
     assert without_overlap(prompts, [held]) == ["one two three four", "Why not?"]
     assert without_overlap(prompts, []) == prompts
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "why not"}]
+    later = {"messages": [*turns, {"role": "user", "content": "One two three four"}]}
+    shared = {"conversations": [{"from": "human", "value": "why"}, {"from": "gpt", "value": prompts[0]}]}
+    held.write_text("".join(json.dumps(row) + "\n" for row in (later, shared, {"prompt": ["Why not"]})))
+    assert without_overlap(prompts, [held]) == prompts[:1]
+    held.write_text('{"text": "one two three four five six seven eight"}\n')
+    with pytest.raises(ValueError, match=r"held.jsonl:1: has no prompt"):
+        without_overlap(prompts, [held])
 
 
 def test_the_target_writes_prompts_in_the_users_place(tmp_path: Path) -> None:

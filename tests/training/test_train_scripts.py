@@ -47,6 +47,13 @@ def test_text_rows_that_overlap_an_evaluation_file_are_left_out(
     assert report in caplog.text
     with pytest.raises(SystemExit, match=r"^\S+: .*gone: cannot be read"):
         run_command("text", f"--pairs {tmp_path}/gone --output {tmp_path}/text.jsonl")
+    # A prompt of few words is found, too, and a row that cannot be used is named.
+    (tmp_path / "held.jsonl").write_text(json.dumps({"question": "Clean?"}) + "\n")
+    run_command("text", f"{argv.replace('--functions 1', '')} --output {tmp_path}/text.jsonl")
+    assert [row["completion"] for _, row in read_jsonl(tmp_path / "text.jsonl")] == ["x"]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n" + json.dumps({"prompt": "p"}) + "\n")
+    with pytest.raises(SystemExit, match=r"rows.jsonl:2: completion is None: every row needs the texts"):
+        run_command("text", f"--pairs {tmp_path}/rows.jsonl --output {tmp_path}/text.jsonl")
 
 
 class Training:

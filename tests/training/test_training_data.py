@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jinja2
 import pytest
 import torch
 from support.training_world import (
@@ -156,6 +157,25 @@ def test_empty_answers_are_skipped_and_counted(tmp_path: Path) -> None:
     path.write_text(json.dumps(conversation("a", "")) + "\n")
     with pytest.raises(ValueError, match="no usable row"):
         load_examples(path, LetterTokenizer(), 40)
+
+
+def test_rows_that_a_template_refuses_are_skipped_and_counted(tmp_path: Path) -> None:
+    """As Gemma's does for a system turn, and Mistral's for two turns of one role."""
+
+    class Strict(LetterTokenizer):
+        def apply_chat_template(self, turns: list[dict[str, str]], *args: Any, **kwargs: Any) -> str:
+            if turns[0]["role"] == "system":
+                raise jinja2.TemplateError("System role not supported")
+            return super().apply_chat_template(turns, *args, **kwargs)
+
+    refused = {
+        "conversations": [{"role": "system", "content": "s"}, *conversation("a", "b")["conversations"]]
+    }
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(refused) + "\n" + json.dumps(conversation("a", "b")) + "\n")
+    examples, skipped = load_examples(path, Strict(), 90)
+    assert len(examples) == 1
+    assert skipped.counts == {"the chat template refuses it (System role not supported)": 1}
 
 
 def test_rows_whose_history_a_template_changes_are_skipped_and_counted(

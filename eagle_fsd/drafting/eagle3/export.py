@@ -89,7 +89,9 @@ def layer_fields(config: Eagle3Config) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "hidden_act": config.hidden_act,
         "bias": config.fc_bias,
-        "attention_bias": config.qkv_bias,
+        # Engines give o_proj a bias then, and where the file has none they leave it as memory was.
+        "attention_bias": config.qkv_bias and config.o_bias,
+        "qkv_bias": config.qkv_bias,
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }

@@ -20,13 +20,14 @@ import platform
 import random
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from eagle_fsd.core.checks import format_value
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.training.cli import add_paths, run_command
-from eagle_fsd.training.data.examples import overlap, word_runs
+from eagle_fsd.training.data.examples import banned_runs, overlap
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def functions(most_lines: int = 40) -> Iterator[dict[str, str]]:
 
 def worked_answers(path: Path) -> Iterator[dict[str, str]]:
     """Yield GSM8K rows without the calculator marks."""
-    for _, row in read_jsonl(path):
+    for row in rows_with(path, "question", "answer"):
         answer = re.sub(r"<<.*?>>", "", row["answer"])
         yield {
             "task": "gsm8k",
@@ -78,11 +79,22 @@ def worked_answers(path: Path) -> Iterator[dict[str, str]]:
         }
 
 
-def excluded_runs(paths: list[Path]) -> frozenset[tuple[str, ...]]:
-    """Return the runs of words in evaluation files, in every turn."""
-    rows = [row for path in paths for _, row in read_jsonl(path)]
-    texts = [text for row in rows for text in (row.get("question"), row.get("prompt"), *row.get("turns", []))]
-    return frozenset(run for text in texts if text for run in word_runs(text))
+def rows_with(path: Path, *names: str) -> list[dict[str, str]]:
+    """Return a file's rows. Raises ValueError for one that lacks a text of these names."""
+    rows = []
+    for number, row in read_jsonl(path):
+        for name in names:
+            if not isinstance(row.get(name), str):
+                raise ValueError(
+                    f"{path}:{number}: {name} is {format_value(row.get(name))}: every row needs the texts "
+                    f"{' and '.join(names)}; mend it, or remove the row"
+                )
+        rows.append(row)
+    return rows
+
+
+def texts_of(row: Mapping[str, str]) -> tuple[str, str]:
+    return row["prompt"], f"{row['prompt']} {row['completion']}"
 
 
 def sample(rows: list[dict[str, str]], count: int) -> list[dict[str, str]]:
@@ -110,14 +122,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    banned = excluded_runs(args.exclude)
+    banned = banned_runs(args.exclude)
     sources = [(list(functions()) if args.functions else [], args.functions)]
     if args.gsm8k:
         sources.append((list(worked_answers(args.gsm8k)), args.gsm8k_rows))
     if args.pairs:
-        sources.append(([row for _, row in read_jsonl(args.pairs)], args.pairs_rows))
+        sources.append((rows_with(args.pairs, "prompt", "completion"), args.pairs_rows))
     rows = [row for source, count in sources for row in sample(source, count)]
-    kept = [row for row in rows if not overlap(row["prompt"] + " " + row["completion"], banned)]
+    # A short prompt is a run of its own, which its text with the completion does not show.
+    kept = [row for row in rows if not any(overlap(text, banned) for text in texts_of(row))]
     random.Random(2).shuffle(kept)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(args.output, "".join(json.dumps(row) + "\n" for row in kept))

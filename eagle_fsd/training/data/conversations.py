@@ -24,7 +24,7 @@ from eagle_fsd.files.jsonl import drop_torn_line, read_jsonl
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import encode_as_trained, plain_text
 from eagle_fsd.text.prompt_files import find_prompt, read_prompts
-from eagle_fsd.training.data.examples import overlap, turns_of, word_runs
+from eagle_fsd.training.data.examples import banned_runs, overlap, turns_of
 from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
 
 logger = logging.getLogger(__name__)
@@ -113,8 +113,8 @@ def dataset_prompts(name: str, split: str, limit: int | None, config: str | None
 
 
 def without_overlap(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
-    """Return the prompts that share no run of eight words (see word_runs) with a prompt of the files."""
-    banned = frozenset(run for path in files for prompt in read_prompts(path) for run in word_runs(prompt))
+    """Return the prompts that share no run of eight words (see word_runs) with what the files ask."""
+    banned = banned_runs(files)
     kept = [prompt for prompt in prompts if not overlap(prompt, banned)]
     if len(kept) < len(prompts):
         logger.info(

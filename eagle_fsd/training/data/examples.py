@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.core.checks import require_integer
+import jinja2
+
+from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.text.chat import plain_text
+from eagle_fsd.text.prompt_files import is_jsonl, read_prompts, require_prompt
 
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names, beside the roles' own
 logger = logging.getLogger(__name__)
@@ -96,8 +99,8 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
     `learn_all` marks every token after the template's own opening (everything before the first turn's
     content) instead of the answers alone.
 
-    Raises NoSingleText if the template renders an earlier turn differently, such as a template that drops
-    the thinking of earlier answers: then no single token sequence holds all answers.
+    Raises NoSingleText if the template refuses the turns, or renders an earlier one differently, such as one
+    that drops the thinking of earlier answers: then no single token sequence holds all answers.
     """
     if not tokenizer.chat_template:
         return encode_plain(turns, tokenizer, learn_all)
@@ -113,7 +116,12 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
     for index, turn in enumerate(turns):
         if turn["role"] != "assistant":
             continue
-        before = tokenizer.apply_chat_template(turns[:index], tokenize=False, add_generation_prompt=True)
+        try:
+            before = tokenizer.apply_chat_template(turns[:index], tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the target's chat template is broken ({error}): mend it") from error
+        except jinja2.TemplateError as error:  # of a system turn, say, or two turns of one role
+            raise NoSingleText(f"the chat template refuses it ({one_line(error, 80)})") from error
         if not before.startswith(rendered):
             raise NoSingleText("the chat template renders earlier turns differently")
         opening = turns[0]["content"].strip()
@@ -187,6 +195,39 @@ def load_examples(
             f"{path}: no usable row ({skipped.counts or 'the file is empty'}); give a file with answers"
         )
     return examples, skipped
+
+
+def banned_runs(files: Sequence[Path]) -> frozenset[tuple[str, ...]]:
+    """Return the runs of words of all that users ask in evaluation files: text files, or rows of JSONL.
+
+    Raises ValueError for a row in which nobody asks anything: it would let everything pass.
+    """
+    texts: list[str] = []
+    for path in files:
+        if not is_jsonl(path):
+            texts += read_prompts(path)
+            continue
+        for number, row in read_jsonl(path):
+            asked = asked_texts(row)
+            if not asked:
+                require_prompt({}, f"{path}:{number}")
+            texts += asked
+    return frozenset(run for text in texts for run in word_runs(text))
+
+
+def asked_texts(row: Mapping[str, Any]) -> list[str]:
+    """Return what users ask in a row of any of the usual formats, in all its turns."""
+    found: list[str] = []
+    for name in ("prompt", "question", "turns", "messages", "conversations"):
+        value = row.get(name)
+        for one in value if isinstance(value, list) else [value]:
+            text = one
+            if isinstance(one, Mapping):
+                asks = one.get("role", one.get("from")) in ("user", "human")
+                text = one.get("content", one.get("value")) if asks else None
+            if isinstance(text, str) and text.strip():
+                found.append(text)
+    return found
 
 
 def overlap(text: str, others: frozenset[tuple[str, ...]], run: int = 8) -> bool:
