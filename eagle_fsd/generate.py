@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 from eagle_fsd.cli.answer_report import Answer, summary, to_json
-from eagle_fsd.cli.arguments import generation_options, read_prompt_arguments
+from eagle_fsd.cli.arguments import generation_options, read_prompt_arguments, require_threshold
 from eagle_fsd.cli.flag_types import USAGE
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.cli.model_flags import begin_early, without_collector
@@ -238,6 +238,7 @@ def run(args: Namespace, out: TextIO) -> int:
         check_adaptation(args)
         begin_early(args)
         options = generation_options(args)
+        require_threshold(args)
         if args.baseline and options.form is not None:
             raise ValueError(
                 f"--baseline with a form ({options.form.kind}): the target alone knows none; leave one out"

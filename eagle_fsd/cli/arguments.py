@@ -41,6 +41,19 @@ def make_rule(args: argparse.Namespace) -> AcceptanceRule | AutoThreshold:
     return auto_threshold(args) if auto else MAKERS[args.rule](args)
 
 
+def require_threshold(args: argparse.Namespace) -> None:
+    """Raise ValueError for a flag of the rule fuzzy without a threshold, where none can come later."""
+    if args.rule != "fuzzy" or args.threshold is not None or args.quality_budget is not None:
+        return
+    for name in RULE_FLAGS[2:]:
+        if getattr(args, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} without --threshold: nothing is followed then, and it would have no effect; give a "
+                "threshold, inf for a plan alone"
+            )
+
+
 def refuse_flags_of_others(args: argparse.Namespace, rule: type, auto: bool) -> None:
     """Raise ValueError for a given flag that the rule has no field for."""
     takes = {field.name for field in dataclasses.fields(rule)} | ({"threshold"} if auto else set())
@@ -80,7 +93,7 @@ def fuzzy(args: argparse.Namespace) -> AcceptanceRule:
     from eagle_fsd.acceptance.fuzzy import Fuzzy
 
     usual = Fuzzy(threshold=0.0)
-    rule = Fuzzy(
+    return Fuzzy(
         threshold=given(args.threshold, usual.threshold),
         divergence=given(args.divergence, usual.divergence),
         mode=given(args.mode, usual.mode),
@@ -93,13 +106,6 @@ def fuzzy(args: argparse.Namespace) -> AcceptanceRule:
         price=given(args.price, usual.price),
         cost=given(args.cost, usual.cost),
     )
-    idle = [name for name in RULE_FLAGS[2:] if args.threshold is None and getattr(args, name) is not None]
-    if idle:
-        raise ValueError(
-            f"--{idle[0].replace('_', '-')} without --threshold: nothing is followed then, and it would have "
-            "no effect; give a threshold, inf for a plan alone"
-        )
-    return rule
 
 
 def typical(args: argparse.Namespace) -> AcceptanceRule:

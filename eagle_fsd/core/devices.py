@@ -21,6 +21,12 @@ DTYPES = {
 }
 
 
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ended. On a CPU torch raises a plain RuntimeError."""
+    no_room = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return no_room or (isinstance(error, RuntimeError) and "alloc" in str(error))
+
+
 def resolve_device(device: str | torch.device | None) -> torch.device:
     """Return the device of this name after trying it once.
 

@@ -59,7 +59,8 @@ class GenerationStats:
     verify_seconds: float = 0.0
     accept_seconds: float = 0.0
     keep_seconds: float = 0.0
-    finish_reason: str | None = None  # "stop", "length", "interrupted"; None while running, or mixed
+    # "stop", "length", "interrupted", "cancelled" or "failed"; None while running, or mixed
+    finish_reason: str | None = None
 
     @property
     def tau(self) -> float:

@@ -7,7 +7,7 @@ of random numbers, up to the rounding of kernels that see other rows beside it.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +15,9 @@ from dataclasses import replace
 import torch
 
 from eagle_fsd.acceptance.accept_step import AcceptStep
-from eagle_fsd.core.checks import require_integer
+from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.devices import ran_out_of_memory
 from eagle_fsd.core.stats import Stopwatch
 from eagle_fsd.decoding.loop import Batch
 from eagle_fsd.decoding.prompts.cache_budget import CacheBudget, longest
@@ -30,6 +31,7 @@ from eagle_fsd.runtime.kv_cache import SavedRow
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
+logger = logging.getLogger(__name__)
 CANCELLED = "cancelled"  # the finish reason of a retired text
 SLICE = 256  # prompt tokens between two steps
 
@@ -155,7 +157,8 @@ class Scheduler:
     def step(self) -> dict[Text, list[int]]:
         """Read a slice of the prompts, run one step and return the tokens that each text emitted.
 
-        While the first prompts are being read there are none. Raises what target and drafter raise, among it
+        While the first prompts are being read there are none. A text whose options leave it no token ends
+        with the finish reason FAILED, see Text. Raises what target and drafter raise, among it
         NonFiniteLogits: the scheduler is of no use then, and its unfinished texts begin anew in another one.
         """
         self._release()
@@ -298,8 +301,12 @@ class Scheduler:
             return
         if drafter.needs.features and not isinstance(drafter, Resumable):
             return
-        with contextlib.suppress(torch.OutOfMemoryError):  # it is read again if it is needed
+        try:
             self._save(tokens, session, drafter, row)
+        except (MemoryError, RuntimeError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            logger.info("a text is not kept for prompts that begin like it: %s", one_line(error, 100))
 
     def _save(self, tokens: Sequence[int], session: TargetSession, drafter: Drafter, row: int) -> None:
         drafted: tuple[SavedRow, ...] | None = None

@@ -33,7 +33,7 @@ def read_jsonl(path: Path, torn: bool = False) -> Iterator[tuple[int, dict[str, 
 
 
 def is_whole(line: bytes) -> bool:
-    """Return whether a line is a row. The beginning of a row is none."""
+    """Return whether a line is a complete JSON object."""
     try:
         return isinstance(json.loads(line), dict)
     except ValueError:

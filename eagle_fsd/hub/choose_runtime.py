@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from eagle_fsd.core.checks import require_choice
-from eagle_fsd.core.devices import resolve_dtype
+from eagle_fsd.core.devices import ran_out_of_memory, resolve_dtype
 from eagle_fsd.core.tree import root_only
 from eagle_fsd.files.provenance import cores, processor
 from eagle_fsd.files.records import BACKENDS_FILE, recall, record_key, remember
@@ -147,7 +147,7 @@ def settle(
 def may_pass(error: BaseException | None) -> bool:
     """Return whether the reason of an error may be gone at the next start: there was no room, say."""
     while error is not None:
-        if isinstance(error, OSError | MemoryError) or "alloc" in str(error):
+        if isinstance(error, OSError) or ran_out_of_memory(error):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -329,6 +330,8 @@ def write_head(
         else:
             os.replace(partial / VOCABULARY_NAME, folder / VOCABULARY_NAME)
         os.replace(partial / CONFIG_NAME, folder / CONFIG_NAME)
+    except SafetensorError as error:  # of a full disk
+        raise OSError(f"{folder}: cannot be written ({one_line(error, 100)})") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder

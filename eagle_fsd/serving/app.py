@@ -174,7 +174,7 @@ class Service:
             return self.tokenizer.encode(prompt, add_special_tokens=False)
 
     def decode(self, token: int) -> str:
-        """Return one token's text. Nobody waits for it: a prompt that is encoded may be long."""
+        """Return one token's text. It takes no lock, since encoding a long prompt may hold that for long."""
         return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:

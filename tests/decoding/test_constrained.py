@@ -361,6 +361,10 @@ def test_a_draft_that_fails_a_constraint_does_the_text_no_harm(seed: int) -> Non
             else:
                 assert torch.equal(found[node], expected[node])
     assert brittle.walk.failure == ""
+    reached = all(trap[place] in plain.nexts.get(trap[:place], ()) for place in range(2, len(trap)))
+    assert brittle.failure == ("too deep" if reached else "")
+    brittle.add([word[2]])
+    assert brittle.failure == ("too deep" if word[:3] == trap else "")
 
 
 def test_a_constraint_needs_an_end_token() -> None:

@@ -21,9 +21,16 @@ class ConstrainedText:
         self.constraint, self.ends = constraint, list(ends)
         self.walk = constraint.begin()
         self.text: list[int] = []
+        self._failed = ""  # why the last draft that could not be followed could not
+
+    @property
+    def failure(self) -> str:
+        """Why the text, or a draft that it may have taken, cannot be followed any further; "": it can."""
+        return self.walk.failure or self._failed
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take in tokens that the text has emitted. An end token is its last."""
+        self._failed = ""
         for token in tokens:
             if token not in self.ends:
                 self.walk.advance(token)
@@ -54,7 +61,7 @@ class ConstrainedText:
             walk = self.walk
             allowed = walk.allowed()[:vocab_size]
             if node and walk.failure:  # it would stay, though the text may never come here
-                refused[node] = True
+                refused[node], self._failed = True, walk.failure
                 self._begin_again([tokens[one] for one, leaving in steps if leaving])
                 continue
             if node:

@@ -59,7 +59,7 @@ class TextProcessor:
     @property
     def failure(self) -> str:
         """Why its constraint cannot be followed any further; "": it can."""
-        return "" if self.constrained is None else self.constrained.walk.failure
+        return "" if self.constrained is None else self.constrained.failure
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take in tokens that the text has emitted."""

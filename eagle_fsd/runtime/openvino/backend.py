@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.core.checks import require_choice
 from eagle_fsd.runtime.openvino import library
-from eagle_fsd.runtime.openvino.kept.graph_store import find_or_make, read, root_folder
+from eagle_fsd.runtime.openvino.kept.graph_store import constant_bytes, find_or_make, read, root_folder
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START, Compiling, shapes_of
 from eagle_fsd.runtime.openvino.network import (
     Layout,
@@ -155,12 +155,6 @@ class OpenVINO:
             if (ahead := HEAD_START.take(one)) is not None:
                 return ahead
         return library.compile_graph(graph, precision, self.rounds, self.threads, folder)
-
-
-def constant_bytes(model: Any) -> int:
-    """Return the bytes of a graph's weights."""
-    nodes = model.get_ordered_ops()
-    return sum(node.get_byte_size() for node in nodes if node.get_type_name() == "Constant")
 
 
 def variants_of(

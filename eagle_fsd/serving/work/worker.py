@@ -6,6 +6,7 @@ nobody up: what it has not read yet is kept for it, which its text's limit bound
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -146,10 +147,11 @@ class Worker:
         finally:  # nobody may wait for a thread that has ended
             with self._wake:
                 self._closing = True
+            for job in [*self._texts.values(), *self._inbox]:
+                with contextlib.suppress(Exception):
+                    self._end(job, News(error=ApiError(503, CLOSED, code="closing", kind=SERVER)))
             if not self._lost:
                 self._leader.stop()
-            for job in [*self._texts.values(), *self._inbox]:
-                self._end(job, News(error=ApiError(503, CLOSED, code="closing", kind=SERVER)))
 
     def _work(self) -> None:
         """Run one step, and hand on what it emitted."""
@@ -211,6 +213,9 @@ class Worker:
         except ValueError as error:  # the prompt; whoever submits it checks that too
             self._end(job, News(error=ApiError(400, one_line(error))))
             return
+        except Exception as error:
+            self._end(job, News(error=lost_text(one_line(error))))
+            raise
         self._texts[text] = job
 
     def _start(self, text: Text, begun: float, read: float) -> None:
@@ -269,37 +274,44 @@ class Worker:
         if job.ended:
             return
         job.ended = True
+        try:
+            self._count(job, news)
+        finally:  # somebody waits for it
+            with self._wake:
+                self._open -= 1
+            if not job.cancelled:
+                job.tell(news)
+
+    def _count(self, job: Job, news: News) -> None:
+        """Note that a text has ended: what it taught, how long it took."""
         self._learning.note(job.prompt, job.token_ids, news.finish_reason)
         self._ended += 1
         if self._ended % RELEASE_EVERY == 0:
             release_freed_memory()
-        with self._wake:
-            self._open -= 1
         if job.clock.started is not None:
             seconds = time.perf_counter() - job.clock.started
             self._speed = 0.8 * self._speed + 0.2 * self.limits.max_rows / max(seconds, 1e-3)
         if self.watcher is not None:
             self.watcher.ended(job, "error" if news.error is not None else str(news.finish_reason))
-        if not job.cancelled:
-            job.tell(news)
 
     def _recover(self, error: Exception, before: set[Text]) -> None:
-        """Go on after a step that failed: its batch is lost, and texts that were still waiting are not.
+        """Go on after an error, of a step or beside it. The batch is lost; texts that still waited are not.
 
         Logits that are not finite belong to one text. The others of the batch start over, on the same random
         numbers, and what they emitted already is not shown again.
         """
-        logger.error("a step failed: %s", one_line(error), exc_info=not isinstance(error, NonFiniteLogits))
+        expected = isinstance(error, NonFiniteLogits)
+        logger.error("a step, or what is beside it, failed: %s", one_line(error), exc_info=not expected)
         untouched = before.intersection(self._scheduler.waiting)
-        texts, self._texts = self._texts, {}
-        if self._leader.ranks.several and not isinstance(error, NonFiniteLogits):
+        if self._leader.ranks.several and not expected:
             # Nobody knows where the other ranks are: the server ends, and with it all of them.
             untouched, self._closing, self._lost = set(), True, True
             os.kill(os.getpid(), signal.SIGTERM)
         self._scheduler = self._new_scheduler()
         self._leader.renew()
         self._origins.clear()
-        for text, job in texts.items():
+        for text, job in list(self._texts.items()):
+            del self._texts[text]  # now: what could not begin anew is still among those that must be told
             guilty = not isinstance(error, NonFiniteLogits) or error.row == text.number
             if text not in untouched and guilty:
                 self._end(job, News(error=impossible_text(error) or lost_text(one_line(error))))

@@ -87,7 +87,7 @@ def rows_with(path: Path, *names: str) -> list[dict[str, str]]:
             if not isinstance(row.get(name), str):
                 raise ValueError(
                     f"{path}:{number}: {name} is {format_value(row.get(name))}: every row needs the texts "
-                    f"{' and '.join(names)}; mend it, or remove the row"
+                    f"{' and '.join(names)}; fix it, or remove the row"
                 )
         rows.append(row)
     return rows

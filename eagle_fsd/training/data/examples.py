@@ -8,6 +8,7 @@ writes a token of the answer, from the prompt's last token on: the head learns t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,7 +120,7 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
         try:
             before = tokenizer.apply_chat_template(turns[:index], tokenize=False, add_generation_prompt=True)
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"the target's chat template is broken ({error}): mend it") from error
+            raise ValueError(f"the target's chat template is broken ({error}): fix it") from error
         except jinja2.TemplateError as error:  # of a system turn, say, or two turns of one role
             raise NoSingleText(f"the chat template refuses it ({one_line(error, 80)})") from error
         if not before.startswith(rendered):
@@ -204,7 +205,7 @@ def banned_runs(files: Sequence[Path]) -> frozenset[tuple[str, ...]]:
     """
     texts: list[str] = []
     for path in files:
-        if not is_jsonl(path):
+        if not (is_jsonl(path) or begins_with_row(path)):
             texts += read_prompts(path)
             continue
         for number, row in read_jsonl(path):
@@ -213,6 +214,13 @@ def banned_runs(files: Sequence[Path]) -> frozenset[tuple[str, ...]]:
                 require_prompt({}, f"{path}:{number}")
             texts += asked
     return frozenset(run for text in texts for run in word_runs(text))
+
+
+def begins_with_row(path: Path) -> bool:
+    """Return whether a file has a JSON object at its beginning, whatever its name is."""
+    with contextlib.suppress(OSError):  # whoever reads it says that it cannot be read
+        return path.read_bytes().lstrip().startswith(b"{")
+    return False
 
 
 def asked_texts(row: Mapping[str, Any]) -> list[str]:
@@ -225,8 +233,9 @@ def asked_texts(row: Mapping[str, Any]) -> list[str]:
             if isinstance(one, Mapping):
                 asks = one.get("role", one.get("from")) in ("user", "human")
                 text = one.get("content", one.get("value")) if asks else None
-            if isinstance(text, str) and text.strip():
-                found.append(text)
+            parts = text if isinstance(text, list) else [text]  # OpenAI's clients may write text in parts
+            texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+            found += [text for text in texts if isinstance(text, str) and text.strip()]
     return found
 
 

@@ -50,10 +50,11 @@ MOST_WAITING = 16  # updates' worth of text that waits to be learned from: a ser
 class AdaptConfig:
     """How a head adapts.
 
-    every: answer tokens of one update. learning_rate: see HeadOptimizer. replay: the share of
-    an update that is texts of earlier updates, so that they are not forgotten. held_back: one text of so many
-    is never learned from, and tells whether an update helps. kept: the most such texts that are kept, the
-    newest. memory: the most tokens of texts that are kept for replay. unroll: drafting steps that are taught.
+    every: the least answer tokens of one update, which takes whole texts. learning_rate: see HeadOptimizer.
+    replay: the share of an update that is texts of earlier updates, so that they are not forgotten.
+    held_back: one text of so many is never learned from, and tells whether an update helps. kept: the most
+    such texts that are kept, the newest. memory: the most tokens of texts that are kept for replay. unroll:
+    drafting steps that are taught.
     """
 
     every: int = 512
@@ -104,7 +105,7 @@ class HeldBackText:
 
 
 class HeadAdapter:
-    """Adapts an engine's EAGLE-1/2 head. Call `add` for finished texts, and `update` between texts.
+    """Adapts an engine's EAGLE-1/2 head. Call `add` for finished texts, and `update` between while `ready`.
 
     `update` must not run while a text is made on this engine in another thread; texts made by other engines
     of the same model are not affected. Nothing is written to disk unless `save` is called. Raises ValueError
@@ -138,7 +139,10 @@ class HeadAdapter:
         self.updates: list[AdaptReport] = []
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Take in a finished text: its prompt's token ids and those that were generated."""
+        """Take in a finished text: its prompt's token ids and those that were generated.
+
+        More than MOST_WAITING updates' worth do not wait: the oldest texts are dropped.
+        """
         ends = self.engine.target.eos_token_ids
         tokens = [*prompt, *(answer[:-1] if answer and answer[-1] in ends else answer)][:LONGEST]
         # The token before the answer is marked too: after it the target writes the first of them.
@@ -149,6 +153,7 @@ class HeadAdapter:
         self._new_tokens += sum(learn)
         while len(self._new) > 1 and self._new_tokens > MOST_WAITING * self.config.every:
             self._next_new()
+            logger.info("a text is not learned from: too many wait")
 
     @property
     def ready(self) -> bool:

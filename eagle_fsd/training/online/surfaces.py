@@ -65,7 +65,7 @@ def save_adapted(args: Namespace, adapter: HeadAdapter | None) -> None:
     try:
         folder = adapter.save(args.adapt_save)
     except OSError as error:
-        sys.stderr.write(f"{args.adapt_save} cannot be written ({error.strerror})\n")
+        sys.stderr.write(f"{one_line(error)}\n")
         folder = adapter.save(Path(tempfile.mkdtemp(prefix="eagle-fsd-adapted-")) / "head")
     sys.stderr.write(f"kept the adapted head in {folder}: --ea-model {folder} drafts with it\n")
 

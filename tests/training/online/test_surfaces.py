@@ -25,7 +25,7 @@ class Adapter:
 
     def save(self, folder: str | Path) -> Path:
         if Path(folder) in self.wrong:
-            raise OSError(28, "No space left on device")
+            raise OSError(f"{folder}: cannot be written (I/O error)")
         Path(folder).mkdir(parents=True)
         return Path(folder)
 
@@ -53,7 +53,7 @@ def test_a_head_is_kept_elsewhere_if_its_place_has_gone(
     spare = tmp_path / "eagle-fsd-adapted-x" / "head"
     assert spare.is_dir()
     assert capsys.readouterr().err.splitlines() == [
-        f"{tmp_path / 'head'} cannot be written (No space left on device)",
+        f"{tmp_path / 'head'}: cannot be written (I/O error)",
         f"kept the adapted head in {spare}: --ea-model {spare} drafts with it",
     ]
 

@@ -100,16 +100,17 @@ def keep(graph: Any, folder: Path) -> None:
     """Save a graph in a folder that appears whole or not at all."""
     import openvino
 
+    # The graphs of one model must not push each other out, at every start anew.
+    others = [one for one in _in_use if one.parent == folder.parent and one != folder]
+    size = constant_bytes(graph) + sum(map(folder_size, others))
+    if others and size > MOST:
+        raise OSError(f"{format_gigabytes(size)} are more than the limit of {format_gigabytes(MOST)}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.parent)
     partial = hidden_beside(folder)
     try:
         partial.mkdir()
         openvino.save_model(graph, partial / GRAPH, compress_to_fp16=False)
-        # The graphs of one model must not push each other out, at every start anew.
-        others = [one for one in _in_use if one.parent == folder.parent and one != folder]
-        if (size := sum(map(folder_size, [partial, *others]))) > MOST:
-            raise OSError(f"{format_gigabytes(size)} are more than the limit of {format_gigabytes(MOST)}")
         try:
             partial.rename(folder)
         except OSError:
@@ -121,6 +122,12 @@ def keep(graph: Any, folder: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
     _in_use.add(folder)
     shrink(folders(), _in_use, MOST)
+
+
+def constant_bytes(graph: Any) -> int:
+    """Return the bytes of a graph's weights."""
+    nodes = graph.get_ordered_ops()
+    return sum(node.get_byte_size() for node in nodes if node.get_type_name() == "Constant")
 
 
 def read_back(graph: Any) -> Any:
