@@ -156,6 +156,7 @@ def test_only_what_stays_so_is_remembered(
 ) -> None:
     """A model that could not be converted for want of room may be at the next start."""
     noted: list[str] = []
+    monkeypatch.setattr(library, "version", lambda: "2026.4")
     monkeypatch.setattr(choose_runtime, "recall", lambda *_: None)
     monkeypatch.setattr(choose_runtime, "remember", lambda _key, value, _file: noted.append(value))
 
