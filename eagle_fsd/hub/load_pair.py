@@ -155,10 +155,8 @@ def load_pair(
         if found is not None:
             try:
                 return compile_target(held, source, plan.weight_format)
-            except (
-                ValueError,
-                TypeError,
-            ) as error:  # somebody has deleted its graphs since, or it is another machine
+            # Somebody has deleted its graphs since, or it is another machine.
+            except (ValueError, TypeError) as error:
                 logger.info("%s is loaded whole: %s", source.name, one_line(error, 200))
         model = whole(held) if plan.dtype == torch.float32 else load_here(dtype=torch.float32)[0]
         return compile_target(model, source, plan.weight_format)

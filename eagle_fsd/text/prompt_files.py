@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,28 @@ def is_jsonl(path: Path) -> bool:
     return path.name.removesuffix(".gz").endswith(".jsonl")
 
 
+def read_asked(path: Path) -> list[str]:
+    """Return all that users ask in a file, also in later turns; rows are found under any name.
+
+    Raises ValueError if the file cannot be read, or nobody asks anything in a row.
+    """
+    if not (is_jsonl(path) or begins_with_row(path)):
+        return read_prompts(path)
+    found: list[str] = []
+    for number, record in read_jsonl(path):
+        if not (asked := asked_texts(record)):
+            raise without_prompt(f"{path}:{number}")
+        found += asked
+    return found
+
+
+def begins_with_row(path: Path) -> bool:
+    """Return whether a file has a JSON object at its beginning."""
+    with contextlib.suppress(OSError), path.open("rb") as file:  # whoever reads it says what is wrong
+        return file.read(1024).lstrip().startswith(b"{")
+    return False
+
+
 def decode_text(data: bytes, origin: str) -> str:
     """Decode UTF-8 bytes, with plain line ends and without a final one."""
     try:
@@ -39,11 +62,15 @@ def require_prompt(record: Mapping[str, Any], place: str) -> str:
     """Return a row's prompt. Raises ValueError naming `place` if it has none."""
     prompt = find_prompt(record)
     if prompt is None:
-        raise ValueError(
-            f"{place}: has no prompt: it needs a string `prompt` or `question`, a list `turns`, or chat "
-            "`messages` or `conversations` with a user's turn"
-        )
+        raise without_prompt(place)
     return prompt
+
+
+def without_prompt(place: str) -> ValueError:
+    return ValueError(
+        f"{place}: has no prompt: it needs a string `prompt` or `question`, a list `turns`, or chat "
+        "`messages` or `conversations` with a user's turn"
+    )
 
 
 def find_prompt(record: Mapping[str, Any]) -> str | None:
@@ -59,10 +86,35 @@ def find_prompt(record: Mapping[str, Any]) -> str | None:
     chat = first_known(record.get("messages"), record.get("conversations"))
     if found is None and isinstance(chat, list):
         for turn in filter(lambda turn: isinstance(turn, dict), chat):
-            if turn.get("role", turn.get("from")) in ("user", "human"):
-                found = turn.get("content", turn.get("value"))
+            if asks(turn):
+                found = words_of(turn)
                 break
     return found if isinstance(found, str) else None
+
+
+def asked_texts(record: Mapping[str, Any]) -> list[str]:
+    """Return what users ask in a row of any of these formats, in all its turns."""
+    found: list[str] = []
+    for name in ("prompt", "question", "turns", "messages", "conversations"):
+        value = record.get(name)
+        for one in value if isinstance(value, list) else [value]:
+            text = one
+            if isinstance(one, Mapping):
+                text = words_of(one) if asks(one) else None
+            parts = text if isinstance(text, list) else [text]  # OpenAI's clients may write text in parts
+            texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+            found += [text for text in texts if isinstance(text, str) and text.strip()]
+    return found
+
+
+def asks(turn: Mapping[str, Any]) -> bool:
+    """Return whether a turn of a chat is the user's."""
+    return turn.get("role", turn.get("from")) in ("user", "human")
+
+
+def words_of(turn: Mapping[str, Any]) -> Any:
+    """Return what a turn of a chat says."""
+    return turn.get("content", turn.get("value"))
 
 
 def first_known(*values: Any) -> Any:

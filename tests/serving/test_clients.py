@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import socket
 import threading
@@ -155,6 +156,16 @@ def test_a_client_that_does_not_read_holds_nobody_up(server: tuple[str, Any]) ->
             connection.close()
 
 
+@contextlib.contextmanager
+def beside_a_whole_stream(client: openai.OpenAI) -> Iterator[None]:
+    """Do something while another client reads a stream, whose text must be the one that it gets alone."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        stream = client.chat.completions.create(**LONG, temperature=1, seed=4, stream=True)
+        good = pool.submit(lambda: "".join(chunk.choices[0].delta.content or "" for chunk in stream))
+        yield
+        assert good.result() == text_alone(chat_ids(), max_new_tokens=60, temperature=1.0, seed=4)
+
+
 @pytest.mark.parametrize("at", [1, 2])
 def test_logits_that_are_not_finite_end_one_text_and_its_neighbours_go_on(
     at: int, monkeypatch: pytest.MonkeyPatch
@@ -173,15 +184,12 @@ def test_logits_that_are_not_finite_end_one_text_and_its_neighbours_go_on(
     monkeypatch.setattr(Scheduler, "step", broken)
     with running(settings()) as (url, _):
         client = client_of(url)
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            stream = client.chat.completions.create(**LONG, temperature=1, seed=4, stream=True)
-            good = pool.submit(lambda: "".join(chunk.choices[0].delta.content or "" for chunk in stream))
+        with beside_a_whole_stream(client):
             with pytest.raises(openai.InternalServerError, match="logits are not finite") as found:
                 client.chat.completions.create(
                     **{**LONG, "messages": [{"role": "user", "content": "bad"}], "max_tokens": 60}
                 )
             assert found.value.code == "generation_failed" and failed
-            assert good.result() == text_alone(chat_ids(), max_new_tokens=60, temperature=1.0, seed=4)
 
 
 def test_a_text_whose_options_leave_no_token_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -189,13 +197,10 @@ def test_a_text_whose_options_leave_no_token_ends_alone(caplog: pytest.LogCaptur
     everything = list(range(tiny_engine().target.vocab_size))
     with running(settings()) as (url, _):
         client = client_of(url)
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            stream = client.chat.completions.create(**LONG, temperature=1, seed=4, stream=True)
-            good = pool.submit(lambda: "".join(chunk.choices[0].delta.content or "" for chunk in stream))
+        with beside_a_whole_stream(client):
             with pytest.raises(openai.BadRequestError, match="the options allow no token here") as found:
                 client.chat.completions.create(**LONG, extra_body={"suppress_tokens": everything})
             assert found.value.code == "nothing_allowed"
-            assert good.result() == text_alone(chat_ids(), max_new_tokens=60, temperature=1.0, seed=4)
     assert "failed" not in caplog.text
 
 

@@ -8,10 +8,9 @@ writes a token of the answer, from the prompt's last token on: the head learns t
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import jinja2
 from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.text.chat import plain_text
-from eagle_fsd.text.prompt_files import is_jsonl, read_prompts, require_prompt
+from eagle_fsd.text.prompt_files import read_asked
 
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names, beside the roles' own
 logger = logging.getLogger(__name__)
@@ -203,40 +202,7 @@ def banned_runs(files: Sequence[Path]) -> frozenset[tuple[str, ...]]:
 
     Raises ValueError for a row in which nobody asks anything: it would let everything pass.
     """
-    texts: list[str] = []
-    for path in files:
-        if not (is_jsonl(path) or begins_with_row(path)):
-            texts += read_prompts(path)
-            continue
-        for number, row in read_jsonl(path):
-            asked = asked_texts(row)
-            if not asked:
-                require_prompt({}, f"{path}:{number}")
-            texts += asked
-    return frozenset(run for text in texts for run in word_runs(text))
-
-
-def begins_with_row(path: Path) -> bool:
-    """Return whether a file has a JSON object at its beginning, whatever its name is."""
-    with contextlib.suppress(OSError):  # whoever reads it says that it cannot be read
-        return path.read_bytes().lstrip().startswith(b"{")
-    return False
-
-
-def asked_texts(row: Mapping[str, Any]) -> list[str]:
-    """Return what users ask in a row of any of the usual formats, in all its turns."""
-    found: list[str] = []
-    for name in ("prompt", "question", "turns", "messages", "conversations"):
-        value = row.get(name)
-        for one in value if isinstance(value, list) else [value]:
-            text = one
-            if isinstance(one, Mapping):
-                asks = one.get("role", one.get("from")) in ("user", "human")
-                text = one.get("content", one.get("value")) if asks else None
-            parts = text if isinstance(text, list) else [text]  # OpenAI's clients may write text in parts
-            texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-            found += [text for text in texts if isinstance(text, str) and text.strip()]
-    return found
+    return frozenset(run for path in files for text in read_asked(path) for run in word_runs(text))
 
 
 def overlap(text: str, others: frozenset[tuple[str, ...]], run: int = 8) -> bool:
