@@ -123,7 +123,7 @@ class Chat:
         if self.adapter is not None:
             self.adapter.add(input_ids[0].tolist(), answer.token_ids)
             with defer_interrupt():
-                self.adapter = update_between(self.adapter)
+                self.adapter, _ = update_between(self.adapter)
 
     def show(self, pieces: Sequence[tuple[str, str]]) -> None:
         for text, origin in pieces:

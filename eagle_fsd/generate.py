@@ -290,7 +290,7 @@ def answer_prompts(
             return INTERRUPTED
         if number < len(prompts):
             with defer_interrupt() as stop:
-                adapter = update_between(adapter)
+                adapter, _ = update_between(adapter)
             if stop.is_set():
                 return INTERRUPTED
     return 0

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from eagle_fsd.core.checks import one_line
+from eagle_fsd.training.online.surfaces import update_between
 
-logger = logging.getLogger(__name__)
 FINISHED = ("stop", "length")  # reasons of texts that are whole
 
 
@@ -52,11 +50,5 @@ class IdleLearning:
 
     def learn(self) -> bool:
         """Run an update, and return whether the head drafts with other weights now."""
-        assert self._learner is not None
-        try:
-            report = self._learner.update()
-        except Exception as error:  # the server answers without it
-            logger.exception("the head learns no more: %s", one_line(error))
-            self._learner = None
-            return False
+        self._learner, report = update_between(self._learner)
         return report is not None and report.used

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from eagle_fsd.cli.flag_types import AUTO
 from eagle_fsd.core.checks import one_line
@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from eagle_fsd.training.online.adapter import HeadAdapter
 
 logger = logging.getLogger(__name__)
+
+
+class Updates(Protocol):
+    """What learns from texts: a HeadAdapter, or what a server has in its place."""
+
+    def update(self) -> Any: ...
+
+
+Learning = TypeVar("Learning", bound=Updates)
 
 
 def check_adaptation(args: Namespace) -> None:
@@ -70,16 +79,15 @@ def save_adapted(args: Namespace, adapter: HeadAdapter | None) -> None:
     sys.stderr.write(f"kept the adapted head in {folder}: --ea-model {folder} drafts with it\n")
 
 
-def update_between(adapter: HeadAdapter | None) -> HeadAdapter | None:
-    """Let the head learn from the texts so far, and return what goes on adapting it.
+def update_between(learner: Learning | None) -> tuple[Learning | None, Any]:
+    """Let a head learn from the texts so far; return what goes on learning, and the report if there is one.
 
     An update that fails ends the learning and nothing else.
     """
-    if adapter is None:
-        return None
+    if learner is None:
+        return None, None
     try:
-        adapter.update()
+        return learner, learner.update()
     except Exception as error:
         logger.exception("the head learns no more: %s", one_line(error))
-        return None
-    return adapter
+        return None, None

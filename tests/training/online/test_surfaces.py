@@ -60,6 +60,6 @@ def test_a_head_is_kept_elsewhere_if_its_place_has_gone(
 
 def test_an_update_that_fails_ends_the_learning_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     adapter = Adapter()
-    assert update_between(adapter) is adapter and update_between(None) is None
-    assert update_between(adapter) is None
+    assert update_between(adapter) == (adapter, None) and update_between(None) == (None, None)
+    assert update_between(adapter) == (None, None)
     assert "the head learns no more: no room" in caplog.text
