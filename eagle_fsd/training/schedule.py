@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle_fsd.drafting.eagle_head import DraftHead
-from eagle_fsd.training.loss import LossWeights
+from eagle_fsd.training.loss import Head, LossWeights
 
 
 def option(name: str) -> str:
@@ -92,6 +92,32 @@ def initialise(head: DraftHead, seed: int, embedding: Tensor) -> None:
         width = head.config.hidden_size
         head.fc.weight[:, :width] /= max(root_mean_square(embedding.flatten()).item(), 1e-6)
         head.fc.weight[:, width:] = torch.eye(width)
+
+
+def widen(head: Head, size: int, seed: int) -> None:
+    """Give every MLP of a head `size` inner units, in place, without a change to what the head computes.
+
+    New units read noise as large as what the old ones read, and write nothing until training lets them: their
+    columns of `down_proj` are 0. Raises ValueError if the head's MLP is wider than `size`.
+    """
+    has = head.config.intermediate_size
+    if size < has:
+        raise ValueError(
+            f"intermediate_size is {size}: the head has {has} inner units, and none can be taken away; give "
+            "--intermediate-size at least these, or leave it out"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    for layer in head.layers:
+        for linear in (layer.mlp.gate_proj, layer.mlp.up_proj):
+            old = linear.weight.detach()
+            noise = torch.randn(size - has, old.shape[1], generator=generator).to(old)
+            linear.weight = nn.Parameter(torch.cat((old, noise * root_mean_square(old.flatten()))))
+            linear.out_features = size
+        down = layer.mlp.down_proj
+        old = down.weight.detach()
+        down.weight = nn.Parameter(torch.cat((old, old.new_zeros(old.shape[0], size - has)), dim=1))
+        down.in_features = size
+    head.config = replace(head.config, intermediate_size=size)
 
 
 def learning_rate_at(progress: float, config: TrainConfig) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,20 @@ def test_a_head_is_trained_on_and_its_taps_and_tokens_stay(world: World, run: Pa
     assert torch.equal(first.draft_tokens, again.draft_tokens) and first.config == again.config
     for name, value in first.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], value, atol=1e-3, rtol=1e-3)
+
+
+def test_a_head_is_widened_as_it_is_trained_on(world: World, run: Path) -> None:
+    start = "--init-head {}/run/export --learning-rate 1e-12 --epochs 1 --intermediate-size 90"
+    world.train("wider", f"{start} --export {{}}/wider/export")
+    first, wider = (load(world.folder / name / "export") for name in ("run", "wider"))
+    assert wider.config == replace(first.config, intermediate_size=90)
+    for name, value in first.state_dict().items():
+        same = wider.state_dict()[name][tuple(slice(size) for size in value.shape)]
+        torch.testing.assert_close(same, value, atol=1e-3, rtol=1e-3)
+    world.train("new", "--taps 1,2,2 --epochs 1 --intermediate-size 31 --export {}/new/export")
+    assert load(world.folder / "new" / "export").config.intermediate_size == 31
+    with pytest.raises(SystemExit, match=r": intermediate_size is 1: the head has \d+ inner units, "):
+        world.train("less", "--init-head {}/run/export --intermediate-size 1")
 
 
 def load(folder: Path) -> Eagle3Head:

@@ -147,6 +147,21 @@ def test_a_head_is_trained_on_from_another(tmp_path: Path, monkeypatch: pytest.M
         train("second", "--float32 --learning-rate 1e-12 --max-length 30")
 
 
+def test_heads_are_trained_with_a_wider_mlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one, and one that begins with what a narrower head drafts."""
+    train = Training(tmp_path, monkeypatch, "llama")
+    narrow = train("first", "--export {}/head --float32")
+    still = "--init-head {}/head --float32 --learning-rate 1e-12 --intermediate-size 100"
+    wide = train("second", f"{still} --export {{}}/again")
+    assert wide["held_out"]["top1"] == narrow["held_out"]["top1"]
+    train("new", "--intermediate-size 99 --export {}/new")
+    heads = [load_head(resolve_head(str(tmp_path / name), "x"), 32, 128) for name in ("head", "again", "new")]
+    assert [head.config.intermediate_size for head in heads] == [48, 100, 99]
+    for name, value in heads[0].state_dict().items():
+        same = heads[1].state_dict()[name][tuple(slice(size) for size in value.shape)]
+        torch.testing.assert_close(same, value, atol=1e-3, rtol=1e-3)
+
+
 def test_new_heads_have_no_bias_and_a_biased_one_is_trained_on_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +266,7 @@ def test_mistakes_of_a_user_are_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         r"held_out is 0: .*change --held-out": {"more": "--held-out 0"},
         r"threads is -1: .*": {"more": "--threads -1"},
         r"softmax_tokens is 0: .*": {"more": "--softmax-tokens 0"},
+        r"intermediate_size is 0: .*": {"more": "--intermediate-size 0"},
         r"max_length is 9999: the target has \d+ positions; lower": {"more": "--max-length 9999"},
         r"rows is 5: it is of files of --data and --text, .*; leave --rows out": {
             "data": "--shards {} --rows 5"

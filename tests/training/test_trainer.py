@@ -44,7 +44,7 @@ from eagle_fsd.training.loss import (
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.run import folder as runs_module
 from eagle_fsd.training.run.folder import BEST, CHECKPOINT, LOG, read_checkpoint, save_atomically
-from eagle_fsd.training.schedule import initialise, learning_rate_at
+from eagle_fsd.training.schedule import initialise, learning_rate_at, widen
 
 
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped(tmp_path: Path) -> None:
@@ -265,6 +265,31 @@ def test_a_head_starts_by_passing_the_feature_through() -> None:
     size = lm_head().square().mean().sqrt()
     assert 0 < head.fc.weight[:, :WIDTH].abs().max() * size < 0.1 and head.fc.bias.eq(0).all()
     assert rest.abs().median() < 0.1 and rest.abs().max() <= 1
+
+
+def test_a_widened_head_computes_what_it_did_and_learns_with_every_unit() -> None:
+    head = tiny_head()
+    features, embeddings = torch.randn(2, 1, 5, WIDTH).unbind(0)
+    inputs = (
+        features,
+        embeddings,
+        torch.arange(5)[None],
+        partial(F.scaled_dot_product_attention, enable_gqa=True),
+    )
+    before, had = head(*inputs), head.config.intermediate_size
+    widen(head, 3 * had, 0)
+    after, mlp = head(*inputs), head.layers[0].mlp
+    torch.testing.assert_close(after, before)
+    assert head.config.intermediate_size == mlp.up_proj.out_features == mlp.down_proj.in_features == 3 * had
+    assert {"layers.0.mlp.up_proj.weight"} <= {name for name, value in head.named_parameters()}
+    noise, old = (part.square().mean() for part in mlp.gate_proj.weight.split((2 * had, had))[::-1])
+    assert 0.8 < noise / old < 1.25
+    after.square().sum().backward()
+    assert mlp.down_proj.weight.grad[:, had:].abs().max(0).values.gt(0).all(), "no unit is dead"
+    copy = DraftHead(head.config)
+    copy.load_state_dict(head.state_dict())
+    with pytest.raises(ValueError, match=rf"^intermediate_size is 1: the head has {3 * had} inner units, .*"):
+        widen(head, 1, 0)
 
 
 def test_the_schedule_warms_up_and_ends_at_zero() -> None:

@@ -62,7 +62,7 @@ from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.run.curves import plot_curves
 from eagle_fsd.training.run.folder import BEST, CHECKPOINT, flatten, read_checkpoint, sole_run
 from eagle_fsd.training.run.settings import add_settings, settle_defaults
-from eagle_fsd.training.schedule import TrainConfig, initialise
+from eagle_fsd.training.schedule import TrainConfig, initialise, widen
 from eagle_fsd.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,13 @@ def build_parser() -> argparse.ArgumentParser:
         "the speculators library, which vLLM reads too; default: %(default)s",
     )
     add("--init-head", help="a head to start from, a folder or a Hub id (default: a new one for the target)")
+    add(
+        "--intermediate-size",
+        type=int,
+        metavar="N",
+        help="inner units of the head's MLP: more draft better and take longer; a narrower --init-head is "
+        "widened and begins with what it drafts now (default: the target's, or --init-head's)",
+    )
     add("--held-out", type=int, default=48, help="sequences kept for evaluation, drawn from the first source")
     add(
         "--softmax-tokens",
@@ -149,6 +156,8 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     pack_linears(model)
     target = TargetModel(model)
     head = starting_head(args, target, tokenizer, source.name)
+    if head is not None and args.intermediate_size is not None:
+        widen(head, args.intermediate_size, config.seed)
     taps = head.config.taps if isinstance(head, Eagle3Head) else ()
     if head is None:
         taps = choose_taps(target, args.taps)
@@ -166,7 +175,7 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
         share = 100 * often.coverage(drafted)
         logger.info("%d tokens to draft, %.2f %% of what is learned", len(drafted), share)
     if head is None:
-        head = new_head(target, taps, drafted, args.seed)
+        head = new_head(target, taps, drafted, args.seed, args.intermediate_size)
     if isinstance(head, Eagle3Head):
         make_trainable(head, longest)
         keep = torch.arange(target.vocab_size) if head.draft_tokens is None else head.draft_tokens
@@ -214,6 +223,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(
             "--draft-vocab-size without --export: it says what an exported head drafts; add --export"
         )
+    if args.intermediate_size is not None:
+        require_integer("intermediate_size", args.intermediate_size, 1, "change --intermediate-size")
     require_integer("held_out", args.held_out, 1, "change --held-out")
     require_integer("softmax_tokens", args.softmax_tokens, 1, "change --softmax-tokens")
     require_integer("threads", args.threads, 0, "0 leaves torch's own number")
@@ -279,7 +290,9 @@ def starting_head(
     if args.init_head is None and args.eagle3:
         return None
     if args.init_head is None:
-        head = DraftHead(replace(head_config(target), fc_bias=begun_with_bias(args.output)))
+        shape = head_config(target)
+        size = args.intermediate_size or shape.intermediate_size
+        head = DraftHead(replace(shape, intermediate_size=size, fc_bias=begun_with_bias(args.output)))
         initialise(head, args.seed, target.model.get_input_embeddings().weight)
         return head
     found = hub.resolve_head(args.init_head, target_name)

@@ -32,12 +32,14 @@ def choose_taps(target: TargetModel, taps: Sequence[int] | None) -> tuple[int, .
     return chosen
 
 
-def new_head(target: TargetModel, taps: Sequence[int], drafted: Tensor | None, seed: int) -> Eagle3Head:
+def new_head(
+    target: TargetModel, taps: Sequence[int], drafted: Tensor | None, seed: int, inner: int | None = None
+) -> Eagle3Head:
     """Return a new head for a target that drafts these tokens [W], in any order; None for all.
 
-    Its layer has the shape of the target's. It begins as a reader of the highest tap: `fc` passes that tap
-    on, `norm` is the target's, `lm_head` is the target's times START, and everything else is small noise, as
-    in Llama.
+    Its layer has the shape of the target's, but for `inner` units of its MLP if they are given. It begins as
+    a reader of the highest tap: `fc` passes that tap on, `norm` is the target's, `lm_head` is the target's
+    times START, and everything else is small noise, as in Llama.
     """
     drafted = None if drafted is None or len(drafted) == target.vocab_size else drafted.sort().values
     shape = HeadConfig.for_target(target.config, target.hidden_size, target.vocab_size)
@@ -46,7 +48,7 @@ def new_head(target: TargetModel, taps: Sequence[int], drafted: Tensor | None, s
             hidden_size=shape.hidden_size,
             target_size=shape.hidden_size,
             taps=tuple(taps),
-            intermediate_size=shape.intermediate_size,
+            intermediate_size=inner or shape.intermediate_size,
             num_attention_heads=shape.num_attention_heads,
             num_key_value_heads=shape.num_key_value_heads,
             head_dim=shape.head_dim,
