@@ -108,19 +108,19 @@ class EagleFSD:
         a CPU, keep a second, blocked copy of the weights if a short measurement finds it faster; not with a
         device_map. graphs: on CUDA, record the parts of a step as CUDA graphs when they come a second time;
         not with a device_map. full_vocabulary: draft over all of the target's tokens, even if the head has a
-        list of frequent ones. weights_cache: keep the converted weights of a .gguf file, and graphs, on disk
-        for the next time. weight_format: "float32", "bfloat16", "int8" or "packed", which keeps a .gguf
-        file's own blocks; None means dtype. int8 and packed also round activations. runtime: "torch",
-        "openvino" (on a CPU, with the extra of that name), or "auto", the faster one that has the format,
-        measured once on each machine. head_taps, norm_output: how to read an EAGLE-3 head's config, where
-        that is measured otherwise: the layers that it reads, numbered by what enters them, and whether its
-        carried state is normed. lookup: look drafts up in the text too, and put them into one tree with the
-        head's; with ea_model "none" also in the target's earlier distributions. None does so on a CPU beside
-        the head that ships with the package. draft_model: in place of a head, a language model with the
-        target's vocabulary, named as base_model is, in head_dtype on draft_device; None means the target's.
-        draft_layers: in place of a head, this many of the target's own first layers, with its lm_head.
-        tp_plan: "auto" splits the target among the processes that torchrun started, which must then make the
-        same calls; see docs/targets-and-heads.md.
+        list of frequent ones. weights_cache: keep the converted weights of a .gguf file on disk for the next
+        time (EAGLE_FSD_NO_WEIGHTS_CACHE=1 keeps no graphs either). weight_format: "float32", "bfloat16",
+        "int8" or "packed", which keeps a .gguf file's own blocks; None means dtype. int8 and packed also
+        round activations. runtime: "torch", "openvino" (on a CPU, with the extra of that name), or "auto",
+        the faster one that has the format, measured once on each machine. head_taps, norm_output: how to
+        read an EAGLE-3 head's config, where that is measured otherwise: the layers that it reads, numbered by
+        what enters them, and whether its carried state is normed. lookup: look drafts up in the text too, and
+        put them into one tree with the head's; with ea_model "none" also in the target's earlier
+        distributions. None does so on a CPU beside the head that ships with the package. draft_model: in
+        place of a head, a language model with the target's vocabulary, named as base_model is, in head_dtype
+        on draft_device; None means the target's. draft_layers: in place of a head, this many of the target's
+        own first layers, with its lm_head. tp_plan: "auto" splits the target among the processes that
+        torchrun started, which must then make the same calls; see docs/targets-and-heads.md.
         Raises ValueError for anything that is missing, does not fit or is not supported.
         """
         pair = load_pair(
@@ -323,7 +323,7 @@ class EagleFSD:
         return self.target.ranks.memory(self.target.held, network, self._workspaces.cache_bytes)
 
     def free_memory(self) -> None:
-        """Drop the caches and recordings that are kept on a GPU for the next batch."""
+        """Drop the caches and recordings that are kept for the next batch (on a GPU, or with OpenVINO)."""
         self._workspaces.clear()
 
     def _start(

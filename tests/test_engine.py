@@ -390,7 +390,7 @@ def test_what_a_models_defaults_ask_and_do_not_get_is_said_once_by_name(
     own = with_defaults(typical_p=0.5, begin_suppress_tokens=[3, 4], do_sample=True, temperature=0.6)
     own.generate([PROMPTS[0]], max_new_tokens=4)
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "asks for typical_p=0.5, begin_suppress_tokens=[3, 4], which is not done here" in said
+    assert "asks for typical_p=0.5, begin_suppress_tokens=[3, 4], which is not supported here" in said
     assert own.target.ignored_defaults == {"typical_p": 0.5, "begin_suppress_tokens": [3, 4]}
 
 

@@ -51,8 +51,8 @@ class Verdict:
 class Verified:
     """What a rule may look at: a tree, and the target's distributions at its nodes.
 
-    logits: [B, N, V] float32, the target's raw logits. eos: [E] token ids that end a text. What follows from
-    the logits is computed when it is first read.
+    logits: [B, N, V] float32, the target's logits after penalties, bans and forms, before the temperature.
+    eos: [E] token ids that end a text. What follows from the logits is computed when it is first read.
     """
 
     tree: DraftTree
@@ -62,7 +62,7 @@ class Verified:
 
     @cached_property
     def probs(self) -> Tensor | None:
-        """[B, N, V] float32, p after temperature, top-k and top-p; None when greedy, which warps nothing.
+        """[B, N, V] float32, p after temperature, top-k, top-p and min-p; None when greedy.
 
         `warped_p` gives the nodes' own entries of it at a fraction of the time.
         """
@@ -174,10 +174,11 @@ class Choices(NamedTuple):
 class AcceptanceRule(Protocol):
     """Decides when a drafted token may be emitted although the target did not draw it.
 
-    mode: "hybrid" asks the rule only where the draw is not a child; "paper" asks it first. "first-failure"
-    asks it first as well, and where it follows no child, the step ends with the draw.
-    max_consecutive: the most relaxed accepts in a row; the target's draw that ends a step resets the count.
-    exact_prefix: how many tokens at the start of a text are the target's draws only.
+    mode: "hybrid" asks the rule only where the draw is not a child; "swap" also where the drawn child is weak
+    (see Choices); "paper" asks it first. "first-failure" asks it first as well, and where it follows no
+    child, the step ends with the draw.
+    max_consecutive: the most fuzzy accepts in a row; an exact accept, or the end of a step, resets the count.
+    exact_prefix: how many tokens at the start of a text must be the target's own draws.
     """
 
     @property

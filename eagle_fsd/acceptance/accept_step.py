@@ -112,10 +112,10 @@ def walk(
 def next_states(
     rule: AcceptanceRule, exact: Tensor, relaxed: Tensor | None, weak: Tensor | None, depth: int
 ) -> tuple[Tensor, int]:
-    """Return the walk as a table of states, and how many relaxed accepts in a row it allows.
+    """Return the walk as a table of states, and how many fuzzy accepts in a row it allows.
 
     exact: [B, N + 1], the child at each node that was drawn, N for none. relaxed, weak: see `walk`. State
-    c * (N + 1) + n is node n after c relaxed accepts in a row; c stays 0 where nothing limits it. The table
+    c * (N + 1) + n is node n after c fuzzy accepts in a row; c stays 0 where nothing limits it. The table
     [B, 1 or 2, S] has each state's next one; of two lines, the first is for where the rule may not be asked.
     """
     width = exact.shape[1]  # N + 1

@@ -177,7 +177,7 @@ def read_calibrations(path: Path) -> list[Calibration]:
         data = json.loads(path.read_text(encoding="utf-8"))
         version = data.pop("version", None)
         if version not in (1, VERSION):
-            raise ValueError(f"it is not of version {VERSION}")
+            raise ValueError(f"its version is {version!r}: it must be 1 or {VERSION}")
         return [read_one(one) for one in ([data] if version == 1 else data["calibrations"])]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: is not a calibration ({one_line(error, 200)}); {REMEDY}") from error

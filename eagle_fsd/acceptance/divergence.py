@@ -1,4 +1,4 @@
-"""Divergences between the target p and the draft q: pure functions on logits, in nats.
+"""Divergences between the target p and the draft q: pure functions on logits, in nats (tv: a probability).
 
 Every function takes (p_logits, q_logits), both [..., V] in any floating dtype, and returns float32 [...]
 (leading dimensions broadcast). Log-probabilities are logits too. The arithmetic is float32, without

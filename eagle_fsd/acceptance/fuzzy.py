@@ -40,13 +40,13 @@ class Thresholds(Protocol):
 class Fuzzy:
     """Follow the draft where divergence(p, q) <= threshold (FSD, Holsman et al., arXiv 2502.20704).
 
-    threshold: in nats of `divergence` (a name of DIVERGENCES), on raw temperature-1 distributions; 0 is
-      lossless. A threshold means nothing without its divergence.
+    threshold: in the unit of `divergence` (a name of DIVERGENCES): nats, but a probability for tv. It applies
+      to the distributions at temperature 1; 0 is lossless. It means nothing without its divergence.
     mode: "hybrid" keeps a child that the target drew and relaxes only a rejection; "paper" follows the draft
       first; "swap", with a price only, keeps a drawn child unless another is worth more by the price.
-    price: above 0, the best child for the whole tree is followed, and none that does not bring this many more
-      tokens for each unit of cost; see acceptance/planned.py. inf is lossless. The threshold still says where
-      a child may be followed at all; inf lets the price alone decide.
+    price: above 0, the rule plans: it follows the child that is best for the whole tree, if that brings at
+      least `price` more tokens for each unit of cost; see acceptance/planned.py. inf is lossless. The
+      threshold still says where a child may be followed at all; inf lets the price alone decide.
     cost: what the price is paid for: "tokens" (the share of probability that is moved, that is total
       variation), "kl" (of the rule's distribution from the target's), or "divergence".
     child: which child is followed if there is no price. "draft": drawn from q over the allowed children, when

@@ -211,7 +211,7 @@ class PublishedFSD:
     draws, and the published algorithm none of them. With a draft model, a chain of five and the sampling of
     the paper's experiments, this rule is that algorithm; see GenerationOptions.fsd_paper.
 
-    threshold: in nats of `divergence`, on raw distributions at temperature 1; 0 is lossless, as it is for
+    threshold: in the unit of `divergence`, on raw distributions at temperature 1; 0 is lossless, as it is for
     Fuzzy. The token where the step ends is the target's draw, and a child that equals it is not followed any
     further. There are no guards: a drafted token may end the text, and it may be one that the user's top-k or
     top-p rule out, but not one whose logit is -inf. In a tree, only the likeliest path is followed.

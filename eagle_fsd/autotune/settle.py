@@ -73,7 +73,7 @@ class Settler:
         self.drafter, self._identity = drafter, None
 
     def settle(self, options: GenerationOptions, prompts: Prompts) -> tuple[AcceptanceRule, TreeConfig]:
-        """Return the rule and the tree for these prompts. Raises ValueError if they do not fit."""
+        """Return the rule and tree for these prompts. Raises ValueError if the drafter cannot serve them."""
         rule, tree, sampling = options.rule, options.tree or TreeConfig(), options.sampling
         if isinstance(rule, AutoThreshold):
             found = self.calibration(sampling)

@@ -125,7 +125,7 @@ def measure_forwards(
     features = session.prefill(roots[:, None], [1] * batch)  # allocates the cache's buffers
     session.cache.reserve(room - 1)
     session.cache.advance([room - 1] * batch)
-    # Tokens that do not repeat, as far as there are so many: a copied chain would need no draft of a head.
+    # Tokens that do not repeat, as far as the vocabulary goes: a copied chain would need no draft of a head.
     texts = (torch.arange(room, device=target.device) % target.vocab_size).expand(batch, -1)
     drafter.begin(Seen(texts, [room] * batch, features.new_zeros(*texts.shape, features.shape[-1])))
 

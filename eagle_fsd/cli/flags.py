@@ -91,7 +91,7 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
         "--preset",
         choices=PRESETS,
         help="fsd-paper: the FSD paper's algorithm and settings: --rule fsd_paper, a chain of 5 drafted "
-        "tokens, --temperature 0.6 --top-k 50 --top-p 0.9. Flags beside it override it",
+        "tokens, --temperature 0.6 --top-k 50 --top-p 0.9 --no-lookup. Flags given with it override it",
     )
     group.add_argument(
         "--threshold",

@@ -54,7 +54,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--norm-output",
         action=argparse.BooleanOptionalAction,
-        help="whether an EAGLE-3 head carries the normed state on (default: likewise)",
+        help="whether an EAGLE-3 head hands its normed state on to the next draft step (default: as its "
+        "config.json says, measured where that can be read in two ways)",
     )
     group.add_argument(
         "--lookup",

@@ -28,7 +28,8 @@ def add_processing_flags(parser: argparse.ArgumentParser) -> None:
         "--repetition-penalty",
         type=float,
         metavar="X",
-        help="make tokens that the text has less likely, about X times; 1 is off (default: the model's own)",
+        help="divide the positive logits of tokens that are in the text already by X, and multiply negative "
+        "ones; above 1 discourages repetition, 1 is off (default: the model's own)",
     )
     group.add_argument(
         "--presence-penalty",
@@ -101,7 +102,7 @@ def add_answer_flags(group: argparse._ActionsContainer) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="so many sampled answers to every prompt, each with a random stream of its own (default: 1)",
+        help="sample N answers to every prompt, each with a random stream of its own (default: 1)",
     )
     group.add_argument(
         "--logprobs",

@@ -27,8 +27,8 @@ def add_split_flag(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         FLAG,
         choices=("auto",),
-        help="split the target among the processes of torchrun --nproc-per-node N -m eagle_fsd.generate, by "
-        "transformers' tensor parallel plan; server too (default: one process holds it)",
+        help="split the target among the processes of torchrun --nproc-per-node N -m eagle_fsd.generate (or "
+        "eagle_fsd.serve), by transformers' tensor parallel plan (default: one process holds it)",
     )
 
 

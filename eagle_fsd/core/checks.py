@@ -19,7 +19,7 @@ def one_line(error: object, limit: int | None = None) -> str:
 
 
 def require_integer(name: str, value: object, minimum: int, remedy: str, maximum: int | None = None) -> None:
-    """Raise ValueError unless `value` is an integer in [minimum, maximum]; numpy's count, bools do not."""
+    """Raise ValueError unless `value` is an integer in [minimum, maximum]; numpy's too, but no bool."""
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
     if number is None or number < minimum or (maximum is not None and number > maximum):
         span = f"of at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"

@@ -251,7 +251,7 @@ class Form:
         require_choice("form", self.kind, FORMS)
         if not isinstance(self.source, str) or not self.source:
             raise ValueError(
-                f"{self.kind} is {format_value(self.source)}: it must be a text of a character at least; "
+                f"{self.kind} is {format_value(self.source)}: it must be a non-empty string; "
                 "leave it out for any answer"
             )
 
@@ -267,7 +267,7 @@ class Form:
             reason = f" ({error})"
         raise ValueError(
             f"json_schema is {format_value(schema)}: it must be a JSON object{reason}, such as "
-            '{"type": "object"}; mend it'
+            '{"type": "object"}; fix it'
         )
 
 

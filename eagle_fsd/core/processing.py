@@ -14,9 +14,9 @@ from eagle_fsd.core.checks import format_value, require_integer, require_number
 
 # Takes the token ids [K, L] of K texts and the logits [K, V] of their next tokens, and returns new logits.
 Processor = Callable[[Any, Any], Tensor]
-# The most by which a logit is changed at once: more would leave float32's range, and nothing to choose from.
+# The most by which a logit may be changed: larger changes could overflow float32, and no token would be left.
 LARGEST = 1e10
-# Token ids of a sequence, and what is added to the logit of its last token where the others have just come.
+# A sequence of token ids, and what is added to the logit of its last one when the text ends with the others.
 Bias = tuple[tuple[int, ...], float]
 
 
@@ -75,7 +75,7 @@ class Processing:
     own: functions of token ids [K, L] and logits [K, V] that return new logits, such as Hugging Face's
       LogitsProcessor objects. They must depend on their arguments only, since they see paths of a tree that
       the text may never take, K at a time.
-    constraint: of the answer's tokens. Where it leaves none but the end, min_new_tokens does not hold.
+    constraint: restricts the answer's tokens. Where it allows only an end token, min_new_tokens is ignored.
     """
 
     repetition_penalty: float = 1.0
@@ -158,7 +158,7 @@ def as_tokens(name: str, value: object, some: bool = True) -> tuple[int, ...]:
     for token in given:
         if not isinstance(token, Integral) or isinstance(token, bool) or int(token) < 0:
             raise ValueError(
-                f"{name} has {format_value(token)}: a token id is an integer of at least 0; mend it"
+                f"{name} has {format_value(token)}: a token id is an integer of at least 0; fix it"
             )
     if some and not given:
         raise ValueError(f"{name} has an empty sequence: it must have a token id at least; leave it out")
@@ -170,7 +170,7 @@ def as_sequences(name: str, value: object) -> tuple[tuple[int, ...], ...]:
     if value is None:
         return ()
     if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)):
-        raise ValueError(f"{name} is {format_value(value)}: it must be a list of lists of token ids; mend it")
+        raise ValueError(f"{name} is {format_value(value)}: it must be a list of lists of token ids; fix it")
     for one in value:
         if not isinstance(one, Iterable):
             raise ValueError(

@@ -165,7 +165,7 @@ class RowRandom:
         self._generators = [self._generators[row] for row in rows]
 
     def at(self, rows: Sequence[int]) -> RowRandom:
-        """Return the streams of these rows alone; what is drawn from them is drawn from these here."""
+        """Return the streams of these rows alone. They are shared: a draw from either advances both."""
         some = RowRandom(0, 0, self.device)
         some._generators = [self._generators[row] for row in rows]
         return some

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from eagle_fsd.core.devices import host_can_read
 
-# Where a drafted token comes from, by its number in DraftTree.sources: a network, a copy of the text, or one
-# of the target's own earlier lists.
+# Where a drafted token comes from, by its number in DraftTree.sources: a network; a copy from earlier in the
+# text (`copied` in drafting/lookup); or the target's likeliest tokens at an earlier place (`recycled`).
 HEAD, SUFFIX, RECYCLED = range(3)
 SOURCES = ("head", "suffix", "recycled")
 
@@ -25,8 +25,8 @@ SOURCES = ("head", "suffix", "recycled")
 class DraftTree:
     """The tree of one step.
 
-    tokens, parents, depths: [B, N] int64; the root has parent -1 and depth 0. A filler has them too. It fills
-      up a row that has fewer nodes than another row of the batch; as nobody's child it is never reached.
+    tokens, parents, depths: [B, N] int64; the root has parent -1 and depth 0. So has a filler, a node that
+      pads a row with fewer nodes than others of the batch. It is nobody's child, so it is never reached.
     log_q: [B, M, W] float32, the draft's log-probabilities at the nodes that have children.
     owners: [B, M] int64, the node that each row of log_q belongs to; -1 marks an unused row.
     depth: the most drafted tokens on a path, so that a walk has static length.
@@ -56,11 +56,11 @@ class DraftTree:
 
     @property
     def largest(self) -> int:
-        """The number of nodes that this step might have had. It draws random numbers for that many nodes."""
+        """The most nodes that this step's tree may have. Random numbers are drawn for that many nodes."""
         return max(self.most, self.tokens.shape[1])
 
     def filled_up(self) -> DraftTree:
-        """Return the trees with fillers up to the most nodes: a runtime may pay for every other shape."""
+        """Return the trees padded with fillers to `largest` nodes, since some runtimes pay for each shape."""
         more = self.largest - self.tokens.shape[1]
         if not more:
             return self

@@ -15,7 +15,7 @@ from eagle_fsd.decoding.request import Prompts
 from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
 
-# Options that need steps of ours.
+# Options that Hugging Face's `generate` cannot serve: they need this package's own decoding loop.
 STEPPED = ("eos_token_id", "observer", "logprobs", "stop_strings", *FORMS)
 
 
@@ -26,8 +26,8 @@ def run_alone(
     for name in STEPPED:
         if getattr(options, name) is not None:
             raise ValueError(
-                f"{name} is not for the target alone, whose texts have any form and end as its model says, "
-                "and which shows no steps; leave it out"
+                f"{name} is not supported for the target alone: Hugging Face's generate decodes there, with "
+                "the model's own end tokens and without steps; leave it out"
             )
     seed = target.ranks.lead(fresh_seed()) if options.seed is None else options.seed
     require_integer("seed", seed, 0, "any will do")

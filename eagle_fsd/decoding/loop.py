@@ -62,7 +62,7 @@ class Batch:
     """Texts that are decoded together. Rows leave when their text is done, and others may take their places.
 
     texts: by row. roots: [B], the newest token of each row, which the target has not read yet. tree: of the
-    next step; what was made for a larger one can be given a smaller one at any time.
+    next step; a smaller tree than the batch was made for may be set between any two steps.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Batch:
         watch, before, ranks = self.watch, self.active, self.target.ranks
         check_step(ranks, [text.stats.new_tokens for text in self.texts])
         with watch("draft"):
-            if self.tree.total_tokens == 1:  # what drafts is not asked, but it is shown the step
+            if self.tree.total_tokens == 1:  # the drafter is not asked, but is still shown what is emitted
                 tree = root_only(self.roots, 0)
             else:
                 tree = self.drafter.draft(self.roots, self.tree)
@@ -162,7 +162,7 @@ class Batch:
     def _accept(
         self, tree: DraftTree, logits: Tensor, found: list[tuple[list[int], Verified, Verdict]]
     ) -> Verdict:
-        """Apply each text's rule and return the verdict. found: takes those on rows with the same terms."""
+        """Apply each text's rule and return the verdict. found: receives (rows, tree, verdict) per Terms."""
         emitted = on_device([text.stats.new_tokens for text in self.texts], logits.device)
         groups: list[tuple[Terms, list[int]]] = []
         for row, text in enumerate(self.texts):
@@ -186,12 +186,12 @@ class Batch:
     def _fail(self, text: Text, logits: Tensor) -> None:
         """End a text that no token can be emitted for; logits [n, V]: the target's own, on its path.
 
-        Raises NonFiniteLogits if these are not finite, for then neither may what the caches hold be.
+        Raises NonFiniteLogits if these are not finite, since the caches may then hold such numbers as well.
         """
         if not (text.terms.processing.active and bool(logits.amax(-1).isfinite().all())):
             raise NonFiniteLogits(text.stats.steps + 1, text.number)
         failure = NothingAllowed(text)
-        if self.target.ranks.several:  # the others do not know what the options are
+        if self.target.ranks.several:  # the other ranks do not know this text's options
             raise failure
         text.failure, text.stats.finish_reason = failure, FAILED
 
@@ -202,7 +202,7 @@ class Batch:
         return self._ends[ends]
 
     def drop_done_rows(self, few_sizes: bool = False) -> None:
-        """Drop rows whose texts are done; see `choose_rows`. few_sizes: as with recording."""
+        """Drop rows whose texts are done; see `choose_rows`. few_sizes: as if steps were recorded."""
         recorded = few_sizes or (self.accept_step.stepper.records and self.observer is None)
         kept = choose_rows([text.done for text in self.texts], recorded)
         if len(kept) < len(self.texts):

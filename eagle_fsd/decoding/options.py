@@ -28,10 +28,10 @@ from eagle_fsd.decoding.logits.constrained import require_ends
 from eagle_fsd.decoding.request import Observer, Prompts, Request, Stopper
 from eagle_fsd.target.model import TargetModel
 
-# Options that the model's generation_config may set, by the classes that they end up in.
+# The options that a model's generation_config may set, by the class that holds them.
 SAMPLING = tuple(field.name for field in fields(SamplingConfig))
-# For measurements, which are of the model and not of its generation_config.
-NOT_OPTIONS = ("own", "constraint")
+NOT_OPTIONS = ("own", "constraint")  # fields of Processing that no option of this name sets
+# Every option of Processing, switched off: measurements are of the model, not of its generation_config.
 UNTOUCHED = {field.name: field.default for field in fields(Processing) if field.name not in NOT_OPTIONS}
 PROCESSING = (*UNTOUCHED, "logits_processor")
 ASKED_TO_SAMPLE = {"temperature": 1.0, "top_k": 50}  # Hugging Face's defaults
@@ -46,8 +46,8 @@ class GenerationOptions:
     temperature, top_k, top_p, min_p: see SamplingConfig; temperature 0 is greedy.
     rule: when a drafted token is accepted; None is Lossless(), and AutoThreshold() reads the threshold of a
       quality budget from the head's calibration.
-    tree: the draft tree's size; None is TreeConfig(), total_tokens=1 is plain decoding, and AutoTree()
-      measures which is fastest here, or takes the calibration's.
+    tree: the draft tree's size; None is TreeConfig(), and total_tokens=1 is plain decoding. AutoTree()
+      measures which is fastest here; with an AutoThreshold it takes the calibration's tree instead.
     seed: the same seed and the same tree give the same texts; None draws a fresh one, which the output names.
       Row r of an int seed s draws from the stream (s, r), whatever else is in the batch. A sequence names
       each row's stream, so that seed=[(s, r)] gives row r again on its own.
@@ -57,14 +57,14 @@ class GenerationOptions:
       suppress_tokens, logit_bias, min_new_tokens: see Processing; lists and mappings of any kind will do.
     logits_processor: functions of your own, such as Hugging Face's LogitsProcessor objects; see Processing.
       They make steps slow, since they are called once for each length of a path.
-    logprobs: also return the target's log-probability of every new token, before all that the options do,
-      and those of so many of the likeliest tokens in its place; 0: of the new tokens only. None: neither.
+    logprobs: also return the log-probability of every new token and of this many likeliest tokens there,
+      under the target itself, before any option changes the logits. 0: of the new tokens only. None: neither.
     stop_strings: the text ends with the token that completes one of these, wherever in tokens it begins.
     json_schema, regex, grammar: the text's form, of which there is one at most; it needs the extra `schema`.
       A JSON schema is an object or its JSON, a regular expression fits the whole text, and a grammar is in
       Lark's language. All tokens that leave the form are ruled out at every node, for every rule, and an end
       token comes only where the form is complete.
-    num_return_sequences: so many sampled texts of each prompt, one after the other in the batch.
+    num_return_sequences: how many texts to sample for each prompt; they are neighbours in the batch.
     do_sample: as in Hugging Face: False is greedy, and True samples, at temperature 1 with top_k 50 where
       neither a field nor the model says otherwise. None: the temperature says it.
 
@@ -125,9 +125,7 @@ class GenerationOptions:
             )
         for stop in self.stops:
             if not isinstance(stop, str) or not stop:
-                raise ValueError(
-                    f"stop_strings has {stop!r}: each must be a text of a character at least; mend it"
-                )
+                raise ValueError(f"stop_strings has {stop!r}: each must be a non-empty string; fix it")
         _ = self.sampling, self.processing, self.form  # these raise ValueError for bad values
         if self.tree is not None and not isinstance(self.tree, (TreeConfig, AutoTree)):
             raise ValueError(
@@ -217,7 +215,7 @@ def settle_options(
     input_ids: Tensor,
     attention_mask: Tensor | None,
 ) -> tuple[GenerationOptions, Prompts]:
-    """Return the options and the prompts [B, L], each as often as the options say.
+    """Return the settled options and the prompts [B, L], each repeated num_return_sequences times.
 
     keywords: override options. What neither says is the model's own. Raises ValueError for what does not fit
     the target or each other.

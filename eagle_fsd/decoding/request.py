@@ -125,9 +125,9 @@ class Terms:
 
 
 class Stopper(Protocol):
-    """Is shown all tokens of one text, step by step, and returns how many of a step's to emit as the last.
+    """Called after every step with the tokens that one text emitted in it.
 
-    None: the text goes on.
+    Returns how many of them to emit if the text ends in this step; None: it goes on.
     """
 
     def __call__(self, tokens: Sequence[int]) -> int | None: ...

@@ -64,7 +64,7 @@ class Scheduler:
     token's keys and values in target and drafter; None: no limit. prefix_tokens: how many of these slots
     texts that have ended may keep, for prompts that begin like them; 0: none. observer: is shown every step;
     it may be set and taken away between steps. crowded: trees, no larger than `tree`, for the steps of at
-    least so many texts at once, if every one of them gets the same tokens with any tree (Terms.any_tree):
+    least this many texts at once, if every one of them gets the same tokens with any tree (Terms.any_tree):
     where many texts fill the processor, drafts for each are worth less.
 
     Raises ValueError for numbers out of range.
@@ -157,9 +157,9 @@ class Scheduler:
     def step(self) -> dict[Text, list[int]]:
         """Read a slice of the prompts, run one step and return the tokens that each text emitted.
 
-        While the first prompts are being read there are none. A text whose options leave it no token ends
-        with the finish reason FAILED, see Text. Raises what target and drafter raise, among it
-        NonFiniteLogits: the scheduler is of no use then, and its unfinished texts begin anew in another one.
+        No text emits any while the first prompts are being read. A text whose options leave it no token ends
+        with the finish reason FAILED, see Text. Raises whatever target and drafter raise, NonFiniteLogits
+        included. The scheduler cannot be used after that: admit its unfinished texts to a new one.
         """
         self._release()
         if self.waiting or self.reading:
@@ -233,7 +233,7 @@ class Scheduler:
         return Reading(texts, workspace, *found)
 
     def _make_workspace(self, texts: Sequence[Text], rows: int, tokens: int) -> Workspace:
-        """Return a workspace for texts, of which there are so many tokens now, and so many rows."""
+        """Return a workspace of `rows` rows with memory for `tokens` tokens each; it can grow later."""
         most = max(map(longest, texts))
         made = make_workspace(self.target, self.drafter, rows, tokens, most, self.tree, self._accept_step)
         self._needs = made.drafter.needs
@@ -248,7 +248,7 @@ class Scheduler:
         self.batch.join(joining)
 
     def _tighten(self) -> None:
-        """Give the memory back that rows and texts took which have left."""
+        """Move the unfinished texts into a new, smaller workspace, which frees what finished ones took."""
         assert self.batch is not None
         batch = self.batch
         batch.select([row for row, text in enumerate(batch.texts) if not text.done])

@@ -55,9 +55,9 @@ def make_workspace(
     accept_step: AcceptStep | None = None,
     least: int = 0,
 ) -> Workspace:
-    """Return a workspace for `batch` texts of up to `longest` tokens, the first `prompt` of them prompts.
+    """Return a workspace for `batch` texts of up to `longest` tokens, prompts of up to `prompt` included.
 
-    accept_step: one to share; None: its own. least: the slots that it has at least.
+    accept_step: one to share; None: its own. least: the fewest slots that it has.
     """
     first = max(min(longest, prompt + AHEAD), least - tree.total_tokens)
     made = spec.make(batch, first, tree)

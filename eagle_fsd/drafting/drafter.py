@@ -110,7 +110,7 @@ class Resumable(Drafter, Protocol):
         """
 
     def save_row(self, row: int, tokens: int) -> tuple[SavedRow, ...] | None:
-        """Return a copy of what it holds of a row's text, which has so many tokens, its root included.
+        """Return a copy of what it holds of a row's text of this many tokens, its root included.
 
         None: another text cannot go on from it.
         """

@@ -31,7 +31,7 @@ class Predictor(Protocol):
     """A network that predicts tokens from committed text and from drafted tokens after it.
 
     A state [..., d] is its output at one token; `log_q` reads the next token's distribution from it.
-    needs: see Drafter. drafted: the target's ids [W] of the tokens that it proposes; None: all, in order.
+    needs: see Needs. drafted: the target's ids [W] of the tokens that it proposes; None: all, in order.
     cache: its own cache, which holds the committed text and after it a growing tree. behind: how many slots
     fewer it takes than a text has tokens. width: d. longest: how many tokens it can read; nothing is drafted
     for a text that has more.

@@ -16,7 +16,7 @@ from pathlib import Path
 from eagle_fsd.files.atomic import cache_folder, hidden_beside
 
 DAY = 86_400  # seconds
-OFF = "EAGLE_FSD_NO_WEIGHTS_CACHE"  # set to anything but 0, nothing is read or kept
+OFF = "EAGLE_FSD_NO_WEIGHTS_CACHE"  # any value but "" and "0" turns reading and keeping off
 
 
 def is_enabled() -> bool:

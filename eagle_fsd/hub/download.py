@@ -80,7 +80,7 @@ def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Pat
     config = read_config(folder, "draft head")
     refuse_other_config(config, name)
     if config.get(VOCABULARY_FIELD) is not None and kind_by_config(config) != EAGLE3:
-        # Some EAGLE-3 heads say so in their weights alone: what is missing is told when these are read.
+        # Some EAGLE-3 heads show their kind only in their weights. A missing vocabulary is reported later.
         snapshot(repo, folder.name, [CONFIG_NAME, VOCABULARY_NAME], "draft head")
     snapshot(repo, folder.name, [CONFIG_NAME, SAFETENSORS_NAME], "draft head")
     if not (folder / SAFETENSORS_NAME).is_file():

@@ -134,8 +134,8 @@ def refuse_half_vocabulary(folder: Path, config: Mapping[str, Any], name: str) -
     if size is not None and not there:
         raise ValueError(
             f"draft head {name!r} names {VOCABULARY_FIELD} {format_value(size)} but has no "
-            f"{VOCABULARY_NAME}: an EAGLE-1/2 head must have both or neither, and its weights are none of "
-            "EAGLE-3; copy the file, or choose another head"
+            f"{VOCABULARY_NAME}: an EAGLE-1/2 head must have both or neither, and these weights are not "
+            "an EAGLE-3 head's; copy the file, or choose another head"
         )
     if size is None and there:
         raise ValueError(

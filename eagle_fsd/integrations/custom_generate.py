@@ -61,7 +61,7 @@ def generate_with_head(
     input_ids: [B, L]. arguments: those of `generate`; and threshold and divergence (default: 0, lossless), or
     rule, an acceptance rule or its words, such as "js:0.6:min_gain=0.7"; tree, a TreeConfig or its words;
     seed. Returns sequences [B, L + new], or with return_dict_in_generate a GenerationOutput. max_new_tokens
-    is 256 unless said. Raises ValueError for an argument that is not done.
+    is 256 unless said. Raises ValueError for an argument that is not supported.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     config = given.pop("generation_config", None)
@@ -87,7 +87,7 @@ def settings_of(config: GenerationConfig) -> dict[str, Any]:
 
 
 def require_known(given: Mapping[str, Any]) -> None:
-    """Raise ValueError for an argument that asks for what is not done."""
+    """Raise ValueError for an argument that asks for what is not supported."""
     for name, value in given.items():
         if name in SAME or name in OTHERS or name in WITHOUT_EFFECT or name.startswith("_"):
             continue

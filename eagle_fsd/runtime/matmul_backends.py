@@ -130,7 +130,7 @@ def measure_fastest_backend(
 ) -> MatmulBackend | None:
     """Return the backend that multiplies `rows` rows with this module's layers fastest; None: stock layers.
 
-    Every number of rows has the same weight. It takes about a second, on up to SAMPLE bytes of the layers. A
+    The numbers of rows count equally. It takes about a second, on up to SAMPLE bytes of the layers. A
     module of less than LEAST bytes is not measured and gets the first backend that supports its weights.
     spreads: a list that is given the disagreement (timing.disagreement) of everything that is timed.
     """

@@ -98,7 +98,7 @@ def pack_linears(module: nn.Module, backend: MatmulBackend | None = ONEDNN) -> n
     """Replace the plain linear layers inside a module by packed ones, if a backend supports them.
 
     Layers of any other kind (quantised, adapted) stay as they are. backend: the preferred one, from
-    `measure_fastest_backend`, or always the same one if numbers must be equal in every run, as for features;
+    `find_fastest_backend`, or always the same one if numbers must be equal in every run, as for features;
     None leaves the module as it is.
     """
     made: dict[nn.Module, PackedLinear] = {}  # a layer may be used in several places

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from eagle_fsd.core.checks import one_line
 
 Value = TypeVar("Value")
-PATIENCE = timedelta(hours=2)  # that a rank waits for another: reading large weights takes long
-NUMBERS = 4  # of a check: what it is of, and what must be alike
+PATIENCE = timedelta(hours=2)  # how long a rank waits for another: reading large weights takes long
+NUMBERS = 4  # in a check: one for what is checked, the others for what must be alike
 COMMAND = "torchrun --nproc-per-node N -m eagle_fsd.generate --tp-plan auto ..."
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 VIEW = 256  # a cache's view grows by this many slots at a time, so that few shapes occur
 MOST = 32  # recordings of one piece of work: enough for a text of 8,192 tokens
-FEW_ROWS = 2  # of a batch, whose work beside the graphs one thread does
+FEW_ROWS = 2  # up to this many rows, one thread is enough for torch's work beside the graphs
 SHAPES = 8  # result shapes of one piece of work, each with memory of its own
 
 
@@ -109,8 +109,9 @@ EAGER = Eager()
 
 
 class FixedShapes(Eager):
-    """A stepper that records nothing, for a runtime that has some work to do whenever shapes change.
+    """A stepper for a runtime that does extra work whenever shapes change.
 
+    It records nothing. `records` is True all the same, so that callers keep to a few recurring shapes.
     The runtime has threads of its own. After each parallel piece of torch's work, torch's threads wait busily
     for the next one and take the processor from them. So torch gets one thread where it has little to do.
     """

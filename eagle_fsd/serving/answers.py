@@ -182,7 +182,7 @@ class Answer:
         return self._chunk([], usage=self.usage, timings=self.timings)
 
     def _read(self, place: int, news: News) -> tuple[str, list[dict[str, Any]]]:
-        """Return what a text's news say: text, and the calls of functions that are complete with them."""
+        """Return what a text's news say: text, and the function calls that are complete with them."""
         text = "".join(piece.text for piece in news.pieces)
         if not self._readers:
             return text, []

@@ -94,7 +94,7 @@ class Chooser:
 
     @cached_property
     def calls(self) -> CallFormat:
-        """How the model's chat template has calls of functions."""
+        """How the model's chat template writes function calls."""
         with self.encoding:
             return call_format(require_tokenizer(self.model.tokenizer))
 
@@ -247,7 +247,7 @@ def requested_rule(
 def token_of(key: str) -> int:
     """Return the token id that a key of logit_bias is. Raises ValueError if it is none."""
     if not key.isdecimal() or not key.isascii():
-        raise ValueError(f'logit_bias has the key {key!r}: it must be a token id, such as "42"; mend it')
+        raise ValueError(f'logit_bias has the key {key!r}: it must be a token id, such as "42"; fix it')
     return int(key)
 
 
@@ -257,7 +257,11 @@ def without_threshold(name: str) -> AcceptanceRule:
 
 
 def auto_threshold(name: str, said: dict[str, Any], usual: AcceptanceRule | AutoThreshold) -> AutoThreshold:
-    """Return the threshold of a budget; mode and child are the server's, and its price if it plans."""
+    """Return the threshold of a budget. What the request leaves open is the server's.
+
+    A mode that every rule has without a flag asks for none, and neither do price and cost of a rule that does
+    not plan: any that were calibrated will do.
+    """
     if said.get("threshold", AUTO) != AUTO:
         raise ValueError(
             f"quality_budget is {said['quality_budget']!r}: it finds the threshold; leave threshold out, or "
@@ -268,6 +272,8 @@ def auto_threshold(name: str, said: dict[str, Any], usual: AcceptanceRule | Auto
     known = {one: getattr(usual, one) for one in field_names(AutoThreshold()) if hasattr(usual, one)}
     if not (isinstance(usual, AutoThreshold) or known.get("price")):
         known |= {"price": None, "cost": None}
+        if known.get("mode") == Fuzzy(0.0).mode:
+            known["mode"] = None
     return AutoThreshold(**known | {key: value for key, value in said.items() if key != "threshold"})
 
 

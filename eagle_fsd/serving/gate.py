@@ -16,15 +16,15 @@ from eagle_fsd.serving.errors import ApiError, too_large, unknown_host, unknown_
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-DRAINED = 16  # so many times the limit is still read of a body that is refused, for its sender to hear that
+DRAINED = 16  # an oversized body is read up to this many times the limit, so that its sender gets the error
 BODY_SECONDS = 60.0  # a body must be there after this time
 
 
 class Gate:
     """ASGI middleware that answers for the application where a request may not go on.
 
-    key: None lets everybody in. hosts: the names by which this server may be called, all if there are none. A
-    page of a foreign name that was made to point here could otherwise call and read. is_open: whether a path
+    key: None lets everybody in. hosts: the host names that requests may use; empty allows all. This stops DNS
+    rebinding, by which a foreign page could call the server and read its answers. is_open: whether a path
     needs no key. answered: is told all paths and statuses.
     """
 

@@ -1,4 +1,4 @@
-"""Requests as clients send them. A field that is unknown, or asks for what is not done, is refused by name.
+"""Requests as clients send them. A field that is unknown or asks for what is unsupported is refused by name.
 
 Values must have their JSON type: "5" is no number. null means that a field is absent.
 """
@@ -32,8 +32,8 @@ MOST_IDS = 1024  # entries of a list of tokens or words: each costs time in ever
 MOST_LOGPROBS = 20
 SEEDS = 2**63
 
-# Fields of OpenAI's and vLLM's requests that are not done, and the values that ask for nothing, which clients
-# send of their own accord. To switch a field on: take it out of this table, add it to a class below, and use
+# Unsupported fields of OpenAI's and vLLM's requests, and the values that ask for nothing, which clients send
+# of their own accord. To switch a field on: take it out of this table, add it to a class below, and use
 # it in choices.py.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # how tokens are chosen
@@ -67,7 +67,7 @@ WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "
 
 
 def drop_what_asks_for_nothing(data: Any) -> Any:
-    """Take out fields without effect; raise ValueError for one that asks for what is not done."""
+    """Take out fields without effect; raise ValueError for one that asks for what is unsupported."""
     if not isinstance(data, Mapping):
         return data
     kept = {}
@@ -92,7 +92,7 @@ def type_and_value(value: object) -> tuple[bool, object]:
 
 
 class Unsupported(Exception):
-    """A field that asks for something that is not done."""
+    """A field that asks for something unsupported."""
 
     def __init__(self, name: str) -> None:
         neutral = [one for one in UNSUPPORTED[name] if one not in ({}, [], "")]

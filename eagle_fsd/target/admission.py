@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NARROW_WINDOW = 3  # slots of a sliding window while a model is tested
+NARROW_WINDOW = 3  # positions in a sliding window while a model is tested
 PATHS = ([0, 1, 3], [0, 2, 4])  # of `small_tree`
 # What a forward may raise if it cannot take our cache, masks or positions.
 FORWARD_ERRORS = (

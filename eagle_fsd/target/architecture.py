@@ -202,13 +202,13 @@ def report_defaults(ignored: Mapping[str, object], own: Mapping[str, object]) ->
     """Warn about defaults of a model's generation_config that are not applied, and note those that are."""
     if ignored:
         logger.warning(
-            "the model's generation_config asks for %s, which is not done here: texts are those of generate "
-            "without it",
+            "the model's generation_config asks for %s, which is not supported here: texts are those of "
+            "generate without it",
             one_line(", ".join(f"{name}={value!r}" for name, value in ignored.items()), 200),
         )
     if own:
         logger.info(
-            "the model's generation_config says %s: so it is, unless arguments say otherwise",
+            "defaults from the model's generation_config: %s; arguments override them",
             one_line(", ".join(f"{name}={value!r}" for name, value in own.items()), 200),
         )
 

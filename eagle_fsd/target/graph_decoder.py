@@ -160,7 +160,7 @@ class GraphDecoder:
         return (PagedCache if self.paged else BlockCache)(batch, capacity, self.members)
 
     def expect(self, rows: int, nodes: int, again: bool = True) -> None:
-        """Compile ahead for trees of so many nodes, since many are about to come. again: see Variants."""
+        """Compile ahead for trees of this many nodes, since many are about to come. again: see Variants."""
         self._decoder.variants.expect((rows, nodes), again)
         self._lm_head.variants.expect((rows * nodes,), again)
 
@@ -259,7 +259,7 @@ def layout_of(
 
 
 def may_page(kinds: Sequence[str], runtime: OpenVINO) -> bool:
-    """Return whether attention over pages may do: for full attention, in float32."""
+    """Return whether to try attention over pages: full attention, no bfloat16, and OpenVINO has it."""
     return list(kinds) == [FULL] and runtime.weight_format != BFLOAT16 and page_operator() is not None
 
 

@@ -51,10 +51,10 @@ class TargetModel:
     held: the model as it was given: whole, or with a runtime a KeptModel. model: the whole model, which is
     loaded when it is first asked for if only its graphs were. hidden_size, vocab_size: of features and
     logits. max_positions: the longest text, prompt included.
-    stepper: how the parts of a step are run. ranks: the processes that hold a part of it each. pages: its
-    graphs may attend over pages, where forwards see all slots before their own: drafting does not.
-    ignored_defaults: options of the model's generation_config that are not applied here, such as a repetition
-    penalty. The model itself is never changed, not even temporarily.
+    stepper: how the parts of a step are run. ranks: the processes that hold a part of it each. pages: whether
+    its graphs may attend over pages. Draft models need False: pages show a token all slots before its own.
+    ignored_defaults: options of the model's generation_config that are not applied here, such as typical_p.
+    The model itself is never changed, not even temporarily.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class TargetModel:
         return output.last_hidden_state.to(self.device), joined(found, self.device)
 
     def admit_taps(self, taps: tuple[int, ...]) -> None:
-        """Raise ValueError unless taps can be read, and are in a tree those of a plain forward."""
+        """Raise ValueError unless taps can be read, and equal a plain forward's, in a tree as well."""
         if self.graphs is not None and taps:
             raise ValueError(
                 f"the target's runtime is {self.graphs.runtime.name}: a head that reads its layers needs "
@@ -314,7 +314,7 @@ class TargetModel:
         return KVCache(batch, capacity, self.device, self.stepper.view)
 
     def expect(self, rows: int, nodes: int, again: bool = True) -> None:
-        """Prepare for many forwards over trees of so many nodes each; again: the next process may, too."""
+        """Prepare for many forwards over trees of this many nodes; again: the next process may, too."""
         if self.graphs is not None:
             self.graphs.expect(rows, nodes, again)
 

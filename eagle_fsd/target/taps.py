@@ -1,7 +1,7 @@
 """Taps: the residual stream between a target's layers, for drafters that read more than its last state.
 
 Tap i, 1 <= i <= n, is the output of layer i - 1, which is what enters layer i: entry i of Hugging Face's
-`hidden_states`. Only the last entry there is another one: it is normed, and tap n is not.
+`hidden_states`. The exception is the last entry: Hugging Face's is normed, and tap n is not.
 
 Hooks read them, in a private copy of the decoder that is made when taps are first asked for. So they cost
 nothing elsewhere, the user's model is never changed, and threads do not see each other's taps.
@@ -25,8 +25,8 @@ _recording: ContextVar[dict[int, Tensor] | None] = ContextVar("taps", default=No
 class TappedDecoder:
     """A private copy of a decoder whose forwards also give some taps, in the order asked for.
 
-    plain: keep Hugging Face's attention instead of ours. Raises ValueError if the decoder has no list of
-    `layers` layers, or not that many.
+    plain: keep Hugging Face's attention instead of ours. Raises ValueError if a tap is not in 1..layers, or
+    if the decoder has no list of that many layers.
     """
 
     def __init__(self, decoder: nn.Module, layers: int, taps: Sequence[int], plain: bool = False) -> None:

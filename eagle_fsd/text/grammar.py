@@ -80,7 +80,7 @@ class GrammarWalk:
 def compile_form(
     form: Form | None, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> Grammar | None:
-    """Return the constraint that a form is for this tokenizer, of a target with so many tokens.
+    """Compile a form into a constraint for this tokenizer and a target with vocab_size tokens; None: no form.
 
     Raises ValueError for a form that is wrong or too large, without the library, and for a tokenizer that the
     library does not read.

@@ -29,7 +29,7 @@ def is_jsonl(path: Path) -> bool:
 
 
 def read_asked(path: Path) -> list[str]:
-    """Return all that users ask in a file, also in later turns; rows are found under any name.
+    """Return everything that users ask in a file, in all turns. Rows are recognised in a file of any name.
 
     Raises ValueError if the file cannot be read, or nobody asks anything in a row.
     """

@@ -1,4 +1,4 @@
-"""Texts that end a text, and words that never come, as a batch of token ids needs them."""
+"""Stop strings and bad words, in the form that a batch of token ids needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of functions in a chat: how a model writes them, the grammar that forces them, and reading them.
+"""Function calls in a chat: how a model writes them, the grammar that forces them, and reading them.
 
 A tagged call is <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as the templates of Qwen and Hermes
 have it. Functions are {"name", "description", "parameters"}; the last is a JSON schema.
@@ -26,10 +26,10 @@ ANY_ARGUMENTS = {"type": "object"}
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a chat template has calls of functions.
+    """How a chat template writes function calls.
 
-    known: it shows functions to the model. tagged: a call is tagged; else it is the bare JSON. before, after:
-    the white space inside the tags.
+    known: whether it shows functions to the model. tagged: whether a call stands between tags; else it is
+    bare JSON. before, after: the white space inside the tags.
     """
 
     known: bool

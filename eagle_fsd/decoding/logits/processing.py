@@ -121,7 +121,7 @@ class TextProcessor:
                     break
 
     def _last(self, path: Sequence[int], count: int) -> list[int]:
-        """Return the last tokens of the text gone on along a path; fewer if it has not so many."""
+        """Return the last tokens of the text gone on along a path; fewer if it is shorter."""
         of_text = count - len(path)
         return [*(self.text[-of_text:] if of_text > 0 else ()), *path[max(0, -of_text) :]]
 
@@ -173,7 +173,7 @@ class TextProcessor:
                     shape = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
                     raise ValueError(
                         f"logits_processor {type(processor).__name__} returned {shape}: it must return "
-                        f"logits of the shape that it got, {list(scores.shape)}; mend it"
+                        f"logits of the shape that it got, {list(scores.shape)}; fix it"
                     )
                 scores = made
             logits[nodes] = scores.to(logits.dtype)

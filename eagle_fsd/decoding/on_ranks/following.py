@@ -50,7 +50,7 @@ class Leader:
         self.send()
 
     def send(self) -> None:
-        """Send what was told: nothing will do, to be heard of."""
+        """Send the queued commands. An empty list is a heartbeat: it says that rank 0 is alive."""
         told, self._told = self._told, []
         if self.ranks.several:
             self.ranks.lead(told)

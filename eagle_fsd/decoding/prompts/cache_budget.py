@@ -27,7 +27,7 @@ class CacheBudget:
         self.limit, self.block, self.tree = limit, block, tree
 
     def of_tokens(self, tokens: int) -> int:
-        """Return the slots that are allocated for so many tokens."""
+        """Return the slots that are allocated for this many tokens."""
         return -(-tokens // self.block) * self.block
 
     def of_text(self, text: Text) -> int:
@@ -39,15 +39,15 @@ class CacheBudget:
         return len(texts) * max(map(self.of_text, texts), default=0)
 
     def of_batches(self, active: Sequence[Text], joining: Sequence[Text]) -> int:
-        """Return the slots of a batch of texts and of others that are about to join it.
+        """Return the slots of a batch of `active` texts and of `joining` ones that are about to join it.
 
-        Those have slots of their own until they join, unless they become the batch.
+        Joining texts have a cache of their own until they join. With no active text it becomes the batch's.
         """
         together = self.of_batch([*active, *joining])
         return together + self.of_batch(joining) if active else together
 
     def of_batches_now(self, batch: Batch | None, joining: Sequence[Text]) -> int:
-        """Return the same for a batch as it is: with memory and rows that texts left behind.
+        """Return the slots that `of_batches` counts, from the sizes that the batch's cache has right now.
 
         batch: None if there is none with an unfinished text.
         """

@@ -100,7 +100,7 @@ def features_before(features: Tensor, drafter: Drafter) -> Tensor | None:
 def list_next_tokens(
     target: TargetSession, features: Tensor, counts: Sequence[int], length: int
 ) -> NextTokens | None:
-    """Return the target's lists after the last LISTED tokens of each row.
+    """Return the target's likeliest next tokens after each of the last LISTED tokens of every row.
 
     features: [B, L, d], of the rows' tokens. counts: the tokens of each row.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.runtime.kv_cache import SavedRow
 
-LEAST = 16  # tokens that a prompt must share with a kept text; fewer are read sooner than they are copied
+LEAST = 16  # tokens that a prompt must share with a kept text; reading fewer is faster than copying them
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 LONGEST = 16  # tokens of a match that are compared; longer matches are as good as this one
 RECENT = 256  # places of a token that are looked at, the latest ones
-ALONE = 32  # of them: those that may count where no more than this one token is the same
+ALONE = 32  # how many of these places may count where only this one token is the same
 
 Match = tuple[int, int]  # the place of a match's last token in the text, and the length of the match
 Continuation = tuple[int, bool]  # its longest match, and whether at least half of the matches disagree

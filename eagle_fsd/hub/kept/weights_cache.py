@@ -182,7 +182,7 @@ def recall_digest(gguf: Path, stamp: list[int]) -> str | None:
 
 
 def digest_once(gguf: Path, stamp: list[int]) -> str:
-    """Return the digest of a file's content, which this process computes once if the stamp shows changes."""
+    """Return the digest of a file's content, computed once per process if its stamp can be trusted."""
     return digest_stamped(gguf.resolve(), tuple(stamp)) if is_settled(stamp) else digest_file(gguf)
 
 

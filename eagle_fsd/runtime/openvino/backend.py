@@ -160,7 +160,7 @@ class OpenVINO:
 def variants_of(
     model: Any, compile_for: Callable[[tuple[int, ...] | None], Any], folder: Path | None
 ) -> Variants:
-    """Return a graph's variants. There may be only so many, since each keeps a copy of the weights."""
+    """Return a graph's variants. Their number is limited: each keeps a copy of the weights."""
     size = constant_bytes(model)
     return Variants(compile_for, max(2, min(8, COPIES // max(1, size))), folder, size > LARGE)
 

@@ -117,7 +117,7 @@ def chunks(rows: np.ndarray, numbers_a_row: int) -> Iterator[np.ndarray]:
 
 
 def checksum(rows: np.ndarray) -> np.ndarray:
-    """Return 64 bits for each row [n, columns] of floats: others than equal rows hardly ever share them."""
+    """Return a 64-bit checksum of each row [n, columns] of floats; different rows hardly ever share one."""
     pairs = rows.view(np.uint64)  # [n, columns / 2]
     # An odd factor for each place. Without the shift, signs, which are the highest bits, cancel each other.
     factors = np.random.default_rng(0).integers(2**63, size=pairs.shape[1], dtype=np.uint64)
@@ -201,7 +201,7 @@ def scales_of_8_bits(blocks: np.ndarray) -> tuple[np.ndarray, None]:
 
 
 def scales_of_6_bits(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Read eight scales and minima from three fours of bytes.
+    """Read eight scales and minima from three groups of four bytes.
 
     The first four bytes hold four scales and the highest bits of the other four; the next four bytes the same
     of the minima; the last four bytes the lowest bits of the other scales and minima.

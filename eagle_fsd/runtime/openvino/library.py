@@ -62,11 +62,10 @@ def version() -> str:
 
 
 def convert(network: Any, examples: tuple[Tensor, ...], extensions: Sequence[Any] = ()) -> Any:
-    """Trace a network into an openvino.Model, and leave the root logger as it was.
+    """Trace a network into an openvino.Model.
 
-    extensions: of the converter, for operators that it does not know.
-
-    The converter silences warnings of the whole process, and a conversion that fails leaves it so.
+    extensions: of the converter, for operators that it does not know. The converter silences the root logger,
+    and a failed conversion does not undo that. It is undone here.
     """
     import openvino
 
@@ -85,8 +84,8 @@ def compile_graph(
     """Compile an openvino.Model for this processor, or read its compiled form from a folder that has it.
 
     precision: "f32" or "bf16", of products and activations. rounded_activations: let products with weights of
-    few bits round their other factor to 8 bits. A folder that cannot be used, or in which another process is
-    at work for long, is done without. A graph with attention over pages is always compiled: OpenVINO writes
+    few bits round their other factor to 8 bits. A folder is ignored if it cannot be used, or if another
+    process keeps it locked for long. A graph with attention over pages is always compiled: OpenVINO writes
     its compiled form and cannot read it.
     """
     config = settings(precision, rounded_activations, threads)

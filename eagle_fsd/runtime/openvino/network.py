@@ -64,7 +64,7 @@ class Layout:
         return [*self.inputs, *masks, *blocks]
 
     def shape(self, place: int, example: Tensor, batch: int = -1, new: int = -1) -> list[int]:
-        """Return the shape of the input at a place, for so many rows and new tokens; -1: any number."""
+        """Return the shape of the input at a place, for these numbers of rows and new tokens; -1: any."""
         shape = list(example.shape)
         if place < len(self.inputs):
             shape[:2] = batch, new

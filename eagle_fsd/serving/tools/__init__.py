@@ -1,1 +1,1 @@
-"""Forms of answers and calls of functions in requests."""
+"""Forms of answers and function calls in requests."""

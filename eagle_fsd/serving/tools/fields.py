@@ -1,4 +1,4 @@
-"""The parts of requests that ask for a form of the answer, or for calls of functions, as OpenAI has them."""
+"""The parts of requests that ask for a form of the answer, or for function calls, as OpenAI has them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ResponseFormat(Strict):
     def require_schema(self) -> ResponseFormat:
         if (self.json_schema is not None) != (self.type == "json_schema"):
             raise ValueError(
-                "response_format has a json_schema if its type is json_schema, and only then: mend it"
+                "response_format has a json_schema if its type is json_schema, and only then: fix it"
             )
         return self
 

@@ -74,7 +74,7 @@ class Worker:
         self._number, self._ended, self._speed = 0, 0, 0.0  # speed: texts per second, lately
         self._inbox: list[Job] = []
         self._open, self._closing = 0, False  # open: jobs that have not ended
-        self._lost = False  # the other ranks are
+        self._lost = False  # whether contact with the other ranks is lost
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="eagle-fsd-worker", daemon=True)
 
@@ -82,7 +82,7 @@ class Worker:
         self._thread.start()
 
     def close(self) -> None:
-        """End all texts and the thread, but for one that waits for other ranks."""
+        """End all texts and stop the thread. A thread that waits for other ranks is left after FAREWELL."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -118,7 +118,7 @@ class Worker:
             self._wake.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """End texts that nobody wants any more. They tell nothing after this."""
+        """End texts that nobody wants any more. Nothing is told of them after this."""
         with self._wake:
             for job in jobs:
                 job.cancelled = True
