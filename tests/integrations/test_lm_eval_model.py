@@ -93,6 +93,10 @@ def test_the_models_arguments_are_those_of_the_engine_the_rule_and_the_tree() ->
             "dtype": "float32",
             "device": "cpu",
             "pack": False,
+            "runtime": "openvino",
+            "weight_format": "packed",
+            "lookup": True,
+            "draft_layers": 3,
             "threshold": 0.3,
             "divergence": "tv",
             "mode": "paper",
@@ -113,6 +117,10 @@ def test_the_models_arguments_are_those_of_the_engine_the_rule_and_the_tree() ->
         "dtype": "float32",
         "device": "cpu",
         "pack": False,
+        "runtime": "openvino",
+        "weight_format": "packed",
+        "lookup": True,
+        "draft_layers": 3,
     }
     assert settings.rule == Fuzzy(0.3, "tv", "paper", "target", min_p=0.1, max_consecutive=2)
     assert settings.tree == TreeConfig(20, 4, 6)

@@ -26,9 +26,10 @@ from eagle_fsd.text.streamed import StreamedText
 
 MODELS = (
     *("base_model", "ea_model", "draft_model", "dtype", "head_dtype"),
-    *("device", "draft_device", "device_map", "attn_implementation"),
+    *("device", "draft_device", "device_map", "attn_implementation", "runtime", "weight_format"),
 )
-SWITCHES = ("trust_remote_code", "pack", "graphs", "full_vocabulary")
+SWITCHES = ("trust_remote_code", "pack", "graphs", "full_vocabulary", "lookup")
+DRAFT_LAYERS = "draft_layers"
 RULE = ("rule", *(field.name for field in fields(Fuzzy)))
 TREE = tuple(field.name for field in fields(TreeConfig))
 COUNTS = {"batch_size": 1, "max_gen_toks": 1, "seed": 0}  # and the least that each may be
@@ -80,11 +81,11 @@ class Answer:
 def settings_of(arguments: Mapping[str, Any]) -> Settings:
     """Read --model_args. Raises ValueError for a name or a value that is not there.
 
-    The names are those of EagleFSD.from_pretrained, Fuzzy (without a threshold it is 0, lossless) and
-    TreeConfig, whose total_tokens may be "auto". top_k is the tree's; that of sampling is in --gen_kwargs.
-    `rule` names any other rule in a word, such as cactus:0.1.
+    The names are MODELS, SWITCHES and DRAFT_LAYERS, as of EagleFSD.from_pretrained; those of Fuzzy (without a
+    threshold it is 0, lossless); and those of TreeConfig, whose total_tokens may be "auto". top_k is the
+    tree's; that of sampling is in --gen_kwargs. `rule` names any other rule in a word, such as cactus:0.1.
     """
-    known = (*MODELS, *SWITCHES, *RULE, *TREE, *COUNTS)
+    known = (*MODELS, *SWITCHES, DRAFT_LAYERS, *RULE, *TREE, *COUNTS)
     for name in arguments:
         if name not in known:
             raise ValueError(
@@ -97,6 +98,8 @@ def settings_of(arguments: Mapping[str, Any]) -> Settings:
     for name in SWITCHES:
         if name in given:
             models[name] = require_switch(name, given[name])
+    if DRAFT_LAYERS in given:
+        models[DRAFT_LAYERS] = given[DRAFT_LAYERS]
     counts = {name: given[name] for name in COUNTS if name in given}
     for name, value in counts.items():
         if isinstance(value, str) and value.isdecimal():  # lm-eval's own flags come as strings
