@@ -32,8 +32,9 @@ class Verdict:
     the number of tokens that the step emits. tokens: [B, depth + 1] the emitted tokens, -1 padded: the path's
     drafted tokens, then next_token [B]. fuzzy: [B, depth + 1] bool, whether that node of the path was a fuzzy
     accept. asked: [B, depth + 1] bool, whether the rule was asked at that node (see max_consecutive,
-    exact_prefix). finite: [B] bool, whether the target's logits give a distribution at every node of the
-    path. chances, weak: [B, N] each, what `AcceptanceRule.chances` returned.
+    exact_prefix). sound: [B], how many of the tokens, from the first on, may be emitted: up to the first node
+    of the path where the target's logits give no distribution. chances, weak: [B, N] each, what
+    `AcceptanceRule.chances` returned.
     """
 
     path: Tensor
@@ -42,7 +43,7 @@ class Verdict:
     next_token: Tensor
     fuzzy: Tensor
     asked: Tensor
-    finite: Tensor
+    sound: Tensor
     chances: Tensor | None = None
     weak: Tensor | None = None
 

@@ -104,9 +104,9 @@ def walk(
     tokens = with_last(tree.tokens, -1).gather(1, with_last(path[:, 1:], stop))
     tokens = tokens.scatter(1, length[:, None] - 1, next_token)
     # The largest logit is enough: NaN, +inf, or nothing but -inf among the logits makes it non-finite.
-    finite = with_last(verified.largest.isfinite(), 1).gather(1, path).all(1)
+    finite = with_last(verified.largest.isfinite(), 0).gather(1, path)
     path = torch.where(alive, path, -1)
-    return Verdict(path, length, tokens, next_token[:, 0], fuzzy, asked, finite)
+    return Verdict(path, length, tokens, next_token[:, 0], fuzzy, asked, finite.long().cumprod(1).sum(1))
 
 
 def next_states(

@@ -52,10 +52,10 @@ def decode(
         batch.begin(texts, prefill(request.tokens, request.lengths, target, drafter))
     while batch.active:
         emitted = batch.step()
+        yield [emitted.get(text, []) for text in texts]
         for text in texts:
             if text.failure is not None:
                 raise text.failure
-        yield [emitted.get(text, []) for text in texts]
 
 
 class Batch:
@@ -118,10 +118,10 @@ class Batch:
             verdict = rank_0_verdict(ranks, tree, lambda: self._accept(tree, logits, groups))
             on_host = to_host(verdict, tree.sources)  # the one place where a step waits
             steps = dict(zip(self.texts, on_host, strict=True))
+            emitted: dict[Text, list[int]] = {text: [] for text in before}
             for row, text in enumerate(self.texts):
-                if not (text.done or steps[text].finite):
-                    self._fail(text, logits[row, verdict.path[row, : steps[text].count]])
-            emitted = {text: [] if text.done else emit(text, steps[text]) for text in before}
+                if not text.done:
+                    emitted[text] = self._emit(text, steps[text], logits[row], verdict.path[row])
             note_logprobs(self.texts, emitted, logits, verdict)
         if self.observer is not None:
             for rows, verified, part in groups:
@@ -183,17 +183,24 @@ class Batch:
             found.append((rows, *self.accept_step(terms.rule, terms.sampling, ends, *part, len(groups) > 1)))
         return merge_verdicts([(rows, verdict) for rows, _, verdict in found])
 
-    def _fail(self, text: Text, logits: Tensor) -> None:
-        """End a text that no token can be emitted for; logits [n, V]: the target's own, on its path.
+    def _emit(self, text: Text, step: Step, logits: Tensor, path: Tensor) -> list[int]:
+        """Emit a step's tokens. A text that is not done with them and can get no further one has failed.
 
-        Raises NonFiniteLogits if these are not finite, since the caches may then hold such numbers as well.
+        logits: [N, V], the target's own. path: of the verdict. Raises NonFiniteLogits if these logits are to
+        blame, since the caches may then hold such numbers as well.
         """
-        if not (text.terms.processing.active and bool(logits.amax(-1).isfinite().all())):
-            raise NonFiniteLogits(text.stats.steps + 1, text.number)
-        failure = NothingAllowed(text)
+        if step.sound == step.count:
+            return emit(text, step)
+        number, failure = text.stats.steps + 1, NothingAllowed(text)
+        emitted = emit(text, step)
+        if text.done:
+            return emitted
+        if not (text.terms.processing.active and bool(logits[path[step.sound]].amax().isfinite())):
+            raise NonFiniteLogits(number, text.number)
         if self.target.ranks.several:  # the other ranks do not know this text's options
             raise failure
         text.failure, text.stats.finish_reason = failure, FAILED
+        return emitted
 
     def _end_tokens(self, terms: Terms, device: torch.device) -> Tensor:
         ends = terms.eos_token_ids
@@ -270,37 +277,40 @@ class Step:
     """One row's part of a verdict, on the host.
 
     count: the nodes on the path. tokens: the `count` tokens that it emits. fuzzy: for each token but the
-    last, whether it was a fuzzy accept. finite: see Verdict. sources: of the same tokens; see DraftTree.
+    last, whether it was a fuzzy accept. sound: see Verdict. sources: of the same tokens; see DraftTree.
     """
 
     count: int
     tokens: list[int]
     fuzzy: list[bool]
-    finite: bool
+    sound: int
     sources: list[int]
 
 
 def to_host(verdict: Verdict, sources: Tensor | None = None) -> list[Step]:
     """Copy the parts of a verdict that the host needs, in one transfer. sources: the tree's."""
-    parts = [verdict.finite[:, None], verdict.length[:, None], verdict.tokens, verdict.fuzzy[:, 1:]]
+    parts = [verdict.sound[:, None], verdict.length[:, None], verdict.tokens, verdict.fuzzy[:, 1:]]
     if sources is not None:
         parts.append(sources.gather(1, verdict.path[:, 1:].clamp(min=0)))
     packed = torch.cat([part.long() for part in parts], dim=1).tolist()
     width = verdict.tokens.shape[1]
     steps = []
-    for finite, count, *row in packed:
+    for sound, count, *row in packed:
         fuzzy = [bool(flag) for flag in row[width : width + count - 1]]
         of_row = [HEAD] * (count - 1) if sources is None else row[2 * width - 1 : 2 * width + count - 2]
-        steps.append(Step(count, row[:count], fuzzy, bool(finite), of_row))
+        steps.append(Step(count, row[:count], fuzzy, sound, of_row))
     return steps
 
 
 def emit(text: Text, step: Step) -> list[int]:
-    """Cut a step's tokens at the limit and after the first one that ends the text, and record the others."""
+    """Cut a step's sound tokens at the limit and after the first one that ends the text, and record them."""
     stats, ends = text.stats, text.terms.eos_token_ids
     limit = text.limit - stats.new_tokens
-    end = next((place for place, token in enumerate(step.tokens) if token in ends), limit)
-    emitted = step.tokens[: min(limit, end + 1)]
+    sound = step.tokens[: step.sound]
+    if not sound:
+        return []
+    end = next((place for place, token in enumerate(sound) if token in ends), limit)
+    emitted = sound[: min(limit, end + 1)]
     taken = None if text.stopper is None else text.stopper(emitted)
     emitted = emitted[:taken]
     accepted = min(len(emitted), step.count - 1)  # the last token is the target's own, not an accepted one

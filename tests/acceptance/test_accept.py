@@ -823,13 +823,33 @@ def test_a_draft_with_a_nan_is_followed_nowhere(name: str, threshold: float, chi
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(0.8)], ids=["greedy", "sampled"])
-def test_a_verdict_says_of_every_row_whether_its_path_is_finite(sampling: SamplingConfig) -> None:
+def test_a_verdict_says_of_every_row_how_far_its_path_is_finite(sampling: SamplingConfig) -> None:
     tree, eos = random_tree(6, 9, 3, 3, vocab_size=20, seed=4), torch.empty(0, dtype=torch.int64)
     logits = torch.randn(6, 9, 20, generator=torch.Generator().manual_seed(1))
     logits[1, 0, 3], logits[2, 0, 3], logits[3, 0], logits[4, 0, 3] = NAN, INF, -INF, -INF
     verified = Verified(tree, logits, sampling, eos)
     verdict = accept(Lossless(), verified, RowRandom(0, 6), torch.zeros(6, dtype=torch.int64))
-    assert verdict.finite.tolist() == [True, False, False, False, True, True]
+    whole = torch.tensor([True, False, False, False, True, True])
+    assert torch.equal(verdict.sound, verdict.length * whole)
+
+
+def test_a_verdict_counts_the_tokens_before_the_first_node_without_a_distribution() -> None:
+    tree = random_tree(1, 9, 3, 3, vocab_size=20, seed=4)
+    logits = torch.randn(1, 9, 20, generator=torch.Generator().manual_seed(1))
+    rule = Fuzzy(INF, mode="paper", child="target")
+    clean = accept(
+        rule, Verified(tree, logits, SamplingConfig(), EOS), RowRandom(0, 1), torch.zeros(1).long()
+    )
+    length = int(clean.length)
+    assert length > 2 and int(clean.sound) == length
+    for place, node in enumerate(clean.path[0, :length].tolist()):
+        bad = logits.clone()
+        bad[0, node] = -INF
+        found = accept(
+            rule, Verified(tree, bad, SamplingConfig(), EOS), RowRandom(0, 1), torch.zeros(1).long()
+        )
+        assert int(found.sound) == place
+        assert torch.equal(found.tokens[0, :place], clean.tokens[0, :place])
 
 
 @pytest.mark.parametrize("sampling", [*SAMPLINGS[1:], SamplingConfig(1.0, top_k=3)])

@@ -419,6 +419,13 @@ def test_a_text_that_cannot_go_on_ends_alone(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="regex and the other options allow no token") as found:
         ask(client, extra_body=asked)
     assert found.value.code == "nothing_allowed"
+    shown = []
+    with pytest.raises(openai.APIError, match="regex and the other options allow no token"):
+        for chunk in ask(client, extra_body=asked, stream=True):
+            shown += [choice.delta.content for choice in chunk.choices if choice.delta.content]
+    assert shown == ["a"], "what could be made is shown before the error"
+    ended = ask(client, extra_body=asked, stop="a").choices[0]
+    assert (ended.message.content, ended.finish_reason) == ("", "stop")
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == alone
 
 

@@ -67,12 +67,12 @@ def rank_0_verdict(ranks: Ranks, tree: DraftTree, accept: Callable[[], Verdict])
 def pack(verdict: Verdict) -> Tensor:
     """Return a verdict, without the rules' chances, as one tensor [B, 4 * P + 3] of integers."""
     wide = (verdict.path, verdict.tokens, verdict.fuzzy, verdict.asked)
-    single = (verdict.length, verdict.next_token, verdict.finite)
+    single = (verdict.length, verdict.next_token, verdict.sound)
     return torch.cat([*(part.long() for part in wide), *(part.long()[:, None] for part in single)], dim=1)
 
 
 def unpack(packed: Tensor, width: int) -> Verdict:
     """Return the verdict that `pack` packed; width: P."""
     path, tokens, fuzzy, asked = packed[:, : 4 * width].split(width, dim=1)
-    length, next_token, finite = packed[:, 4 * width :].unbind(1)
-    return Verdict(path, length, tokens, next_token, fuzzy.bool(), asked.bool(), finite.bool())
+    length, next_token, sound = packed[:, 4 * width :].unbind(1)
+    return Verdict(path, length, tokens, next_token, fuzzy.bool(), asked.bool(), sound)

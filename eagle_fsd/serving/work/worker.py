@@ -167,9 +167,7 @@ class Worker:
         for text in before.difference(self._scheduler.waiting):
             self._start(text, begun, read)
         for text, tokens in emitted.items():
-            if text.failure is not None and (job := self._texts.get(text)) is not None:
-                self._retire(text, job, News(error=impossible_text(text.failure)))
-            elif tokens and text in self._texts:
+            if (tokens or text.failure is not None) and text in self._texts:
                 self._try_to_hand_on(text, tokens, now)
         self._origins.clear()
 
@@ -249,7 +247,7 @@ class Worker:
         logprobs = text.logprobs[len(job.token_ids) : len(job.token_ids) + taken]
         job.token_ids += tokens[:taken]
         job.reused = text.reused
-        if job.clock.first is None:
+        if job.clock.first is None and tokens:
             job.clock.first = now
             job.clock.prompt += self.phase_seconds("prefill")
         if self.watcher is not None:
@@ -257,6 +255,10 @@ class Worker:
         job.clock.last = now
         if job.written.stopped:
             self._retire(text, job, News(pieces, logprobs, "stop"))
+        elif text.failure is not None:
+            if pieces := [*pieces, *job.written.finish()]:
+                job.tell(News(pieces, logprobs))
+            self._retire(text, job, News(error=impossible_text(text.failure)))
         elif text.done:
             del self._texts[text]
             pieces = [*pieces, *job.written.finish()]
