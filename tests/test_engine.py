@@ -100,6 +100,18 @@ def test_short_rows_are_padded_on_the_right_with_the_pad_token() -> None:
     assert len({len(text) for text in out.new_tokens}) > 1
 
 
+def test_without_a_mask_pad_tokens_are_padding_unless_they_end_the_texts_of_this_call() -> None:
+    """As in Hugging Face's generate; the model's own end tokens do not count where a call names others."""
+    model, padded = tiny_model(), torch.tensor([[0, 0, 0, 7, 8], [5, 6, 7, 8, 9]])
+    for own, ends in (({}, 0), ({"eos_token_id": 0}, 5), ({"eos_token_id": 0}, None), ({}, None)):
+        model.generation_config = transformers.GenerationConfig(pad_token_id=0, **own)
+        asked = {"max_new_tokens": 8, **({} if ends is None else {"eos_token_id": ends})}
+        wanted = model.generate(padded, do_sample=False, **asked)[:, 5:].tolist()
+        made = EagleFSD(TargetModel(model), tiny_head()).generate(padded, **asked)
+        width = max(map(len, made.new_tokens))
+        assert [row + [0] * (width - len(row)) for row in made.new_tokens] == wanted, (own, ends)
+
+
 def test_the_pad_token_is_the_tokenizers_else_an_end_token_else_zero() -> None:
     class Tokenizer:
         pad_token_id = 41

@@ -25,7 +25,7 @@ from eagle_fsd.core.padding import as_ids
 from eagle_fsd.core.processing import Constraint, Processing, Processor
 from eagle_fsd.core.sampling import Seed
 from eagle_fsd.decoding.logits.constrained import require_ends
-from eagle_fsd.decoding.request import Observer, Prompts, Request, Stopper
+from eagle_fsd.decoding.request import Observer, Prompts, Request, Stopper, end_token_ids
 from eagle_fsd.target.model import TargetModel
 
 # The options that a model's generation_config may set, by the class that holds them.
@@ -227,4 +227,5 @@ def settle_options(
         input_ids = input_ids.repeat_interleave(copies, dim=0)
         if attention_mask is not None:
             attention_mask = as_ids(attention_mask).repeat_interleave(copies, dim=0)
-    return settled, Prompts.from_padded(target, input_ids, attention_mask, settled.max_new_tokens)
+    ends = end_token_ids(target, settled.eos_token_id)
+    return settled, Prompts.from_padded(target, input_ids, attention_mask, settled.max_new_tokens, ends)

@@ -44,16 +44,21 @@ class Prompts:
 
     @classmethod
     def from_padded(
-        cls, target: TargetModel, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int
+        cls,
+        target: TargetModel,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        max_new_tokens: int,
+        end_tokens: Sequence[int],
     ) -> Prompts:
         """Read prompts [B, L], padded as attention_mask [B, L] says.
 
-        Limits end at the target's last position. Without a mask the model's pad tokens are padding, as in
-        Hugging Face's `generate`. Raises ValueError if the input holds no token ids, or a prompt fills the
-        whole context.
+        Limits end at the target's last position. Without a mask the model's pad tokens are padding, unless
+        they are among end_tokens, as in Hugging Face's `generate`. Raises ValueError if the input holds no
+        token ids, or a prompt fills the whole context.
         """
         if attention_mask is None:
-            attention_mask = infer_mask(input_ids, target.pad_token_id, target.eos_token_ids)
+            attention_mask = infer_mask(input_ids, target.pad_token_id, end_tokens)
         tokens, lengths = unpad(input_ids, attention_mask, target.vocab_size)
         limits = [
             min(max_new_tokens, remaining_positions(target, row, length))

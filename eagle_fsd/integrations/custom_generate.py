@@ -10,6 +10,7 @@ The arguments are those of `generate`, and threshold, divergence, rule, tree, se
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.autotune.head_reading import settle_head
 from eagle_fsd.core.checks import format_value
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.padding import as_ids, infer_mask
 from eagle_fsd.decoding.outputs import GenerationOutput
+from eagle_fsd.decoding.request import end_token_ids
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.hub.resolve import load_any_head
@@ -73,12 +76,15 @@ def generate_with_head(
         raise ValueError("input_ids is missing: this generation continues a prompt; give one")
     options = options_of(model, given, ids.shape[-1])
     engine = engine_for(model, ea_model, given.get("tokenizer"))
-    made = engine.generate(ids, given.get("attention_mask"), streamer=given.get("streamer"), **options)
-    if given.get("return_dict_in_generate"):
-        return made
-    pad = given.get("pad_token_id", getattr(model.generation_config, "pad_token_id", None))
-    pad = engine.pad_token_id if pad is None else pad
-    return GenerationOutput.of(ids, made.new_tokens, made.stats, pad).sequences
+    ends = end_token_ids(engine.target, given.get("eos_token_id"))
+    pad = given.get("pad_token_id", engine.target.pad_token_id)
+    if (mask := given.get("attention_mask")) is None:
+        mask = infer_mask(as_ids(ids), pad, ends)
+    made = engine.generate(ids, mask, streamer=given.get("streamer"), **options)
+    # Where nothing names a pad token, `generate` fills short rows with the first end token in force.
+    fill = next((one for one in (pad, *ends) if one is not None), engine.pad_token_id)
+    sequences = GenerationOutput.of(ids, made.new_tokens, made.stats, fill).sequences
+    return replace(made, sequences=sequences) if given.get("return_dict_in_generate") else sequences
 
 
 def settings_of(config: GenerationConfig) -> dict[str, Any]:
@@ -106,7 +112,12 @@ def options_of(model: PreTrainedModel, given: Mapping[str, Any], length: int) ->
     if not options["do_sample"]:
         options.pop("temperature", None)  # has no effect there, as in `generate`
     if "max_new_tokens" not in options and "max_length" in given:
-        options["max_new_tokens"] = max(1, int(given["max_length"]) - length)
+        options["max_new_tokens"] = int(given["max_length"]) - length
+        if options["max_new_tokens"] < 1:
+            raise ValueError(
+                f"max_length is {given['max_length']}: the prompt has {length} tokens, and one must be left "
+                "for the answer; raise it, or give max_new_tokens"
+            )
     rule = given.get("rule")
     if rule is None:
         rule = f"{given.get('divergence', 'js')}:{given.get('threshold', 0)}"

@@ -72,6 +72,38 @@ def test_greedy_texts_are_those_of_generate(repository: str, arguments: dict[str
         assert torch.equal(made, wanted)
 
 
+ENDS = [17, 60, 5, 8, 9, 12, 31, 66]
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"pad_token_id": 0}, {"eos_token_id": 3}, {"pad_token_id": 0, "eos_token_id": 0}]
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"pad_token_id": 0},
+        {"generation_config": transformers.GenerationConfig(pad_token_id=0)},
+        {"eos_token_id": 0},
+        {"eos_token_id": ENDS},
+        {"eos_token_id": ENDS, "pad_token_id": 0, "tokenizer": tiny_tokenizer()},
+        {"pad_token_id": 0, "attention_mask": torch.ones(3, 7, dtype=torch.int64)},
+    ],
+    ids=lambda one: "-".join(one) or "nothing",
+)
+def test_padding_is_that_of_generate(repository: str, own: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """What counts as padding in the prompts, and what fills short rows."""
+    model, padded = tiny_model(), prompts()
+    padded[0, :3] = 0
+    model.generation_config = transformers.GenerationConfig(**own)
+    asked = {"max_new_tokens": 16, **arguments}
+    wanted = model.generate(padded, **asked)
+    head = str(Path(repository) / "head")
+    assert torch.equal(generate_with_head(model, head, padded, tree="8/3/3", **asked), wanted)
+    made = generate_with_head(model, head, padded, tree="8/3/3", return_dict_in_generate=True, **asked)
+    assert torch.equal(made.sequences, wanted)
+
+
 def test_stop_strings_end_texts_as_in_generate(repository: str) -> None:
     model, tokenizer = tiny_model(), tiny_tokenizer()
     whole = tokenizer.decode(model.generate(prompts(1), max_new_tokens=20)[0, 7:])
@@ -144,6 +176,7 @@ def test_a_target_with_the_folder_decodes_so_by_itself(repository: str, tmp_path
         ({"rule": "typical", "threshold": 0.3}, "threshold and divergence belong to the rule fuzzy"),
         ({"tree": "16"}, "tree is '16'"),
         ({"input_ids": None}, "input_ids is missing"),
+        ({"max_length": 7}, "max_length is 7: the prompt has 7 tokens"),
         ({"ea_model": "/not/there"}, "/not/there"),
     ],
 )
