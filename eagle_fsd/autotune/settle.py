@@ -94,7 +94,7 @@ class Settler:
         )
         rule, tree = self.settle(options, prompts)
         ends = end_token_ids(self.target, options.eos_token_id)
-        stoppers = make_stoppers(self.tokenizer, options.stops, len(prompts))
+        stoppers = make_stoppers(self.tokenizer, options.stops, prompts.rows)
         constraint = compile_form(options.form, self.tokenizer, self.target.vocab_size)
         return options.request(prompts, ends, rule, tree, self.target.device, stoppers, constraint)
 

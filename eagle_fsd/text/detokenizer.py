@@ -31,6 +31,10 @@ class Detokenizer:
         """Return the text that was held back; an unfinished character becomes U+FFFD."""
         return self._show(self._pending())
 
+    def whole_characters(self) -> str:
+        """Return the text that is held back, without the half of a character that it ends in."""
+        return self._pending().rstrip(UNFINISHED)
+
     def _add(self, token: int) -> str:
         self.ids.append(token)
         text = self._pending()

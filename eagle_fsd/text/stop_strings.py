@@ -8,11 +8,13 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.text.streamed import StreamedText
 
+CONTEXT = 16  # tokens of a prompt: in some vocabularies a token's space depends on the one before it
+
 
 def make_stoppers(
-    tokenizer: PreTrainedTokenizerBase | None, stops: Sequence[str], rows: int
+    tokenizer: PreTrainedTokenizerBase | None, stops: Sequence[str], prompts: Sequence[Sequence[int]]
 ) -> list[Callable[[Sequence[int]], int | None]]:
-    """Return a function for each row of a batch that says where its text ends; none without stop strings.
+    """Return a function for each prompt that says where its text ends; none without stop strings.
 
     It takes the tokens of a step and returns how many of them there are up to the one that completes a stop
     string, None if none does. Raises ValueError without a tokenizer.
@@ -21,7 +23,7 @@ def make_stoppers(
         return []
     if tokenizer is None:
         raise ValueError("stop_strings need a tokenizer: the target has none; name one that does")
-    return [stopper(StreamedText(tokenizer, stops)) for _ in range(rows)]
+    return [stopper(StreamedText(tokenizer, stops, prompt[-CONTEXT:])) for prompt in prompts]
 
 
 def stopper(written: StreamedText) -> Callable[[Sequence[int]], int | None]:

@@ -22,8 +22,9 @@ class StreamedText:
     """Turns a text's tokens into pieces that may be shown at once.
 
     stops: the text ends before the first of these strings that is complete; of several that end in the same
-    place, the longest counts, and empty ones are none. Characters that may still become the beginning of one
-    are held back, and so are tokens that hold half a character. context: token ids that the text continues.
+    place, the longest counts, and empty ones are none. One that is a special token, which has no text, ends
+    the text where that token comes. Characters that may still become the beginning of a stop string are held
+    back, and so are tokens that hold half a character. context: token ids that the text continues.
 
     text: all that was shown. tokens: how many tokens were taken; those after a stop string are not.
     """
@@ -35,6 +36,7 @@ class StreamedText:
         self.tokens = 0
         self.text = ""
         self._stops = tuple(stop for stop in stops if stop)
+        self._ends = special_tokens(tokenizer, self._stops)
         self._reach = max(map(len, self._stops), default=1) - 1
         self._held: list[Piece] = []
         self._detokenizer = Detokenizer(tokenizer, context)
@@ -49,8 +51,15 @@ class StreamedText:
             if self.stopped:
                 break
             self.tokens += 1
+            if token in self._ends:
+                shown += self.finish()
+                self.stopped = True
+                break
             origin = origins[place] if origins else ""
-            shown += self._take(Piece(self._detokenizer.add([token]), origin))
+            text = self._detokenizer.add([token])
+            shown += self._take(Piece(text, origin))
+            if not text and self._stops:
+                shown += self._take(Piece(self._detokenizer.whole_characters(), origin), waits=True)
         return merged(shown)
 
     def finish(self) -> list[Piece]:
@@ -63,17 +72,21 @@ class StreamedText:
             shown += self._show(sum(len(piece.text) for piece in self._held))
         return merged(shown)
 
-    def _take(self, piece: Piece) -> list[Piece]:
+    def _take(self, piece: Piece, waits: bool = False) -> list[Piece]:
+        """Return what may be shown with a piece. waits: it comes again, unless a stop string ends in it."""
         if not piece.text:
             return []
         before = sum(len(held.text) for held in self._held)
-        self._held.append(piece)
-        whole = "".join(held.text for held in self._held)
+        held = [*self._held, piece]
+        whole = "".join(one.text for one in held)
         # Nothing before `before` is complete, so a stop string ends within the new piece.
         start = max(0, before - self._reach)
         found = [
             (place + len(stop), place) for stop in self._stops if (place := whole.find(stop, start)) >= 0
         ]
+        if waits and not found:
+            return []
+        self._held = held
         if found:
             self.stopped = True
             return self._show(min(found)[1])
@@ -98,6 +111,12 @@ class StreamedText:
             shown.append(piece)
         self.text += "".join(piece.text for piece in shown)
         return shown
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> frozenset[int]:
+    """Return the ids of the special tokens that are written like one of these texts."""
+    added = tokenizer.added_tokens_decoder.items() if texts else ()
+    return frozenset(place for place, token in added if token.special and token.content in texts)
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:

@@ -14,6 +14,7 @@ import torch
 import transformers
 from support.tiny_models import VOCAB, tiny_head, tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from eagle_fsd import Fuzzy, hub
@@ -110,6 +111,33 @@ def test_stop_strings_end_texts_as_in_generate(repository: str) -> None:
     end = {"stop_strings": [whole[4:7]], "tokenizer": tokenizer, "max_new_tokens": 20}
     made = model.generate(prompts(1), custom_generate=repository, trust_remote_code=True, tree="8/3/3", **end)
     assert torch.equal(made, model.generate(prompts(1), **end)) and made.shape[1] < 27
+
+
+@pytest.mark.parametrize("kind", ["special token", "leading space"])
+def test_stop_strings_that_depend_on_the_tokenizer_end_texts_as_in_generate(
+    repository: str, kind: str
+) -> None:
+    """Special tokens have no text, and in Llama's vocabularies a token's space is lost at the beginning."""
+    model = tiny_model()
+    whole = model.generate(prompts(1), max_new_tokens=20)[0, 7:].tolist()
+    if kind == "special token":
+        tokenizer, stop, place = tiny_tokenizer(special=whole[4]), "<stop>", whole.index(whole[4])
+    else:
+        tokenizer, place = metaspace_tokenizer(whole[0]), 0
+        stop = tokenizer.convert_ids_to_tokens(whole[0]).replace("\u2581", " ")
+        assert stop.startswith(" ")
+    end = {"stop_strings": [stop], "tokenizer": tokenizer, "max_new_tokens": 20}
+    made = model.generate(prompts(1), custom_generate=repository, trust_remote_code=True, tree="8/3/3", **end)
+    assert torch.equal(made, model.generate(prompts(1), **end)) and made.shape[1] == 8 + place
+
+
+def metaspace_tokenizer(begins_with_a_space: int) -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer as Llama's: one character a token, but one with a space before its character."""
+    tokens = ["<unk>", "\u2581", *(chr(33 + place) for place in range(VOCAB - 2))]
+    tokens[begins_with_a_space] = "\u2581" + tokens[begins_with_a_space]
+    inner = Tokenizer(models.BPE({token: place for place, token in enumerate(tokens)}, [], unk_token="<unk>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
 
 
 def test_engines_follow_their_model_and_the_heads_files(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any, ClassVar
 
 import pytest
 from support.tiny_tokenizer import tiny_tokenizer
 
-from eagle_fsd.text.streamed import Piece, StreamedText, merged
+from eagle_fsd.text.streamed import Piece, StreamedText, merged, special_tokens
 
 TOKENIZER = tiny_tokenizer()
 
@@ -50,6 +51,40 @@ def test_what_may_become_a_stop_string_waits_and_nothing_else_does() -> None:
     assert written.add(ids_of("EN")) == []
     assert written.finish() == [Piece("EN")]
     assert StreamedText(TOKENIZER).add(ids_of("abE")) == [Piece("abE")]
+
+
+def test_a_stop_string_may_be_a_special_token() -> None:
+    """It has no text. What was held back is shown; the token is taken, and nothing after it."""
+    tokenizer = tiny_tokenizer(special=40)
+    written = StreamedText(tokenizer, ["<stop>", "END"])
+    assert written.add([*ids_of("abEN"), 40, *ids_of("c")]) == [Piece("abEN")]
+    assert written.stopped and written.tokens == 5 and written.finish() == []
+    assert not StreamedText(tokenizer, ["END"]).add([40]), "without that stop string it is nothing"
+    assert special_tokens(tokenizer, ["END"]) == special_tokens(tokenizer, []) == frozenset()
+
+
+class Bytes:
+    """A tokenizer whose tokens are these pieces of bytes."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces = pieces
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return b"".join(self.pieces[one] for one in ids).decode(errors="replace")
+
+
+def test_a_token_that_ends_in_half_a_character_may_complete_a_stop_string() -> None:
+    smile = "\U0001f600".encode()
+    tokenizer = Bytes(b"a", b": " + smile[:2], smile[2:], b"x")
+    written = StreamedText(tokenizer, [": "])
+    assert written.add([0, 1, 2]) == [Piece("a")] and written.tokens == 2 and written.stopped
+    for stops in (["\U0001f600x"], [" x"], []):
+        written = StreamedText(tokenizer, stops)
+        shown = [*written.add([0, 1]), *written.add([2, 3]), *written.finish()]
+        text = "a: " if stops == ["\U0001f600x"] else "a: \U0001f600x"
+        assert merged(shown) == [Piece(text)], stops
 
 
 def test_origins_stay_with_their_characters() -> None:

@@ -22,7 +22,7 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import batches
 from eagle_fsd.hub.resolve import DEFAULT_TARGET
-from eagle_fsd.text.streamed import StreamedText
+from eagle_fsd.text.streamed import StreamedText, special_tokens
 
 MODELS = (
     *("base_model", "ea_model", "draft_model", "dtype", "head_dtype"),
@@ -210,7 +210,5 @@ def text_of(engine: EagleFSD, tokens: Sequence[int], until: Sequence[str]) -> st
 def end_tokens(engine: EagleFSD, until: Sequence[str]) -> tuple[int, ...]:
     """Return the model's own end tokens, and the stop strings that are special tokens."""
     assert engine.tokenizer is not None
-    added = engine.tokenizer.added_tokens_decoder.items()
-    special = {token.content: place for place, token in added if token.special}
-    ids = {*engine.target.eos_token_ids, *(special[stop] for stop in until if stop in special)}
+    ids = {*engine.target.eos_token_ids, *special_tokens(engine.tokenizer, until)}
     return tuple(sorted(token for token in ids if token < engine.target.vocab_size))
