@@ -115,8 +115,8 @@ class StreamedText:
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> frozenset[int]:
     """Return the ids of the special tokens that are written like one of these texts."""
-    added = tokenizer.added_tokens_decoder.items() if texts else ()
-    return frozenset(place for place, token in added if token.special and token.content in texts)
+    added = getattr(tokenizer, "added_tokens_decoder", {}) if texts else {}
+    return frozenset(place for place, token in added.items() if token.special and token.content in texts)
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:

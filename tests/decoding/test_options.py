@@ -86,7 +86,7 @@ def test_an_unknown_keyword_is_named() -> None:
 
 
 def test_the_target_alone_has_no_end_tokens_or_observers_of_its_own() -> None:
-    with pytest.raises(ValueError, match="eos_token_id is not for the target alone"):
+    with pytest.raises(ValueError, match="eos_token_id is not supported for the target alone"):
         engine().target_alone(prompts_of([5]), max_new_tokens=3, eos_token_id=4)
 
 

@@ -142,7 +142,7 @@ def test_stop_strings_penalties_and_limits_hold_beside_a_form() -> None:
         ({"json_schema": "{"}, r"json_schema is '\{': it must be a JSON object"),
         ({"json_schema": [1]}, r"json_schema is \[1\]: it must be a JSON object"),
         ({"json_schema": {"a": {1}}}, "json_schema is .* it must be a JSON object"),
-        ({"regex": ""}, "regex is '': it must be a text of a character"),
+        ({"regex": ""}, "regex is '': it must be a non-empty string"),
         ({"regex": "(ab"}, "regex cannot be followed: .*unclosed group"),
         ({"regex": "a(?=b)"}, "regex cannot be followed: .*look-around"),
         ({"grammar": "hello"}, "grammar cannot be followed: .*Expected token"),
@@ -167,7 +167,7 @@ def test_what_a_form_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model = schema_engine()
     with pytest.raises(ValueError, match="regex needs an end token"):
         model.generate(prompts(1), regex="a", eos_token_id=[])
-    with pytest.raises(ValueError, match="regex is not for the target alone"):
+    with pytest.raises(ValueError, match="regex is not supported for the target alone"):
         model.target_alone(prompts(1), regex="a")
     bare = EagleFSD(model.target, model.drafter)
     with pytest.raises(ValueError, match="regex needs a fast tokenizer: the target has none"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from support.tiny_tokenizer import tiny_tokenizer
@@ -65,8 +65,6 @@ def test_a_stop_string_may_be_a_special_token() -> None:
 
 class Bytes:
     """A tokenizer whose tokens are these pieces of bytes."""
-
-    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def __init__(self, *pieces: bytes) -> None:
         self.pieces = pieces
