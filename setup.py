@@ -12,6 +12,7 @@ DATASETS = "datasets>=4.4.2"  # older ones were made for huggingface-hub below 1
 SERVER = ("fastapi>=0.115", "uvicorn>=0.30", "prometheus-client>=0.20")
 FORMS = "llguidance>=1.9"  # of texts: JSON schemas, regular expressions, grammars
 PLOTS = ("matplotlib>=3.7", "tqdm>=4.66.3")  # and progress bars
+HEAD = "smollm2-135m-instruct"  # the default one; others of weights/ are in checkouts only
 
 setup(
     name="eagle-fsd",
@@ -29,7 +30,7 @@ setup(
         "eagle_fsd": ["py.typed"],
         "eagle_fsd.evaluation.tasks": ["examples.json"],
         "eagle_fsd.serving": ["page/*"],
-        "eagle_fsd.weights": ["*/*.json", "*/*.safetensors", "*/README.md"],
+        "eagle_fsd.weights": [f"{HEAD}/*.json", f"{HEAD}/*.safetensors", f"{HEAD}/README.md"],
     },
     install_requires=[
         "torch>=2.11",

@@ -72,6 +72,7 @@ def test_the_wheel_holds_the_package_its_types_and_the_shipped_head(wheel: Path)
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "eagle_fsd").rglob("*.py")}
     assert modules <= names
     assert {"eagle_fsd/py.typed", f"{HEAD}/config.json", f"{HEAD}/model.safetensors"} <= names
+    assert not any(name.startswith(f"{HEAD}-") for name in names), "heads that are not the default stay out"
     assert not {name.split("/")[0] for name in names} - {"eagle_fsd", f"eagle_fsd-{__version__}.dist-info"}
 
 
