@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -118,8 +119,12 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def shown(terminal: int) -> str:
+    """Return all that was written to a terminal; the kernel may hand it on in parts."""
     sys.stdout.flush()
-    return os.read(terminal, 2**16).decode().replace("\r\n", "\n")
+    found = os.read(terminal, 2**16)
+    while select.select([terminal], [], [], 0.5)[0]:
+        found += os.read(terminal, 2**16)
+    return found.decode().replace("\r\n", "\n")
 
 
 def test_a_terminal_shows_how_every_token_came(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,10 +174,10 @@ def test_a_verdict_is_packed_and_unpacked() -> None:
     wide = [torch.randint(-1, 50, (3, 5), generator=draw) for _ in range(4)]
     single = [torch.randint(0, 5, (3,), generator=draw) for _ in range(3)]
     verdict = Verdict(
-        wide[0], single[0], wide[1], single[1], wide[2] > 20, wide[3] > 20, single[2] > 1, torch.zeros(3, 2)
+        wide[0], single[0], wide[1], single[1], wide[2] > 20, wide[3] > 20, single[2], torch.zeros(3, 2)
     )
     found = unpack(pack(verdict), 5)
-    for name in ("path", "length", "tokens", "next_token", "fuzzy", "asked", "finite"):
+    for name in ("path", "length", "tokens", "next_token", "fuzzy", "asked", "sound"):
         assert getattr(found, name).equal(getattr(verdict, name)), name
     assert found.chances is None
 

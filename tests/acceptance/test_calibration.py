@@ -421,7 +421,7 @@ def test_another_name_is_the_same_target(tmp_path: Path) -> None:
         ("target", "was made for another target or head"),
         ("sampling", "it was calibrated at 0.9/20/0.95, none of which is as warm as 0.6/50/0.9"),
         ("broken", "is not a calibration"),
-        ("old", "is not a calibration .it is not of version 2"),
+        ("old", "is not a calibration .its version is 0: it must be 1 or 2"),
         ("fields", "is not a calibration"),
     ],
 )
