@@ -89,12 +89,11 @@ class Settler:
 
     def request(self, options: GenerationOptions, prompts: Prompts) -> Request:
         """Return the request for these prompts, with all that was left open; see `settle`."""
-        self.target.ranks.check_alike(
-            "generate", prompts.rows, prompts.limits, options.sampling, options.seed
-        )
+        rows = prompts.rows
+        self.target.ranks.check_alike("generate", rows, prompts.limits, options.sampling, options.seed)
         rule, tree = self.settle(options, prompts)
         ends = end_token_ids(self.target, options.eos_token_id)
-        stoppers = make_stoppers(self.tokenizer, options.stops, prompts.rows)
+        stoppers = make_stoppers(self.tokenizer, options.stops, rows)
         constraint = compile_form(options.form, self.tokenizer, self.target.vocab_size)
         return options.request(prompts, ends, rule, tree, self.target.device, stoppers, constraint)
 

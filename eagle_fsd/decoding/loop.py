@@ -103,7 +103,7 @@ class Batch:
             return self._step(keep_done)
 
     def _step(self, keep_done: bool) -> dict[Text, list[int]]:
-        watch, before, ranks = self.watch, self.active, self.target.ranks
+        watch, ranks = self.watch, self.target.ranks
         check_step(ranks, [text.stats.new_tokens for text in self.texts])
         with watch("draft"):
             if self.tree.total_tokens == 1:  # the drafter is not asked, but is still shown what is emitted
@@ -118,10 +118,8 @@ class Batch:
             verdict = rank_0_verdict(ranks, tree, lambda: self._accept(tree, logits, groups))
             on_host = to_host(verdict, tree.sources)  # the one place where a step waits
             steps = dict(zip(self.texts, on_host, strict=True))
-            emitted: dict[Text, list[int]] = {text: [] for text in before}
-            for row, text in enumerate(self.texts):
-                if not text.done:
-                    emitted[text] = self._emit(text, steps[text], logits[row], verdict.path[row])
+            active = [(row, text) for row, text in enumerate(self.texts) if not text.done]
+            emitted = {text: self._emit(row, steps[text], logits, verdict) for row, text in active}
             note_logprobs(self.texts, emitted, logits, verdict)
         if self.observer is not None:
             for rows, verified, part in groups:
@@ -183,19 +181,22 @@ class Batch:
             found.append((rows, *self.accept_step(terms.rule, terms.sampling, ends, *part, len(groups) > 1)))
         return merge_verdicts([(rows, verdict) for rows, _, verdict in found])
 
-    def _emit(self, text: Text, step: Step, logits: Tensor, path: Tensor) -> list[int]:
-        """Emit a step's tokens. A text that is not done with them and can get no further one has failed.
+    def _emit(self, row: int, step: Step, logits: Tensor, verdict: Verdict) -> list[int]:
+        """Emit a row's tokens. A text that is not done with them and can get no further one has failed.
 
-        logits: [N, V], the target's own. path: of the verdict. Raises NonFiniteLogits if these logits are to
-        blame, since the caches may then hold such numbers as well.
+        logits: [B, N, V], the target's own. Raises NonFiniteLogits if these are to blame, since the caches
+        may then hold such numbers as well.
         """
+        text = self.texts[row]
         if step.sound == step.count:
             return emit(text, step)
+        # Before the tokens are emitted: both describe the step that has just been verified.
         number, failure = text.stats.steps + 1, NothingAllowed(text)
         emitted = emit(text, step)
         if text.done:
             return emitted
-        if not (text.terms.processing.active and bool(logits[path[step.sound]].amax().isfinite())):
+        at_fault = logits[row, verdict.path[row, step.sound]]
+        if not (text.terms.processing.active and bool(at_fault.amax().isfinite())):
             raise NonFiniteLogits(number, text.number)
         if self.target.ranks.several:  # the other ranks do not know this text's options
             raise failure

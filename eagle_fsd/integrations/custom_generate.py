@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -80,6 +81,7 @@ def generate_with_head(
     pad = given.get("pad_token_id", engine.target.pad_token_id)
     if (mask := given.get("attention_mask")) is None:
         mask = infer_mask(as_ids(ids), pad, ends)
+        mask = torch.ones_like(ids) if mask is None else mask  # else the model's own pad tokens would count
     made = engine.generate(ids, mask, streamer=given.get("streamer"), **options)
     # Where nothing names a pad token, `generate` fills short rows with the first end token in force.
     fill = next((one for one in (pad, *ends) if one is not None), engine.pad_token_id)

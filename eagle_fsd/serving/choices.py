@@ -13,7 +13,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.rule_names import build_rule, describe, parse_rule
 from eagle_fsd.core.checks import one_line, require_integer
-from eagle_fsd.core.config import AutoThreshold, Kind, SamplingConfig
+from eagle_fsd.core.config import HYBRID, AutoThreshold, Kind, SamplingConfig
 from eagle_fsd.core.processing import UNPROCESSED, Constraint, Processing, as_biases, as_sequences, as_tokens
 from eagle_fsd.core.sampling import fresh_seed
 from eagle_fsd.decoding.logits.constrained import require_ends
@@ -272,7 +272,7 @@ def auto_threshold(name: str, said: dict[str, Any], usual: AcceptanceRule | Auto
     known = {one: getattr(usual, one) for one in field_names(AutoThreshold()) if hasattr(usual, one)}
     if not (isinstance(usual, AutoThreshold) or known.get("price")):
         known |= {"price": None, "cost": None}
-        if known.get("mode") == Fuzzy(0.0).mode:
+        if known.get("mode") == HYBRID:
             known["mode"] = None
     return AutoThreshold(**known | {key: value for key, value in said.items() if key != "threshold"})
 

@@ -84,6 +84,7 @@ ENDS = [17, 60, 5, 8, 9, 12, 31, 66]
     [
         {},
         {"pad_token_id": 0},
+        {"pad_token_id": 94},
         {"generation_config": transformers.GenerationConfig(pad_token_id=0)},
         {"eos_token_id": 0},
         {"eos_token_id": ENDS},

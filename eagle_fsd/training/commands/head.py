@@ -156,7 +156,7 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     pack_linears(model)
     target = TargetModel(model)
     head = starting_head(args, target, tokenizer, source.name)
-    if head is not None and args.intermediate_size is not None:
+    if args.init_head is not None and args.intermediate_size is not None:
         widen(head, args.intermediate_size, config.seed)
     taps = head.config.taps if isinstance(head, Eagle3Head) else ()
     if head is None:
