@@ -149,7 +149,27 @@ def check_arguments(args: argparse.Namespace) -> GenerationOptions:
     require_integer("--max-body", args.max_body, 1024, "1048576 is usual")
     require_number("--request-timeout", args.request_timeout, 0.1, 1e6, "600 is usual")
     check_adaptation(args)
+    api_key(args)
     return generation_options(args)
+
+
+def api_key(args: argparse.Namespace) -> str | None:
+    """Return the key that clients must send; None lets everybody call.
+
+    Raises ValueError for one that is empty, as a variable is that nobody set: it must not open the server.
+    Nor may a key be one that no header can carry.
+    """
+    name, key = "--api-key", args.api_key
+    if key is None:
+        name, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE)
+    if key is None or (key and key.isprintable() and key == key.strip()):
+        return key
+    if not key.strip():
+        raise ValueError(f"{name} is {key!r}: a key must not be empty; set one, or drop it to let all call")
+    raise ValueError(
+        f"{name} has spaces around it, or characters that cannot be printed: no client can send it so; "
+        "take them out"
+    )
 
 
 def settle_tree(model: EagleFSD, options: GenerationOptions) -> TreeConfig:
@@ -170,7 +190,7 @@ def make_settings(args: argparse.Namespace, model: EagleFSD, options: Generation
     from eagle_fsd.serving.app import Settings
     from eagle_fsd.serving.choices import Defaults, Limits
 
-    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    key = api_key(args)
     tree = settle_tree(model, options)
     adapter = make_adapter(args, model)
     return Settings(

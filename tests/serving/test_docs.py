@@ -101,6 +101,23 @@ def test_mistakes_end_in_one_line(
         serve.require_packages()
 
 
+@pytest.mark.parametrize("key", ["", " ", "secret\n", " secret", "sec\x01ret", "\udc80"])
+def test_a_key_that_nobody_can_send_does_not_open_the_server(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty one is what an unset variable of a shell leaves, or of a unit's file."""
+    parse = serve.build_parser().parse_args
+    for name, flags, variable in (
+        ("--api-key", ["--api-key", key], "secret"),
+        (serve.KEY_VARIABLE, [], key),
+    ):
+        monkeypatch.setenv(serve.KEY_VARIABLE, variable)
+        with pytest.raises(ValueError, match=f"^{name} (is|has) .*(drop it|take them out)") as found:
+            serve.check_arguments(parse(flags))
+        assert "secret" not in str(found.value)
+    assert serve.api_key(parse(["--api-key", "other"])) == "other"  # the variable is not read then
+
+
 @pytest.mark.parametrize("key", [None, "secret"])
 def test_the_program_serves_until_it_is_told_to_end(
     key: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
