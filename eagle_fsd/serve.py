@@ -1,7 +1,7 @@
 """`python -m eagle_fsd.serve`: an HTTP server for clients of OpenAI's API, on one engine.
 
-Ctrl-C and a termination signal let the answers under way finish. Exit codes: 0 after Ctrl-C, and 2 for a
-user's mistake (one line, no traceback).
+Ctrl-C and a termination signal let the answers under way finish. Exit codes: 0 after Ctrl-C, 130 after a
+second one, which ends the answers at once, and 2 for a user's mistake (one line, no traceback).
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from eagle_fsd.cli.arguments import generation_options
@@ -26,7 +24,7 @@ from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags, begin_ea
 from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.cli.ranks import join, leave, on_every_rank, show_memory
 from eagle_fsd.core.checks import require_integer, require_number
-from eagle_fsd.generate import UserError, load_model, raise_user_errors, report_mistake
+from eagle_fsd.generate import INTERRUPTED, UserError, load_model, raise_user_errors, report_mistake
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted
 
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "EAGLE_FSD_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 LOOPBACK = ("127.0.0.1", "::1", "localhost", "[::1]")
-SHUTDOWN_SECONDS = 30  # answers under way may take this long after a signal
 
 DESCRIPTION = """\
 Serve a target model over HTTP to clients of OpenAI's API: chats, completions, streams. A request may say how
@@ -238,7 +235,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the arguments, load the model, and serve until a signal comes."""
+    """Check the arguments, load the model, serve until a signal comes, and return the exit code."""
     require_packages()
     with raise_user_errors():
         begin_early(args)
@@ -254,10 +251,9 @@ def run(args: argparse.Namespace) -> int:
                 sys.stderr.write(show_memory(memory) + "\n")
             if model.head_folder is not None:
                 model.identity()  # by all ranks: later, a request that asks for it reaches rank 0 alone
-        if place is None:
-            follow_rank_0(model, settings)
-        else:
-            serve(model, settings, place, args.verbose)
+        if place is not None:
+            return serve(model, settings, place, args.verbose)
+        follow_rank_0(model, settings)
     return 0
 
 
@@ -281,52 +277,25 @@ def follow_rank_0(model: EagleFSD, settings: Settings) -> None:
     follow(model.target.ranks, lambda: new_scheduler(model, settings.tree, settings.limits, settings.crowded))
 
 
-def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bool = False) -> None:
-    """Serve on a socket until a signal comes."""
-    import uvicorn
-
+def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bool = False) -> int:
+    """Serve on a socket until a signal comes, and return the exit code."""
     from eagle_fsd.serving.app import create_app
-    from eagle_fsd.serving.gate import HttpProtocol
+    from eagle_fsd.serving.server import Server
 
     host, port = place.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     if settings.key is None and host not in LOOPBACK:
         sys.stderr.write(f"warning: whoever reaches {host} may call: set {KEY_VARIABLE}\n")
 
-    class Server(uvicorn.Server):
-        """Says where it answers as soon as it does."""
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            where = f"answers at {url}/v1, with a page at {url}/"
-            sys.stderr.write(f"{settings.name} (tree {settings.tree}) {where}; Ctrl-C ends it\n")
-            sys.stderr.flush()
-
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if not self.should_exit:
-                rest = f"answers under way have {SHUTDOWN_SECONDS} seconds; another Ctrl-C ends them now"
-                sys.stderr.write(f"{settings.name} ends: {rest}\n")
-            super().handle_exit(sig, frame)
-
-    # Uvicorn leaves out what comes at the end if a second Ctrl-C cuts it short.
-    at_end = None if settings.at_end is None else cache(settings.at_end)
-    app = create_app(model, replace(settings, at_end=at_end))
-    config = uvicorn.Config(
-        app,
-        http=HttpProtocol,
-        log_level="info" if verbose else "warning",
-        server_header=False,
-        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-    )
+    server = Server(create_app(model, settings), url, verbose)
     try:
-        Server(config).run(sockets=[place])
-    finally:  # after Ctrl-C; a termination signal ends the process inside
-        if model.target.ranks.several and app.state.service.worker.alive:
+        with contextlib.suppress(KeyboardInterrupt):  # of Ctrl-C, once all is done
+            server.run(sockets=[place])
+    finally:  # a termination signal ends the process inside
+        if model.target.ranks.several and server.service.worker.alive:
             sys.stderr.write("error: a step still waits for other ranks, which are lost\n")
             leave(1)
-        if at_end is not None:
-            app.state.service.worker.close()
-            at_end()
+    return INTERRUPTED if server.hurried else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

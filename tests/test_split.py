@@ -36,7 +36,6 @@ from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.hub.head_checkpoint import save_head
 from eagle_fsd.hub.split.plan import check_split, require_splittable, require_weights_of_its_own
 from eagle_fsd.runtime.ranks import Ranks
-from eagle_fsd.serve import SHUTDOWN_SECONDS
 from eagle_fsd.target.model import TargetModel
 
 Jobs = list[tuple[str, dict[str, Any]]]
@@ -377,6 +376,8 @@ def test_a_server_on_two_ranks_answers_as_one_process_does(chatty: str) -> None:
 def test_a_server_ends_though_its_other_rank_hangs(number: signal.Signals, code: int, chatty: str) -> None:
     """A signal ends rank 0 though its step waits for a rank that is stopped."""
     pytest.importorskip("fastapi", reason="the server's extra is not installed")
+    from eagle_fsd.serving.server import SHUTDOWN_SECONDS
+
     port, meeting = free_port(), str(free_port())
     flags = ("--tp-plan", "auto", "--port", str(port), "--base-model", chatty, *FLAGS, *SIZES)
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting}

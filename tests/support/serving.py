@@ -9,11 +9,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import uvicorn
-
 from eagle_fsd import EagleFSD
 from eagle_fsd.serving.app import Settings, create_app
-from eagle_fsd.serving.gate import HttpProtocol
+from eagle_fsd.serving.server import Server
 from support.tiny_engine import NAME, TREE, tiny_engine
 
 
@@ -24,17 +22,16 @@ def settings(**fields: Any) -> Settings:
 @contextlib.contextmanager
 def running(configured: Settings, model: EagleFSD | None = None) -> Iterator[tuple[str, Any]]:
     """Run a server on a free port, and yield its URL and its service."""
-    app = create_app(model or tiny_engine(), configured)
     with socket.create_server(("127.0.0.1", 0)) as place:
-        config = uvicorn.Config(app, http=HttpProtocol, log_level="error", timeout_graceful_shutdown=2)
-        server = uvicorn.Server(config)
+        url = f"http://127.0.0.1:{place.getsockname()[1]}"
+        server = Server(create_app(model or tiny_engine(), configured), url)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
         thread.start()
         until(lambda: server.started)
         try:
-            yield f"http://127.0.0.1:{place.getsockname()[1]}", app.state.service
+            yield url, server.service
         finally:
-            server.should_exit = True
+            server.should_exit = server.hurried = True
             thread.join()
 
 

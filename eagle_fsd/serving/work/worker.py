@@ -81,11 +81,15 @@ class Worker:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """End all texts and stop the thread. A thread that waits for other ranks is left after FAREWELL."""
+    def end(self) -> None:
+        """Let all texts end with an error after the step in hand, and the thread with them; do not wait."""
         with self._wake:
             self._closing = True
             self._wake.notify()
+
+    def close(self) -> None:
+        """End all texts and stop the thread. A thread that waits for other ranks is left after FAREWELL."""
+        self.end()
         if self._thread.is_alive():
             self._thread.join(FAREWELL if self._leader.ranks.several else None)
 
