@@ -47,6 +47,21 @@ def describe(rule: AcceptanceRule) -> dict[str, Any]:
     }
 
 
+def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
+    """Return what answers say of their rule, as JSON values: enough to build the same rule again.
+
+    These are its name, and its threshold, divergence and mode, None if it has none; lossless has threshold 0.
+    A plan's price and its cost follow, and every field that has not its default.
+    """
+    described, usual = describe(rule), describe(type(rule)())
+    fields = {"rule": described.pop("name")}
+    fields |= {key: described.pop(key, None) for key in ("threshold", "divergence", "mode")}
+    if isinstance(rule, Lossless):
+        fields["threshold"] = 0.0
+    plan = ("price", "cost") if described.get("price") else ()
+    return fields | {key: value for key, value in described.items() if key in plan or value != usual[key]}
+
+
 def parse_rule(text: str) -> AcceptanceRule:
     """Parse a rule written NAME[:VALUE]..., with values in the order of its fields or as field=value.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # torch takes seconds to import. It is imported only to run a model, so that --help answers at once.
 if TYPE_CHECKING:
@@ -53,28 +53,15 @@ class Answer:
         return self.stats.tokens_per_second / self.baseline.tokens_per_second
 
 
-def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
-    """Return rule, threshold, divergence and mode for JSON, null if absent; lossless has threshold 0.
-
-    A plan's price and its cost follow.
-    """
-    from eagle_fsd.acceptance.rule_names import describe
-
-    described = describe(rule)
-    fields = {name: described.get(name) for name in ("threshold", "divergence", "mode")}
-    if described["name"] == "lossless":
-        fields["threshold"] = 0.0
-    plan = {name: described[name] for name in ("price", "cost") if described.get("price")}
-    return {"rule": described["name"], **fields, **plan}
-
-
 def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
     """Return one line of JSON with JSON_KEYS.
 
     It also has draft_vocab_size if the head has one, logprobs with --logprobs, ranks with --tp-plan, price
-    and cost of a plan, and rule unless that is fuzzy or lossless. With --baseline the keys of the target
-    alone follow (null if interrupted).
+    and cost of a plan, other fields of the rule that have not their defaults, and rule unless that is fuzzy
+    or lossless. With --baseline the keys of the target alone follow (null if interrupted).
     """
+    from eagle_fsd.acceptance.rule_names import rule_fields
+
     stats, fields = answer.stats.to_dict(), rule_fields(answer.rule)
     if (rule := fields.pop("rule")) in ("fuzzy", "lossless"):  # the other fields tell which
         rule = None
@@ -120,6 +107,8 @@ def summary(answer: Answer) -> str:
 
     For example: `128 tokens in 3.2 s (40.0 tok/s), tau 2.31, 17 fuzzy accepts, js <= 0.3 hybrid, tree 8/4/4`.
     """
+    from eagle_fsd.acceptance.rule_names import rule_fields
+
     stats = answer.stats
     fields = rule_fields(answer.rule)
     if fields["divergence"] and fields["threshold"]:

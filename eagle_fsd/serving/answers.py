@@ -124,13 +124,15 @@ class Answer:
         last = max((clock.last for clock in clocks if clock.last is not None), default=started)
         reading = max(0.0, *(clock.prompt for clock in clocks if clock.first is not None), 0.0)
         decoding = max(0.0, last - started - reading)
+        read = self.prompt_tokens - self.cached_tokens
         new, stats = sum(job.written.tokens for job in self.jobs), [job.stats for job in self.jobs]
         steps = sum(one.steps for one in stats)
         timings = {
             "queue_ms": 1000 * (started - submitted),
-            "prompt_n": self.prompt_tokens,
+            "cache_n": self.cached_tokens,
+            "prompt_n": read,
             "prompt_ms": 1000 * reading,
-            "prompt_per_second": per_second(self.prompt_tokens, reading),
+            "prompt_per_second": per_second(read, reading),
             "predicted_n": new,
             "predicted_ms": 1000 * decoding,
             "predicted_per_second": per_second(new, decoding),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.fuzzy import Fuzzy
-from eagle_fsd.acceptance.rule_names import build_rule, describe, parse_rule
+from eagle_fsd.acceptance.rule_names import build_rule, describe, parse_rule, rule_fields
 from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.config import HYBRID, AutoThreshold, Kind, SamplingConfig
 from eagle_fsd.core.processing import UNPROCESSED, Constraint, Processing, as_biases, as_sequences, as_tokens
@@ -72,7 +72,7 @@ class Defaults:
 class Choice:
     """What one request settled on.
 
-    seed: None if nothing is drawn. described: the rule, its threshold and its divergence, for the timings.
+    seed: None if nothing is drawn. described: the rule and its fields, for the timings.
     tools: what may be called.
     """
 
@@ -121,7 +121,7 @@ class Chooser:
             Terms(ends, rule, sampling, processing),
             self.defaults.max_new_tokens if request.limit is None else request.limit,
             None if sampling.greedy else seed,
-            describe_shortly(rule),
+            rule_fields(rule),
             tools,
         )
 
@@ -283,10 +283,3 @@ def rule_name(rule: AcceptanceRule | AutoThreshold) -> str:
 
 def field_names(rule: object) -> set[str]:
     return {one.name for one in dataclasses.fields(rule)}  # type: ignore[arg-type]
-
-
-def describe_shortly(rule: AcceptanceRule) -> dict[str, Any]:
-    """Return a rule's name, and its threshold and divergence if it has them."""
-    described = describe(rule)
-    shown = {"rule": described["name"]}
-    return shown | {key: described[key] for key in ("threshold", "divergence") if key in described}

@@ -15,8 +15,8 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified
 from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.acceptance.fuzzy import Fuzzy
-from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
-from eagle_fsd.acceptance.rule_names import RULES, build_rule, describe, parse_rule
+from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, PublishedFSD, RelaxedTopK, SGLang, Typical
+from eagle_fsd.acceptance.rule_names import RULES, build_rule, describe, parse_rule, rule_fields
 from eagle_fsd.cli.flags import RULE_NAMES
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.sampling import RowRandom
@@ -211,6 +211,9 @@ def test_rules_at_their_ends(rule: AcceptanceRule, what: str) -> None:
         Lossless(),
         Fuzzy(0.2, "reverse_kl", mode="paper", child="target", min_p=0.1, max_consecutive=2),
         Fuzzy(math.inf),
+        Fuzzy(math.inf, price=1.5),
+        Fuzzy(0.5, "tv", mode="swap", price=2.0, cost="divergence", exact_eos=False),
+        PublishedFSD(0.2, "tv"),
         Typical(0.2, 0.3),
         RelaxedTopK(7, 0.4),
         SGLang(0.4, 0.9),
@@ -223,6 +226,14 @@ def test_a_rule_is_what_was_written_down_of_it(rule: AcceptanceRule) -> None:
     written = json.loads(json.dumps(describe(rule), allow_nan=False))
     fields = {key: math.inf if value == "inf" else value for key, value in written.items()}
     assert build_rule(fields.pop("name"), **fields) == rule
+    short = json.loads(json.dumps(rule_fields(rule), allow_nan=False))
+    assert list(short)[:4] == ["rule", "threshold", "divergence", "mode"]
+    if rule == Lossless():  # whose threshold is no field of its own
+        assert short.pop("threshold") == 0
+    if isinstance(rule, Fuzzy) and rule.price:
+        assert (short["price"], short["cost"]) == (rule.price, rule.cost)
+    said = {key: math.inf if value == "inf" else value for key, value in short.items() if value is not None}
+    assert build_rule(said.pop("rule"), **said) == rule and len(short) < len(describe(Fuzzy()))
 
 
 @pytest.mark.parametrize(

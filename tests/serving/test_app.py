@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from starlette.testclient import TestClient
 from support.serving import settings
 from support.tiny_engine import CHAT, NAME, TREE, chat_ids, text_alone, tiny_engine
 
-from eagle_fsd import Fuzzy
+from eagle_fsd import Fuzzy, Typical
+from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Limits
 from eagle_fsd.target.model import TargetModel
@@ -164,13 +166,23 @@ def test_timings_say_how_the_draft_did(client: TestClient) -> None:
     assert timings["steps"] == alone.steps and timings["tau"] == round(alone.tau, 3) > 1.2
     assert timings["exact_accepts"] == alone.exact_accepts > 0
     assert timings["fuzzy_accepts"] == alone.fuzzy_accepts > 0
-    assert {key: timings[key] for key in ("rule", "threshold", "divergence", "seed")} == {
-        "rule": "fuzzy", "threshold": 0.1, "divergence": "js", "seed": 2
-    }  # fmt: skip
+    settled = {"rule": "fuzzy", "threshold": 0.1, "divergence": "js", "mode": "hybrid", "seed": 2}
+    assert {key: timings[key] for key in settled} == settled and "price" not in timings
     assert timings["predicted_n"] == 40 and timings["predicted_per_second"] > 0 and timings["prompt_ms"] > 0
     chunks = events(post(client, stream=True, timings_per_token=True, **asked))
     made = [chunk["timings"]["predicted_n"] for chunk in chunks[1:]]
     assert made == sorted(made) and made[-1] == 40
+
+
+@pytest.mark.parametrize("rule", ["js:inf:mode=swap:price=1.5:min_p=0.1", "tv:0.3", "typical:0.2:0.1:paper"])
+def test_timings_say_with_what_rule_a_text_can_be_made_again(client: TestClient, rule: str) -> None:
+    asked = {"max_tokens": 24, "temperature": 1, "seed": 3}
+    first = post(client, rule=rule, **asked).json()
+    names = [*asdict(Fuzzy()), *asdict(Typical())]
+    said = {key: value for key, value in first["timings"].items() if key in names and value is not None}
+    again = ":".join([first["timings"]["rule"], *(f"{key}={value}" for key, value in said.items())])
+    assert parse_rule(again) == parse_rule(rule)
+    assert post(client, rule=again, **asked).json()["choices"] == first["choices"]
 
 
 def test_a_seed_that_was_drawn_gives_the_text_again(client: TestClient) -> None:
@@ -445,6 +457,14 @@ def test_the_next_turn_of_a_chat_reads_only_what_is_new(prefix_tokens: int) -> N
         text_alone(ids, max_new_tokens=24)
     ]
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    for answer, reused in ((first, 0), (second, cached)):  # what is read costs time, what is reused does not
+        timings = answer["timings"]
+        assert (timings["cache_n"], timings["prompt_n"]) == (
+            reused,
+            answer["usage"]["prompt_tokens"] - reused,
+        )
+        speed = 1000 * timings["prompt_n"] / timings["prompt_ms"]
+        assert timings["prompt_per_second"] == pytest.approx(speed, rel=0.01)
     assert (len(chat_ids()) <= cached < len(ids)) if prefix_tokens else cached == 0
     assert f"eagle_fsd_prefix_cache_hits_total {2.0 * cached}" in page
 
