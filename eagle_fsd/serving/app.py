@@ -22,7 +22,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.serving.answers import Answer, LogprobTables
 from eagle_fsd.serving.choices import Chooser, Defaults, Limits
 from eagle_fsd.serving.delivery import ClientGone, Deadline, EventStream, Feed, collect, events, unless_gone
-from eagle_fsd.serving.errors import INVALID, SERVER, ApiError, json_response, of_validation
+from eagle_fsd.serving.errors import SERVER, ApiError, json_response, of_status, of_validation, wrong_value
 from eagle_fsd.serving.gate import Gate
 from eagle_fsd.serving.metrics import Metrics
 from eagle_fsd.serving.protocol import (
@@ -104,7 +104,7 @@ class Service:
         if len(texts) > self.limits.most_texts:
             most = self.limits.most_texts
             message = f"n is {body.n} for {len(prompts)} prompts: at most {most} texts are taken; lower it"
-            raise ApiError(400, message, "n", "invalid_value")
+            raise wrong_value(message, "n")
         jobs = [
             Job(
                 prompt=prompt,
@@ -140,7 +140,7 @@ class Service:
     def require_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.name:
             message = f"model is {name!r}: this server has {self.settings.name!r}; name that, or leave it out"
-            raise ApiError(404, message, "model", "model_not_found")
+            raise ApiError(404, message, "model_not_found", "model")
 
     def encode(self, body: ChatRequest | CompletionRequest, tools: ToolPlan | None) -> list[list[int]]:
         """Return the prompts' token ids. Raises ApiError for one that is none, or too long."""
@@ -149,7 +149,7 @@ class Service:
         else:
             name, prompts = "prompt", [self.text_ids(one) for one in body.prompts]
             if not prompts:
-                raise ApiError(400, "prompt is empty: write something to continue", "prompt")
+                raise wrong_value("prompt is empty: write something to continue", "prompt")
         for prompt in prompts:
             self.choose.require_prompt(prompt, name)
         return prompts
@@ -162,7 +162,7 @@ class Service:
             with self._encoding:
                 return encode_chat(self.tokenizer, turns, {**body.template, **arguments})[0].tolist()
         except ValueError as error:
-            raise ApiError(400, one_line(error), "messages") from error
+            raise wrong_value(one_line(error), "messages") from error
 
     def text_ids(self, prompt: str | list[int], special: bool = True) -> list[int]:
         if not isinstance(prompt, str):
@@ -213,7 +213,7 @@ def require_unicode(text: str, name: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         message = f"{name} is not Unicode text at character {error.start}: send whole characters"
-        raise ApiError(400, message, name, "invalid_value") from error
+        raise wrong_value(message, name) from error
 
 
 def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
@@ -277,7 +277,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
         if not service.worker.alive:
-            raise ApiError(503, "the worker has ended: start the server again", kind=SERVER)
+            message = "the worker has ended: start the server again"
+            raise ApiError(503, message, "worker_ended", kind=SERVER)
         return json_response({"status": "ok"})
 
     @app.get("/metrics")
@@ -310,7 +311,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Unsupported)
     async def unsupported(_request: Request, error: Unsupported) -> Response:
-        return ApiError(400, str(error), error.name, "unsupported_field").response()
+        return ApiError(400, str(error), "unsupported_field", error.name).response()
 
     @app.exception_handler(ClientGone)
     async def gone(_request: Request, _error: ClientGone) -> Response:
@@ -319,13 +320,11 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         if error.status_code == 400:  # a body that is nested too deeply
-            return ApiError(
-                400, "the body cannot be read: send a simple JSON object", code="invalid_json"
-            ).response()
-        what = f"{request.method} {request.url.path}: {error.detail}"
-        kind = SERVER if error.status_code >= 500 else INVALID
-        return ApiError(error.status_code, what, kind=kind, headers=error.headers).response()
+            message = "the body cannot be read: send a simple JSON object"
+            return ApiError(400, message, "invalid_json").response()
+        return of_status(error.status_code, request.method, request.url.path, error.headers).response()
 
     @app.exception_handler(Exception)
     async def unexpected(_request: Request, error: Exception) -> Response:
-        return ApiError(500, f"the server failed: {one_line(error, 200)}", kind=SERVER).response()
+        message = f"the server failed: {one_line(error, 200)}"
+        return ApiError(500, message, "internal_server_error", kind=SERVER).response()

@@ -18,7 +18,7 @@ from eagle_fsd.core.processing import UNPROCESSED, Constraint, Processing, as_bi
 from eagle_fsd.core.sampling import fresh_seed
 from eagle_fsd.decoding.logits.constrained import require_ends
 from eagle_fsd.decoding.request import Terms
-from eagle_fsd.serving.errors import ApiError, of_value
+from eagle_fsd.serving.errors import ApiError, of_value, wrong_value
 from eagle_fsd.serving.protocol import ChatRequest, Generation
 from eagle_fsd.serving.tools.plan import ToolPlan, plan_tools
 from eagle_fsd.text.chat import require_tokenizer
@@ -143,7 +143,7 @@ class Chooser:
             require_ends(name, ends)
             return compile_form(form, self.model.tokenizer, self.model.target.vocab_size)
         except ValueError as error:
-            raise ApiError(400, f"{name}: {one_line(error)}", name, "invalid_value") from error
+            raise wrong_value(f"{name}: {one_line(error)}", name) from error
 
     def processing(self, request: Generation) -> Processing:
         """Return what changes the logits: what the request says, and else the server's own."""
@@ -196,16 +196,16 @@ class Chooser:
         if self.limits.max_prompt_tokens is not None:
             most = min(most, self.limits.max_prompt_tokens)
         if not ids:
-            raise ApiError(400, f"{name} has no tokens: write something to answer", name)
+            raise wrong_value(f"{name} has no tokens: write something to answer", name)
         if len(ids) > most:
             message = f"{name} has {len(ids)} tokens: at most {most} are taken; shorten it"
-            raise ApiError(400, message, name, "context_length_exceeded")
+            raise ApiError(400, message, "context_length_exceeded", name)
         wrong = next((token for token in ids if not 0 <= token < target.vocab_size), None)
         if wrong is not None:
             message = (
                 f"{name} has the token {wrong}: ids go from 0 to {target.vocab_size - 1}; encode it again"
             )
-            raise ApiError(400, message, name, "invalid_value")
+            raise wrong_value(message, name)
 
 
 def requested_rule(

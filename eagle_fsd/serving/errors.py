@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from http import HTTPStatus
+from typing import Any, Literal
 
 from fastapi.responses import Response
 
 from eagle_fsd.core.checks import format_value, one_line
 from eagle_fsd.decoding.failures import NothingAllowed
 
+# What programs are told of an error; docs/serve.md says when.
+Code = Literal[
+    "invalid_value", "missing_field", "unknown_field", "unsupported_field", "invalid_json", "invalid_http",
+    "context_length_exceeded", "nothing_allowed", "invalid_api_key", "invalid_host", "model_not_found",
+    "not_found", "method_not_allowed", "body_timeout", "body_too_large", "queue_full", "generation_failed",
+    "internal_server_error", "closing", "worker_ended", "timeout",
+]  # fmt: skip
 INVALID, SERVER = "invalid_request_error", "server_error"
 # The openai client tries 408, 409, 429 and 5xx again, unless this header says that it would be in vain.
 IN_VAIN = {"x-should-retry": "false"}
@@ -30,13 +38,13 @@ class ApiError(Exception):
         self,
         status: int,
         message: str,
+        code: Code,
         param: str | None = None,
-        code: str | None = None,
         kind: str = INVALID,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.kind = status, param, code, kind
+        self.status, self.code, self.param, self.kind = status, code, param, kind
         self.headers = dict(headers or {})
 
     @property
@@ -48,7 +56,12 @@ class ApiError(Exception):
         return json_response(self.body, self.status, self.headers)
 
     def __reduce__(self) -> Any:
-        return type(self), (self.status, str(self), self.param, self.code, self.kind, self.headers)
+        return type(self), (self.status, str(self), self.code, self.param, self.kind, self.headers)
+
+
+def wrong_value(message: str, param: str | None = None) -> ApiError:
+    """Return the error of a field whose value is refused, for any reason that has no code of its own."""
+    return ApiError(400, message, "invalid_value", param)
 
 
 def unknown_key() -> ApiError:
@@ -97,7 +110,7 @@ def of_value(error: ValueError, fields: Sequence[str] = ()) -> ApiError:
     message = one_line(error)
     named = re.match(r"(\w+)", message)
     param = named[1] if named and named[1] in fields else None
-    return ApiError(400, message, param)
+    return wrong_value(message, param)
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -109,26 +122,24 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     match found["type"]:
         case "json_invalid":
             reason = found.get("ctx", {}).get("error", "")
-            return ApiError(
-                400, f"the body is not JSON ({reason}): send one JSON object", code="invalid_json"
-            )
+            return ApiError(400, f"the body is not JSON ({reason}): send one JSON object", "invalid_json")
         case "extra_forbidden":
-            return ApiError(
-                400, f"{param} is not a field of this request: leave it out", param, "unknown_field"
-            )
+            message = f"{param} is not a field of this request: leave it out"
+            return ApiError(400, message, "unknown_field", param)
+        case "missing" if not param:
+            return ApiError(400, "the body is empty: send a JSON object", "invalid_json")
         case "missing":
-            what = f"{param} is missing: add it" if param else "the body is empty: send a JSON object"
-            return ApiError(400, what, param or None, "missing_field")
+            return ApiError(400, f"{param} is missing: add it", "missing_field", param)
     reason = found["msg"].removeprefix("Value error, ")
     if not place and found["type"] == "value_error":
-        return ApiError(400, reason, reason.split()[0], "invalid_value")
+        return wrong_value(reason, reason.split()[0])
     if not place:
         return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
     if found["type"] == "value_error" and isinstance(place[-1], int):  # of a part as a whole
-        return ApiError(400, f"{param}: {reason}", f"{param}.{reason.split()[0]}", "invalid_value")
+        return wrong_value(f"{param}: {reason}", f"{param}.{reason.split()[0]}")
     if found["type"] == "value_error" and reason.startswith(str(place[-1])):
-        return ApiError(400, reason, param, "invalid_value")
-    return ApiError(400, f"{param} is {format_value(found.get('input'))}: {reason}", param, "invalid_value")
+        return wrong_value(reason, param)
+    return wrong_value(f"{param} is {format_value(found.get('input'))}: {reason}", param)
 
 
 def is_type_name(part: object) -> bool:
@@ -143,6 +154,20 @@ def impossible_text(error: Exception) -> ApiError | None:
     if not isinstance(error, NothingAllowed):
         return None
     return ApiError(400, f"the text cannot be made: {one_line(error)}", code="nothing_allowed")
+
+
+def of_status(status: int, method: str, path: str, headers: Mapping[str, str] | None) -> ApiError:
+    """Return the error of a request that the routes refuse, mostly since there is none for it."""
+    if status == HTTPStatus.NOT_FOUND:
+        message = f"{path} is no route of this server: /openapi.json lists them, most are under /v1"
+        return ApiError(status, message, "not_found", headers=headers)
+    if status == HTTPStatus.METHOD_NOT_ALLOWED:
+        message = f"{method} is no method of {path}: send {(headers or {}).get('Allow', 'another one')}"
+        return ApiError(status, message, "method_not_allowed", headers=headers)
+    message = f"{method} {path}: {HTTPStatus(status).phrase}"
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return ApiError(status, message, "internal_server_error", kind=SERVER, headers=headers)
+    return ApiError(status, message, "invalid_http", headers=headers)
 
 
 def lost_text(reason: str) -> ApiError:

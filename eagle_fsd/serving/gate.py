@@ -59,8 +59,8 @@ class Gate:
         except ApiError as error:
             await error.response()(scope, receive, count_and_send)
         except asyncio.TimeoutError:
-            late = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s: send it faster")
-            await late.response()(scope, receive, count_and_send)
+            late = f"the body did not come within {BODY_SECONDS:g} s: send it faster"
+            await ApiError(408, late, "body_timeout").response()(scope, receive, count_and_send)
         except ClientLeft:
             pass
         else:

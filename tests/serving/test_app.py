@@ -55,6 +55,7 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
+    assert error["code"], "a program must be told what went wrong"
     return error
 
 
@@ -281,11 +282,11 @@ def test_logprobs_are_those_of_the_engine_whole_and_streamed(client: TestClient,
     ("body", "param", "code"),
     [
         ({"surprise": 1}, "surprise", "unknown_field"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", None),
-        ({"logit_bias": {"99999": 1}}, "logit_bias", None),
-        ({"repetition_penalty": 0}, "repetition_penalty", None),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
         ({"bad_words": [""]}, "bad_words.0", "invalid_value"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids", None),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "invalid_value"),
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", "invalid_value"),
         ({"best_of": 2}, "best_of", "unsupported_field"),
@@ -301,10 +302,10 @@ def test_logprobs_are_those_of_the_engine_whole_and_streamed(client: TestClient,
         ),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "context_length_exceeded"),
         ({"messages": None}, "messages", "missing_field"),
-        ({"temperature": -1}, "temperature", None),
+        ({"temperature": -1}, "temperature", "invalid_value"),
         ({"temperature": "1"}, "temperature", "invalid_value"),
-        ({"top_p": 0}, "top_p", None),
-        ({"top_k": -1}, "top_k", None),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"top_k": -1}, "top_k", "invalid_value"),
         ({"n": 0}, "n", "invalid_value"),
         ({"n": 73}, "n", "invalid_value"),
         ({"seed": -1}, "seed", "invalid_value"),
@@ -313,15 +314,15 @@ def test_logprobs_are_those_of_the_engine_whole_and_streamed(client: TestClient,
         ({"stop": [""]}, "stop.0", "invalid_value"),
         ({"stop": ["x"] * 17}, "stop", "invalid_value"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
-        ({"threshold": -0.1}, "threshold", None),
+        ({"threshold": -0.1}, "threshold", "invalid_value"),
         ({"threshold": "high"}, "threshold", "invalid_value"),
-        ({"threshold": 0.1, "divergence": "kl"}, "divergence", None),
-        ({"rule": "nonsense"}, "rule", None),
-        ({"quality_budget": 0.1}, "threshold", None),
+        ({"threshold": 0.1, "divergence": "kl"}, "divergence", "invalid_value"),
+        ({"rule": "nonsense"}, "rule", "invalid_value"),
+        ({"quality_budget": 0.1}, "threshold", "invalid_value"),
     ],
 )
 def test_a_bad_request_is_refused_by_the_name_of_the_field(
-    client: TestClient, body: Any, param: str, code: str | None
+    client: TestClient, body: Any, param: str, code: str
 ) -> None:
     error = error_of(post(client, **body), 400)
     assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
@@ -342,7 +343,9 @@ def test_a_bad_request_is_refused_by_the_name_of_the_field(
     ],
 )
 def test_a_malformed_body_is_refused(client: TestClient, body: bytes) -> None:
-    error_of(client.post(URL, content=body, headers={"content-type": "application/json"}), 400)
+    error = error_of(client.post(URL, content=body, headers={"content-type": "application/json"}), 400)
+    asked = body.startswith(b'{"')  # for something, so that a field is wrong
+    assert error["code"] == ("invalid_value" if asked else "invalid_json")
 
 
 def test_half_a_character_is_refused(client: TestClient) -> None:
@@ -361,8 +364,15 @@ def test_a_form_is_no_request(client: TestClient) -> None:
 def test_unknown_models_and_routes(client: TestClient) -> None:
     assert error_of(post(client, model="gpt-5"), 404)["code"] == "model_not_found"
     error_of(client.get("/v1/models/gpt-5"), 404)
-    error_of(client.get("/v2/chat"), 404)
-    error_of(client.get(URL), 405)
+    error = error_of(client.get("/v2/chat"), 404)
+    assert error["code"] == "not_found" and error["message"].startswith(
+        "/v2/chat is no route of this server: "
+    )
+    for method, path, allowed in (("GET", URL, "POST"), ("DELETE", "/health", "GET"), ("PUT", "/", "GET")):
+        refused = client.request(method, path)
+        error = error_of(refused, 405)
+        assert refused.headers["allow"] == allowed and error["code"] == "method_not_allowed"
+        assert error["message"] == f"{method} is no method of {path}: send {allowed}"
     error = error_of(post(client, "/v1/completions", prompt=[96]), 400)
     assert error["param"] == "prompt" and "0 to 95" in error["message"]
     for prompt in ([], "", [""], [[]]):

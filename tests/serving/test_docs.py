@@ -8,7 +8,7 @@ import shlex
 import threading
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -24,6 +24,7 @@ from eagle_fsd import Fuzzy, serve
 from eagle_fsd.generate import UserError
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Defaults, Limits
+from eagle_fsd.serving.errors import Code
 from eagle_fsd.serving.protocol import ChatRequest, CompletionRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
@@ -79,6 +80,10 @@ def test_every_field_and_route_and_limit_is_described() -> None:
     flags = re.findall(r'"(--max-[a-z-]+|--request-timeout|--cors-origin)"', Path(serve.__file__).read_text())
     routes = [route.path for route in create_app(tiny_engine(), settings()).routes if ":" not in route.path]
     assert [name for name in (*fields, *routes, *flags) if f"{name}" not in PAGE] == []
+
+
+def test_every_code_of_an_error_is_described() -> None:
+    assert [code for code in get_args(Code) if f"`{code}`" not in PAGE] == []
 
 
 def test_mistakes_end_in_one_line(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_fsd.core.config import Form
-from eagle_fsd.serving.errors import ApiError
+from eagle_fsd.serving.errors import ApiError, wrong_value
 from eagle_fsd.serving.protocol import ChatRequest, Generation
 from eagle_fsd.serving.tools.fields import Message, NamedTool
 from eagle_fsd.text.tool_calls import (
@@ -46,7 +46,7 @@ def plan_tools(request: Generation, known: CallFormat) -> ToolPlan | None:
         return None
     choice = request.tool_choice or ("auto" if request.tools else "none")
     if not request.tools and choice != "none" and request.tool_choice != "auto":
-        raise ApiError(400, "tool_choice without tools: send tools, or leave it out", "tool_choice")
+        raise wrong_value("tool_choice without tools: send tools, or leave it out", "tool_choice")
     if choice == "none" or not request.tools:
         return None
     offered = [tool.function for tool in request.tools]
@@ -54,11 +54,11 @@ def plan_tools(request: Generation, known: CallFormat) -> ToolPlan | None:
         offered = [one for one in offered if one.name == choice.function.name]
         if not offered:
             name = choice.function.name
-            raise ApiError(400, f"tool_choice names {name!r}, which is not in tools: add it", "tool_choice")
+            raise wrong_value(f"tool_choice names {name!r}, which is not in tools: add it", "tool_choice")
     if request.response_format is not None or request.structured_outputs is not None:
         name = "response_format" if request.response_format is not None else "structured_outputs"
         message = f"{name} beside tools: an answer has one form; leave one out, or set tool_choice to none"
-        raise ApiError(400, message, name)
+        raise wrong_value(message, name)
     # A template that knows functions says how to call them in its own words, tagged or not.
     functions = [one.shown for one in offered]
     several = request.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
@@ -71,7 +71,7 @@ def plan_tools(request: Generation, known: CallFormat) -> ToolPlan | None:
             f"tools: the model's chat template {lacks}; set tool_choice to required or name a function, "
             "whose call is then forced, or leave tools out"
         )
-        raise ApiError(400, message, "tools", "unsupported_field")
+        raise ApiError(400, message, "unsupported_field", "tools")
     form = None
     if any(one.strict for one in offered):  # their arguments can only be promised by force
         form = Form("grammar", call_grammar(functions, known, several, free=True))

@@ -25,7 +25,7 @@ from eagle_fsd.decoding.origins import TokenOrigins
 from eagle_fsd.decoding.request import Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.serving.choices import Limits
-from eagle_fsd.serving.errors import SERVER, ApiError, impossible_text, lost_text, queue_full
+from eagle_fsd.serving.errors import SERVER, ApiError, impossible_text, lost_text, queue_full, wrong_value
 from eagle_fsd.serving.work.jobs import Job, News
 from eagle_fsd.serving.work.learning import IdleLearning, Learner
 
@@ -213,7 +213,7 @@ class Worker:
             self._scheduler.admit(text)
             self._leader.admit(text)
         except ValueError as error:  # the prompt; whoever submits it checks that too
-            self._end(job, News(error=ApiError(400, one_line(error))))
+            self._end(job, News(error=wrong_value(one_line(error))))
             return
         except Exception as error:
             self._end(job, News(error=lost_text(one_line(error))))
