@@ -184,6 +184,7 @@ def settle_tree(model: EagleFSD, options: GenerationOptions) -> TreeConfig:
 def make_settings(args: argparse.Namespace, model: EagleFSD, options: GenerationOptions) -> Settings:
     from eagle_fsd.acceptance.accept import Lossless
     from eagle_fsd.decoding.scheduler import trees_of_many
+    from eagle_fsd.hub.resolve import shown_name
     from eagle_fsd.serving.app import Settings
     from eagle_fsd.serving.choices import Defaults, Limits
 
@@ -191,7 +192,7 @@ def make_settings(args: argparse.Namespace, model: EagleFSD, options: Generation
     tree = settle_tree(model, options)
     adapter = make_adapter(args, model)
     return Settings(
-        name=args.served_model_name or Path(model.base_model).name,
+        name=args.served_model_name or Path(shown_name(model.base_model)).name,
         tree=tree,
         crowded=trees_of_many(tree, args.max_rows) if model.device.type == "cpu" else {},
         limits=Limits(

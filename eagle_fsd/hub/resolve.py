@@ -83,6 +83,13 @@ def local_path(name: str, kind: str) -> Path:
     return path
 
 
+def shown_name(name: str) -> str:
+    """Return what others may know of a model's source: a local one's own name, and not where it lies."""
+    path = Path(name).expanduser()
+    is_local = path.is_absolute() or (name and path.exists())
+    return path.resolve().name if is_local else name
+
+
 def shipped_gguf() -> Path | None:
     """Return the default target's file in its PyPI package, found without importing the package."""
     spec = importlib.util.find_spec(DEFAULT_TARGET_PACKAGE)

@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.hub.resolve import shown_name
 from eagle_fsd.serving.answers import Answer, LogprobTables
 from eagle_fsd.serving.choices import Chooser, Defaults, Limits
 from eagle_fsd.serving.delivery import ClientGone, Deadline, EventStream, Feed, collect, events, unless_gone
@@ -200,7 +201,7 @@ class Service:
             "created": self.created,
             "owned_by": "eagle_fsd",
             "max_model_len": model.target.max_positions,
-            "draft": model.ea_model,
+            "draft": shown_name(model.ea_model),
             "tree": str(self.settings.tree),
             "dtype": str(model.dtype).removeprefix("torch."),
             "runtime": model.runtime,

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
+from eagle_fsd.acceptance.calibration import Calibration
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.rule_names import build_rule, describe, parse_rule, rule_fields
 from eagle_fsd.core.checks import one_line, require_integer
@@ -18,6 +19,7 @@ from eagle_fsd.core.processing import UNPROCESSED, Constraint, Processing, as_bi
 from eagle_fsd.core.sampling import fresh_seed
 from eagle_fsd.decoding.logits.constrained import require_ends
 from eagle_fsd.decoding.request import Terms
+from eagle_fsd.hub.resolve import shown_name
 from eagle_fsd.serving.errors import ApiError, of_value, wrong_value
 from eagle_fsd.serving.protocol import ChatRequest, Generation
 from eagle_fsd.serving.tools.plan import ToolPlan, plan_tools
@@ -183,11 +185,19 @@ class Chooser:
     def _from_calibration(self, wanted: AutoThreshold, sampling: SamplingConfig) -> AcceptanceRule:
         key = (wanted, sampling)
         if key not in self._calibrated:
-            found = Fuzzy.from_calibration(self.model.calibration(sampling), **asdict(wanted))
+            found = Fuzzy.from_calibration(self._calibration(sampling), **asdict(wanted))
             if len(self._calibrated) >= KEPT_RULES:
                 self._calibrated.clear()
             self._calibrated[key] = found
         return self._calibrated[key]
+
+    def _calibration(self, sampling: SamplingConfig) -> Calibration:
+        """Return the head's calibration. What is wrong with it is told without the place of its folder."""
+        try:
+            return self.model.calibration(sampling)
+        except ValueError as error:
+            folder = str(self.model.head_folder)
+            raise ValueError(str(error).replace(folder, shown_name(folder))) from error
 
     def require_prompt(self, ids: Sequence[int], name: str) -> None:
         """Raise ApiError unless these token ids are a prompt for this target."""

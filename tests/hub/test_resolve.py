@@ -28,7 +28,7 @@ from eagle_fsd.core.devices import resolve_device, resolve_dtype
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub import head_checkpoint
-from eagle_fsd.hub.resolve import is_shipped_head
+from eagle_fsd.hub.resolve import is_shipped_head, shown_name
 from eagle_fsd.target.model import TargetModel
 
 VOCAB, WIDTH = 64, 16
@@ -362,6 +362,22 @@ def test_a_spoilt_gguf_file_is_one_line(gguf_file: Path, tmp_path: Path) -> None
 
 
 # -- defaults and their heads ----------------------------------------------------------------------
+
+
+def test_what_others_see_of_a_name_has_no_place_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, file = tmp_path / "my-model", tmp_path / "my-model" / "weights.gguf"
+    folder.mkdir()
+    file.touch()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in (str(folder), f"{folder}/", "~/my-model", "../my-model", "."):
+        assert shown_name(name) == "my-model"
+    assert shown_name(str(file)) == shown_name("weights.gguf") == "weights.gguf"
+    assert shown_name(str(tmp_path / "gone" / "model")) == "model"  # it was there when it was loaded
+    for name in ("org/model@main", "smollm2-135m", "none", "first 4 layers", ""):
+        assert shown_name(name) == name
 
 
 def fake_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

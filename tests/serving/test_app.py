@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from starlette.testclient import TestClient
 from support.serving import settings
 from support.tiny_engine import CHAT, NAME, TREE, chat_ids, text_alone, tiny_engine
 
-from eagle_fsd import Fuzzy, Typical
+from eagle_fsd import EagleFSD, Fuzzy, Typical
 from eagle_fsd.acceptance.rule_names import parse_rule
+from eagle_fsd.serve import build_parser, check_arguments, make_settings
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Limits
 from eagle_fsd.target.model import TargetModel
@@ -441,6 +443,27 @@ def test_models_are_listed(client: TestClient) -> None:
     (card,) = listed["data"]
     assert card == client.get(f"/v1/models/{NAME}").json()
     assert (card["id"], card["object"], card["max_model_len"]) == (NAME, "model", 256)
+
+
+def test_no_answer_says_where_on_the_machine_the_models_lie(tmp_path: Path) -> None:
+    """Those of folders are shown by the folder's own name."""
+    folder = tmp_path / "my-head"
+    folder.mkdir()
+    whole = tiny_engine()
+    model = EagleFSD(
+        whole.target, whole.drafter, whole.tokenizer, str(tmp_path / "my-model"), str(folder), None, folder
+    )
+    args = build_parser().parse_args(["--total-tokens", "8", "--depth", "3", "--tree-top-k", "3"])
+    with TestClient(create_app(model, make_settings(args, model, check_arguments(args)))) as client:
+        client.headers["host"] = "localhost"
+        card = client.get("/v1/models").json()["data"][0]
+        assert (card["id"], card["draft"]) == ("my-model", "my-head")
+        assert post(client, model="my-model", max_tokens=2).json()["model"] == "my-model"
+        missing = error_of(post(client, threshold="auto"), 400)["message"]
+        (folder / "calibration.json").write_text("{")
+        broken = error_of(post(client, threshold="auto"), 400)["message"]
+    for message in (missing, broken):
+        assert "my-head" in message and str(tmp_path) not in message
 
 
 def test_tokens_there_and_back(client: TestClient) -> None:
