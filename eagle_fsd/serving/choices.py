@@ -103,7 +103,11 @@ class Chooser:
     def __call__(self, request: Generation) -> Choice:
         """Return what the request asks for. Raises ApiError for what it may not ask for."""
         usual, tools = self.defaults.sampling, self.plan(request)
+        limit = self.defaults.max_new_tokens if request.limit is None else request.limit
         try:
+            if request.min_tokens is not None:
+                remedy = "lower it, or raise max_tokens above it"
+                require_integer("min_tokens", request.min_tokens, 0, remedy, limit)
             sampling = SamplingConfig(
                 usual.temperature if request.temperature is None else request.temperature,
                 usual.top_k if request.top_k is None else request.top_k,
@@ -121,7 +125,7 @@ class Chooser:
             processing = dataclasses.replace(processing, constraint=constraint)
         return Choice(
             Terms(ends, rule, sampling, processing),
-            self.defaults.max_new_tokens if request.limit is None else request.limit,
+            limit,
             None if sampling.greedy else seed,
             rule_fields(rule),
             tools,

@@ -20,9 +20,10 @@ from support.tiny_engine import CHAT, NAME, TREE, chat_ids, text_alone, tiny_eng
 
 from eagle_fsd import EagleFSD, Fuzzy, Typical
 from eagle_fsd.acceptance.rule_names import parse_rule
+from eagle_fsd.core.processing import Processing
 from eagle_fsd.serve import build_parser, check_arguments, make_settings
 from eagle_fsd.serving.app import create_app
-from eagle_fsd.serving.choices import Limits
+from eagle_fsd.serving.choices import Defaults, Limits
 from eagle_fsd.target.model import TargetModel
 
 URL = "/v1/chat/completions"
@@ -237,6 +238,13 @@ def test_what_changes_logits_does_what_the_engine_does(
     assert body["choices"][0]["message"]["content"] == wanted != text_alone(chat_ids(), max_new_tokens=24)
 
 
+def test_as_many_tokens_may_be_asked_for_as_a_text_may_have() -> None:
+    """And the server's own least number gives way to a request's limit."""
+    with client_of(defaults=Defaults(processing=Processing.of(min_new_tokens=30))) as client:
+        for asked in ({"max_tokens": 9}, {"max_tokens": 9, "min_tokens": 9}):
+            assert post(client, **asked).json()["usage"]["completion_tokens"] == 9
+
+
 def test_bad_words_never_come(client: TestClient) -> None:
     usual = post(client, max_tokens=24).json()["choices"][0]["message"]["content"]
     found = post(client, max_tokens=24, bad_words=[usual[:1]]).json()["choices"][0]["message"]["content"]
@@ -304,6 +312,10 @@ def test_logprobs_are_those_of_the_engine_whole_and_streamed(client: TestClient,
         ),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "context_length_exceeded"),
         ({"messages": None}, "messages", "missing_field"),
+        ({"min_tokens": 11, "max_tokens": 10}, "min_tokens", "invalid_value"),
+        ({"min_tokens": 11, "max_completion_tokens": 10}, "min_tokens", "invalid_value"),
+        ({"min_tokens": 1025}, "min_tokens", "invalid_value"),  # the server's own max_tokens is 1024
+        ({"min_tokens": -1}, "min_tokens", "invalid_value"),
         ({"temperature": -1}, "temperature", "invalid_value"),
         ({"temperature": "1"}, "temperature", "invalid_value"),
         ({"top_p": 0}, "top_p", "invalid_value"),
