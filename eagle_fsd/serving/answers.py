@@ -188,7 +188,8 @@ class Answer:
         text = "".join(piece.text for piece in news.pieces)
         if not self._readers:
             return text, []
-        text, calls = self._readers[place].add(text, last=news.finish_reason is not None)
+        reason = news.finish_reason
+        text, calls = self._readers[place].add(text, last=reason is not None, cut=reason == "length")
         return text, [
             {
                 "id": f"call_{uuid4().hex[:24]}",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TAGGED_CALL = re.compile(rf"{OPEN}(\s*)\{{.*?\}}(\s*){CLOSE}", re.DOTALL)
+NAME_OF_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]*)"')
 PROBE = "probe_of_tools"  # a name that no template has of its own
 ANY_ARGUMENTS = {"type": "object"}
 
@@ -140,21 +141,36 @@ def read_call(text: str, names: Sequence[str]) -> Call | None:
     return Call(found["name"], json.dumps(arguments, ensure_ascii=False))
 
 
+def may_become_call(text: str, names: Sequence[str]) -> bool:
+    """Return whether a text that was cut off may be the beginning of a call of a function of these names."""
+    name = NAME_OF_CALL.match(text)
+    return text.strip()[:1] in ("", "{") and (name is None or name[1] in names)
+
+
+def length_of_beginning(tag: str, text: str) -> int:
+    """Return how many characters at a text's end are the beginning of a tag."""
+    return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
+
+
 class CallReader:
     """Takes calls out of an answer as its text arrives.
 
     names: of the functions. tagged: see CallFormat; a bare call is the whole answer. What only looks like a
-    call stays text. several: whether there may be more than one; the others are left out.
+    call stays text. several: whether there may be more than one; the others are left out. free: whether the
+    answer may be text; else it is calls.
     """
 
-    def __init__(self, names: Sequence[str], tagged: bool, several: bool = True) -> None:
-        self.names, self.tagged, self.several = names, tagged, several
+    def __init__(self, names: Sequence[str], tagged: bool, several: bool = True, free: bool = True) -> None:
+        self.names, self.tagged, self.several, self.free = names, tagged, several, free
         self.calls: list[Call] = []
         self._held = ""
         self._after_call = False  # and no text since
 
-    def add(self, text: str, last: bool = False) -> tuple[str, list[Call]]:
-        """Take more text; return what of it is text, and the calls that are complete. last: no more comes."""
+    def add(self, text: str, last: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
+        """Take more text; return what of it is text, and the calls that are complete.
+
+        last: no more comes. cut: since there may be no more tokens, so that a call may be incomplete.
+        """
         self._held += text
         shown, before = "", len(self.calls)
         while self.tagged:
@@ -170,7 +186,7 @@ class CallReader:
             shown += self._take(whole, whole.removeprefix(OPEN).removesuffix(CLOSE))
         if last:
             rest, self._held = self._held, ""
-            shown += self._between(rest) if self.tagged else self._take(rest, rest)
+            shown += self._take_rest(rest, cut)
         elif self.tagged and not self._held.startswith(OPEN):
             kept = self._length_to_hold()
             ready = self._held[: len(self._held) - kept]
@@ -188,6 +204,17 @@ class CallReader:
             self.calls.append(call)
         return ""
 
+    def _take_rest(self, rest: str, cut: bool) -> str:
+        """Return what is text of an answer's end, in which no call is complete with its tags.
+
+        A call that was cut off is neither text nor a call: its markup is not for readers, and arguments that
+        lack their end are not for programs. Only its closing tag may be missing.
+        """
+        inner = rest.removeprefix(OPEN)
+        if cut and (not self.free or (inner != rest and may_become_call(inner, self.names))):
+            return self._take("", inner[: len(inner) - length_of_beginning(CLOSE, inner)])
+        return self._between(rest) if self.tagged else self._take(rest, rest)
+
     def _between(self, text: str) -> str:
         """Return text that is no call; white space alone after one is none either."""
         if self._after_call and not text.strip():
@@ -198,6 +225,6 @@ class CallReader:
     def _length_to_hold(self) -> int:
         """Return how many characters at the end may belong to a call: white space, and a tag's beginning."""
         text = self._held
-        tag = next((n for n in range(len(OPEN) - 1, 0, -1) if text.endswith(OPEN[:n])), 0)
+        tag = length_of_beginning(OPEN, text)
         rest = text[: len(text) - tag]
         return tag + len(rest) - len(rest.rstrip())

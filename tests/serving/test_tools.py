@@ -196,8 +196,7 @@ def test_several_calls_are_told_apart(client: openai.OpenAI) -> None:
         for call in calls.values():
             require_call(call["name"], call["arguments"])
         counts.add(len(calls))
-        if reason == "length":  # what of a call there is shows as text
-            assert text == (choice.message.content or "")
+        assert not text and not choice.message.content, "half of a call must not show"
     assert max(counts) > 1
 
 
@@ -261,6 +260,33 @@ def test_the_models_own_calls_are_read(name: str) -> None:
         assert len(answer.message.tool_calls or ()) == min(1, len(calls))
         (answer,) = ask(client, tools=TOOLS, tool_choice="none").choices
         assert answer.message.content == written and not answer.message.tool_calls
+
+
+def test_a_call_that_is_cut_off_is_left_out_of_an_answer() -> None:
+    """Whole or streamed, wherever the limit cuts it; what is complete before it is told."""
+    written = f"Wait.\n{call('pick', {'n': 1})}\n{call('now', {})}"
+    first, second = (written.index(name) for name in ("pick", "now"))
+    cuts = [first - 8, first, first + 6, written.index("</tool_call>") + 4, second, len(written) - 12]
+    with running(settings(defaults=Defaults(processing=writes(written))), schema_engine()) as (url, _):
+        client = client_of(url)
+        for limit in cuts:
+            (answer,) = ask(client, tools=TOOLS, max_tokens=limit).choices
+            text, calls, reason = streamed(client, tools=TOOLS, max_tokens=limit)
+            assert text == answer.message.content or not answer.message.content
+            assert text.strip() == "Wait." and reason == answer.finish_reason == "length"
+            names = [one.function.name for one in answer.message.tool_calls or ()]
+            assert names == [one["name"] for one in calls.values()]
+            ends = [written.index(end) + len(end) for end in ("1}}", "{}}")]
+            assert names == ["pick", "now"][: sum(limit >= end for end in ends)]
+
+
+def test_a_forced_call_that_is_cut_off_shows_nothing(client: openai.OpenAI) -> None:
+    asked = {"tools": FORCED[:1], "tool_choice": "required", "parallel_tool_calls": False}
+    for limit in (1, 5, 14, 30):
+        (answer,) = ask(client, **asked, max_tokens=limit).choices
+        assert not answer.message.content and not answer.message.tool_calls
+        assert answer.finish_reason == "length" and answer.message.role == "assistant"
+        assert streamed(client, **asked, max_tokens=limit) == ("", {}, "length")
 
 
 def test_a_strict_function_is_called_with_what_its_schema_allows_or_not_at_all() -> None:

@@ -61,6 +61,40 @@ def test_a_bare_call_is_a_whole_answer() -> None:
         assert read_call(wrong, ["a"]) is None
 
 
+@pytest.mark.parametrize("free", [True, False])
+@pytest.mark.parametrize("tagged", [True, False])
+def test_a_call_that_is_cut_off_is_neither_text_nor_a_call(free: bool, tagged: bool) -> None:
+    """Wherever it is cut; a call whose closing tag alone is missing is whole."""
+    inner = '\n{"name": "a", "arguments": {"x": {"y": "}"}}}'
+    whole = f"<tool_call>{inner}\n</tool_call>" if tagged else inner
+    begun = len("<tool_call>") if tagged and free else 0  # a tag's own beginning may be text
+    for end in range(begun, len(whole) + 1):
+        for size in (1, 7, len(whole)):
+            reader = CallReader(["a"], tagged, free=free)
+            parts = [whole[start : min(start + size, end)] for start in range(0, end, size)] or [""]
+            found = [reader.add(part) for part in parts] + [reader.add("", last=True, cut=True)]
+            calls = [call for _, new in found for call in new]
+            complete = end >= whole.index("}}}") + 3
+            if tagged or not free:  # bare calls are forced
+                assert "".join(text for text, _ in found) == ""
+            assert calls == ([Call("a", '{"x": {"y": "}"}}')] if complete else [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "write <tool_call> before it, and",
+        '<tool_call>{"name": "b", "argu',
+        "<tool_call>now(",
+        "a <tool_cal",
+        "1 <",
+    ],
+)
+def test_text_that_is_cut_off_stays_text_if_it_begins_no_call(text: str) -> None:
+    assert CallReader(["a"], True).add(text, last=True, cut=True) == (text, [])
+    assert CallReader(["a"], True).add(f"{A}so {text}", last=True, cut=True) == (f"so {text}", CALLS[:1])
+
+
 BARE = TOOL_TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", "")
 
 

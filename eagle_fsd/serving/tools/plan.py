@@ -25,16 +25,19 @@ class ToolPlan:
     """How the functions of one chat are offered and called.
 
     functions: as templates show them. format: how the answer calls them. form: forces that; None: the model
-    may call or not, in its own words. several: whether there may be more than one call.
+    may call or not, in its own words. several: whether there may be more than one call. free: whether it may
+    answer with text.
     """
 
     functions: Sequence[dict[str, Any]]
     format: CallFormat
     form: Form | None
     several: bool
+    free: bool
 
     def reader(self) -> CallReader:
-        return CallReader([one["name"] for one in self.functions], self.format.tagged, self.several)
+        names = [one["name"] for one in self.functions]
+        return CallReader(names, self.format.tagged, self.several, self.free)
 
 
 def plan_tools(request: Generation, known: CallFormat) -> ToolPlan | None:
@@ -64,7 +67,7 @@ def plan_tools(request: Generation, known: CallFormat) -> ToolPlan | None:
     several = request.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
     if choice != "auto":
         grammar = call_grammar(functions, known, several)
-        return ToolPlan(functions, known, Form("grammar", grammar), several)
+        return ToolPlan(functions, known, Form("grammar", grammar), several, free=False)
     if not known.known or not known.tagged:
         lacks = "reads no tools" if not known.known else "writes calls in a way that is not read here"
         message = (
@@ -75,7 +78,7 @@ def plan_tools(request: Generation, known: CallFormat) -> ToolPlan | None:
     form = None
     if any(one.strict for one in offered):  # their arguments can only be promised by force
         form = Form("grammar", call_grammar(functions, known, several, free=True))
-    return ToolPlan(functions, known, form, several)
+    return ToolPlan(functions, known, form, several, free=True)
 
 
 def turns_of(
