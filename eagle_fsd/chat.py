@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
 from eagle_fsd.cli.answer_report import Answer, summary
-from eagle_fsd.cli.conversation import HELP, Conversation, Exit, read_messages
+from eagle_fsd.cli.conversation import HELP, Conversation, Exit, as_utf8, read_messages
 from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_parser
 from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags, begin_early
 from eagle_fsd.cli.processing_flags import add_template_flag, with_bad_words
@@ -148,10 +148,11 @@ class Chat:
         """Answer messages and obey commands until the end of the input."""
         for message in read_messages(self.read_line):
             try:
-                if message.startswith("/"):
-                    sys.stderr.write(f"{self.conversation.command(message)}\n")
+                text = as_utf8("the message", message)
+                if text.startswith("/"):
+                    sys.stderr.write(f"{self.conversation.command(text)}\n")
                 else:
-                    self.answer(message)
+                    self.answer(text)
             except Exit:
                 return
             except (ValueError, FloatingPointError) as error:  # of a command, a chat that is too long, ...
@@ -169,6 +170,8 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
         )
     with raise_user_errors():
         begin_early(args)
+        if args.system is not None:
+            args.system = as_utf8("--system", args.system)
         conversation = Conversation(args)
         conversation.options  # noqa: B018  # raises ValueError for flags that do not fit
         with contextlib.redirect_stdout(sys.stderr):  # what libraries print
@@ -200,8 +203,10 @@ def program(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     out = sys.stdout
-    if hasattr(out, "reconfigure"):
-        out.reconfigure(errors="replace")  # a character that the terminal lacks must not end the chat
+    # Neither a character that the terminal lacks nor a byte that is none must end the chat.
+    for stream, errors in ((out, "replace"), (sys.stdin, "surrogateescape")):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=errors)
     try:
         return run(args, out)
     except UserError as error:

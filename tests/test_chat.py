@@ -19,6 +19,8 @@ from support.tiny_engine import CHAT, TREE, chat_ids, text_alone, tiny_engine
 
 from eagle_fsd import AutoThreshold, EagleFSD, Fuzzy, chat
 from eagle_fsd.cli.conversation import Conversation, Exit, read_messages
+from eagle_fsd.text import streamed
+from eagle_fsd.text.streamed import Piece, StreamedText
 
 FLAGS = ["--total-tokens", "8", "--depth", "3", "--tree-top-k", "3", "--max-new-tokens", "15"]
 
@@ -179,6 +181,41 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     begun = said.removesuffix(f"{whole}\n").removesuffix("\n")
     assert said == f"{begun}\n{whole}\n" and whole.startswith(begun) and 0 < len(begun) < len(whole)
     assert told.count("interrupted") == 1
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])
+def test_neither_bytes_nor_characters_outside_an_encoding_end_the_chat(
+    encoding: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Bytes that the encoding cannot read are read as UTF-8, or the message is refused; the chat goes on."""
+
+    class Accented(StreamedText):
+        def finish(self) -> list[Piece]:
+            shown = [*super().finish(), Piece("\u00e9\u2026")]
+            self.text += "\u00e9\u2026"
+            return shown
+
+    saved, out = tmp_path / "chat.json", io.BytesIO()
+    typed = "latin-1" if encoding == "latin-1" else "utf-8"
+    lines = ["Hi", "caf\u00e9", f"/save {saved}"]
+    wrong = b"" if encoding == "latin-1" else b"caf\xe9\nab\xc3\n"  # it has no byte that is none
+    text = "\n".join(lines[:2]).encode(typed) + b"\n" + wrong + f"{lines[2]}\n".encode()
+    monkeypatch.setattr(streamed, "StreamedText", Accented)
+    monkeypatch.setattr(chat, "load_model", lambda args: tiny_engine())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding))
+    assert chat.main(FLAGS) == 0
+    turns = json.loads(saved.read_text())["messages"]
+    assert [one["content"] for one in turns[::2]] == lines[:2]
+    answers = [one["content"] for one in turns[1::2]]
+    assert len(answers) == 2 and all(one.endswith("\u00e9\u2026") for one in answers)
+    assert out.getvalue() == "".join(f"{one}\n" for one in answers).encode(encoding, "replace")
+    told = capsys.readouterr().err
+    assert told.count("the message has the byte 0x") == wrong.count(b"\n") and told.count("tok/s") == 2
+    assert ("0xe9" in told) == ("0xc3" in told) == bool(wrong)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert chat.main([*FLAGS, "--system", "caf\udce9"]) == 2
+    assert "--system has the byte 0xe9" in capsys.readouterr().err
 
 
 def test_mistakes_in_the_flags_end_in_one_line(

@@ -104,6 +104,20 @@ class Conversation:
         return f"{len(self.turns)} turns are in {name}"
 
 
+def as_utf8(name: str, text: str) -> str:
+    """Return a text of a terminal or a pipe; bytes that its encoding could not read are read as UTF-8.
+
+    They stand in it as the error handler surrogateescape leaves them. Raises ValueError if they are no UTF-8.
+    """
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(
+            f"{name} has the byte 0x{byte:02x}, which is no UTF-8 there: retype it where text is UTF-8"
+        ) from error
+
+
 def read_messages(read_line: Callable[[bool], str | None]) -> Iterator[str]:
     """Yield messages and commands of one or several lines, without blank ones.
 
