@@ -669,7 +669,7 @@ BAD = {
     ),
     "a tree and no head": (
         lambda: EagleFSD(engine().target, None).generate([[1]]),
-        r"there is no draft head: .* TreeConfig\(1\)",
+        r"there is no draft head to draft a tree with: .* TreeConfig\(1\)",
     ),
     "stream of a batch": (
         lambda: engine().stream([[1], [2]]),

@@ -250,6 +250,32 @@ def test_prompt_files(model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_p
     assert [json.loads(line)["text"] for line in out.splitlines()] == [REPLY, REPLY]
 
 
+def test_what_is_left_out_of_a_chat_is_said(
+    model: ScriptedModel,
+    capsys: pytest.CaptureFixture,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "chats.jsonl"
+    asks, answers = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+    system, shared = {"role": "system", "content": "Be brief."}, {"from": "human", "value": "Hi"}
+    rows = [
+        {"messages": [asks, answers]},
+        {"messages": [system, asks]},
+        {"messages": [asks, answers, asks]},
+        {"conversations": [shared]},
+        {"turns": ["Hi", "later"]},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(capsys, "--prompt-file", str(file))
+    assert "only the user's first turn of a chat is a prompt; 2 of 5 rows say more (" in caplog.text
+    caplog.clear()
+    assert len(prompts_seen(model)) == 5
+    file.write_text("".join(json.dumps(rows[i]) + "\n" for i in (0, 3, 4)))
+    run(capsys, "--prompt-file", str(file))
+    assert "say more" not in caplog.text
+
+
 # -- JSON and the baseline ----------------------------------------
 
 
@@ -759,6 +785,17 @@ def test_prompt_files_that_cannot_be_read(
 ) -> None:
     code, _, err = run(capsys, "--prompt-file", str(tmp_path / name))
     assert code == 2 and "cannot be read (" in err and "name a text or .jsonl file" in err
+
+
+def test_rows_of_json_stand_in_lines(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text('[\n  {"prompt": "Hi"}\n]')
+    code, _, err = run(capsys, "--prompt-file", str(file))
+    assert code == 2 and "rows.json is a list of JSON objects: rows must stand one in a line" in err
+    file.write_text("[1, 2] is a list; how long is it?")
+    assert run(capsys, "--prompt-file", str(file))[0] == 0
 
 
 def test_a_closed_stdout_is_one_line() -> None:

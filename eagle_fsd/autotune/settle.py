@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+WITHOUT_HEAD = (
+    "name one, turn lookup on (--lookup, lookup=True), or take a tree of one node (--total-tokens 1, "
+    "TreeConfig(1))"
+)
 
 # The drafter is observed on these texts while a tree is chosen for it.
 EXAMPLE_PROMPTS = (
@@ -108,10 +112,7 @@ class Settler:
     ) -> Choice:
         """Choose the draft tree with the most tokens per second; see EagleFSD.choose_tree."""
         if self.drafter is None:
-            raise ValueError(
-                "there is no draft head to choose a tree for: name one, turn lookup on (--lookup), or take a "
-                "tree of one node (--total-tokens 1)"
-            )
+            raise ValueError(f"there is no draft head to choose a tree for: {WITHOUT_HEAD}")
         self.check_beam(wanted.top_k or 1)
         with self._choosing:
             if self._chooser is None:
@@ -129,8 +130,8 @@ class Settler:
         """Return the thresholds found for this target and head with this sampling."""
         if self.folder is None:
             raise ValueError(
-                "threshold is auto: the head was not loaded from a folder, where its calibration would be; "
-                "give a number"
+                "threshold is auto: it is read from the calibration in a draft head's folder, and no head "
+                "was loaded from one; give a number"
             )
         found = find_calibration(read_calibrations(self.folder / FILE), self.identity(), sampling)
         if found.sampling != sampling:
@@ -179,10 +180,7 @@ class Settler:
         if tree.total_tokens == 1:
             return
         if self.drafter is None:
-            raise ValueError(
-                "there is no draft head: pass one to EagleFSD, or lookup=True, or a tree of one node, "
-                "TreeConfig(1)"
-            )
+            raise ValueError(f"there is no draft head to draft a tree with: {WITHOUT_HEAD}")
         self.check_beam(tree.top_k)
         trained = self.drafter.trained_positions
         if trained is not None and max(lengths) > trained:

@@ -220,6 +220,11 @@ def settle_options(
     keywords: override options. What neither says is the model's own. Raises ValueError for what does not fit
     the target or each other.
     """
+    if not isinstance(options, GenerationOptions | None):
+        raise ValueError(
+            f"options is a {type(options).__name__}: it must be GenerationOptions; give its entries as "
+            "keywords"
+        )
     settled = replace(options or GenerationOptions(), **keywords).with_defaults(target.own_defaults)
     settled.processing.require_vocabulary(target.vocab_size)
     settled.require_different_texts()

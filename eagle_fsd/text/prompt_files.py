@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from eagle_fsd.files.jsonl import read_jsonl
 
+logger = logging.getLogger(__name__)
+
 
 def read_prompts(path: Path) -> list[str]:
     """Return the prompts of a file: for a .jsonl file each row's (see find_prompt), else the whole text.
 
-    Raises ValueError if the file cannot be read, or a row has no prompt; the error then names its line.
+    What else a chat says is left out, with a warning. Raises ValueError if the file cannot be read, or a row
+    has no prompt; the error then names its line.
     """
     if is_jsonl(path):
-        return [require_prompt(record, f"{path}:{number}") for number, record in read_jsonl(path)]
+        rows = list(read_jsonl(path))
+        prompts = [require_prompt(record, f"{path}:{number}") for number, record in rows]
+        if shortened := sum(says_more(record) for _, record in rows):
+            logger.warning(
+                "%s: only the user's first turn of a chat is a prompt; %s of %s rows say more (system "
+                "messages, later turns), which is left out",
+                path,
+                shortened,
+                len(rows),
+            )
+        return prompts
     try:
-        return [decode_text(path.read_bytes(), str(path))]
+        text = decode_text(path.read_bytes(), str(path))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); name a text or .jsonl file") from error
+    if path.suffix == ".json" and re.match(r"\s*\[\s*{", text):
+        raise ValueError(
+            f"{path} is a list of JSON objects: rows must stand one in a line of a .jsonl file; "
+            "`jq -c '.[]'` writes one"
+        )
+    return [text]
 
 
 def is_jsonl(path: Path) -> bool:
@@ -90,6 +111,14 @@ def find_prompt(record: Mapping[str, Any]) -> str | None:
                 found = words_of(turn)
                 break
     return found if isinstance(found, str) else None
+
+
+def says_more(record: Mapping[str, Any]) -> bool:
+    """Return whether a row is a chat with a system message, or with further turns of the user."""
+    chat = first_known(record.get("messages"), record.get("conversations"))
+    turns = [turn for turn in chat if isinstance(turn, dict)] if isinstance(chat, list) else []
+    roles = [turn.get("role", turn.get("from")) for turn in turns]
+    return "system" in roles or sum(map(asks, turns)) > 1
 
 
 def asked_texts(record: Mapping[str, Any]) -> list[str]:

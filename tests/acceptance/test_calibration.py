@@ -416,7 +416,7 @@ def test_another_name_is_the_same_target(tmp_path: Path) -> None:
     ("spoil", "line"),
     [
         ("no file", f"there is no {FILE} beside the head"),
-        ("no folder", "the head was not loaded from a folder"),
+        ("no folder", "and no head was loaded from one"),
         ("head", "was made for another target or head"),
         ("target", "was made for another target or head"),
         ("sampling", "it was calibrated at 0.9/20/0.95, none of which is as warm as 0.6/50/0.9"),

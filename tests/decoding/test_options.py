@@ -39,6 +39,8 @@ def test_options_and_keywords_are_one() -> None:
     assert [token for chunk in model.stream(prompt, options=options) for token in chunk] == wanted[0]
     with model.stream_batch(prompt, options=options) as batch:
         assert [token for (chunk,) in batch.steps for token in chunk] == wanted[0]
+    with pytest.raises(ValueError, match="options is a dict: it must be GenerationOptions; give its entries"):
+        model.generate(prompt, options=keywords)
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,11 @@ def test_names_that_are_nothing(tmp_path: Path) -> None:
         one_line_error(lambda name=name: hub.resolve_target(name), f"target {name!r}", "Hub id")
         one_line_error(lambda name=name: hub.resolve_head(name, "x"), f"draft head {name!r}", "Hub id")
     one_line_error(lambda: hub.resolve_target("none.gguf"), "none.gguf", "does not exist")
+    # Without a head's name, too, what is missing is the target.
+    one_line_error(lambda: hub.resolve_head(None, "none.gguf"), "none.gguf", "does not exist")
+    one_line_error(lambda: hub.resolve_head(None, "./none"), "./none", "is not there")
+    one_line_error(lambda: hub.resolve_head(None, ""), "is not there")
+    one_line_error(lambda: hub.resolve_head(None, "some/model"), "some/model", "no shipped draft head")
     (tmp_path / "text.txt").write_text("no model")
     one_line_error(lambda: hub.resolve_target(str(tmp_path / "text.txt")), "not a GGUF file")
 
@@ -431,7 +436,9 @@ def test_shipped_heads_of_known_targets(
     (tmp_path / "link").symlink_to(weights)
     assert is_shipped_head(tmp_path / "link")  # the same folder by another name
     assert not is_shipped_head(tmp_path / "other") and not is_shipped_head(None)
-    for name in ("owner/other", "SmolLM2-360M-Instruct.gguf", "HuggingFaceTB/SmolLM2-135M", ""):
+    larger = tmp_path / "SmolLM2-360M-Instruct.gguf"
+    larger.write_bytes(b"GGUF")
+    for name in ("owner/other", str(larger), "HuggingFaceTB/SmolLM2-135M"):
         one_line_error(lambda name=name: hub.resolve_head(None, name), repr(name), "ea_model")
 
 

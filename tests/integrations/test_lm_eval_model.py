@@ -534,7 +534,7 @@ def test_the_documented_commands_are_understood(monkeypatch: pytest.MonkeyPatch)
     [
         (["--model_args", "treshold=0.3"], "model_args has 'treshold'"),
         (["--model_args", "threshold=-1"], "threshold is -1"),
-        (["--model_args", "base_model=/nowhere/at/all"], "target '/nowhere/at/all' has no shipped"),
+        (["--model_args", "base_model=/nowhere/at/all"], "target '/nowhere/at/all' is not there"),
         (["--model_args", "{models},batch_size=auto"], "batch_size is 'auto'"),
         (["--model_args", "{models}", "--gen_kwargs", "num_beams=4"], "gen_kwargs has num_beams=4"),
         (["--model_args", "{models}", "--gen_kwargs", "max_gen_toks=0"], "max_gen_toks is 0"),
