@@ -28,7 +28,7 @@ from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.cli.model_flags import begin_early, without_collector
 from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
-from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.checks import INTERRUPTED, one_line, report_interrupt
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
     from eagle_fsd.training.online.adapter import HeadAdapter
 
-INTERRUPTED, BROKEN_PIPE = 130, 141
+BROKEN_PIPE = 141
 
 
 class UserError(Exception):
@@ -332,8 +332,7 @@ def program(argv: Sequence[str] | None = None) -> int:
     except FloatingPointError as error:  # logits that are not finite
         return report_mistake(parser.prog, error)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return INTERRUPTED
+        return report_interrupt()
     except BrokenPipeError:
         discard_stdout()
         return BROKEN_PIPE

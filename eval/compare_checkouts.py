@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -49,6 +50,7 @@ WORKER = "worker"  # the only argument of a worker process
 
 def work() -> None:
     """Load the models, then answer requests on stdin, one JSON object a line, until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both: the other process ends this one
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to stderr, where it cannot tear a reply
     engine = None
@@ -273,6 +275,10 @@ def main() -> None:
             args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        from eagle_fsd.core.checks import report_interrupt  # only here, as above
+
+        sys.exit(report_interrupt())
     found = report["differences"]
     print(f"differences: {len(found)}, the first: {found[0]}" if found else "no differences")
     sys.exit(1 if found else 0)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from numbers import Integral, Real
+
+INTERRUPTED = 130  # the exit code that shells give to what Ctrl-C has ended
 
 
 def one_line(error: object, limit: int | None = None) -> str:
@@ -16,6 +19,12 @@ def one_line(error: object, limit: int | None = None) -> str:
     if not text and isinstance(error, BaseException):
         text = type(error).__name__
     return text if limit is None or len(text) <= limit else text[: limit - 3] + "..."
+
+
+def report_interrupt() -> int:
+    """Say on one line that Ctrl-C has ended the program, and return its exit code."""
+    sys.stderr.write("interrupted\n")
+    return INTERRUPTED
 
 
 def require_integer(name: str, value: object, minimum: int, remedy: str, maximum: int | None = None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from eagle_fsd.core.checks import one_line, require_integer
+from eagle_fsd.core.checks import one_line, report_interrupt, require_integer
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.prompt_sets import prompts_of, require_own_names
 from eagle_fsd.evaluation.tasks.base import require_range
@@ -111,10 +111,16 @@ def mistakes_on_one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
 
 @contextmanager
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Iterator[argparse.Namespace]:
-    """Parse the arguments; what is found to be wrong with them within is reported as by the parser."""
+    """Parse the arguments; what is found to be wrong with them within is reported as by the parser.
+
+    All of a command's work belongs within: Ctrl-C ends it with one line there. Rows that it wrote stay.
+    """
     arguments = parser.parse_args(argv)
-    with mistakes_on_one_line(parser):
-        yield arguments
+    try:
+        with mistakes_on_one_line(parser):
+            yield arguments
+    except KeyboardInterrupt:
+        sys.exit(report_interrupt())
 
 
 def say(text: object) -> None:

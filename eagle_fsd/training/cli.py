@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
-from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.checks import one_line, report_interrupt
 from eagle_fsd.training.data.examples import Example, load_examples
 
 LONGEST = 512  # tokens of a row, unless --max-length says otherwise
@@ -24,7 +24,7 @@ def run_command(
 ) -> None:
     """Parse the arguments and do a command's work.
 
-    An error that its user can fix ends it with one line, Ctrl-C with the shell's code for it.
+    An error that its user can fix ends it with one line, and so does Ctrl-C.
     """
     args = parser.parse_args(argv)
     name = parser.prog.removesuffix(".py")
@@ -36,7 +36,7 @@ def run_command(
     except torch.OutOfMemoryError as error:
         sys.exit(f"{name}: {one_line(error, 200)}; lower --batch-tokens or --rows")
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(report_interrupt())
 
 
 def add_paths(parser: argparse.ArgumentParser, name: str, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,13 +153,13 @@ def test_a_public_command_names_no_folder_and_no_secret(recorded: str, shown: st
 
 
 def test_a_card_shows_no_folder_and_no_secret_and_a_dry_run_says_what_it_shows(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     command = f"python '{PRIVATE}/train/train_head.py' --data '{PRIVATE}/rows.jsonl' --token hf_abcdefghijkl"
     (runs / "run" / "provenance.json").write_text(json.dumps(TRAINING | {"command": command}))
     rows_of(runs, {"command": f"python '{PRIVATE}/eval/measure_tau.py' --prompts '{PRIVATE}/own.jsonl'"})
-    run(runs, monkeypatch, "--dry-run")
-    said = capsys.readouterr().err
+    with caplog.at_level(logging.INFO):
+        run(runs, monkeypatch, "--dry-run")
     for file in (runs / "out").iterdir():
         assert not any(word in file.read_bytes() for word in (b"/home", b"ada/", b"plans", b"hf_abc"))
     card = (runs / "out" / "README.md").read_text()
@@ -166,11 +167,11 @@ def test_a_card_shows_no_folder_and_no_secret_and_a_dry_run_says_what_it_shows(
         "python train/train_head.py --data rows.jsonl --token ...",
         "python eval/measure_tau.py --prompts own.jsonl",
     ):
-        assert shown in card and f"publish: the card shows: {shown}\n" in said
+        assert shown in card and f"the card shows: {shown}\n" in caplog.text
 
 
 def test_a_published_config_says_of_biases_what_the_weights_hold(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever the trained head's config says; and a bias of fc comes with a warning."""
     path = runs / "head" / "config.json"
@@ -179,13 +180,12 @@ def test_a_published_config_says_of_biases_what_the_weights_hold(
     run(runs, monkeypatch, "--dry-run")
     flags = json.loads((runs / "out" / "config.json").read_text())
     assert [flags[name] for name in ("bias", "attention_bias", "qkv_bias")] == [False] * 3
-    assert "bias" not in capsys.readouterr().err
+    assert "bias" not in caplog.text
     save_head(tiny_head(fc_bias=True), runs / "head")
     run(runs, monkeypatch, "--dry-run")
     flags = json.loads((runs / "out" / "config.json").read_text())
     assert [flags[name] for name in ("bias", "attention_bias", "qkv_bias")] == [True, False, False]
-    said = capsys.readouterr().err
-    assert "publish: fc.bias is in the weights: vLLM" in said and "eagle-fsd train fold-bias" in said
+    assert "fc.bias is in the weights: vLLM" in caplog.text and "eagle-fsd train fold-bias" in caplog.text
 
 
 def test_a_push_creates_the_repository_and_uploads_the_folder(

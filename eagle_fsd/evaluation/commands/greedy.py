@@ -41,22 +41,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         trees = [TreeConfig.parse(tree) for tree in arguments.tree]
         engine, most = load_engine(arguments), arguments.max_new_tokens
         prompts = encoded_prompts(arguments, engine)
-    expected = reference(engine, prompts, most)
-    found: list[Difference] = []  # over all trees and batch sizes
-    for tree, batch_size in product(trees, arguments.batch_size):
-        differences, stats = compare(engine, prompts, expected, tree, batch_size, most)
-        counts = {"equal": len(prompts) - len(differences), "of": len(prompts)}
-        said = "{equal} of {of} equal".format(**counts)
-        say(f"tree {tree}, batch {batch_size}: {said}, tau {stats.tau:.3f}")
-        for difference in differences:
-            say(f"  {difference}, excused: {difference.excused()}")
-        found += differences
-        if arguments.output:
-            row = {"tree": str(tree), "batch_size": batch_size, **counts, **stats.to_dict()}
-            row |= {"differences": [vars(difference) for difference in differences]}
-            append_row(arguments.output, row | provenance(engine.device))
-    excused = all(difference.excused() for difference in found)
-    sys.exit(0 if excused and len({difference.prompt for difference in found}) <= MOST_EXCUSED else 1)
+        expected = reference(engine, prompts, most)
+        found: list[Difference] = []  # over all trees and batch sizes
+        for tree, batch_size in product(trees, arguments.batch_size):
+            differences, stats = compare(engine, prompts, expected, tree, batch_size, most)
+            counts = {"equal": len(prompts) - len(differences), "of": len(prompts)}
+            said = "{equal} of {of} equal".format(**counts)
+            say(f"tree {tree}, batch {batch_size}: {said}, tau {stats.tau:.3f}")
+            for difference in differences:
+                say(f"  {difference}, excused: {difference.excused()}")
+            found += differences
+            if arguments.output:
+                row = {"tree": str(tree), "batch_size": batch_size, **counts, **stats.to_dict()}
+                row |= {"differences": [vars(difference) for difference in differences]}
+                append_row(arguments.output, row | provenance(engine.device))
+        excused = all(difference.excused() for difference in found)
+        sys.exit(0 if excused and len({difference.prompt for difference in found}) <= MOST_EXCUSED else 1)
 
 
 @dataclass(frozen=True)

@@ -42,22 +42,26 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(
                 f"context is {longest}: the target has {most + 1} positions; {most} is the longest for it"
             )
-    contexts = arguments.context or [context for context in CONTEXTS if context <= most]
-    here, made = machine(engine.device, engine.dtype), provenance(engine.device)
-    say(
-        f"{made['device']}, {made['threads']} threads, {str(engine.dtype).removeprefix('torch.')}: "
-        f"{here.bandwidth / 1e9:.1f} GB/s, {here.rate / 1e9:.0f} GFLOP/s; "
-        f"linear layers {' and '.join(backend_names(engine.target.held)) or 'as loaded'}; "
-        f"{engine.target.weight_bytes / 1e6:.0f} MB of weights; milliseconds\n"
-    )
-    nodes = sorted({1, *arguments.nodes})
-    found = [behind(engine.target, here, context, nodes) for context in contexts]
-    say(f"{forward_table(found)}\n\n{context_table(found)}")
-    drafted = engine.drafter.tokens
-    beams = [beam for beam in BEAMS if beam <= drafted]
-    costs = measure_costs(engine.target, engine.drafter, beams, 1, contexts[0], Lossless(), SamplingConfig())
-    say(f"\ndrafts over {drafted} tokens behind {contexts[0]}: first level, each further one")
-    for beam, (first, further) in costs.draft.items():
-        say(f"  beam {beam}: {1000 * first:.1f}, {1000 * further:.1f}")
-    rest = ", ".join(f"{1000 * seconds:.1f} of {nodes} nodes" for nodes, seconds in costs.overhead.items())
-    say(f"accept and keep: {rest}; a step without a draft: {1000 * costs.plain:.1f}")
+        contexts = arguments.context or [context for context in CONTEXTS if context <= most]
+        here, made = machine(engine.device, engine.dtype), provenance(engine.device)
+        say(
+            f"{made['device']}, {made['threads']} threads, {str(engine.dtype).removeprefix('torch.')}: "
+            f"{here.bandwidth / 1e9:.1f} GB/s, {here.rate / 1e9:.0f} GFLOP/s; "
+            f"linear layers {' and '.join(backend_names(engine.target.held)) or 'as loaded'}; "
+            f"{engine.target.weight_bytes / 1e6:.0f} MB of weights; milliseconds\n"
+        )
+        nodes = sorted({1, *arguments.nodes})
+        found = [behind(engine.target, here, context, nodes) for context in contexts]
+        say(f"{forward_table(found)}\n\n{context_table(found)}")
+        drafted = engine.drafter.tokens
+        beams = [beam for beam in BEAMS if beam <= drafted]
+        costs = measure_costs(
+            engine.target, engine.drafter, beams, 1, contexts[0], Lossless(), SamplingConfig()
+        )
+        say(f"\ndrafts over {drafted} tokens behind {contexts[0]}: first level, each further one")
+        for beam, (first, further) in costs.draft.items():
+            say(f"  beam {beam}: {1000 * first:.1f}, {1000 * further:.1f}")
+        rest = ", ".join(
+            f"{1000 * seconds:.1f} of {nodes} nodes" for nodes, seconds in costs.overhead.items()
+        )
+        say(f"accept and keep: {rest}; a step without a draft: {1000 * costs.plain:.1f}")

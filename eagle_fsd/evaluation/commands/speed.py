@@ -74,20 +74,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         stock = functools.partial(stock_target, engine, arguments.base_model)
         methods = {name: method(name, engine, stock, setting) for name in arguments.methods}
         arguments.output.mkdir(parents=True, exist_ok=True)
-    names = ("base_model", "ea_model", "draft_vocab_size")
-    made = {name: getattr(engine, name) for name in names} | {"packed": backend_names(engine.target.held)}
-    made |= ({"llama_cpp": build()} if LLAMA_CPP in methods else {}) | provenance(engine.device)
-    note = functools.partial(mean_likelihood, engine) if arguments.likelihood else lambda part, answers: {}
-    rows, file = [], arguments.output / "rows.jsonl"
-    file.unlink(missing_ok=True)  # a race is run anew, not resumed
-    for context, size in product(arguments.context or [None], arguments.batch_size):
-        for row in race(methods, prompts, size, engine.device, note, context):
-            rows.append(row | made)
-            append_row(file, rows[-1])
-    found = results(rows)
-    (arguments.output / "table.md").write_text(table(found) + "\n", encoding="utf-8")
-    plot_speed(found, arguments.output / "speed.png")
-    say(table(found))
+        names = ("base_model", "ea_model", "draft_vocab_size")
+        made = {name: getattr(engine, name) for name in names} | {"packed": backend_names(engine.target.held)}
+        made |= ({"llama_cpp": build()} if LLAMA_CPP in methods else {}) | provenance(engine.device)
+        note = (
+            functools.partial(mean_likelihood, engine) if arguments.likelihood else lambda part, answers: {}
+        )
+        rows, file = [], arguments.output / "rows.jsonl"
+        file.unlink(missing_ok=True)  # a race is run anew, not resumed
+        for context, size in product(arguments.context or [None], arguments.batch_size):
+            for row in race(methods, prompts, size, engine.device, note, context):
+                rows.append(row | made)
+                append_row(file, rows[-1])
+        found = results(rows)
+        (arguments.output / "table.md").write_text(table(found) + "\n", encoding="utf-8")
+        plot_speed(found, arguments.output / "speed.png")
+        say(table(found))
 
 
 def check(arguments: argparse.Namespace) -> None:

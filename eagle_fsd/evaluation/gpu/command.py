@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from eagle_fsd.core.checks import report_interrupt
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     # Read when the libraries are imported, which is why the checks are imported below.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-    from eagle_fsd.evaluation.gpu.checks import check
+    try:
+        from eagle_fsd.evaluation.gpu.checks import check
 
-    check(parser, arguments)
+        check(parser, arguments)
+    except KeyboardInterrupt:
+        sys.exit(report_interrupt())

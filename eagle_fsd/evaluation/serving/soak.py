@@ -92,7 +92,7 @@ def soak(
     client: Client, requests: Sequence[Asked], expected: Sequence[Sequence[str]], clients: int, seconds: float
 ) -> Findings:
     """Let clients send random ones of these requests, and nonsense, at once for some seconds."""
-    found, lock = Findings(), threading.Lock()
+    found, lock, stopped = Findings(), threading.Lock(), threading.Event()
     first = SoakClient(client, requests, expected, random.Random())
     for sent in HOSTILE:  # each once at least, and before memory is weighed: long ones need some for good
         first.found.outcomes[first.refused(sent)] += 1
@@ -101,14 +101,17 @@ def soak(
 
     def one(seed: int) -> None:
         mine = SoakClient(client, requests, expected, random.Random(seed))
-        while time.monotonic() < end:
+        while time.monotonic() < end and not stopped.is_set():
             mine.act()
         with lock:
             found.add(mine.found)
 
     with ThreadPoolExecutor(clients) as pool:
-        for _ in pool.map(one, range(clients)):
-            pass
+        try:
+            for _ in pool.map(one, range(clients)):
+                pass
+        finally:  # Ctrl-C does not wait for the end
+            stopped.set()
     return found
 
 

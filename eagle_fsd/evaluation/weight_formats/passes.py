@@ -11,6 +11,7 @@ So a text is read in two ways: all at once, as a prompt is, and some tokens a fo
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from tqdm import tqdm
 
 from eagle_fsd import hub
 from eagle_fsd.acceptance.divergence import tv
+from eagle_fsd.core.checks import INTERRUPTED
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.engine import EagleFSD
@@ -226,4 +228,6 @@ def send_result(sender: Any, work: Callable[..., Any], arguments: tuple[Any, ...
         result, mistake = work(*arguments), None
     except (ValueError, OSError) as error:
         result, mistake = None, error
+    except KeyboardInterrupt:  # the parent has it too, and says so
+        sys.exit(INTERRUPTED)
     sender.send((result, mistake))

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.checks import one_line, report_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,3 +35,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
         sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {one_line(error)}\n")
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(report_interrupt())

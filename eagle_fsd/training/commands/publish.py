@@ -11,15 +11,15 @@ replaced. If its card was different, it is kept as OUTPUT.README.md.old.
 from __future__ import annotations
 
 import argparse
-import sys
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle_fsd.core.checks import one_line
 from eagle_fsd.evaluation.cli import say
 from eagle_fsd.evaluation.commands.tau import summed_up, table
 from eagle_fsd.evaluation.rows import read_rows
 from eagle_fsd.hub.head_checkpoint import read_config
+from eagle_fsd.training.cli import run_command
 from eagle_fsd.training.run.model_card import (
     Card,
     bias_warning,
@@ -29,8 +29,10 @@ from eagle_fsd.training.run.model_card import (
     write_repository,
 )
 
+logger = logging.getLogger(__name__)
 
-def main(argv: Sequence[str] | None = None) -> None:
+
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -51,27 +53,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument("--output", type=Path, help="folder of the repository (default: HEAD/../publish)")
     parser.add_argument("--dry-run", action="store_true", help="write the folder, push nothing")
-    args, name = parser.parse_args(argv), parser.prog.removesuffix(".py")
-    try:
-        rows = summed_up(read_rows(args.tau))
-        if not rows:
-            raise ValueError(
-                f"no rows in {args.tau}: a card says what a head is worth; run `eagle-fsd eval tau`"
-            )
-        refuse_mixed_rows(rows, args.tau)
-        config = read_config(args.head, "draft head")
-        training = read_training(args.run)
-        about = (args.base_model, args.license, args.data, training, rows, table(rows), config)
-        card = Card(*about, args.custom_generate)
-        folder = write_repository(args.head, card, args.repo_id, args.output or args.head.parent / "publish")
-        if warning := bias_warning(folder):
-            sys.stderr.write(f"{name}: {warning}\n")
-        if args.dry_run:
-            for command in card.commands():
-                sys.stderr.write(f"{name}: the card shows: {command}\n")
-        say(folder if args.dry_run else push(folder, args.repo_id, args.private))
-    except (ValueError, OSError) as error:
-        sys.exit(f"{name}: {one_line(error)}")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_command(build_parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    rows = summed_up(read_rows(args.tau))
+    if not rows:
+        raise ValueError(f"no rows in {args.tau}: a card says what a head is worth; run `eagle-fsd eval tau`")
+    refuse_mixed_rows(rows, args.tau)
+    config = read_config(args.head, "draft head")
+    training = read_training(args.run)
+    about = (args.base_model, args.license, args.data, training, rows, table(rows), config)
+    card = Card(*about, args.custom_generate)
+    folder = write_repository(args.head, card, args.repo_id, args.output or args.head.parent / "publish")
+    if warning := bias_warning(folder):
+        logger.warning(warning)
+    if args.dry_run:
+        for command in card.commands():
+            logger.info("the card shows: %s", command)
+    say(folder if args.dry_run else push(folder, args.repo_id, args.private))
 
 
 if __name__ == "__main__":
