@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from eagle_fsd.cli.flag_types import AUTO
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.files.places import require_new_folder
 
 if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
@@ -42,20 +43,7 @@ def check_adaptation(args: Namespace) -> None:
             "--threshold a number"
         )
     if args.adapt_save is not None:
-        require_place(Path(args.adapt_save))
-
-
-def require_place(folder: Path) -> None:
-    """Raise ValueError unless a folder can be made there: at the end it would be too late to say so."""
-    if folder.exists():
-        raise ValueError(f"--adapt-save names {folder}, which exists: name a new folder")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryDirectory(dir=folder.parent).cleanup()
-    except OSError as error:
-        raise ValueError(
-            f"--adapt-save names {folder}, where nothing can be written ({error.strerror}): name another"
-        ) from error
+        require_new_folder("--adapt-save", Path(args.adapt_save))
 
 
 def make_adapter(args: Namespace, model: EagleFSD) -> HeadAdapter | None:

@@ -37,7 +37,8 @@ def flags(folder: Path | None, **others: Any) -> Namespace:
 
 def test_a_place_that_cannot_be_written_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
     check_adaptation(flags(tmp_path / "new" / "head"))
-    assert list((tmp_path / "new").iterdir()) == []  # what was tried is gone
+    assert list(tmp_path.iterdir()) == []  # what was tried is gone
+    (tmp_path / "new").mkdir()
     with pytest.raises(ValueError, match=r"--adapt-save names .*, which exists: name a new folder"):
         check_adaptation(flags(tmp_path / "new"))
     (tmp_path / "file").write_text("")
