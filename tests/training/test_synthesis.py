@@ -301,10 +301,40 @@ def test_empty_answers_are_left_out_and_counted(tmp_path: Path, caplog: pytest.L
     assert caplog.text.count("2 conversations left out: the target's answer is empty") == 2
 
 
+def test_a_finished_run_makes_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the answers that were empty; a file that was removed is made anew, whole."""
+
+    class Blank(LetterTokenizer):
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return ""
+
+    asked: list[list[int]] = []
+    real = conversations.write_answers
+
+    def counted(target: TargetModel, questions: list[Question], *rest: Any) -> Iterator[Answer]:
+        asked.append([question.number for question in questions])
+        return real(target, questions, *rest)
+
+    monkeypatch.setattr(conversations, "write_answers", counted)
+    path = tmp_path / "a.jsonl"
+    for _ in range(2):
+        assert answer_prompts(target_of("llama"), Blank(), PROMPTS, PLAN, path) == []
+    assert asked == [[0, 1, 2, 3, 4], []]
+    path.unlink()
+    assert len(answers(path)) == 5
+    with pytest.raises(ValueError, match=r"seed was 3, now 4\): name another --output"):
+        answers(path, replace(PLAN, seed=4))
+
+
 def test_long_prompts_are_left_out(tmp_path: Path) -> None:
     plan = Plan("tiny", max_new_tokens=2, max_prompt_tokens=20)
     rows = answers(tmp_path / "a.jsonl", plan, [*PROMPTS, "long " * 30, "longer " * 200])
     assert [row["number"] for row in rows] == [0, 2, 3, 4]
+    with pytest.raises(
+        ValueError, match=r"max_prompt_tokens is 3: all 5 prompts are longer, .*; raise --max-p"
+    ):
+        answers(tmp_path / "b.jsonl", replace(plan, max_prompt_tokens=3))
+    assert not (tmp_path / "b.jsonl").exists()
 
 
 def test_the_file_of_rows_names_what_is_wrong(tmp_path: Path) -> None:
@@ -494,3 +524,28 @@ def test_the_command_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run_command("synthesize", f"{line} --exclude {prompts}")
     with pytest.raises(SystemExit, match=": no prompts: give --prompts, --dataset or --self-prompts"):
         run_command("synthesize", f"--output {output}")
+
+
+def test_what_cannot_be_answered_is_found_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, output = tmp_path / "p.jsonl", tmp_path / "a.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    monkeypatch.setattr(hub, "resolve_target", lambda _: pytest.fail("a target was looked for"))
+    (tmp_path / "b.prompts.jsonl").write_text('{"number": 0}\n')
+    (tmp_path / "b.jsonl").write_text("")
+    line = f"--prompts {prompts} --output {output}"
+    for message, argv in {
+        r"no prompt is left to answer: each shares .* --exclude": f"{line} --exclude {prompts}",
+        r".*gone: cannot be read": f"{line} --exclude {tmp_path}/gone --self-prompts 3",
+        r"--output names .*, which is a folder": f"{line} --output {tmp_path}",
+        r"--output names .*/x, where nothing can be written": f"{line} --output {prompts}/x",
+        r"self_prompts is -1: .*": f"{line} --self-prompts -1",
+        r"self_prompts is 2: .*b\.jsonl was begun with 1, ": (
+            f"{line} --output {tmp_path}/b.jsonl --self-prompts 2"
+        ),
+    }.items():
+        with pytest.raises(SystemExit, match=f"^\\S+: {message}") as error:
+            run_command("synthesize", argv)
+        assert "\n" not in str(error.value)
+    assert not output.exists()

@@ -19,9 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_fsd import hub
+from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.devices import resolve_device
 from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.jsonl import read_jsonl
+from eagle_fsd.files.places import require_file
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.hub.choose_runtime import OPENVINO, TORCH, plan_runtime
 from eagle_fsd.hub.load_pair import compile_target
@@ -105,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    require_file("--output", args.output)
+    require_integer("self_prompts", args.self_prompts, 0, "change --self-prompts")
     plan = Plan(
         base_model=args.base_model,
         samplings=tuple(
@@ -117,9 +122,14 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
         system=args.system,
     )
-    prompts = gather_prompts(args.prompts, args.dataset, args.split, args.limit, args.dataset_config)
-    if not prompts and args.self_prompts < 1:
+    given = gather_prompts(args.prompts, args.dataset, args.split, args.limit, args.dataset_config)
+    if not given and args.self_prompts < 1:
         raise ValueError("no prompts: give --prompts, --dataset or --self-prompts")
+    prompts = without_overlap(given, args.exclude)  # now: a mistake in these files is found before a model is
+    if args.self_prompts < 1:
+        require_prompts(prompts)
+    own = args.output.with_suffix(".prompts.jsonl")
+    refuse_more_prompts(args, own)
     source = hub.resolve_target(args.base_model)
     runtime = TORCH if args.weight_format is None else OPENVINO
     place, gguf = resolve_device(args.device), source.gguf_file is not None
@@ -132,14 +142,37 @@ def run(args: argparse.Namespace) -> None:
     else:
         pack_linears(model)
         target = TargetModel(model)
-    own = args.output.with_suffix(".prompts.jsonl")
-    prompts += self_prompts(target, tokenizer, args.self_prompts, plan, own)
-    prompts = without_overlap(prompts, args.exclude)
+    written = self_prompts(target, tokenizer, args.self_prompts, plan, own)
+    prompts += without_overlap(written, args.exclude)
+    require_prompts(prompts)
     rows = answer_prompts(target, tokenizer, prompts, plan, args.output)
     record = provenance() | {"base_model": source.name, "rows": len(rows)}
     write_atomically(args.output.with_suffix(".provenance.json"), json.dumps(record, indent=1) + "\n")
     complete = sum(row["complete"] for row in rows)
     logger.info("%s: %d conversations, %d of them ended by the target", args.output, len(rows), complete)
+
+
+def refuse_more_prompts(args: argparse.Namespace, own: Path) -> None:
+    """Raise ValueError if the target would write more prompts for a file of answers to those that it has.
+
+    The file is of its prompts, and would be refused when they are written.
+    """
+    if args.output.is_file() and own.is_file():
+        have = sum(1 for _ in read_jsonl(own, torn=True))
+        if have < args.self_prompts:
+            raise ValueError(
+                f"self_prompts is {args.self_prompts}: {args.output} was begun with {have}, and answers to "
+                "other prompts do not go into it; name another --output, or remove it"
+            )
+
+
+def require_prompts(prompts: Sequence[str]) -> None:
+    """Raise ValueError if no prompt is left to answer."""
+    if not prompts:
+        raise ValueError(
+            "no prompt is left to answer: each shares eight words in a row with a file of --exclude, or is "
+            "one of the target's own that did not end; give other --prompts, or more --self-prompts"
+        )
 
 
 if __name__ == "__main__":

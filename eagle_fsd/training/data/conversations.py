@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.config import SamplingConfig
-from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.atomic import read_records, write_atomically
 from eagle_fsd.files.fingerprints import differences, digest_json
 from eagle_fsd.files.jsonl import drop_torn_line, read_jsonl
 from eagle_fsd.target.model import TargetModel
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 # For prompts that the target writes itself. top_k avoids sorting most of a large vocabulary.
 PROMPT_SAMPLING = SamplingConfig(temperature=0.8, top_k=200, top_p=0.95)
 LONGEST_OWN_PROMPT = 128
+LEFT_OUT = "left_out"
 MARK = "\u241e"  # takes the place of the user's words while the chat template is examined
 
 
@@ -198,6 +199,11 @@ def answer_prompts(
             len(prompts) - len(questions),
             plan.max_prompt_tokens,
         )
+    if not questions:
+        raise ValueError(
+            f"max_prompt_tokens is {plan.max_prompt_tokens}: all {len(prompts)} prompts are longer, or leave "
+            "the target no position; raise --max-prompt-tokens, or give shorter prompts"
+        )
 
     def conversation(answer: Answer) -> dict[str, Any]:
         turns, temperature = asked[answer.number]
@@ -212,8 +218,9 @@ def answer_prompts(
     rows = fill(file, target, questions, plan.max_new_tokens, plan.rows, conversation)
     answered = [row for row in rows if turns_of(row, str(path))[-1]["content"].strip()]
     if len(answered) < len(rows):
-        logger.info("%d conversations left out: the target's answer is empty", len(rows) - len(answered))
-        file.write(answered)
+        file.leave_out({row["number"] for row in rows} - {row["number"] for row in answered}, answered)
+    if left_out := file.left_out():
+        logger.info("%d conversations left out: the target's answer is empty", len(left_out))
     return answered
 
 
@@ -232,7 +239,7 @@ def fill(
     row_of: Callable[[Answer], dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """Answer the questions that have no row in the file yet, and return all rows in the questions' order."""
-    done = {row["number"] for row in file.read()}
+    done = {row["number"] for row in file.read()} | set(file.left_out())
     left = [question for question in questions if question.number not in done]
     tokens = 0
     with (
@@ -261,17 +268,22 @@ class RowFile:
     path: Path
     identity: Mapping[str, Any]
 
+    @property
+    def settings(self) -> Path:
+        """The file of the identity, which also has the numbers of the rows that were left out."""
+        return self.path.with_suffix(self.path.suffix + ".settings.json")
+
     def read(self) -> list[dict[str, Any]]:
         """Read the rows of an earlier run with the same settings. A row that was cut off is dropped."""
-        known = self.path.with_suffix(self.path.suffix + ".settings.json")
         identity = json.loads(json.dumps(self.identity))  # tuples become lists, as in the stored file
         if not self.path.is_file():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(known, json.dumps(identity, indent=1) + "\n")
+            write_atomically(self.settings, json.dumps(identity, indent=1) + "\n")
             return []
-        changed = f"{known.name} is missing"
-        if known.is_file():
-            changed = differences(json.loads(known.read_text(encoding="utf-8")), identity)
+        changed = f"{self.settings.name} is missing"
+        if self.settings.is_file():
+            known = json.loads(self.settings.read_text(encoding="utf-8"))
+            changed = differences({name: known[name] for name in known if name != LEFT_OUT}, identity)
         if changed:
             raise ValueError(
                 f"{self.path} was made by another target or with other prompts or settings ({changed}): name "
@@ -279,6 +291,16 @@ class RowFile:
             )
         drop_torn_line(self.path)
         return [row for _, row in read_jsonl(self.path)]
+
+    def left_out(self) -> list[int]:
+        """Return the numbers of the rows that were made and left out: nobody makes them again."""
+        return list(read_records(self.settings).get(LEFT_OUT, []))
+
+    def leave_out(self, numbers: Iterable[int], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep these rows alone, and note the numbers of the others."""
+        known = read_records(self.settings) | {LEFT_OUT: sorted({*self.left_out(), *numbers})}
+        write_atomically(self.settings, json.dumps(known, indent=1) + "\n")
+        self.write(rows)
 
     def finish(self) -> list[dict[str, Any]]:
         """Sort the rows: a run that was stopped and resumed leaves the same file as one that was not."""
