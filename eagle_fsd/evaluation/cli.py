@@ -91,13 +91,16 @@ def encoded_prompts(arguments: argparse.Namespace, engine: EagleFSD) -> list[lis
 
 
 def check_sizes(arguments: argparse.Namespace, *batch_sizes: int) -> None:
-    """Raise ValueError for numbers that leave nothing to do, and for a file given twice."""
+    """Raise ValueError for numbers that leave nothing to do, and for files without prompts or given twice."""
     require_range(arguments.skip, arguments.limit)
     if arguments.max_new_tokens is not None:
         require_integer("max_new_tokens", arguments.max_new_tokens, 1, "ask for at least one token")
     for size in batch_sizes:
         require_integer("batch_size", size, 1, "1 runs every prompt alone")
     require_own_names(arguments.prompts)
+    for path in arguments.prompts:
+        if not path.is_fifo():  # which can be read once
+            prompts_of(path, arguments.skip, arguments.limit)
 
 
 @contextmanager

@@ -96,14 +96,19 @@ def input_sizes(sequences: Sequence[FeatureSequence], embedding: Tensor | None) 
     return torch.cat([size.clamp_min(max(0.01 * root_mean_square(size).item(), 1e-6)) for size in sizes])
 
 
-def split_held_out(total: int, count: int, seed: int, first_source: int) -> tuple[list[int], list[int]]:
-    """Split `total` sequences into numbers to train on and to hold out, the latter from the first source."""
+def require_held_out(total: int, count: int, first_source: int) -> None:
+    """Raise ValueError unless so many sequences of the first source can be held out of `total`."""
     most = min(first_source, total - 1)
     if not 0 < count <= most:
         raise ValueError(
             f"held_out is {count}: it must be in 1..{most}, sequences of the first source with one left to "
             "train on; change --held-out, or give more data"
         )
+
+
+def split_held_out(total: int, count: int, seed: int, first_source: int) -> tuple[list[int], list[int]]:
+    """Split `total` sequences into numbers to train on and to hold out, the latter from the first source."""
+    require_held_out(total, count, first_source)
     order = torch.randperm(first_source, generator=torch.Generator().manual_seed(seed))
     chosen = set(order[:count].tolist())
     return [number for number in range(total) if number not in chosen], sorted(chosen)

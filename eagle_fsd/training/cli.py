@@ -14,7 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
 from eagle_fsd.core.checks import one_line, report_interrupt
-from eagle_fsd.training.data.examples import Example, load_examples
+from eagle_fsd.files.jsonl import read_jsonl
+from eagle_fsd.training.data.examples import Example, load_examples, require_cut
+from eagle_fsd.training.data.shards import finished_shards
 
 LONGEST = 512  # tokens of a row, unless --max-length says otherwise
 
@@ -76,19 +78,43 @@ def add_compute_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_text(args: argparse.Namespace) -> None:
+    """Raise ValueError for mistakes about files and shards that can be found before a model is loaded."""
+    files, folders = [*args.data, *args.text], getattr(args, "shards", None)
+    if not (files or folders):
+        options = "--data or --text" if folders is None else "--data, --text or --shards"
+        raise ValueError(f"no data: give {options}")
+    for name in ("rows", "max_length"):
+        if getattr(args, name) is not None and not files:
+            raise ValueError(
+                f"{name} is {getattr(args, name)}: it is of files of --data and --text, and shards are taken "
+                f"whole; leave --{name.replace('_', '-')} out"
+            )
+    require_cut(LONGEST if args.max_length is None else args.max_length, args.rows)
+    names = [path.stem for path in files]
+    for path, name in zip(files, names, strict=True):
+        if names.count(name) > 1:
+            raise ValueError(
+                f"two files are named {name!r}: each names the folder of its features; rename one"
+            )
+        if not path.is_fifo():  # which can be read once
+            next(read_jsonl(path), None)  # which says if it cannot be read
+    check_shards(folders or ())
+
+
+def check_shards(folders: Sequence[Path]) -> None:
+    """Raise ValueError for folders whose shards are missing, whatever target they are of."""
+    for folder in folders:
+        finished_shards(folder, {})
+
+
 def read_examples(
     args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None, target_name: str, positions: int
 ) -> dict[str, list[Example]]:
     """Read the examples of every file of --data and --text, by the name of the file's folder of features.
 
-    positions: the longest text that the target can read.
+    positions: the longest text that the target can read. check_text has passed the arguments.
     """
-    for name in ("rows", "max_length"):
-        if getattr(args, name) is not None and not (args.data or args.text):
-            raise ValueError(
-                f"{name} is {getattr(args, name)}: it is of files of --data and --text, and shards are taken "
-                f"whole; leave --{name.replace('_', '-')} out"
-            )
     longest = min(LONGEST, positions) if args.max_length is None else args.max_length
     if longest > positions:
         raise ValueError(f"max_length is {longest}: the target has {positions} positions; lower --max-length")
@@ -96,10 +122,6 @@ def read_examples(
         raise ValueError(f"target {target_name!r} has no tokenizer: name a folder or Hub id that holds one")
     found: dict[str, list[Example]] = {}
     for path, learn_all in [(path, False) for path in args.data] + [(path, True) for path in args.text]:
-        if path.stem in found:
-            raise ValueError(
-                f"two files are named {path.stem!r}: each names the folder of its features; rename one"
-            )
         found[path.stem], _ = load_examples(path, tokenizer, longest, learn_all, args.rows)
     return found
 

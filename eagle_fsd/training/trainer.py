@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from eagle_fsd.core.devices import release_freed_memory
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
-from eagle_fsd.files.fingerprints import differences, digest_tensors, sample_values
+from eagle_fsd.files.fingerprints import digest_tensors, sample_values
 from eagle_fsd.files.jsonl import append_row
 from eagle_fsd.training.batching import (
     Lesson,
@@ -49,10 +49,10 @@ from eagle_fsd.training.run.folder import (
     LOG,
     Report,
     cut_log,
-    fixed_part,
     flatten,
     read_checkpoint,
     read_log,
+    refuse_other_run,
     save_atomically,
 )
 from eagle_fsd.training.run.process import memory_in_use, stop_on_signals
@@ -316,8 +316,7 @@ class Trainer:
         if not path.is_file():
             return False
         state = read_checkpoint(path)
-        if changed := differences(fixed_part(state["run"]), fixed_part(self.identity)):
-            raise ValueError(f"{path} is of another run ({changed}); name another --output, or remove it")
+        refuse_other_run(path, state["run"], self.identity)
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]

@@ -89,7 +89,8 @@ def test_a_wrong_command_is_a_line(
 
 def test_a_command_goes_by_its_full_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"^eagle-fsd train text: .*gone: cannot be read"):
-        console.main(["train", "text", "--pairs", str(tmp_path / "gone"), "--output", str(tmp_path / "o")])
+        pairs = ["--pairs", str(tmp_path / "gone"), "--pairs-rows", "1"]
+        console.main(["train", "text", *pairs, "--output", str(tmp_path / "o")])
     with pytest.raises(SystemExit, match="2"):
         console.main(["train", "head"])
     assert "\neagle-fsd train head: error: the following arguments are" in capsys.readouterr().err

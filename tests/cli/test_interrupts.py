@@ -46,7 +46,7 @@ AT_WORK = {
     "train/evaluate_head": (f"{TRAIN}.evaluate:observe", f"{PROMPTS} {OUT}"),
     "train/export_vllm": (f"{TRAIN}.export_vllm:export_head", f"{OUT} --ea-model {{0}}/head"),
     "train/extract_features": ("eagle_fsd.hub:resolve_target", f"--data {{0}}/prompts_one.jsonl {OUT}"),
-    "train/fold_bias": ("eagle_fsd.hub:resolve_target", f"--shards {{0}} {OUT}"),
+    "train/fold_bias": (f"{TRAIN}.fold_bias:check_shards", f"--shards {{0}} {OUT}"),
     "train/make_text": (f"{TRAIN}.text:functions", f"--functions 1 {ROWS}"),
     "train/publish": (
         f"{TRAIN}.publish:read_rows",

@@ -145,6 +145,9 @@ def test_the_script_writes_a_report(
         (["--tree", "1/1/1"], "has no drafts to look at"),
         (["--tree", "x"], "tree is 'x'"),
         (["--batch-size", "0"], "batch_size is 0"),
+        (["--prompts", "gone.jsonl"], "gone.jsonl: cannot be read"),
+        (["--skip", "1"], "skip is 1: "),
+        (["--output", "{}/p.jsonl"], "p.jsonl, where nothing can be written (Not a directory)"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -155,8 +158,10 @@ def test_mistakes_are_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(EagleFSD, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    usual = ["--prompts", "{}/p.jsonl", "--output", "{}/o"]
     with pytest.raises(SystemExit, match="2"):
-        run(monkeypatch, "--prompts", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "o"), *arguments)
+        run(monkeypatch, *(word.replace("{}", str(tmp_path)) for word in (*usual, *arguments)))
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 

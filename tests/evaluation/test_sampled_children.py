@@ -336,11 +336,18 @@ def test_the_script_writes_rows_and_a_table_and_resumes(
         (["--lookup"], "lookup is set"),
         (["--tree", "1/1/1"], "has no drafts"),
         (["--draft-temperature", "0"], "draft_temperature is 0"),
+        (["--prompts", "gone.jsonl"], "gone.jsonl: cannot be read"),
     ],
 )
 def test_mistakes_are_one_line(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text('{"prompt": "a"}\n')
     monkeypatch.setattr(command, "load_engine", lambda _: pytest.fail("a model was loaded"))
     with pytest.raises(SystemExit, match="2"):
         command.main(["--prompts", "p.jsonl", "--output", "rows.jsonl", *arguments])

@@ -165,7 +165,9 @@ def test_the_script_end_to_end(
     model = engine()
     monkeypatch.setattr(script, "load_engine", lambda _: model)
     monkeypatch.setattr(script, "encoded_prompts", lambda *_: [*prompts_of([4, 6]), *prompts_of([3])])
-    argv = f"--prompts a.jsonl --methods hf plain js:0.5:paper --max-new-tokens 6 --output {tmp_path}/out"
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    argv = f"--prompts {tmp_path}/a.jsonl --output {tmp_path}/out --max-new-tokens 6"
+    argv += " --methods hf plain js:0.5:paper"
     script.main(f"{argv} --batch-size 1 2 --context 5 9 --tree 6/3/2 --likelihood".split())
     printed = capsys.readouterr().out
     assert (tmp_path / "out" / "table.md").read_text() == printed

@@ -50,7 +50,7 @@ TABLE = TARGET.model.get_input_embeddings().weight.detach()
 
 
 def trainable(head: Eagle3Head) -> Eagle3Head:
-    make_trainable(head, 20)
+    make_trainable(head)
     return head
 
 

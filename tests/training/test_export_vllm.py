@@ -72,6 +72,13 @@ def test_the_command_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert all(torch.equal(written[name], own[name]) for name in written)
     main([*arguments[:-1], str(tmp_path / "alone"), "--head-only"])
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["head"]
+    before = (head / "model.safetensors").read_bytes()
+    for output in (tmp_path, tmp_path / "alone"):
+        with pytest.raises(
+            SystemExit, match=f"--output names {output}/head, which exists: name a new folder"
+        ):
+            main([*arguments[:-1], str(output)])
+    assert (head / "model.safetensors").read_bytes() == before
 
 
 def test_another_kind_of_head_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

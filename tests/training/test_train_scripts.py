@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import platform
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.hub import load_head, resolve_head, save_head
 from eagle_fsd.training.commands import head as head_command
 from eagle_fsd.training.commands import text
+from eagle_fsd.training.data import features
 from eagle_fsd.training.run.folder import BEST, read_checkpoint, read_log, sole_run
 from eagle_fsd.training.trainer import Trainer
 
@@ -46,14 +48,14 @@ def test_text_rows_that_overlap_an_evaluation_file_are_left_out(
     report = f"2 rows, 1 left out for overlap; functions of Python {platform.python_version()}"
     assert report in caplog.text
     with pytest.raises(SystemExit, match=r"^\S+: .*gone: cannot be read"):
-        run_command("text", f"--pairs {tmp_path}/gone --output {tmp_path}/text.jsonl")
+        run_command("text", f"--pairs {tmp_path}/gone --pairs-rows 2 --output {tmp_path}/text.jsonl")
     # A prompt of few words is found, too, and a row that cannot be used is named.
     (tmp_path / "held.jsonl").write_text(json.dumps({"question": "Clean?"}) + "\n")
     run_command("text", f"{argv.replace('--functions 1', '')} --output {tmp_path}/text.jsonl")
     assert [row["completion"] for _, row in read_jsonl(tmp_path / "text.jsonl")] == ["x"]
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n" + json.dumps({"prompt": "p"}) + "\n")
     with pytest.raises(SystemExit, match=r"rows.jsonl:2: completion is None: every row needs the texts"):
-        run_command("text", f"--pairs {tmp_path}/rows.jsonl --output {tmp_path}/text.jsonl")
+        run_command("text", f"--pairs {tmp_path}/rows.jsonl --pairs-rows 2 --output {tmp_path}/text.jsonl")
 
 
 class Training:
@@ -215,13 +217,19 @@ def test_a_bias_is_folded_away_by_the_command(
     assert folded.fc.bias is None and not torch.equal(folded.fc.weight, biased.fc.weight)
     assert torch.equal(folded.draft_tokens, torch.arange(40))
     assert config["note"] == "mine" and config["torch_dtype"] == "float16" and config["bias"] is False
+    other = f"{argv} --output {tmp_path}/other"
+    with pytest.raises(SystemExit, match=r"has no fc\.bias: there is nothing to fold"):
+        run_command("fold_bias", f"{other} --ea-model {tmp_path}/plain")
+    monkeypatch.setattr(hub, "load_target", lambda *_, **__: pytest.fail("the target was loaded"))
     for changes, message in (
-        (f"--ea-model {tmp_path}/plain", "has no fc.bias: there is nothing to fold"),
         ("--steps 1", "steps is 1: .*change --steps"),
         ("--held-out 99", "held_out is 99"),
+        (f"--shards {tmp_path}/gone", "no feature shards in .*gone"),
+        (f"--output {tmp_path}/folded", "--output names .*folded, which exists: name a new folder"),
+        (f"--output {tmp_path}/head", "--output names .*head, which exists: name a new folder"),
     ):
         with pytest.raises(SystemExit, match=message):
-            run_command("fold_bias", f"{argv} {changes}")
+            run_command("fold_bias", f"{other} {changes}")
 
 
 def test_features_of_an_earlier_run_are_ready_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,19 +263,35 @@ def test_a_stopped_run_says_so_and_exports_nothing(tmp_path: Path, monkeypatch: 
     assert "stopped" not in train("run", "--export {}/head") and (tmp_path / "head").is_dir()
 
 
-def test_mistakes_of_a_user_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_of_a_user_are_one_line_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train = Training(tmp_path, monkeypatch, "llama")
     (tmp_path / "file").write_text("")
+    (tmp_path / "bad.jsonl").write_text("no row\n")
+    train("begun", "--features {}/kept")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "manifest.json").write_text('{"target": {}, "count": 200, "shard_examples": 128}')
+    shutil.copy(tmp_path / "kept" / "rows" / "shard_00000.safetensors", tmp_path / "half")
+    monkeypatch.setattr(hub, "load_target", lambda *_, **__: pytest.fail("the target was loaded"))
     for message, options in {
         r"no data: give --data, --text or --shards": {"data": ""},
         r".*gone\.jsonl: cannot be read": {"data": "--data {}/gone.jsonl"},
-        r"\[Errno 20\] Not a directory: .*": {"output": "file/run"},
-        r"held_out is 8: it must be in 1\.\.7, .*": {"more": "--held-out 8"},
+        r".*bad\.jsonl:1: is not JSON": {"data": "--data {}/bad.jsonl"},
+        r"no feature shards in .*gone": {"data": "--data {}/rows.jsonl --shards {}/gone"},
+        r".*half has 1 of 2 shards: ": {"data": "--shards {}/half"},
+        r"--output names .*file/run, where nothing can be written \(Not a dir": {"output": "file/run"},
+        r"--features names .*file, where nothing can be written ": {"more": "--features {}/file"},
+        r"draft head .*gone' is not there: ": {"more": "--init-head {}/gone"},
+        r".*checkpoint.pt is of another run \(config\.seed was 0, now 1\); name": {
+            "output": "begun",
+            "more": "--seed 1",
+        },
         r"held_out is 0: .*change --held-out": {"more": "--held-out 0"},
         r"threads is -1: .*": {"more": "--threads -1"},
         r"softmax_tokens is 0: .*": {"more": "--softmax-tokens 0"},
         r"intermediate_size is 0: .*": {"more": "--intermediate-size 0"},
-        r"max_length is 9999: the target has \d+ positions; lower": {"more": "--max-length 9999"},
+        r"max_length is 2; it must be at least 3 .*": {"more": "--max-length 2"},
         r"rows is 5: it is of files of --data and --text, .*; leave --rows out": {
             "data": "--shards {} --rows 5"
         },
@@ -278,6 +302,70 @@ def test_mistakes_of_a_user_are_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(SystemExit, match=f"^\\S+: {message}") as error:
             train(**({"output": "run"} | options))
         assert "\n" not in str(error.value)
+
+
+def test_text_that_cannot_train_a_head_is_refused_before_any_feature_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Training(tmp_path, monkeypatch, "llama", eos_token_id=6)
+    train("other", "--features {}/kept --extract-dtype float32")
+    before = sorted((tmp_path / "kept").rglob("*"))
+    monkeypatch.setattr(features, "compute_features", lambda *_: pytest.fail("features were computed"))
+    for message, options in {
+        r"held_out is 8: it must be in 1\.\.7, .*": {"more": "--held-out 8"},
+        r"held_out is 9: it must be in 1\.\.8, .*": {
+            "more": "--held-out 9",
+            "data": "--data {}/rows.jsonl --shards {}/kept/rows",
+        },
+        r"draft_vocab_size is 129: it must be in 1\.\.128, ": {
+            "more": "--draft-vocab-size 129 --export {}/small"
+        },
+        r"draft_vocab_size is 200: it must be in 1\.\.128, ": {"more": "--eagle3 --draft-vocab-size 200"},
+        r"max_length is 9999: the target has \d+ positions; lower": {"more": "--max-length 9999"},
+        r"features in .*kept/rows belong to another target \(target\.dtype was float32, ": {
+            "data": "--data {}/rows.jsonl --shards {}/kept/rows"
+        },
+    }.items():
+        with pytest.raises(SystemExit, match=f"^\\S+: {message}"):
+            train(**({"output": "run"} | options))
+    assert sorted((tmp_path / "kept").rglob("*")) == before
+
+
+def test_features_are_refused_before_a_target_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "resolve_target", lambda _: pytest.fail("a target was looked for"))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(conversation("a", "b")) + "\n")
+    line = f"--cpu --data {tmp_path}/rows.jsonl"
+    for message, argv in {
+        "no data: give --data or --text": "--cpu",
+        r".*gone\.jsonl: cannot be read": f"{line} {tmp_path}/gone.jsonl",
+        r"--output names .*rows\.jsonl, where nothing": f"{line} --output {tmp_path}/rows.jsonl",
+        "batch_tokens is 0: .*; change --batch-tokens": f"{line} --batch-tokens 0",
+        "two files are named 'rows'": f"{line} --text {tmp_path}/rows.jsonl",
+    }.items():
+        with pytest.raises(SystemExit, match=f"^\\S+: {message}"):
+            run_command("features", f"--output {tmp_path}/features {argv}")
+
+
+def test_text_asks_for_a_source_and_leaves_no_empty_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "functions", lambda: pytest.fail("the library was read"))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a b", "completion": "c"}) + "\n")
+    line = f"--pairs {tmp_path}/rows.jsonl --pairs-rows 1"
+    for message, argv in {
+        r"no source: give --functions, --gsm8k or --pairs": "",
+        r"pairs is .*rows\.jsonl and pairs_rows 0: .*; give both": f"--pairs {tmp_path}/rows.jsonl",
+        r"gsm8k is None and gsm8k_rows 3: ": "--gsm8k-rows 3",
+        r"functions is -1: ": "--functions -1",
+        r".*gone: cannot be read": f"--functions 1 --gsm8k {tmp_path}/gone --gsm8k-rows 1",
+        r"--output names .*, which is a folder": f"{line} --output {tmp_path}",
+        r"no row is left: of 1 each shares eight words": f"{line} --exclude {tmp_path}/rows.jsonl",
+    }.items():
+        with pytest.raises(SystemExit, match=f"^\\S+: {message}"):
+            run_command("text", f"--output {tmp_path}/text.jsonl {argv}")
+    assert not (tmp_path / "text.jsonl").exists()
 
 
 @pytest.mark.real

@@ -26,6 +26,7 @@ from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.cli import check_sizes, encoded_prompts, load_engine, parsed, parser_of, say
 from eagle_fsd.evaluation.measure.head_quality import HeadReport, observe
 from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.places import require_folder
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.training.data.examples import Example
 from eagle_fsd.training.data.features import OnlineFeatures
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tree = TreeConfig.parse(arguments.tree)
         if tree.total_tokens == 1:
             raise ValueError("tree 1 has no drafts to look at: give a larger one, 16/5/8")
+        require_folder("--output", arguments.output)
         made_by = provenance()  # now: the checkout may change while the prompts are answered
         engine = load_engine(arguments)
         if not isinstance(engine.drafter, EagleSpec | Eagle3Spec):

@@ -20,6 +20,7 @@ import torch
 from eagle_fsd import hub
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.evaluation.cli import say
+from eagle_fsd.files.places import require_new_folder
 from eagle_fsd.hub.eagle3_checkpoint import is_eagle3
 from eagle_fsd.hub.head_checkpoint import extra_fields, read_config, read_head, save_head, stored_dtype
 from eagle_fsd.training.cli import run_command
@@ -52,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    for name in (HEAD,) if args.head_only else (HEAD, TARGET):
+        require_new_folder("--output", args.output / name)
     source = hub.resolve_target(args.base_model)
     head = hub.resolve_head(args.ea_model, source.name)
     say(export_head(head, args.output / HEAD, args.drop_bias))

@@ -21,10 +21,18 @@ from pathlib import Path
 from accelerate import PartialState
 
 from eagle_fsd import hub
+from eagle_fsd.core.checks import require_integer
 from eagle_fsd.files.fingerprints import target_identity
+from eagle_fsd.files.places import require_folder
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.training.cli import add_compute_arguments, add_text_arguments, read_examples, run_command
+from eagle_fsd.training.cli import (
+    add_compute_arguments,
+    add_text_arguments,
+    check_text,
+    read_examples,
+    run_command,
+)
 from eagle_fsd.training.data.features import estimate, extract_all
 from eagle_fsd.training.eagle3.new_head import choose_taps
 from eagle_fsd.training.eagle3.options import add_eagle3, taps_need_eagle3
@@ -55,9 +63,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if not (args.data or args.text):
-        raise ValueError("no data: give --data or --text")
+    check_text(args)
     taps_need_eagle3(args)
+    require_integer("batch_tokens", args.batch_tokens, 1, "change --batch-tokens")
+    require_folder("--output", args.output)
     state = PartialState(cpu=args.cpu)
     source = hub.resolve_target(args.base_model)
     model, tokenizer = hub.load_target(source, args.extract_dtype, state.device)

@@ -18,11 +18,12 @@ from eagle_fsd import hub
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.evaluation.cli import say
 from eagle_fsd.files.fingerprints import target_identity
+from eagle_fsd.files.places import require_new_folder
 from eagle_fsd.hub.head_checkpoint import extra_fields, stored_dtype
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.training.batching import split_held_out
-from eagle_fsd.training.cli import add_shards, run_command
-from eagle_fsd.training.data.shards import StoredFeatures
+from eagle_fsd.training.batching import require_held_out, split_held_out
+from eagle_fsd.training.cli import add_shards, check_shards, run_command
+from eagle_fsd.training.data.shards import StoredFeatures, shard_counts
 from eagle_fsd.training.folding import fold_bias, input_moments
 from eagle_fsd.training.held_out import evaluate, hold_out
 from eagle_fsd.training.readout import Readout
@@ -52,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--held-out", type=int, default=48, help="sequences to measure on; default: %(default)s"
     )
-    parser.add_argument("--output", type=Path, required=True, help="the folder of the new head")
+    parser.add_argument("--output", type=Path, required=True, help="a folder that does not exist yet")
     return parser
 
 
@@ -64,6 +65,10 @@ def run(args: argparse.Namespace) -> None:
     require_integer("steps", args.steps, 2, "change --steps")
     if not args.shards:
         raise ValueError("no features: give --shards, folders of `eagle-fsd train features`")
+    check_shards(args.shards)
+    counts = shard_counts(args.shards)
+    require_held_out(sum(counts), args.held_out, counts[0])
+    require_new_folder("--output", args.output)
     source = hub.resolve_target(args.base_model)
     model, _ = hub.load_target(source, args.extract_dtype, "cpu")  # where the head and the shards are
     target = TargetModel(model)

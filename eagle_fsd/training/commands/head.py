@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.atomic import write_atomically
-from eagle_fsd.files.fingerprints import target_identity
+from eagle_fsd.files.places import require_folder
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.hub.head_checkpoint import FC_BIAS_KEY
 from eagle_fsd.runtime.packed_linear import pack_linears
@@ -48,19 +48,33 @@ from eagle_fsd.training.cli import (
     add_compute_arguments,
     add_shards,
     add_text_arguments,
+    check_text,
     read_examples,
     require_tracker,
     run_command,
 )
-from eagle_fsd.training.data.features import OnlineFeatures, estimate, extract_all
-from eagle_fsd.training.data.shards import Features, StoredFeatures
-from eagle_fsd.training.data.token_counts import learned_tokens
-from eagle_fsd.training.eagle3.new_head import LARGEST_VOCABULARY, choose_taps, make_trainable, new_head
+from eagle_fsd.training.data.shards import Features
+from eagle_fsd.training.data.sources import Sources
+from eagle_fsd.training.data.token_counts import always_drafted, learned_tokens, require_size
+from eagle_fsd.training.eagle3.new_head import (
+    LARGEST_VOCABULARY,
+    choose_taps,
+    make_trainable,
+    new_head,
+    require_window,
+)
 from eagle_fsd.training.eagle3.options import add_eagle3, check_training
 from eagle_fsd.training.loss import Head, LossWeights
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.run.curves import plot_curves
-from eagle_fsd.training.run.folder import BEST, CHECKPOINT, flatten, read_checkpoint, sole_run
+from eagle_fsd.training.run.folder import (
+    BEST,
+    CHECKPOINT,
+    flatten,
+    read_checkpoint,
+    refuse_other_run,
+    sole_run,
+)
 from eagle_fsd.training.run.settings import add_settings, settle_defaults
 from eagle_fsd.training.schedule import TrainConfig, initialise, widen
 from eagle_fsd.training.trainer import Trainer
@@ -131,7 +145,7 @@ def run(args: argparse.Namespace) -> None:
         loss=LossWeights(args.regression, args.cross_entropy, args.decay),
         bfloat16=not args.float32,
     )
-    check(args)
+    check(args, config)
     if args.threads:
         torch.set_num_threads(args.threads)
     trackers = require_tracker(args.report_to)
@@ -152,23 +166,32 @@ def run(args: argparse.Namespace) -> None:
 def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerator) -> int:
     """Compute features, train, record and export. Returns the signal that ended the run early, or 0."""
     source = hub.resolve_target(args.base_model)
+    start = None if args.init_head is None else hub.resolve_head(args.init_head, source.name)
     model, tokenizer = hub.load_target(source, args.extract_dtype, accelerator.device)
     pack_linears(model)
     target = TargetModel(model)
-    head = starting_head(args, target, tokenizer, source.name)
+    size, drafted = args.draft_vocab_size, None
+    if start is None and args.eagle3 and size is None:
+        size = min(LARGEST_VOCABULARY, target.vocab_size)
+    if size is not None:
+        require_size(size, always_drafted(target, tokenizer), target.vocab_size)
+    head = starting_head(args, target, tokenizer, start)
     if args.init_head is not None and args.intermediate_size is not None:
         widen(head, args.intermediate_size, config.seed)
     taps = head.config.taps if isinstance(head, Eagle3Head) else ()
     if head is None:
         taps = choose_taps(target, args.taps)
-    data, first_source = prepare_features(args, target, tokenizer, source.name, accelerator, taps)
+    sources = Sources(read_examples(args, tokenizer, source.name, target.max_positions), args.shards)
+    sources.require(args.held_out, head)
+    if args.online:
+        data = sources.online(target, taps)
+    else:
+        root = args.features or args.output / "features"
+        data = sources.stored(target, source.name, root, accelerator, taps)
     longest = max(len(tokens) for tokens in data.tokens)
-    train, held = split_held_out(len(data.tokens), args.held_out, config.seed, first_source)
+    train, held = split_held_out(len(data.tokens), args.held_out, config.seed, sources.counts[0])
     embedding = model.get_input_embeddings().weight.detach().clone()
     readout = Readout.from_target(target)
-    size, drafted = args.draft_vocab_size, None
-    if head is None and size is None:
-        size = min(LARGEST_VOCABULARY, target.vocab_size)
     if size is not None:
         often = learned_tokens(((data.tokens[one], data.learn[one]) for one in train), target, tokenizer)
         drafted = often.best(size)
@@ -176,8 +199,9 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
         logger.info("%d tokens to draft, %.2f %% of what is learned", len(drafted), share)
     if head is None:
         head = new_head(target, taps, drafted, args.seed, args.intermediate_size)
+        make_trainable(head)
     if isinstance(head, Eagle3Head):
-        make_trainable(head, longest)
+        require_window(head, longest)
         keep = torch.arange(target.vocab_size) if head.draft_tokens is None else head.draft_tokens
     else:
         texts = [data.tokens[number] for number in train]
@@ -212,10 +236,9 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     return trainer.stop
 
 
-def check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace, config: TrainConfig) -> None:
     """Raise ValueError for mistakes that can be found before any model is loaded."""
-    if not (args.data or args.text or args.shards):
-        raise ValueError("no data: give --data, --text or --shards")
+    check_text(args)
     if args.online and args.shards:
         raise ValueError("--online with --shards: stored features need no target in the loop; drop one")
     check_training(args)
@@ -228,6 +251,11 @@ def check(args: argparse.Namespace) -> None:
     require_integer("held_out", args.held_out, 1, "change --held-out")
     require_integer("softmax_tokens", args.softmax_tokens, 1, "change --softmax-tokens")
     require_integer("threads", args.threads, 0, "0 leaves torch's own number")
+    require_folder("--output", args.output)
+    if args.features is not None:
+        require_folder("--features", args.features)
+    if (path := args.output / CHECKPOINT).is_file():
+        refuse_other_run(path, {"config": read_checkpoint(path)["run"]["config"]}, {"config": asdict(config)})
 
 
 def finish(
@@ -253,49 +281,24 @@ def finish(
         logger.info("exported step %d to %s", best["step"], args.export)
 
 
-def prepare_features(
-    args: argparse.Namespace,
-    target: TargetModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    target_name: str,
-    accelerator: Accelerator,
-    taps: Sequence[int],
-) -> tuple[Features, int]:
-    """Return the features of all sources, after computing missing ones, and the first source's examples."""
-    files = read_examples(args, tokenizer, target_name, target.max_positions)
-    if args.online:
-        sources = list(files.values())
-        examples = [one for source in sources for one in source]
-        return OnlineFeatures(target.decoder, examples, taps=taps), len(sources[0])
-    identity = target_identity(target_name, target.model)
-    root = args.features or args.output / "features"
-    folders = {root / name: examples for name, examples in files.items()}
-    main, settings = accelerator.is_main_process, {"dtype": target.dtype, "taps": taps}
-    if main and (cost := estimate(target.decoder, folders, **settings)).tokens:
-        logger.info("features: %s", cost)
-    share = (accelerator.process_index, accelerator.num_processes)
-    made = extract_all(target.decoder, folders, identity, share=share, **settings)
-    accelerator.wait_for_everyone()
-    stored = StoredFeatures([*made, *args.shards], identity, taps)
-    return stored, stored.counts[0]
-
-
 def starting_head(
     args: argparse.Namespace,
     target: TargetModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    target_name: str,
+    found: hub.HeadSource | None,
 ) -> Head | None:
-    """Make a new head for the target, or load --init-head. None: a new EAGLE-3 head, made after counting."""
-    if args.init_head is None and args.eagle3:
+    """Make a new head for the target, or load the one that was found for --init-head.
+
+    None: a new EAGLE-3 head, made after counting.
+    """
+    if found is None and args.eagle3:
         return None
-    if args.init_head is None:
+    if found is None:
         shape = head_config(target)
         size = args.intermediate_size or shape.intermediate_size
         head = DraftHead(replace(shape, intermediate_size=size, fc_bias=begun_with_bias(args.output)))
         initialise(head, args.seed, target.model.get_input_embeddings().weight)
         return head
-    found = hub.resolve_head(args.init_head, target_name)
     logger.info("starting from head %s", found.name)
     if args.eagle3:
         layers = target.config.num_hidden_layers
@@ -305,6 +308,7 @@ def starting_head(
                 f"--init-head {found.name} with --eagle3: it is an EAGLE-1/2 head; leave one out"
             )
         settle_head(head, target, tokenizer)
+        make_trainable(head)
         return head
     return hub.load_head(found, target.hidden_size, target.vocab_size).train().restrict(None)
 

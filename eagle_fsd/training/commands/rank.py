@@ -24,12 +24,13 @@ from torch import Tensor
 from eagle_fsd import hub
 from eagle_fsd.evaluation.cli import say
 from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.places import require_new_folder
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.hub.head_checkpoint import extra_fields, stored_dtype
 from eagle_fsd.hub.target_loader import TargetText
-from eagle_fsd.training.cli import add_shards, add_text_arguments, read_examples, run_command
+from eagle_fsd.training.cli import add_shards, add_text_arguments, check_text, read_examples, run_command
 from eagle_fsd.training.data.shards import StoredFeatures
-from eagle_fsd.training.data.token_counts import learned_tokens
+from eagle_fsd.training.data.token_counts import always_drafted, learned_tokens, require_size
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,9 @@ def run(args: argparse.Namespace) -> None:
     folders = output_folders(args)
     source = hub.resolve_target(args.base_model, weights=False)
     target = hub.load_text(source)
+    always = always_drafted(target, target.tokenizer)
+    for size in folders.values():
+        require_size(size, always, target.vocab_size)
     found = hub.resolve_head(args.ea_model, source.name)
     head = hub.load_head(found, target.hidden_size, target.vocab_size)
     learned = learned_tokens(texts(args, target, source.name), target, target.tokenizer)
@@ -83,16 +87,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def output_folders(args: argparse.Namespace) -> dict[Path, int]:
-    """Return each head's folder and size. Raises ValueError for mistakes that need no file to be found."""
+    """Return each head's folder and size. Raises ValueError for mistakes that need no model to be found."""
+    check_text(args)
     sizes = list(dict.fromkeys(args.draft_vocab_size))
-    if not (args.data or args.text or args.shards):
-        raise ValueError("no data: give --data, --text or --shards")
     folders = {args.output / str(size): size for size in sizes} if len(sizes) > 1 else {args.output: sizes[0]}
     for folder in folders:
-        if folder.exists():
-            raise ValueError(
-                f"output {str(folder)!r} is there already: it must be new; name another --output"
-            )
+        require_new_folder("--output", folder)
     return folders
 
 

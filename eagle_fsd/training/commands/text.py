@@ -23,9 +23,10 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from eagle_fsd.core.checks import format_value
+from eagle_fsd.core.checks import format_value, require_integer
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.jsonl import read_jsonl
+from eagle_fsd.files.places import require_file
 from eagle_fsd.training.cli import add_paths, run_command
 from eagle_fsd.training.data.examples import banned_runs, overlap
 
@@ -122,15 +123,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    check(args)
     banned = banned_runs(args.exclude)
-    sources = [(list(functions()) if args.functions else [], args.functions)]
-    if args.gsm8k:
-        sources.append((list(worked_answers(args.gsm8k)), args.gsm8k_rows))
-    if args.pairs:
-        sources.append((rows_with(args.pairs, "prompt", "completion"), args.pairs_rows))
+    gsm8k = list(worked_answers(args.gsm8k)) if args.gsm8k else []
+    pairs = rows_with(args.pairs, "prompt", "completion") if args.pairs else []
+    own = list(functions()) if args.functions else []  # after the files, since it takes longest
+    sources = [(own, args.functions), (gsm8k, args.gsm8k_rows), (pairs, args.pairs_rows)]
     rows = [row for source, count in sources for row in sample(source, count)]
     # A short prompt is a run of its own, which its text with the completion does not show.
     kept = [row for row in rows if not any(overlap(text, banned) for text in texts_of(row))]
+    if not kept:
+        raise ValueError(
+            f"no row is left: of {len(rows)} each shares eight words in a row with a file of --exclude; give "
+            "other sources"
+        )
     random.Random(2).shuffle(kept)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(args.output, "".join(json.dumps(row) + "\n" for row in kept))
@@ -138,6 +144,22 @@ def run(args: argparse.Namespace) -> None:
     if args.functions:
         report += f"; functions of Python {platform.python_version()}"  # other versions differ
     logger.info(report)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for mistakes that need no file to be read."""
+    for name in ("functions", "gsm8k_rows", "pairs_rows"):
+        require_integer(name, getattr(args, name), 0, f"change --{name.replace('_', '-')}")
+    for name in ("gsm8k", "pairs"):
+        path, count = getattr(args, name), getattr(args, f"{name}_rows")
+        if (path is None) != (count == 0):
+            raise ValueError(
+                f"{name} is {path} and {name}_rows {count}: a file and how many of its rows "
+                f"go together; give both --{name} and --{name}-rows, or neither"
+            )
+    if not (args.functions or args.gsm8k or args.pairs):
+        raise ValueError("no source: give --functions, --gsm8k or --pairs")
+    require_file("--output", args.output)
 
 
 if __name__ == "__main__":

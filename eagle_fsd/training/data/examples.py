@@ -160,12 +160,7 @@ def load_examples(
 
     Rows with nothing to learn are skipped and counted by reason.
     """
-    if max_length < 3:
-        raise ValueError(
-            f"max_length is {max_length}; it must be at least 3 (a feature, a token and a prediction)"
-        )
-    if limit is not None:
-        require_integer("rows", limit, 1, "change --rows")
+    require_cut(max_length, limit)
     examples: list[Example] = []
     skipped = Skipped()
     for number, row in read_jsonl(Path(path)):
@@ -195,6 +190,16 @@ def load_examples(
             f"{path}: no usable row ({skipped.counts or 'the file is empty'}); give a file with answers"
         )
     return examples, skipped
+
+
+def require_cut(max_length: int, limit: int | None) -> None:
+    """Raise ValueError unless something can be learned from rows of this length, this many of a file."""
+    if max_length < 3:
+        raise ValueError(
+            f"max_length is {max_length}; it must be at least 3 (a feature, a token and a prediction)"
+        )
+    if limit is not None:
+        require_integer("rows", limit, 1, "change --rows")
 
 
 def banned_runs(files: Sequence[Path]) -> frozenset[tuple[str, ...]]:

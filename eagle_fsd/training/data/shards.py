@@ -145,6 +145,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ) from error
 
 
+def shard_counts(folders: Sequence[Path]) -> list[int]:
+    """Return how many sequences the shards of each folder hold, as its manifest says."""
+    return [int(read_manifest(folder).get("count", 0)) for folder in folders]
+
+
 def read_tensors(path: Path, *names: str, present: Sequence[str] = ("features",)) -> list[Tensor]:
     """Read whole tensors of a shard, and make sure that those named in `present` are in it."""
     try:

@@ -35,14 +35,9 @@ class LearnedTokens:
     def best(self, size: int) -> Tensor:
         """Return the `size` most frequent tokens, `always` among them, most frequent first: [size] int64.
 
-        Raises ValueError for a size that cannot hold `always`, or that the vocabulary does not have.
+        Raises ValueError for a size that require_size refuses.
         """
-        least, most = max(1, len(self.always)), len(self.counts)
-        if not least <= size <= most:
-            raise ValueError(
-                f"draft_vocab_size is {size}: it must be in {least}..{most}, from the target's special and "
-                "end tokens, which are always inside, to all of its tokens; change --draft-vocab-size"
-            )
+        require_size(size, self.always, len(self.counts))
         return rank_tokens(self.counts, size, self.always)
 
     def coverage(self, token_ids: Tensor) -> float:
@@ -66,9 +61,24 @@ def learned_tokens(
             f"the text holds token {len(counts) - 1}: the target's are 0..{target.vocab_size - 1}; name the "
             "target that the text was made for (--base-model)"
         )
+    return LearnedTokens(counts, always_drafted(target, tokenizer))
+
+
+def always_drafted(target: Vocabulary, tokenizer: Any = None) -> tuple[int, ...]:
+    """Return the tokens that every draft vocabulary must have; see LearnedTokens."""
     named = {*target.eos_token_ids, *(getattr(tokenizer, "all_special_ids", None) or ())}
     # A token beyond lm_head's rows has no logit: nobody can draft it.
-    return LearnedTokens(counts, tuple(sorted(token for token in named if token < target.vocab_size)))
+    return tuple(sorted(token for token in named if token < target.vocab_size))
+
+
+def require_size(size: int, always: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError unless a draft vocabulary of this size holds `always`, within the target's tokens."""
+    least = max(1, len(always))
+    if not least <= size <= vocab_size:
+        raise ValueError(
+            f"draft_vocab_size is {size}: it must be in {least}..{vocab_size}, from the target's special and "
+            "end tokens, which are always inside, to all of its tokens; change --draft-vocab-size"
+        )
 
 
 def rank_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:

@@ -88,22 +88,26 @@ def last_norm(target: TargetModel) -> Tensor:
     return ((norm(signs[None]) - norm(-signs[None]))[0] / 2 * signs).float().cpu()
 
 
-def make_trainable(head: Eagle3Head, longest: int) -> None:
+def make_trainable(head: Eagle3Head) -> None:
     """Let a head be trained, all of it but embeddings of its own.
 
-    longest: tokens of the longest text. Raises ValueError for a head that cannot be trained here.
+    Raises ValueError for a head that cannot be trained here.
     """
     for there, what in ((head.fc, "fc"), (head.lm_head, "lm_head")):
         if there is None:
             raise ValueError(
                 f"the head has no {what} of its own: training needs one; start from another head"
             )
+    head.train().requires_grad_(True)
+    if head.embed_tokens is not None:
+        head.embed_tokens.requires_grad_(False)
+
+
+def require_window(head: Eagle3Head, longest: int) -> None:
+    """Raise ValueError unless texts of up to `longest` tokens fit into a head's sliding window."""
     window = min((one for one in head.config.windows if one), default=longest)
     if window < longest:
         raise ValueError(
             f"the head's sliding window is {window}, and texts have up to {longest} tokens: they must fit "
             "into it here; give a smaller --max-length"
         )
-    head.train().requires_grad_(True)
-    if head.embed_tokens is not None:
-        head.embed_tokens.requires_grad_(False)

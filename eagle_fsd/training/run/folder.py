@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.files.atomic import atomic_path, write_atomically
+from eagle_fsd.files.fingerprints import differences
 from eagle_fsd.files.jsonl import read_jsonl
 
 CHECKPOINT = "checkpoint.pt"
@@ -113,6 +114,12 @@ class Report:
             "lr": self.rate,
             **({} if self.memory is None else {"memory": self.memory}),
         }
+
+
+def refuse_other_run(path: Path, stored: dict[str, Any], run: dict[str, Any]) -> None:
+    """Raise ValueError if a checkpoint's run differs in what a resumed run may not change."""
+    if changed := differences(fixed_part(stored), fixed_part(run)):
+        raise ValueError(f"{path} is of another run ({changed}); name another --output, or remove it")
 
 
 def fixed_part(run: dict[str, Any]) -> dict[str, Any]:

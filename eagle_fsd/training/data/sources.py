@@ -1,0 +1,69 @@
+"""The sources of a run's text: what they hold is known, and checked, before a feature is computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from eagle_fsd.drafting.eagle3.head import Eagle3Head
+from eagle_fsd.files.fingerprints import target_identity
+from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.batching import require_held_out
+from eagle_fsd.training.data.examples import Example
+from eagle_fsd.training.data.features import OnlineFeatures, estimate, extract_all
+from eagle_fsd.training.data.shards import Features, StoredFeatures, finished_shards, shard_counts
+from eagle_fsd.training.eagle3.new_head import require_window
+from eagle_fsd.training.loss import Head
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """A run's text.
+
+    files: the examples of each, by the name of its folder of features. shards: folders that are ready.
+    """
+
+    files: Mapping[str, Sequence[Example]]
+    shards: Sequence[Path]
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of sequences of each source, in the order in which they are numbered."""
+        return [*map(len, self.files.values()), *shard_counts(self.shards)]
+
+    def require(self, held_out: int, head: Head | None) -> None:
+        """Raise ValueError for text that cannot train a head. held_out: sequences that it is not to see."""
+        require_held_out(sum(self.counts), held_out, self.counts[0])
+        if isinstance(head, Eagle3Head):
+            lengths = (len(example.tokens) for examples in self.files.values() for example in examples)
+            require_window(head, max(lengths, default=0))
+
+    def online(self, target: TargetModel, taps: Sequence[int]) -> Features:
+        """Return features that the target computes each time they are read. There must be no shards."""
+        examples = [example for examples in self.files.values() for example in examples]
+        return OnlineFeatures(target.decoder, examples, taps=taps)
+
+    def stored(
+        self, target: TargetModel, target_name: str, root: Path, accelerator: Accelerator, taps: Sequence[int]
+    ) -> Features:
+        """Return the features of all sources, after computing those of files that `root` lacks.
+
+        The accelerator's processes divide the shards.
+        """
+        identity = target_identity(target_name, target.model)
+        for folder in self.shards:
+            finished_shards(folder, identity, taps)  # those of another target, before hours of computing
+        folders = {root / name: examples for name, examples in self.files.items()}
+        settings = {"dtype": target.dtype, "taps": taps}
+        if accelerator.is_main_process and (cost := estimate(target.decoder, folders, **settings)).tokens:
+            logger.info("features: %s", cost)
+        share = (accelerator.process_index, accelerator.num_processes)
+        made = extract_all(target.decoder, folders, identity, share=share, **settings)
+        accelerator.wait_for_everyone()
+        return StoredFeatures([*made, *self.shards], identity, taps)
