@@ -20,14 +20,8 @@ from eagle_fsd.evaluation.commands.tau import summed_up, table
 from eagle_fsd.evaluation.rows import read_rows
 from eagle_fsd.hub.head_checkpoint import read_config
 from eagle_fsd.training.cli import run_command
-from eagle_fsd.training.run.model_card import (
-    Card,
-    bias_warning,
-    push,
-    read_training,
-    refuse_mixed_rows,
-    write_repository,
-)
+from eagle_fsd.training.run.card_records import read_training, refuse_mixed_rows
+from eagle_fsd.training.run.model_card import Card, bias_warning, push, write_repository
 
 logger = logging.getLogger(__name__)
 
