@@ -131,6 +131,7 @@ class Trainer:
         plan = batch_plan(self.lengths, config.batch_tokens, config.seed, 0)
         self.steps_per_epoch = len(plan) / self.batches_per_step
         self.step, self.seconds, self.best = 0, 0.0, -1.0
+        self.resumed_at = 0  # the step that this process began with
         self.stop = 0  # the signal that asked for it
         # On a CPU nothing overlaps, and the loss of a step is known when it ends.
         cpu = self.device.type == "cpu"
@@ -320,6 +321,7 @@ class Trainer:
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
+        self.resumed_at = self.step
         logger.info("resumed at step %d", self.step)
         return True
 

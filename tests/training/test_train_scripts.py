@@ -245,6 +245,82 @@ def test_features_of_an_earlier_run_are_ready_shards(tmp_path: Path, monkeypatch
         train("first", "--features {}/kept --extract-dtype float32")
 
 
+def test_a_head_is_written_over_by_the_run_that_exported_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would be lost is found before a model is loaded: an hour of training would end in a refusal."""
+    train = Training(tmp_path, monkeypatch, "llama")
+    first = train("run", "--export {}/head --float32")
+    assert train("run", "--export {}/head --float32 --draft-vocab-size 9") == first
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["draft_vocab_size"] == 9, "its own earlier export"
+    train("run", "--export {}/head --float32")
+    before = {path: path.read_bytes() for path in (tmp_path / "head").iterdir()}
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text("{}")
+    shutil.copytree(tmp_path / "head", tmp_path / "changed")
+    save_head(load_head(str(tmp_path / "head"), 32, 128), tmp_path / "changed")  # in another dtype
+    with monkeypatch.context() as early:
+        early.setattr(hub, "load_target", lambda *_, **__: pytest.fail("the target was loaded"))
+        for output, export, more in (
+            ("other", "head", ""),
+            ("other", "head", "--init-head {}/head"),
+            ("other", "target", ""),
+            ("run", "changed", "--float32"),
+        ):
+            with pytest.raises(
+                SystemExit, match=rf": --export names .*/{export}, whose config.json this run"
+            ):
+                train(output, f"{more} --export {{}}/{export}")
+        for export, message in (("rows.jsonl", "Not a directory"), ("rows.jsonl/head", "Not a directory")):
+            with pytest.raises(SystemExit, match=rf": --export names .*, where nothing .*\({message}\)"):
+                train("other", f"--export {{}}/{export}")
+    assert {path: path.read_bytes() for path in (tmp_path / "head").iterdir()} == before
+    (tmp_path / "run" / "checkpoint.pt").unlink()  # which begins another run
+    with pytest.raises(
+        SystemExit, match=r": --export names .*/head, whose config.json this run did not write"
+    ):
+        train("run", "--export {}/head --float32")
+
+
+def test_a_head_that_somebody_puts_there_meanwhile_stays_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    train("first", "--export {}/head")
+    before = (tmp_path / "head" / "model.safetensors").read_bytes()
+    shutil.move(tmp_path / "head", tmp_path / "theirs")
+    run = Trainer.run
+
+    def slow(trainer: Trainer) -> Any:
+        shutil.copytree(tmp_path / "theirs", tmp_path / "head")
+        return run(trainer)
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(Trainer, "run", slow)
+        with pytest.raises(
+            SystemExit, match=r"this run did not write: .*\(a finished run exports without train"
+        ):
+            train("second", "--seed 1 --export {}/head")
+    assert (tmp_path / "head" / "model.safetensors").read_bytes() == before
+    done = json.loads((tmp_path / "second" / "provenance.json").read_text())
+    assert train("second", "--seed 1 --export {}/mine") == done and (tmp_path / "mine").is_dir()
+
+
+def test_the_record_is_of_the_call_that_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later ones that only export may be on another machine; one that trains on is recorded."""
+    train = Training(tmp_path, monkeypatch, "llama")
+    monkeypatch.setattr("sys.argv", ["train_head.py", "first"])
+    first = train("run")
+    assert first["base_model"] == "tiny" and "first" in first["command"]
+    monkeypatch.setattr("sys.argv", ["train_head.py", "second"])
+    assert train("run", "--export {}/head") == first
+    (row,) = (row for _, row in read_jsonl(tmp_path / "run" / "exports.jsonl"))
+    assert (row["run"], row["step"]) == (first["run"], first["best_step"]) and "second" in row["command"]
+    longer = train("run", "--epochs 2")
+    assert longer["steps"] > first["steps"] and "second" in longer["command"] and longer["run"] == row["run"]
+
+
 def test_a_stopped_run_says_so_and_exports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = Training(tmp_path, monkeypatch, "llama")
     step = Trainer.train_step

@@ -13,7 +13,6 @@ stops a run, and the same command continues it. OUTPUT/curves.png shows its curv
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
@@ -36,7 +35,6 @@ from eagle_fsd.drafting.eagle3.export import LAYOUTS
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_config import HeadConfig
 from eagle_fsd.drafting.eagle_head import DraftHead
-from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.places import require_folder
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.hub.head_checkpoint import FC_BIAS_KEY
@@ -67,6 +65,7 @@ from eagle_fsd.training.eagle3.options import add_eagle3, check_training
 from eagle_fsd.training.loss import Head, LossWeights
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.run.curves import plot_curves
+from eagle_fsd.training.run.exports import digest_run, note_export, require_export
 from eagle_fsd.training.run.folder import (
     BEST,
     CHECKPOINT,
@@ -74,6 +73,8 @@ from eagle_fsd.training.run.folder import (
     read_checkpoint,
     refuse_other_run,
     sole_run,
+    stored_run,
+    write_record,
 )
 from eagle_fsd.training.run.settings import add_settings, settle_defaults
 from eagle_fsd.training.schedule import TrainConfig, initialise, widen
@@ -96,7 +97,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--online", action="store_true", help="compute features batch by batch and store none")
     add("--features", type=Path, help="folder of stored features (default: OUTPUT/features)")
     add("--output", type=Path, required=True, help="the run's folder: checkpoint, best head, log, curves")
-    add("--export", type=Path, help="write the best head there in EAGLE's layout at the end")
+    add(
+        "--export",
+        type=Path,
+        help="write the best head there in EAGLE's layout at the end, over no head but the run's own",
+    )
     add(
         "--layout",
         default=LAYOUTS[0],
@@ -226,6 +231,7 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     if accelerator.is_main_process:
         plot_curves(args.output)
         record = {
+            "base_model": source.name,
             "sequences": len(train),
             "tokens": tokens,
             "learned_tokens": learned,
@@ -254,15 +260,19 @@ def check(args: argparse.Namespace, config: TrainConfig) -> None:
     require_folder("--output", args.output)
     if args.features is not None:
         require_folder("--features", args.features)
-    if (path := args.output / CHECKPOINT).is_file():
-        refuse_other_run(path, {"config": read_checkpoint(path)["run"]["config"]}, {"config": asdict(config)})
+    if (run := stored_run(args.output)) is not None:
+        path = args.output / CHECKPOINT
+        refuse_other_run(path, {"config": run["config"]}, {"config": asdict(config)})
+    if args.export is not None:
+        require_export(args.export, args.output, run)
 
 
 def finish(
     args: argparse.Namespace, trainer: Trainer, drafted: Tensor | None, record: dict[str, Any], layers: int
 ) -> None:
     """Write the run's record and, if the run has ended, export the best head. layers: of the target."""
-    record |= {**provenance(), "steps": trainer.step, "training_seconds": round(trainer.seconds)}
+    run = digest_run(trainer.identity)
+    record |= {**provenance(), "run": run, "steps": trainer.step, "training_seconds": round(trainer.seconds)}
     if trainer.stop:
         record["stopped"] = True
         logger.warning("stopped at step %d: the same command continues from there", trainer.step)
@@ -270,14 +280,16 @@ def finish(
         best = read_checkpoint(args.output / BEST)
         record |= {"finished": time.strftime("%Y-%m-%d %H:%M"), "held_out": best["held_out"]}
         record["best_step"] = best["step"]
-    write_atomically(args.output / "provenance.json", json.dumps(record, indent=1) + "\n")
+    write_record(args.output, record, trained=trainer.step > trainer.resumed_at)
     if args.export and not trainer.stop:
+        require_export(args.export, args.output, trainer.identity)  # somebody may have come first
         trainer.head.load_state_dict(best["head"])
         if isinstance(trainer.head, Eagle3Head):
             half = torch.float16
             hub.save_eagle3_head(trainer.head, args.export, layers, args.layout, half, args.base_model)
         else:
             hub.save_head(trainer.head.restrict(drafted), args.export, dtype=torch.float16)
+        note_export(args.output, run, args.export, best["step"])
         logger.info("exported step %d to %s", best["step"], args.export)
 
 

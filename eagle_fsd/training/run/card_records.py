@@ -9,13 +9,14 @@ from typing import Any
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.training.run.folder import RECORD
 
 SAME = ("base_model", "ea_model", "draft_vocab_size", "dtype", "max_new_tokens")  # equal in a card's rows
 
 
 def read_training(run: Path) -> dict[str, Any]:
     """Read the record of a run of `eagle-fsd train head` that has ended."""
-    record = run / "provenance.json"
+    record = run / RECORD
     try:
         training = json.loads(record.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

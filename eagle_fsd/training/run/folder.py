@@ -17,13 +17,14 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from eagle_fsd.core.checks import one_line
-from eagle_fsd.files.atomic import atomic_path, write_atomically
+from eagle_fsd.files.atomic import atomic_path, read_records, write_atomically
 from eagle_fsd.files.fingerprints import differences
 from eagle_fsd.files.jsonl import read_jsonl
 
 CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
 LOG = "log.jsonl"
+RECORD = "provenance.json"
 # What torch.load raises for a file that is cut short or of another kind.
 DAMAGE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, LookupError, TypeError, ValueError)
 
@@ -60,6 +61,17 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def save_atomically(state: dict[str, Any], path: Path) -> None:
     with atomic_path(path) as partial:
         torch.save(state, partial)
+
+
+def write_record(folder: Path, record: dict[str, Any], trained: bool) -> None:
+    """Write the record of a call. One that did no step leaves that of the call that finished the same run.
+
+    It may be of another machine, commit and command than the training was. trained: whether it did a step.
+    """
+    known = read_records(folder / RECORD)
+    same = all(known.get(name, record[name]) == record[name] for name in ("run", "steps"))
+    if trained or not same or "finished" not in known:
+        write_atomically(folder / RECORD, json.dumps(record, indent=1) + "\n")
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
@@ -114,6 +126,12 @@ class Report:
             "lr": self.rate,
             **({} if self.memory is None else {"memory": self.memory}),
         }
+
+
+def stored_run(folder: Path) -> dict[str, Any] | None:
+    """Return the identity of the run whose checkpoint is in the folder; None if there is none."""
+    path = folder / CHECKPOINT
+    return dict(read_checkpoint(path)["run"]) if path.is_file() else None
 
 
 def refuse_other_run(path: Path, stored: dict[str, Any], run: dict[str, Any]) -> None:

@@ -1,0 +1,71 @@
+"""The heads that a run has exported: it writes over these alone, and a card knows them as its own.
+
+OUTPUT/exports.jsonl has a line for each, with the digests of its files. A run is known by what a resumed one
+may not change, so that another run in the same folder does not inherit them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle_fsd.files.fingerprints import digest_json
+from eagle_fsd.files.jsonl import append_row, drop_torn_line, read_jsonl
+from eagle_fsd.files.places import require_folder, require_room
+from eagle_fsd.files.provenance import provenance
+from eagle_fsd.hub.head_checkpoint import (
+    BIN_NAME,
+    CONFIG_NAME,
+    SAFETENSORS_NAME,
+    VOCABULARY_NAME,
+    find_head_file,
+)
+from eagle_fsd.hub.head_digest import head_digests
+from eagle_fsd.training.run.folder import fixed_part
+
+EXPORTS = "exports.jsonl"
+HEAD_FILES = (CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, VOCABULARY_NAME)
+
+
+def digest_run(identity: Mapping[str, Any]) -> str:
+    """Return a digest of what a resumed run may not change. identity: see Trainer.run_identity."""
+    return digest_json(fixed_part(dict(identity)))
+
+
+def exports_of(output: Path, run: str | None) -> list[dict[str, Any]]:
+    """Return the records of the heads that a run has exported; run: its digest, None: all in its folder."""
+    path = output / EXPORTS
+    rows = [row for _, row in read_jsonl(path, torn=True)] if path.is_file() else []
+    return [row for row in rows if run is None or row.get("run") == run]
+
+
+def note_export(output: Path, run: str, folder: Path, step: int) -> None:
+    """Note that a run has exported its head of this step into a folder."""
+    path, digests = output / EXPORTS, head_digests(find_head_file(folder, str(folder)))
+    drop_torn_line(path)
+    append_row(path, {"run": run, "step": step, "folder": str(folder), **digests, **provenance()})
+
+
+def require_export(folder: Path, output: Path, identity: Mapping[str, Any] | None) -> None:
+    """Raise ValueError unless a run can export into a folder, and no head but its own is lost there.
+
+    output: the run's folder. identity: of the run that is in it; None: there is none yet.
+    """
+    require_folder("--export", folder)
+    require_room("--export", folder, folder.parent)  # where a head is written before it is moved
+    there = [name for name in HEAD_FILES if (folder / name).exists()]
+    if there and (identity is None or not is_export(folder, exports_of(output, digest_run(identity)))):
+        raise ValueError(
+            f"--export names {folder}, whose {there[0]} this run did not write: it would be lost; name a new "
+            "folder (a finished run exports without training)"
+        )
+
+
+def is_export(folder: Path, exports: list[dict[str, Any]]) -> bool:
+    """Return whether the head in a folder is one of these, unchanged."""
+    try:
+        digests = head_digests(find_head_file(folder, str(folder)))
+    except ValueError:  # half a head, or a damaged one
+        return False
+    return any(digests.items() <= row.items() for row in exports)
