@@ -49,7 +49,7 @@ AT_WORK = {
     "train/fold_bias": (f"{TRAIN}.fold_bias:check_shards", f"--shards {{0}} {OUT}"),
     "train/make_text": (f"{TRAIN}.text:functions", f"--functions 1 {ROWS}"),
     "train/publish": (
-        f"{TRAIN}.publish:read_rows",
+        f"{TRAIN}.publish:read_tau",
         f"--head x --run x --tau x --base-model o/t --data x --repo-id me/x {OUT}",
     ),
     "train/rank_tokens": (

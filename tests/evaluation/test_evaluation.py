@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import runpy
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from eagle_fsd.evaluation.cli import encoded_prompts, load_engine, model_parser
 from eagle_fsd.evaluation.commands import greedy, tau
 from eagle_fsd.evaluation.commands.greedy import reference
 from eagle_fsd.evaluation.prompt_sets import batches, set_name
+from eagle_fsd.evaluation.rows import read_rows
+from eagle_fsd.hub import save_head
+from eagle_fsd.hub.head_digest import head_digests
 from eagle_fsd.target.model import TargetModel
 
 ROOT = Path(__file__).parents[2]
@@ -254,6 +258,38 @@ def test_the_scripts_end_to_end(
         run(*greedy_run)
     shown = capsys.readouterr().out
     assert shown.count("2 of 3 equal") == 2 and "prompt=1, position=3" in shown
+
+
+def test_rows_of_tau_say_which_head_they_are_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its files, whatever the folder is called and however it is loaded. Of other drafters they say so."""
+    target, folder = TargetModel(tiny_model("llama")), save_head(tiny_head(), tmp_path / "head")
+    save_head(tiny_head(seed=9), tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "model.safetensors", folder / "other.bin.safetensors")
+    rounded = tiny_head().bfloat16()
+    cases = {
+        "folder": EagleFSD(target, tiny_head(), ea_model=str(folder), head_folder=folder),
+        "rounded": EagleFSD(target, rounded, ea_model="owner/head", head_folder=folder, lookup=True),
+        "file": EagleFSD(
+            target, tiny_head(seed=9), ea_model=str(folder / "other.bin.safetensors"), head_folder=folder
+        ),
+        "no head": EagleFSD(target, None, ea_model="none"),
+        "lookup": EagleFSD(target, None, ea_model="none", lookup=True),
+    }
+    (tmp_path / "prompts_few.jsonl").write_text('{"prompt": "!#"}\n')
+    found = {}
+    for name, one in cases.items():
+        monkeypatch.setattr(one, "tokenizer", CharTokenizer())
+        monkeypatch.setattr(EagleFSD, "from_pretrained", lambda *_, one=one, **__: one)
+        tree = "1/1/1" if name == "no head" else "6/3/2"
+        argv = f"--prompts {tmp_path}/prompts_few.jsonl --max-new-tokens 3 --temperature 0 --tree {tree}"
+        tau.main(f"{argv} --output {tmp_path}/{name.replace(' ', '')}.jsonl".split())
+        (row,) = read_rows(tmp_path / f"{name.replace(' ', '')}.jsonl")
+        found[name] = row["head"]
+    assert found["folder"] == found["rounded"] == head_digests(folder / "model.safetensors")
+    assert found["file"] == head_digests(tmp_path / "other" / "model.safetensors")
+    assert found["no head"] is found["lookup"] is None
 
 
 def test_the_models_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,17 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from support.tiny_models import HIDDEN, VOCAB, tiny_head
 
+from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.provenance import public_command
 from eagle_fsd.hub import load_head, save_head
+from eagle_fsd.hub.head_digest import head_digests
 from eagle_fsd.training.run import model_card
 
 SCRIPT = Path(__file__).parents[2] / "train" / "publish.py"
 TRAINING = {
+    "base_model": "owner/target@main",
+    "run": "r1",
+    "best_step": 7,
     "command": "python train/train_head.py --data own.jsonl --output runs/head",
     "commit": "0123456789ab",
     "device": "x86_64",
@@ -38,6 +43,16 @@ TRAINING = {
 ROW = {
     "key": "ab",
     "task": "prompts/own",
+    "version": 1,
+    "seed": 0,
+    "base_model": "owner/target",
+    "ea_model": "head",
+    "finish_reason": "length",
+    "seconds": 1.0,
+    "batch_size": 8,
+    "law": None,
+    "log_p": None,
+    "scores": {},
     "max_new_tokens": 64,
     "sampling": {"temperature": 0.0},
     "tree": {"total_tokens": 16, "depth": 5, "top_k": 8, "min_confidence": 0.0},
@@ -53,11 +68,28 @@ ROW = {
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """A head, the record of its training and its rows of tau."""
-    save_head(tiny_head(), tmp_path / "head")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "provenance.json").write_text(json.dumps(TRAINING))
-    (tmp_path / "tau.jsonl").write_text(2 * (json.dumps(ROW) + "\n"))
-    return tmp_path
+    return made(tmp_path, tiny_head())
+
+
+def made(runs: Path, head: DraftHead) -> Path:
+    """As if the run had exported this head and it had been measured."""
+    save_head(head, runs / "head")
+    export = {"run": "r1", "step": 7, **head_digests(runs / "head" / "model.safetensors")}
+    (runs / "run" / "exports.jsonl").write_text(json.dumps(export) + "\n")
+    rows_of(runs, {}, {})
+    return runs
+
+
+def rows_of(runs: Path, *changes: dict[str, Any]) -> None:
+    """Write a row of the head for each of these changes."""
+    of_head = {
+        "head": head_digests(runs / "head" / "model.safetensors"),
+        "draft_vocab_size": json.loads((runs / "head" / "config.json").read_text()).get("draft_vocab_size"),
+    }
+    rows = [ROW | of_head | {"sample": str(number)} | change for number, change in enumerate(changes)]
+    (runs / "tau.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def run(runs: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
@@ -69,7 +101,7 @@ def run(runs: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
 
 
 def test_a_draft_vocabulary_is_published_with_its_head(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_head(tiny_head().restrict(torch.arange(9).flip(0)), runs / "head")
+    made(runs, tiny_head().restrict(torch.arange(9).flip(0)))
     run(runs, monkeypatch, "--dry-run")
     head = load_head(str(runs / "out"), HIDDEN, VOCAB)
     assert head.draft_tokens.tolist() == list(range(9))[::-1]
@@ -181,7 +213,7 @@ def test_a_published_config_says_of_biases_what_the_weights_hold(
     flags = json.loads((runs / "out" / "config.json").read_text())
     assert [flags[name] for name in ("bias", "attention_bias", "qkv_bias")] == [False] * 3
     assert "bias" not in caplog.text
-    save_head(tiny_head(fc_bias=True), runs / "head")
+    made(runs, tiny_head(fc_bias=True))
     run(runs, monkeypatch, "--dry-run")
     flags = json.loads((runs / "out" / "config.json").read_text())
     assert [flags[name] for name in ("bias", "attention_bias", "qkv_bias")] == [True, False, False]
@@ -232,7 +264,7 @@ def test_the_card_says_only_what_holds_for_all_its_rows(runs: Path, monkeypatch:
 def test_an_earlier_repository_is_replaced_and_a_changed_card_kept(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_head(tiny_head().restrict(torch.arange(9)), runs / "head")
+    made(runs, tiny_head().restrict(torch.arange(9)))
     run(runs, monkeypatch, "--dry-run")
     out, old = runs / "out", runs / "out.README.md.old"
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -245,7 +277,7 @@ def test_an_earlier_repository_is_replaced_and_a_changed_card_kept(
     with pytest.raises(SystemExit, match=r"publish: .*has no config.json"):
         run(runs, monkeypatch)
     assert {path.name for path in out.iterdir()} == set(before), "a publication that fails changes nothing"
-    save_head(tiny_head(), runs / "head")
+    made(runs, tiny_head())
     run(runs, monkeypatch)
     assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     assert load_head(str(out), HIDDEN, VOCAB).draft_tokens is None
@@ -272,10 +304,6 @@ def test_a_head_is_not_published_onto_itself(runs: Path, monkeypatch: pytest.Mon
     with pytest.raises(SystemExit, match=r"publish: folder .*out' is not empty"):
         run(runs, monkeypatch, "--head", str(runs / "out"))
     assert load_head(str(runs / "out"), HIDDEN, VOCAB)
-
-
-def rows_of(runs: Path, *changes: dict[str, Any]) -> None:
-    (runs / "tau.jsonl").write_text("".join(json.dumps(ROW | change) + "\n" for change in changes))
 
 
 def lose(name: str) -> Any:
@@ -334,6 +362,119 @@ def test_what_is_not_there_is_named(
     monkeypatch.setattr(model_card, "HfApi", lambda: pytest.fail("the Hub was asked"))
     with pytest.raises(SystemExit, match=f"publish: .*{message}"):
         run(runs, monkeypatch)
+
+
+def record(runs: Path, **changes: Any) -> None:
+    (runs / "run" / "provenance.json").write_text(json.dumps(TRAINING | changes))
+
+
+def test_the_records_of_one_head_and_target_are_not_questioned(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the folder's name, with another list of tokens, folded; under any name of the target."""
+    run(runs, monkeypatch, "--dry-run")
+    rows_of(runs, {"ea_model": "elsewhere/head", "base_model": "Owner/Target@v2"})
+    run(runs, monkeypatch, "--dry-run")
+    save_head(tiny_head().restrict(torch.arange(9)), runs / "head")  # as `train rank` makes it
+    rows_of(runs, {}, {})
+    run(runs, monkeypatch, "--dry-run")
+    before = head_digests(runs / "head" / "model.safetensors")["weights"]
+    save_head(tiny_head(seed=9), runs / "head", {"folded_from": before})
+    rows_of(runs, {}, {})
+    run(runs, monkeypatch, "--dry-run")
+    record(runs, base_model="smollm2-135m")
+    rows_of(runs, {"base_model": "smollm2-135m"})
+    run(runs, monkeypatch, "--dry-run", "--base-model", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert "not compared" not in caplog.text
+
+
+def test_what_cannot_be_compared_is_said(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Records of older versions say less, and a folder's name does not say which target is in it."""
+    (runs / "run" / "exports.jsonl").unlink()
+    record(runs, base_model=None)
+    rows = [json.loads(line) for line in (runs / "tau.jsonl").read_text().splitlines()]
+    old = [{name: row[name] for name in row if name != "head"} | {"base_model": str(runs)} for row in rows]
+    (runs / "tau.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
+    run(runs, monkeypatch, "--dry-run")
+    for words in (
+        "tau.jsonl does not say which head it is of: measure again",
+        "run does not say which heads it exported: export the head again",
+        "run does not say which target it is of",
+        f"tau.jsonl is of {str(runs)!r}: nothing says whether that is 'owner/target'",
+    ):
+        assert f"not compared: {runs}/{words}" in caplog.text
+    assert (runs / "out" / "README.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda runs: save_head(tiny_head(seed=9), runs / "head"),
+            r"tau.jsonl is of 'head', not of .*/head \(weights was \w+, now \w+\): .*; measure that one",
+        ),
+        (
+            lambda runs: save_head(tiny_head().restrict(torch.arange(9)), runs / "head"),
+            r"tau.jsonl is of 'head', not of .*/head \(draft_vocabulary was None, now \w+\): ",
+        ),
+        (
+            lambda runs: rows_of(runs, {"head": None, "ea_model": "none"}),
+            r"tau.jsonl is of 'none', not of .*/head \(no head drafted\): ",
+        ),
+        (
+            lambda runs: (
+                save_head(tiny_head().restrict(torch.arange(9)), runs / "head"),
+                rows_of(runs, {}, {"draft_vocab_size": None, "key": "c"}),
+            ),
+            "draft_vocab_size is 9 and None in ",
+        ),
+        (
+            lambda runs: (
+                save_head(tiny_head().restrict(torch.arange(9)), runs / "head"),
+                rows_of(runs, {"draft_vocab_size": None}),
+            ),
+            "draft_vocab_size is None in .*tau.jsonl and 9 in .*/head: .* without --full-vocabulary",
+        ),
+        (
+            lambda runs: (save_head(tiny_head(seed=9), runs / "head"), rows_of(runs, {})),
+            r"/head has the weights \w+, and .*/run exported \w+: .*; name that one with --run",
+        ),
+        (
+            lambda runs: record(runs, best_step=9),
+            "/head is of step 7 of .*/run, whose record is of step 9: .* has trained on since; export again",
+        ),
+        (
+            lambda runs: record(runs, base_model="owner/other"),
+            "base_model is 'owner/target', and .*/run is of 'owner/other': .* with --base-model",
+        ),
+        (
+            lambda runs: rows_of(runs, {"base_model": "owner/other"}),
+            "base_model is 'owner/target', and .*/tau.jsonl is of 'owner/other': .* with --base-model",
+        ),
+        (
+            lambda runs: (runs / "tau.jsonl").write_text('{"prompt": "Why?"}\n'),
+            "tau.jsonl:1: has no 'key': a raw row needs it",
+        ),
+        (lambda runs: (runs / "tau.jsonl").write_text("# a table\n"), "tau.jsonl:1: is not JSON"),
+        (lambda runs: rows_of(runs, {"command": None}), "row 1 has no command: .*; measure again"),
+        (
+            lambda runs: (runs / "run" / "provenance.json").write_text("[1]"),
+            "training record .* cannot be read",
+        ),
+        (lambda runs: record(runs, held_out={"top1": [1]}), "has no top1 and positions in held_out: "),
+        (lambda runs: record(runs, device=None), "has no device: the run must have ended"),
+    ],
+)
+def test_records_of_another_head_or_target_make_no_card(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, message: str
+) -> None:
+    spoil(runs)
+    monkeypatch.setattr(model_card, "HfApi", lambda: pytest.fail("the Hub was asked"))
+    with pytest.raises(SystemExit, match=f"publish: .*{message}") as error:
+        run(runs, monkeypatch)
+    assert "\n" not in str(error.value) and not (runs / "out").exists()
 
 
 def test_a_repository_may_bring_code_for_hugging_faces_generate(

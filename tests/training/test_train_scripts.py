@@ -26,6 +26,7 @@ from eagle_fsd import hub
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.hub import load_head, resolve_head, save_head
+from eagle_fsd.hub.head_digest import head_digests
 from eagle_fsd.training.commands import head as head_command
 from eagle_fsd.training.commands import text
 from eagle_fsd.training.data import features
@@ -217,6 +218,7 @@ def test_a_bias_is_folded_away_by_the_command(
     assert folded.fc.bias is None and not torch.equal(folded.fc.weight, biased.fc.weight)
     assert torch.equal(folded.draft_tokens, torch.arange(40))
     assert config["note"] == "mine" and config["torch_dtype"] == "float16" and config["bias"] is False
+    assert config["folded_from"] == head_digests(tmp_path / "head" / "model.safetensors")["weights"]
     other = f"{argv} --output {tmp_path}/other"
     with pytest.raises(SystemExit, match=r"has no fc\.bias: there is nothing to fold"):
         run_command("fold_bias", f"{other} --ea-model {tmp_path}/plain")

@@ -15,11 +15,16 @@ from typing import Any
 from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.config import CHILDREN, SamplingConfig, TreeConfig
+from eagle_fsd.drafting.eagle3.head import Eagle3Head
+from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, parsed, parser_of, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run
 from eagle_fsd.evaluation.tasks import PROMPTS
 from eagle_fsd.files.provenance import provenance
+from eagle_fsd.hub.head_checkpoint import find_head_file
+from eagle_fsd.hub.head_digest import head_digests
 
 COUNTS = ("steps", "new_tokens", "fuzzy_accepts")
 Row = Mapping[str, Any]
@@ -55,9 +60,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             for path in arguments.prompts
         ]
         cells = [Cell(one, rule, how, tree, most) for how, rule, one in product(samplings, rules, sets)]
-        rows = run(engine, cells, arguments.output, arguments.batch_size, provenance(engine.device))
+        about = provenance(engine.device) | head_of(engine)
+        rows = run(engine, cells, arguments.output, arguments.batch_size, about)
         answers = [row for cell in cells for row in cell.rows(engine, rows)]
     say(table(summed_up(answers)))
+
+
+def head_of(engine: EagleFSD) -> dict[str, Any]:
+    """Return what rows say of the head: the digests of its files, by which `train publish` knows it."""
+    network = None if engine.drafter is None else engine.drafter.network
+    if not isinstance(network, DraftHead | Eagle3Head):
+        return {"head": None}
+    if engine.head_folder is None:  # it was made in memory
+        return {}
+    named = Path(engine.ea_model)
+    file = named if named.is_file() else find_head_file(engine.head_folder, engine.ea_model)
+    return {"head": head_digests(file)}
 
 
 def summed_up(answers: Iterable[Row]) -> list[dict[str, Any]]:

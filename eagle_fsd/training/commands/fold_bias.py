@@ -20,6 +20,7 @@ from eagle_fsd.evaluation.cli import say
 from eagle_fsd.files.fingerprints import target_identity
 from eagle_fsd.files.places import require_new_folder
 from eagle_fsd.hub.head_checkpoint import extra_fields, stored_dtype
+from eagle_fsd.hub.head_digest import WEIGHTS, head_digests
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.training.batching import require_held_out, split_held_out
 from eagle_fsd.training.cli import add_shards, check_shards, run_command
@@ -27,6 +28,7 @@ from eagle_fsd.training.data.shards import StoredFeatures, shard_counts
 from eagle_fsd.training.folding import fold_bias, input_moments
 from eagle_fsd.training.held_out import evaluate, hold_out
 from eagle_fsd.training.readout import Readout
+from eagle_fsd.training.run.exports import FOLDED_FROM
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -87,9 +89,8 @@ def run(args: argparse.Namespace) -> None:
     held_out = hold_out(data.read(held), readout)
     for name, one in (("before", head), ("after", folded.head)):
         say(f"{name}: {evaluate(one, held_out, embedding)}")
-    hub.save_head(
-        folded.head, args.output, extra_fields(found.folder, folded.head.config), stored_dtype(found.file)
-    )
+    extra = extra_fields(found.folder, folded.head.config) | {FOLDED_FROM: head_digests(found.file)[WEIGHTS]}
+    hub.save_head(folded.head, args.output, extra, stored_dtype(found.file))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     eagle-fsd train publish --head runs/head/export --run runs/head --tau runs/tau.jsonl --dry-run \\
         --base-model owner/target --repo-id me/EAGLE-target --data "The target's answers to ..., MIT."
 
+The head, the run and the rows of tau must be of one another: what they say of head and target is compared.
 With --dry-run the repository is only written to --output, and the command lines that its card shows are
 printed to stderr: the recorded ones without directories and secrets. An earlier repository in --output is
 replaced. If its card was different, it is kept as OUTPUT.README.md.old.
@@ -17,10 +18,16 @@ from pathlib import Path
 
 from eagle_fsd.evaluation.cli import say
 from eagle_fsd.evaluation.commands.tau import summed_up, table
-from eagle_fsd.evaluation.rows import read_rows
 from eagle_fsd.hub.head_checkpoint import read_config
 from eagle_fsd.training.cli import run_command
-from eagle_fsd.training.run.card_records import read_training, refuse_mixed_rows
+from eagle_fsd.training.run.card_records import (
+    compare_run,
+    compare_target,
+    compare_tau,
+    read_tau,
+    read_training,
+    refuse_mixed_rows,
+)
 from eagle_fsd.training.run.model_card import Card, bias_warning, push, write_repository
 
 logger = logging.getLogger(__name__)
@@ -55,12 +62,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    rows = summed_up(read_rows(args.tau))
-    if not rows:
-        raise ValueError(f"no rows in {args.tau}: a card says what a head is worth; run `eagle-fsd eval tau`")
+    rows = summed_up(read_tau(args.tau))
     refuse_mixed_rows(rows, args.tau)
     config = read_config(args.head, "draft head")
     training = read_training(args.run)
+    targets = {args.run: training.get("base_model"), args.tau: rows[0]["base_model"]}
+    for unknown in (
+        *compare_tau(args.head, args.tau, rows),
+        *compare_run(args.head, args.run, training),
+        *compare_target(args.base_model, targets),
+    ):
+        logger.warning("not compared: %s", unknown)
     about = (args.base_model, args.license, args.data, training, rows, table(rows), config)
     card = Card(*about, args.custom_generate)
     folder = write_repository(args.head, card, args.repo_id, args.output or args.head.parent / "publish")

@@ -25,6 +25,7 @@ from eagle_fsd.hub.head_digest import head_digests
 from eagle_fsd.training.run.folder import fixed_part
 
 EXPORTS = "exports.jsonl"
+FOLDED_FROM = "folded_from"  # in a config.json: the digest of the weights that the head had before
 HEAD_FILES = (CONFIG_NAME, SAFETENSORS_NAME, BIN_NAME, VOCABULARY_NAME)
 
 
