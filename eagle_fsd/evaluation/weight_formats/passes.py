@@ -37,6 +37,7 @@ from eagle_fsd.target.session import TargetSession
 from eagle_fsd.text.chat import encode_as_trained
 
 DECODE, READ = "decode", "read"
+SOON = 5.0  # seconds
 NODES = 8  # tokens of a forward as trees have them
 AT_ONCE, AS_TREES = "at_once", "as_trees"
 Tokens = Sequence[int]
@@ -216,6 +217,9 @@ def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:
             f"the process of {work.__name__} ended early, with exit code {process.exitcode}: it must run to "
             "its end; free some memory, or see its error above, and start again, which keeps its rows"
         ) from None
+    except KeyboardInterrupt:
+        process.join(SOON)  # Ctrl-C reaches it too, and it leaves nothing behind
+        raise
     process.join()
     if error is not None:
         raise error
