@@ -59,8 +59,11 @@ def work() -> None:
             engine, reply = load(**json.loads(line))
         else:
             reply = answer(engine, **json.loads(line))
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+        try:
+            replies.write(json.dumps(reply) + "\n")
+            replies.flush()
+        except BrokenPipeError:  # Ctrl-C: nobody waits for it
+            os._exit(1)
 
 
 def load(package: str, pack: bool) -> tuple[Any, dict[str, Any]]:
