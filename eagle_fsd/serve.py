@@ -23,8 +23,8 @@ from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_pars
 from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags, begin_early
 from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.cli.ranks import join, leave, on_every_rank, show_memory
-from eagle_fsd.core.checks import require_integer, require_number
-from eagle_fsd.generate import INTERRUPTED, UserError, load_model, raise_user_errors, report_mistake
+from eagle_fsd.core.checks import INTERRUPTED, require_integer, require_number
+from eagle_fsd.generate import UserError, load_model, raise_user_errors, report_mistake
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted
 
