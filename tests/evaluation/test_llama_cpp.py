@@ -165,7 +165,9 @@ def test_the_script_races_it(
     model, library = engine(str(gguf(tmp_path))), install(monkeypatch, [1, 2, 3, 4] * 5)
     monkeypatch.setattr(script, "load_engine", lambda _: model)
     monkeypatch.setattr(script, "encoded_prompts", lambda *_: prompts_of([4, 9]))
-    argv = f"--prompts a.jsonl --methods plain llama.cpp --max-new-tokens 4 --output {tmp_path}/out"
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Hello?"}\n')
+    argv = f"--prompts {tmp_path}/a.jsonl --methods plain llama.cpp --max-new-tokens 4"
+    argv += f" --output {tmp_path}/out"
     script.main(argv.split())
     printed = capsys.readouterr().out
     assert "| 1 | llama.cpp | " in printed and "vs llama.cpp" in printed
