@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 from collections.abc import Mapping
@@ -24,13 +25,7 @@ def read_prompts(path: Path) -> list[str]:
         rows = list(read_jsonl(path))
         prompts = [require_prompt(record, f"{path}:{number}") for number, record in rows]
         if shortened := sum(says_more(record) for _, record in rows):
-            logger.warning(
-                "%s: only the user's first turn of a chat is a prompt; %s of %s rows say more (system "
-                "messages, later turns), which is left out",
-                path,
-                shortened,
-                len(rows),
-            )
+            warn_of_rest(path, shortened, len(rows))
         return prompts
     try:
         text = decode_text(path.read_bytes(), str(path))
@@ -42,6 +37,17 @@ def read_prompts(path: Path) -> list[str]:
             "`jq -c '.[]'` writes one"
         )
     return [text]
+
+
+@functools.cache  # commands that check their files first read them twice
+def warn_of_rest(path: Path, shortened: int, count: int) -> None:
+    logger.warning(
+        "%s: only the user's first turn of a chat is a prompt; %s of %s rows say more (system messages, "
+        "later turns), which is left out",
+        path,
+        shortened,
+        count,
+    )
 
 
 def is_jsonl(path: Path) -> bool:
