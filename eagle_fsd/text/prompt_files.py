@@ -110,21 +110,21 @@ def find_prompt(record: Mapping[str, Any]) -> str | None:
     first = turns[0] if turns and isinstance(turns, list) else None
     # A merged table has all columns, most of them null.
     found = first_known(record.get("prompt"), record.get("question"), first)
-    chat = first_known(record.get("messages"), record.get("conversations"))
-    if found is None and isinstance(chat, list):
-        for turn in filter(lambda turn: isinstance(turn, dict), chat):
-            if asks(turn):
-                found = words_of(turn)
-                break
+    if found is None:
+        found = next((words_of(turn) for turn in turns_of(record) if asks(turn)), None)
     return found if isinstance(found, str) else None
 
 
 def says_more(record: Mapping[str, Any]) -> bool:
     """Return whether a row is a chat with a system message, or with further turns of the user."""
+    turns = turns_of(record)
+    return "system" in map(speaker_of, turns) or sum(map(asks, turns)) > 1
+
+
+def turns_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the turns of a row that is a chat, none of any other."""
     chat = first_known(record.get("messages"), record.get("conversations"))
-    turns = [turn for turn in chat if isinstance(turn, dict)] if isinstance(chat, list) else []
-    roles = [turn.get("role", turn.get("from")) for turn in turns]
-    return "system" in roles or sum(map(asks, turns)) > 1
+    return [turn for turn in chat if isinstance(turn, dict)] if isinstance(chat, list) else []
 
 
 def asked_texts(record: Mapping[str, Any]) -> list[str]:
@@ -142,9 +142,14 @@ def asked_texts(record: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def speaker_of(turn: Mapping[str, Any]) -> Any:
+    """Return whose a turn of a chat is."""
+    return turn.get("role", turn.get("from"))
+
+
 def asks(turn: Mapping[str, Any]) -> bool:
     """Return whether a turn of a chat is the user's."""
-    return turn.get("role", turn.get("from")) in ("user", "human")
+    return speaker_of(turn) in ("user", "human")
 
 
 def words_of(turn: Mapping[str, Any]) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -153,6 +155,14 @@ def conversation(*contents: str, **more: object) -> dict[str, object]:
 def losses(folder: Path) -> list[float]:
     records = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
     return [record["loss"] for record in records if "loss" in record]
+
+
+@contextmanager
+def ends_in_one_line(message: str) -> Iterator[None]:
+    """Require that a command within ends with its name and one line that begins as this pattern says."""
+    with pytest.raises(SystemExit, match=f"^\\S+: {message}") as error:
+        yield
+    assert "\n" not in str(error.value)
 
 
 def run_command(name: str, line: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_models import VOCAB, greedy_alone, prompts_of, tiny_model
-from support.training_world import run_command
+from support.training_world import ends_in_one_line, run_command
 from torch import Tensor
 from transformers import BatchEncoding, PreTrainedModel
 
@@ -545,7 +545,6 @@ def test_what_cannot_be_answered_is_found_before_a_model_is_loaded(
             f"{line} --output {tmp_path}/b.jsonl --self-prompts 2"
         ),
     }.items():
-        with pytest.raises(SystemExit, match=f"^\\S+: {message}") as error:
+        with ends_in_one_line(message):
             run_command("synthesize", argv)
-        assert "\n" not in str(error.value)
     assert not output.exists()
