@@ -153,8 +153,8 @@ def check_arguments(args: argparse.Namespace) -> GenerationOptions:
 def api_key(args: argparse.Namespace) -> str | None:
     """Return the key that clients must send; None lets everybody call.
 
-    Raises ValueError for one that is empty, as a variable is that nobody set: it must not open the server.
-    Nor may a key be one that no header can carry.
+    Raises ValueError for an empty key, which is what an unset variable of a shell leaves: it must not open
+    the server. A key that no header can carry is refused too.
     """
     name, key = "--api-key", args.api_key
     if key is None:

@@ -51,7 +51,7 @@ def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
     """Return what answers say of their rule, as JSON values: enough to build the same rule again.
 
     These are its name, and its threshold, divergence and mode, None if it has none; lossless has threshold 0.
-    A plan's price and its cost follow, and every field that has not its default.
+    A plan's price and its cost follow, and every field that differs from its default.
     """
     described, usual = describe(rule), describe(type(rule)())
     fields = {"rule": described.pop("name")}

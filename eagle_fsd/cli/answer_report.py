@@ -57,8 +57,8 @@ def to_json(model: EagleFSD, answer: Answer, baseline: bool) -> str:
     """Return one line of JSON with JSON_KEYS.
 
     It also has draft_vocab_size if the head has one, logprobs with --logprobs, ranks with --tp-plan, price
-    and cost of a plan, other fields of the rule that have not their defaults, and rule unless that is fuzzy
-    or lossless. With --baseline the keys of the target alone follow (null if interrupted).
+    and cost of a plan, other fields of the rule that differ from their defaults, and rule unless that is
+    fuzzy or lossless. With --baseline the keys of the target alone follow (null if interrupted).
     """
     from eagle_fsd.acceptance.rule_names import rule_fields
 

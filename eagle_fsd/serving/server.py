@@ -56,7 +56,7 @@ class Server(uvicorn.Server):
             ending.cancel()
 
     async def _end_answers(self) -> None:
-        """End the answers under way once their time is up, and at last the connections of who reads none."""
+        """End the answers under way once their time is up, then drop clients that still read nothing."""
         await self._close_idle(SHUTDOWN_SECONDS, unless_hurried=True)
         self.service.worker.end()
         await self._close_idle(GRACE)
