@@ -6,12 +6,14 @@ import contextlib
 import http.client
 import json
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +23,7 @@ import pytest
 import torch
 import transformers
 from support.eagle3 import eagle3_head, save_eagle3
-from support.split_run import MINE, TREE, environment, free_port, on_two_ranks, run_job
+from support.split_run import MINE, TREE, environment, on_two_ranks, run_job, two_places
 from support.tiny_models import FAMILIES, prompts_of, tiny_head, tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 
@@ -242,7 +244,7 @@ def command(module: str, target: str, *flags: str, split: bool) -> list[str]:
     """Return the command of a program, under torchrun if its target is split."""
     start = ["-m", f"eagle_fsd.{module}", *PLAIN]
     if split:
-        agent = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+        agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         start = [*agent, "-m", f"eagle_fsd.{module}", "--tp-plan", "auto"]
     return [sys.executable, *start, "--base-model", target, *FLAGS, *SIZES, *flags]
 
@@ -320,15 +322,13 @@ REQUESTS: list[dict[str, Any]] = [
 
 def served(target: str, split: bool) -> list[Any]:
     """Return what a server answers to REQUESTS, sent at once, while other clients leave early."""
-    port = free_port()
-    flags = ("--port", str(port), "--max-rows", "3")
+    flags = ("--port", "0", "--max-rows", "3")
     process = subprocess.Popen(
         command("serve", target, *flags, split=split), stderr=subprocess.PIPE, text=True, env=environment()
     )
     assert process.stderr is not None
     try:
-        said = next((line for line in process.stderr if "answers at" in line), None)
-        assert said is not None, "it did not start"
+        port = port_of(process.stderr)
         drain = threading.Thread(target=process.stderr.read, daemon=True)
         drain.start()
         with ThreadPoolExecutor(8) as pool:
@@ -342,6 +342,14 @@ def served(target: str, split: bool) -> list[Any]:
     finally:
         process.kill()
     return found
+
+
+def port_of(said: Iterable[str]) -> int:
+    """Read what a server says until it names the port that it took."""
+    for line in said:
+        if found := re.search(r"answers at http://[^ ]*:(\d+)/", line):
+            return int(found.group(1))
+    raise AssertionError("it did not start")
 
 
 def post(port: int, body: dict[str, Any]) -> list[Any]:
@@ -378,21 +386,17 @@ def test_a_server_ends_though_its_other_rank_hangs(number: signal.Signals, code:
     pytest.importorskip("fastapi", reason="the server's extra is not installed")
     from eagle_fsd.serving.server import SHUTDOWN_SECONDS
 
-    port, meeting = free_port(), str(free_port())
-    flags = ("--tp-plan", "auto", "--port", str(port), "--base-model", chatty, *FLAGS, *SIZES)
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "eagle_fsd.serve", *flags],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**environment(), **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = next((line for line in ranks[0].stderr if "answers at" in line), None)
-        assert said is not None, "it did not start"
+    flags = ("--tp-plan", "auto", "--port", "0", "--base-model", chatty, *FLAGS, *SIZES)
+    started = [sys.executable, "-m", "eagle_fsd.serve", *flags]
+    with contextlib.ExitStack() as kept:
+        ranks = [
+            subprocess.Popen(started, stderr=subprocess.PIPE, text=True, env=environment(**place))
+            for place in kept.enter_context(two_places())
+        ]
+        for process in ranks:
+            kept.callback(process.wait)
+            kept.callback(process.kill)
+        port = port_of(ranks[0].stderr)
         assert post(port, REQUESTS[0])
         ranks[1].send_signal(signal.SIGSTOP)
 
@@ -407,10 +411,6 @@ def test_a_server_ends_though_its_other_rank_hangs(number: signal.Signals, code:
         assert ranks[0].wait(timeout=SHUTDOWN_SECONDS + FAREWELL + 20) == code
         assert ("waits for other ranks" in ranks[0].stderr.read()) == (code == 1)
         hanging.join()
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
 
 
 # -- more families and drafters ----------------------------------------

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from eagle_fsd import EagleFSD, Fuzzy
 from eagle_fsd.core.config import AutoTree, TreeConfig
@@ -109,40 +112,59 @@ def run_job(scenario: str, load: dict[str, Any], **more: Any) -> Any:
     return json.loads(json.dumps(found))
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as place:
-        return int(place.getsockname()[1])
-
-
 def environment(**more: str) -> dict[str, str]:
     """Return what a process needs to find this package and the tests' support."""
     paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **more}
 
 
+@contextmanager
+def two_places() -> Iterator[list[dict[str, str]]]:
+    """Return the environment in which each of two ranks finds the other.
+
+    The store where they meet is held open here, as torchrun does. A port that is only looked up can be
+    another process's by the time that rank 0 listens, and rank 1 then tries for hours.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    yield [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    del store
+
+
 def on_two_ranks(folder: Path, jobs: Sequence[tuple[str, dict[str, Any]]]) -> list[list[Any]]:
     """Run jobs on two ranks and return what each rank found. torchrun would start them more slowly."""
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs), encoding="utf-8")
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "support.split_run", str(path)],
-            env=environment(**common, RANK=str(rank), LOCAL_RANK=str(rank)),
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    logs = [path.with_suffix(f".{rank}.log") for rank in range(2)]
+    with two_places() as places:
+        processes = []
+        for place, log in zip(places, logs, strict=True):
+            with log.open("wb") as out:
+                command = [sys.executable, "-m", "support.split_run", str(path)]
+                processes.append(
+                    subprocess.Popen(
+                        command, env=environment(**place), cwd=folder, stdout=out, stderr=subprocess.STDOUT
+                    )
+                )
+        codes = ended(processes)
+    assert codes == [0, 0], "\n".join(log.read_text(encoding="utf-8") for log in logs)
+    return [json.loads(path.with_suffix(f".{rank}").read_text(encoding="utf-8")) for rank in range(2)]
+
+
+def ended(processes: Sequence[subprocess.Popen[bytes]], seconds: float = 400) -> list[int | None]:
+    """Wait until all have ended, or one failed and the others had time to. None stands for one that hangs."""
+    until = time.monotonic() + seconds
     try:
-        said = [process.communicate(timeout=400)[0] for process in processes]
+        while None in (codes := [process.poll() for process in processes]) and time.monotonic() < until:
+            if any(codes):
+                until = min(until, time.monotonic() + 20)
+            time.sleep(0.1)
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
-    return [json.loads(path.with_suffix(f".{rank}").read_text(encoding="utf-8")) for rank in range(2)]
+            process.wait()
+    return codes
 
 
 def main(path: Path) -> None:
