@@ -207,8 +207,13 @@ def choices_of(rule: AcceptanceRule, verified: Verified) -> tuple[Tensor | None,
 
 @dataclass(frozen=True)
 class Lossless:
-    """Follows only the target's own draw. The text has exactly the target's distribution."""
+    """Follows only the target's own draw. The text has exactly the target's distribution.
 
+    share_noise: let the draft know the noise of the draws where that pays (see core/noise.py). Without it the
+    draws are independent of the trees, which some measurements need.
+    """
+
+    share_noise: bool = True
     mode: ClassVar[str] = HYBRID
     max_consecutive: ClassVar[int | None] = None
     exact_prefix: ClassVar[int] = 0

@@ -29,10 +29,17 @@ def choose(tree: DraftTree, chances: Tensor, uniforms: Tensor) -> Tensor:
     return torch.where(hit.any(-1), hit.to(torch.uint8).argmax(-1), -1)
 
 
-def accept(rule: AcceptanceRule, verified: Verified, random: Uniforms, emitted: Tensor) -> Verdict:
+def accept(
+    rule: AcceptanceRule,
+    verified: Verified,
+    random: Uniforms,
+    emitted: Tensor,
+    noise: Tensor | None = None,
+) -> Verdict:
     """Draw the target's token at every node and walk the tree under the rule.
 
-    emitted: [B] tokens emitted so far, for exact_prefix. Every row uses the same number of its own random
+    emitted: [B] tokens emitted so far, for exact_prefix. noise: [B, depth + 1, V], draws the tokens at each
+    depth (see core/noise.py); None: uniform numbers do. Every row uses the same number of its own random
     numbers each step, whatever the other rows do and however many nodes this tree has.
     """
     tree = verified.tree
@@ -42,7 +49,10 @@ def accept(rule: AcceptanceRule, verified: Verified, random: Uniforms, emitted: 
         draws = verified.best[1]  # [B, N]
     else:
         uniforms = random.uniform(2 * most)
-        draws = verified.warped.draw(uniforms[:, :nodes])
+        if noise is None:
+            draws = verified.warped.draw(uniforms[:, :nodes])
+        else:
+            draws = verified.warped.drawn_by(noise, tree.depths)
     (chances, weak), relaxed = choices_of(rule, verified), None
     if chances is not None:
         second = torch.zeros_like(chances) if uniforms is None else uniforms[:, most : most + nodes]
@@ -172,19 +182,21 @@ class AcceptStep:
         random: Uniforms,
         emitted: Tensor,
         several: bool = False,
+        noise: Tensor | None = None,
     ) -> tuple[Verified, Verdict]:
         """Return the verified tree and the verdict: which path of it is accepted.
 
         logits: [B, N, V], the target's. eos: [E], the tokens that end a text. random: each row's stream.
         emitted: [B], the number of tokens that each text has so far. several: whether other trees are
-        accepted before this verdict is read. It is then copied out of memory that recordings share.
+        accepted before this verdict is read. It is then copied out of memory that recordings share. noise:
+        see `accept`.
         """
         uniforms = None if sampling.greedy else random.uniform(2 * tree.largest)
         verified = Verified(tree, logits, sampling, eos)
         if self.stepper.records and is_immutable(rule):
-            verdict = self._accept_recorded(rule, sampling, eos, tree, logits, uniforms, emitted)
+            verdict = self._accept_recorded(rule, sampling, eos, tree, logits, uniforms, emitted, noise)
             return verified, copied(verdict) if several else verdict
-        return verified, accept(rule, verified, GivenUniforms(uniforms), emitted)
+        return verified, accept(rule, verified, GivenUniforms(uniforms), emitted, noise)
 
 
 def accept_tree(
@@ -195,12 +207,13 @@ def accept_tree(
     logits: Tensor,
     uniforms: Tensor | None,
     emitted: Tensor,
+    noise: Tensor | None = None,
 ) -> Verdict:
     """Apply the rule with uniform random numbers [B, n], drawn before; None if greedy. See AcceptStep.
 
     What is verified is put together here: what it has computed would be missing from a recording.
     """
-    return accept(rule, Verified(tree, logits, sampling, eos), GivenUniforms(uniforms), emitted)
+    return accept(rule, Verified(tree, logits, sampling, eos), GivenUniforms(uniforms), emitted, noise)
 
 
 def is_immutable(thing: Any) -> bool:

@@ -37,10 +37,14 @@ def build_rule(name: str, **parameters: Any) -> AcceptanceRule:
 
 
 def describe(rule: AcceptanceRule) -> dict[str, Any]:
-    """Return a rule's name and fields as JSON values; an infinite number becomes "inf"."""
+    """Return a rule's name and fields as JSON values; an infinite number becomes "inf".
+
+    Of `lossless` only what is not usual is said.
+    """
     fields = {
         field.name: getattr(rule, field.name)
         for field in dataclasses.fields(rule)  # type: ignore[arg-type]
+        if rule != Lossless()
     }
     return {"name": NAMES[type(rule)]} | {
         key: "inf" if value == math.inf else value for key, value in fields.items()

@@ -14,6 +14,7 @@ HYBRID, PAPER = "hybrid", "paper"  # which comes first, the target's draw or the
 SWAP = "swap"  # the target's draw, but a plan may take a worthier child; see acceptance/planned.py
 MODES = (HYBRID, PAPER, SWAP)
 FIRST_FAILURE = "first-failure"  # the rule alone decides, and a step ends where it follows no child
+WARM = 0.75  # the least temperature at which a draft is told the noise of the draws
 CHILDREN = ("draft", "likeliest", "target")  # which child a fuzzy accept follows; see acceptance.Fuzzy
 
 
@@ -172,6 +173,16 @@ class SamplingConfig:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens that the temperature leaves are cut off."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    @property
+    def warm(self) -> bool:
+        """Whether a draft gains by knowing the noise that draws the tokens; see core/noise.py."""
+        return self.temperature >= WARM
 
     def keeps_all_of(self, other: SamplingConfig) -> bool:
         """Return whether it is as warm as another sampling, and leaves every token that the other leaves."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.long_rows import first_largest, topk
+from eagle_fsd.core.noise import RowNoise
 
 _BLOCK = 256  # draw() looks for the block first, then inside it
 _SPARE = 14  # how many tokens after the top-k ones are looked at for ties with the last of them
@@ -101,6 +102,17 @@ class Warped:
         place, _ = _first_beyond(weights, weights.cumsum(-1), u.double() * weights.sum(-1))
         return self.ids.gather(-1, place).squeeze(-1)
 
+    def drawn_by(self, noise: Tensor, levels: Tensor) -> Tensor:
+        """Return the tokens [B, N] that Gumbel noise [B, D, V] draws; see core/noise.py.
+
+        levels: [B, N], the place along D whose noise each distribution takes.
+        """
+        rows = torch.arange(len(noise), device=noise.device)[:, None]
+        if self.ids is None:
+            return (self.probs.log() + noise[rows, levels]).argmax(-1)
+        best = (self.probs.log() + noise[rows[..., None], levels[..., None], self.ids]).argmax(-1)
+        return self.ids.gather(-1, best[..., None]).squeeze(-1)
+
 
 class Uniforms(Protocol):
     """A source of random numbers. `uniform` returns the next n of every row: [B, n] float64 in [0, 1)."""
@@ -155,25 +167,29 @@ class RowRandom:
 
     def __init__(self, seed: Seed, batch: int, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
+        streams = row_streams(seed, batch)
         self._generators = [
             np.random.Generator(np.random.PCG64(np.random.SeedSequence(one, spawn_key=(row,))))
-            for one, row in row_streams(seed, batch)
+            for one, row in streams
         ]
+        self._noises = [RowNoise(stream) for stream in streams]
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
         self._generators = [self._generators[row] for row in rows]
+        self._noises = [self._noises[row] for row in rows]
 
     def at(self, rows: Sequence[int]) -> RowRandom:
         """Return the streams of these rows alone. They are shared: a draw from either advances both."""
         some = RowRandom(0, 0, self.device)
         some._generators = [self._generators[row] for row in rows]
+        some._noises = [self._noises[row] for row in rows]
         return some
 
     def replace(self, rows: Sequence[int], other: RowRandom) -> None:
         """Put other streams, one for each, in the place of these rows' streams."""
-        for row, generator in zip(rows, other._generators, strict=True):
-            self._generators[row] = generator
+        for row, generator, noise in zip(rows, other._generators, other._noises, strict=True):
+            self._generators[row], self._noises[row] = generator, noise
 
     def uniform(self, n: int) -> Tensor:
         """The next n numbers of every row: [B, n] float64 in [0, 1).
@@ -184,6 +200,17 @@ class RowRandom:
         for row, source in zip(numbers, self._generators, strict=True):
             source.random(out=row.numpy())
         return numbers.to(self.device, non_blocking=True)
+
+    def noise(self, first: Sequence[int], count: int, size: int, rows: Sequence[bool]) -> Tensor:
+        """Return the noise that draws tokens: [B, count, size] float32; see core/noise.py.
+
+        first: by row, the place in its answer to begin with. rows: which of them have any; others get zeros.
+        """
+        noise = torch.zeros(len(rows), count, size, dtype=torch.float32, device="cpu")
+        for row, source in enumerate(self._noises):
+            if rows[row]:
+                torch.stack(source.places(first[row], count, size), out=noise[row])
+        return noise.to(self.device, non_blocking=True)
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:

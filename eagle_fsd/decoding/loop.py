@@ -25,6 +25,7 @@ from eagle_fsd.decoding.logits.processing import process
 from eagle_fsd.decoding.on_ranks.agreement import check_step, rank_0_tree, rank_0_verdict
 from eagle_fsd.decoding.prompts.prefill import prefill
 from eagle_fsd.decoding.request import FAILED, Observer, Request, Terms, Text, TokenLogprob
+from eagle_fsd.decoding.shared_noise import draft_noise, row_noise
 from eagle_fsd.drafting.drafter import Drafter, NextTokens, Seen
 from eagle_fsd.target.session import TargetSession
 
@@ -109,7 +110,8 @@ class Batch:
             if self.tree.total_tokens == 1:  # the drafter is not asked, but is still shown what is emitted
                 tree = root_only(self.roots, 0)
             else:
-                tree = self.drafter.draft(self.roots, self.tree)
+                noise = draft_noise(self.texts, self.random, self.tree.reach, self.target.vocab_size)
+                tree = self.drafter.draft(self.roots, self.tree, noise)
             tree = rank_0_tree(ranks, tree, self.tree.total_tokens)
         with watch("verify"):
             logits, features = self.target.verify(tree)
@@ -170,15 +172,19 @@ class Batch:
             else:
                 mine.append(row)
         for terms, rows in groups:  # almost always one, whose tensors need no copy
-            trees, of_rows, random, counts = tree, logits, self.random, emitted
-            if len(groups) > 1:
+            trees, of_rows, random, counts, several = tree, logits, self.random, emitted, len(groups) > 1
+            if several:
                 trees, of_rows = tree.select(rows), logits[rows]
                 random, counts = self.random.at(rows), emitted[rows]
             if terms.processing.active:
                 of_rows = process(of_rows, trees, [self.texts[row].processor for row in rows])
             ends = self._end_tokens(terms, logits.device)
             part = (trees, of_rows, random, counts)
-            found.append((rows, *self.accept_step(terms.rule, terms.sampling, ends, *part, len(groups) > 1)))
+            noise = None
+            if terms.shares_noise:
+                some = [self.texts[row] for row in rows]
+                noise = row_noise(some, random, tree.depth + 1, logits.shape[-1])
+            found.append((rows, *self.accept_step(terms.rule, terms.sampling, ends, *part, several, noise)))
         return merge_verdicts([(rows, verdict) for rows, _, verdict in found])
 
     def _emit(self, row: int, step: Step, logits: Tensor, verdict: Verdict) -> list[int]:

@@ -122,11 +122,24 @@ class Terms:
 
     @property
     def any_tree(self) -> bool:
-        """Whether a text gets the same tokens with every draft tree: if it is greedy and exact."""
-        exact = isinstance(self.rule, Lossless) or (
+        """Whether a text gets the same tokens with every draft tree."""
+        return (self.exact and self.sampling.greedy) or self.shares_noise
+
+    @property
+    def exact(self) -> bool:
+        """Whether only the target's own draws are emitted."""
+        return isinstance(self.rule, Lossless) or (
             isinstance(self.rule, Fuzzy) and self.rule.threshold == 0 and self.rule.price == 0
         )
-        return exact and self.sampling.greedy
+
+    @property
+    def shares_noise(self) -> bool:
+        """Whether the draft knows the noise that draws the tokens; see core/noise.py.
+
+        Not where a rule may move probability onto drafted tokens: what it moves is only known if the tree is
+        independent of the draws.
+        """
+        return self.exact and self.sampling.warm and getattr(self.rule, "share_noise", True)
 
 
 class Stopper(Protocol):

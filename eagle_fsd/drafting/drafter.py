@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.long_rows import topk
+from eagle_fsd.core.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.runtime.kv_cache import SavedRow
 
@@ -83,8 +84,11 @@ class Drafter(Protocol):
     def extend(self, seen: Seen) -> None:
         """Read the tokens that a step emitted. A count of 0 marks a row that is done and still there."""
 
-    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
-        """Propose a tree below roots [B], the last token of each text."""
+    def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:
+        """Propose a tree below roots [B], the last token of each text.
+
+        noise: what is known of the target's draws below them, None if nothing. A drafter need not use it.
+        """
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
@@ -177,7 +181,7 @@ class NoDrafter:
     def extend(self, seen: Seen) -> None:
         pass
 
-    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+    def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:
         return root_only(roots, self.tokens)
 
     def select(self, rows: Sequence[int]) -> None:

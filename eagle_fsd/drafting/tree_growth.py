@@ -17,6 +17,7 @@ from torch import Tensor
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.long_rows import topk
+from eagle_fsd.core.noise import DraftNoise
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.tree import Candidates, DraftTree, build_tree, root_only
 from eagle_fsd.drafting.drafter import Drafter, Needs, Seen
@@ -103,23 +104,25 @@ class BeamDrafter:
     def extend(self, seen: Seen) -> None:
         self.root_states = self.predictor.commit(seen, first=False)
 
-    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
-        """Propose a tree below roots [B]."""
-        tree: DraftTree | None = self._run(self._grow, roots, config)
+    def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:
+        """Propose a tree below roots [B]. Its log_q are those of the target's draws where noise is shared."""
+        tree: DraftTree | None = self._run(self._grow, roots, config, noise)
         if tree is None:
             width = self.predictor.log_q(self.root_states[:1]).shape[-1]
             tree = root_only(roots, width, config.total_tokens)
         return tree.filled_up() if self._whole_trees else tree
 
-    def candidates(self, roots: Tensor, config: TreeConfig) -> Grown | None:
+    def candidates(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> Grown | None:
         """Draft as `draft` does, for a caller that chooses the best nodes itself; None: nothing fits.
 
         The candidates are on the roots' device.
         """
-        grown: Grown | None = self._run(self._grow_candidates, roots, config)
+        grown: Grown | None = self._run(self._grow_candidates, roots, config, noise)
         return grown
 
-    def _run(self, grow: Callable[..., Any], roots: Tensor, config: TreeConfig) -> Any:
+    def _run(
+        self, grow: Callable[..., Any], roots: Tensor, config: TreeConfig, noise: DraftNoise | None
+    ) -> Any:
         """Grow for the rows whose text the predictor can read; None if there are none.
 
         The predictor may be on another device than the roots; what it made is brought to theirs.
@@ -129,7 +132,9 @@ class BeamDrafter:
             return None
         self.cache.reserve(slots_for_beams(config))
         some = None if all(fits) else on_device(fits, self.cache.device).bool()
-        made = grow(roots.to(self.cache.device), self.root_states, config, some)
+        if noise is not None and roots.device != self.cache.device:
+            noise = moved(noise, self.cache.device)
+        made = grow(roots.to(self.cache.device), self.root_states, config, some, noise)
         return made if roots.device == self.cache.device else moved(made, roots.device)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -156,10 +161,15 @@ class BeamDrafter:
         self.cache.reset(slots_per_row(longest, tree))
 
     def grow(
-        self, roots: Tensor, root_states: Tensor, config: TreeConfig, fits: Tensor | None = None
+        self,
+        roots: Tensor,
+        root_states: Tensor,
+        config: TreeConfig,
+        fits: Tensor | None = None,
+        noise: DraftNoise | None = None,
     ) -> DraftTree:
         """Grow candidates below root_states [B, d], and keep the best nodes of all; see grow_candidates."""
-        grown = self.grow_candidates(roots, root_states, config, fits)
+        grown = self.grow_candidates(roots, root_states, config, fits, noise)
         return build_tree(
             roots,
             grown.pool,
@@ -172,20 +182,29 @@ class BeamDrafter:
         )
 
     def grow_candidates(
-        self, roots: Tensor, root_states: Tensor, config: TreeConfig, fits: Tensor | None = None
+        self,
+        roots: Tensor,
+        root_states: Tensor,
+        config: TreeConfig,
+        fits: Tensor | None = None,
+        noise: DraftNoise | None = None,
     ) -> Grown:
         """Grow levels of `top_k` beam nodes by cumulative log-probability.
 
         root_states: [B, d]. fits: [B] bool, whether the predictor can read a row's text; other rows get no
-        nodes. None: it reads all. The ancestors of a kept node are kept, so no node beyond level
-        `config.reach` could be in the tree.
+        nodes. None: it reads all. noise: see `Drafter.draft`. The ancestors of a kept node are kept, so no
+        node beyond level `config.reach` could be in the tree.
         """
         predictor, cache = self.predictor, self.cache
         top_k, depth, batch = config.top_k, config.reach, len(roots)
         committed = torch.arange(cache.view, device=roots.device) < cache.lengths[:, None]  # [B, S]
         first_of_row = torch.arange(batch, device=roots.device)[:, None] * top_k  # in beams of all rows
 
-        log_q = predictor.log_q(root_states[:, None])  # [B, 1, W]
+        def log_q_of(states: Tensor, level: int) -> Tensor:
+            log_q = predictor.log_q(states)
+            return log_q if noise is None else noise.condition(log_q, level, predictor.drafted)
+
+        log_q = log_q_of(root_states[:, None], 0)  # [B, 1, W]
         scores, columns = (best[:, 0] for best in best_children(log_q, top_k))  # [B, K] of the beam
         if fits is not None:
             scores = scores.masked_fill(~fits[:, None], -torch.inf)
@@ -205,7 +224,7 @@ class BeamDrafter:
             visible = seen.scatter(2, slots[:, :, None], True)
             states = predictor.step(self._tokens(columns), parents, level, visible)  # [B, K, d]
 
-            log_q = predictor.log_q(states)  # [B, K, W]
+            log_q = log_q_of(states, level)  # [B, K, W]
             child_scores, children = best_children(log_q, top_k)  # [B, K, K]
             # A path's log-probability is its parent's plus its own; K children of K nodes compete.
             flat_scores = (scores[:, :, None] + child_scores).flatten(1)  # [B, K * K]

@@ -24,6 +24,7 @@ class MaskedForward(Protocol):
     ranks: Ranks
     hidden_size: int
     max_positions: int
+    vocab_size: int
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -67,6 +68,10 @@ class TargetSession:
         self.cache = target.new_cache(batch, capacity)
         self._forward = target.stepper.wrap(self._verify, self.cache)
         self._compact = target.stepper.wrap(self.cache.compact, self.cache, repeatable=False, by_view=False)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target.vocab_size
 
     @property
     def cache_bytes(self) -> int:

@@ -47,9 +47,17 @@ class OneStream:
 
     rows: int
     source: torch.Generator
+    kept: tuple[list[int], Tensor] | None = None
 
     def uniform(self, n: int) -> Tensor:
         return torch.rand(self.rows, n, generator=self.source)
+
+    def noise(self, first: Sequence[int], count: int, size: int, rows: Sequence[bool]) -> Tensor:
+        """Noise that is kept while a step drafts and draws, as a place's is."""
+        if self.kept is None or self.kept[0] != list(first):
+            uniform = torch.rand(len(first), 1 + count, size, generator=self.source, dtype=torch.float64)
+            self.kept = list(first), -(-uniform.log()).log().float()
+        return self.kept[1][:, :count]
 
     def select(self, rows: Sequence[int]) -> None:
         self.rows = len(rows)

@@ -158,7 +158,7 @@ def test_trap_11_one_source_of_randomness(monkeypatch: pytest.MonkeyPatch) -> No
         if imported(node) & GLOBAL_RANDOM and not file.startswith(("training/", "evaluation/", *ARRAYS))
     ]
     # Where the seeded streams are made, and where files get names that no other process has.
-    assert set(core) == {"files/atomic.py", "core/sampling.py", "hub/kept/weights_cache.py"}
+    assert set(core) == {"files/atomic.py", "core/noise.py", "core/sampling.py", "hub/kept/weights_cache.py"}
     for file in [
         file for folder in ARRAYS for file in (PACKAGE / folder).glob("*.py")
     ]:  # of numpy's random numbers, only those of a fixed seed

@@ -29,6 +29,7 @@ from eagle_fsd.autotune.tree_search import (
     predict_step,
     regrow,
 )
+from eagle_fsd.core.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting.drafter import Drafter, Seen
 from eagle_fsd.files.records import cache_file
@@ -61,8 +62,10 @@ class Both(StandIn):
         self.first.extend(seen)
         self.second.extend(seen)
 
-    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
-        self.trees.append((self.first.draft(roots, config), self.second.draft(roots, self.small)))
+    def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:
+        self.trees.append(
+            (self.first.draft(roots, config, noise), self.second.draft(roots, self.small, noise))
+        )
         return self.trees[-1][0]
 
     def select(self, rows: Sequence[int]) -> None:

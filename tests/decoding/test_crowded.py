@@ -1,4 +1,4 @@
-"""Smaller trees while many texts are decoded: exact greedy texts are the same, and no other gets one."""
+"""Smaller trees while many texts are decoded: exact texts are the same, and no other gets one."""
 
 from __future__ import annotations
 
@@ -36,9 +36,12 @@ def texts(terms: Terms, crowded: dict[int, TreeConfig], lookup: bool, count: int
 
 @pytest.mark.parametrize("lookup", [False, True])
 @pytest.mark.parametrize("rule", [Lossless(), Fuzzy(0.0)])
-def test_greedy_exact_texts_are_the_same_in_more_steps(rule: Lossless | Fuzzy, lookup: bool) -> None:
-    alone = texts(Terms((), rule), {}, lookup)
-    crowd = texts(Terms((), rule), CROWDED, lookup)
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
+def test_exact_texts_are_the_same_in_more_steps(
+    sampling: SamplingConfig, rule: Lossless | Fuzzy, lookup: bool
+) -> None:
+    alone = texts(Terms((), rule, sampling), {}, lookup)
+    crowd = texts(Terms((), rule, sampling), CROWDED, lookup)
     assert [text.new_tokens for text in crowd] == [text.new_tokens for text in alone]
     assert sum(text.stats.steps for text in crowd) > sum(text.stats.steps for text in alone)
     # The longest text is alone in the end, where it has its whole tree again.
@@ -46,7 +49,13 @@ def test_greedy_exact_texts_are_the_same_in_more_steps(rule: Lossless | Fuzzy, l
 
 
 @pytest.mark.parametrize(
-    "terms", [Terms((), Fuzzy(0.3)), Terms((), Lossless(), SAMPLED), Terms((), Fuzzy(0.0, price=0.5))]
+    "terms",
+    [
+        Terms((), Fuzzy(0.3)),
+        Terms((), Lossless(), SamplingConfig(0.7)),
+        Terms((), Lossless(share_noise=False), SAMPLED),
+        Terms((), Fuzzy(0.0, price=0.5)),
+    ],
 )
 def test_a_text_that_its_tree_decides_keeps_it(terms: Terms) -> None:
     assert not terms.any_tree

@@ -14,6 +14,7 @@ from torch import Tensor
 from eagle_fsd import EagleFSD, Fuzzy, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Verified
 from eagle_fsd.acceptance.divergence import SPARSE_DIVERGENCES
+from eagle_fsd.core.noise import DraftNoise
 from eagle_fsd.core.tree import Candidates, DraftTree, build_tree
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
@@ -54,7 +55,7 @@ class CopyDrafter:
     def reset(self, longest: int, tree: TreeConfig) -> None:
         self.texts = []
 
-    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+    def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:
         assert [text[-1] for text in self.texts] == roots.tolist()
         chains = [self.followers(text, config.reach) for text in self.texts]
         return copied_tree(roots, chains, config.reach)

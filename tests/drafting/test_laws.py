@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule
+from eagle_fsd.core.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
@@ -157,8 +158,8 @@ class Recorded:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
-        tree, again = (self.inner.draft(roots, config) for _ in range(2))
+    def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:
+        tree, again = (self.inner.draft(roots, config, noise) for _ in range(2))
         assert torch.equal(tree.tokens, again.tokens) and torch.equal(tree.log_q, again.log_q)
         self.trees.append(tree)
         return tree

@@ -17,6 +17,7 @@ from eagle_fsd import EagleFSD, Fuzzy, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified
 from eagle_fsd.acceptance.accept_step import GivenUniforms, accept
 from eagle_fsd.autotune.tree_search import path_scores
+from eagle_fsd.core.noise import DraftNoise
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.core.tree import HEAD, SUFFIX, DraftTree
 from eagle_fsd.drafting.drafter import Needs, NextTokens, Seen
@@ -316,8 +317,8 @@ def test_its_state_is_that_of_a_fresh_one_that_saw_the_same() -> None:
             shown.append(seen)
             super().extend(seen)
 
-        def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
-            trees.append(super().draft(roots, config))
+        def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:
+            trees.append(super().draft(roots, config, noise))
             return trees[-1]
 
         def begin(self, seen: Seen) -> None:

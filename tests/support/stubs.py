@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting.drafter import Drafter, Seen
 from eagle_fsd.drafting.eagle_config import HeadConfig
@@ -78,6 +79,10 @@ class ChainTarget:
         self.tree: DraftTree | None = None
         self.verified_nodes: list[int] = []
 
+    @property
+    def vocab_size(self) -> int:
+        return self.chain.table.shape[-1]
+
     def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         if self.texts is not None:
             for text, row, length in zip(self.texts, tokens.tolist(), lengths, strict=True):
@@ -130,7 +135,7 @@ class ChainDrafter(StandIn):
     def extend(self, seen: Seen) -> None:
         self.begin(seen)
 
-    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+    def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:
         assert torch.equal(self.followers, roots), "a drafter is told each root as the last follower"
         parents, ranks = fixed_shape(config)
         batch, nodes, vocab = len(roots), len(parents), self.chain.vocab_size
@@ -213,7 +218,7 @@ class ForesightDrafter(StandIn):
             text.extend(row[:count])
 
     @torch.no_grad()
-    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+    def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:
         assert [text[-1] for text in self.texts] == roots.tolist(), "the root is the last emitted token"
         chain = min(config.depth, config.total_tokens - 1)
         siblings = min(config.total_tokens - 1 - chain, config.top_k - 1)
@@ -263,8 +268,8 @@ class RecordingDrafter(StandIn):
         self.told.append(copy_seen(seen))
         self.drafter.extend(seen)
 
-    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
-        self.trees.append(self.drafter.draft(roots, config))
+    def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:
+        self.trees.append(self.drafter.draft(roots, config, noise))
         return self.trees[-1]
 
     def select(self, rows: Sequence[int]) -> None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.noise import DraftNoise
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
@@ -225,7 +226,7 @@ class KnowingDrafter(StandIn):
     def extend(self, seen: Seen) -> None:
         self.emitted = [done + count for done, count in zip(self.emitted, seen.counts, strict=True)]
 
-    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+    def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:
         rows = [
             self._row(text, done, root, config.depth, draw)
             for text, done, root, draw in zip(

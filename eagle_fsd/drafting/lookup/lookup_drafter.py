@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.drafting.drafter import Drafter, Needs, NextTokens, Seen
 from eagle_fsd.drafting.lookup import confidences, suffix_store
@@ -116,7 +117,7 @@ class LookupDrafter:
             if tokens:
                 memory.extend(tokens, lists)
 
-    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+    def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:
         """Propose a tree below roots [B], from what the host knows: only its tensors go to the device."""
         grown = [memory.grow(memory.store.text[-1], config) for memory in self.memories]
         fixed, most = self.spec.fixed_shapes, config.total_tokens

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.devices import host_can_read
+from eagle_fsd.core.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, Seen
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupDrafter, LookupSpec, Verifier
@@ -119,11 +120,11 @@ class MergedDrafter:
         self.head.extend(seen)
         self.lookup.extend(seen)
 
-    def draft(self, roots: Tensor, config: TreeConfig) -> DraftTree:
+    def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:
         """Propose a tree below roots [B]. A row whose copies are sure has only looked-up nodes."""
         memories = self.lookup.memories
         sure = [is_sure(memory, config) for memory in memories]
-        grown = None if all(sure) else self.head.candidates(roots, config)
+        grown = None if all(sure) else self.head.candidates(roots, config, noise)
         drafts = [NOTHING] * len(sure) if grown is None else self.to_host(grown)
         trees = [
             merge(memory, memory.store.text[-1], NOTHING if alone else draft, config)

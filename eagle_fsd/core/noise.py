@@ -1,0 +1,82 @@
+"""The noise that draws a text's tokens, shared between the target and its draft.
+
+The token at a place of a text is x = argmax(log p + g), with p after the warpers and g standard Gumbel noise,
+one number for each token of the vocabulary: then x ~ p (the Gumbel-max trick). The noise belongs to the place
+and not to the tree, so that x is the same whatever was drafted. A draft may therefore look at it. Taking the
+target's logits for its own plus an error that is Gumbel noise again, and T for the temperature, it expects
+x with the probabilities softmax(log q + T g), which is q itself at temperature 0. Text that is drawn with one
+noise for draft and target (Daliri, Musco and Suresh, arXiv 2408.07978) stays exactly the target's. Shapes: B
+rows, D levels of a tree, K nodes, V vocabulary, W drafted tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle_fsd.core.config import SamplingConfig
+
+# A draft leaves out tokens of less than this share of its likeliest one's probability where top-k, top-p or
+# min-p cut the target's.
+CUT = 0.01
+
+
+class RowNoise:
+    """The noise of one text, a vector for each place of its answer. stream: see `row_streams`.
+
+    A vector depends on the stream and on the place alone. Vectors that may be asked for again are kept.
+    """
+
+    def __init__(self, stream: tuple[int, int]) -> None:
+        self._stream = stream
+        self._kept: dict[int, Tensor] = {}
+
+    def places(self, first: int, count: int, size: int) -> list[Tensor]:
+        """Return the noise [size] float32 of `count` places from `first` on, and forget the places before."""
+        self._kept = {place: vector for place, vector in self._kept.items() if place >= first}
+        for place in range(first, first + count):
+            if place not in self._kept:
+                self._kept[place] = self._make(place, size)
+        return [self._kept[place] for place in range(first, first + count)]
+
+    def _make(self, place: int, size: int) -> Tensor:
+        seed, row = self._stream
+        source = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(row, place))))
+        # On float32's grid the smallest numbers, which draw the least likely tokens, would be 0 too often.
+        waits = source.standard_exponential(size, dtype=np.float64)
+        return torch.from_numpy(waits).float().log_().neg_()
+
+
+@dataclass(frozen=True)
+class DraftNoise:
+    """What a draft knows of the noise at the places below its roots.
+
+    scaled: [B, D, V] float32, the temperature times the noise that draws a token at each level. least: [B]
+    float32, how far below its largest one a draft's log-probability may be, at most 0. shared: [B] bool,
+    which rows' drafts know their noise; the others draft as without.
+    """
+
+    scaled: Tensor
+    least: Tensor
+    shared: Tensor
+
+    def condition(self, log_q: Tensor, level: int, drafted: Tensor | None) -> Tensor:
+        """Return the log-probabilities [B, K, W] of what the target will draw `level` levels below the root.
+
+        log_q: [B, K, W], of the draft alone. drafted: the tokens [W] that it covers; None: all.
+        """
+        noise = self.scaled[:, level, None]
+        if drafted is not None:
+            noise = noise.index_select(-1, drafted)
+        least = log_q.amax(-1, keepdim=True) + self.least[:, None, None]
+        expected = torch.where(log_q >= least, log_q + noise, -math.inf).log_softmax(-1)
+        return torch.where(self.shared[:, None, None], expected, log_q)
+
+
+def least_log_q(sampling: SamplingConfig) -> float:
+    """Return the least log-probability, below the largest one, of tokens that the target may draw."""
+    return sampling.temperature * math.log(CUT) if sampling.cuts else -math.inf

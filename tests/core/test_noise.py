@@ -1,0 +1,100 @@
+"""Gumbel noise draws tokens from p, belongs to a place of a text, and tells a draft what will be drawn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from eagle_fsd.core.config import SamplingConfig
+from eagle_fsd.core.noise import DraftNoise, RowNoise, least_log_q
+from eagle_fsd.core.sampling import RowRandom, Warped
+
+VOCAB = 40
+
+
+def logits() -> Tensor:
+    return 2 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(1.0), SamplingConfig(0.9, 7, 0.9), SamplingConfig(3.0)])
+def test_it_draws_from_p(sampling: SamplingConfig) -> None:
+    """Also where only a few tokens are left, over texts and over the places of one text."""
+    expected = Warped.from_logits(logits(), sampling).whole(VOCAB)
+    texts, places = 300, 40
+    noise = RowRandom(11, texts).noise([0] * texts, places, VOCAB, [True] * texts)
+    levels = torch.arange(places).expand(texts, -1)
+    warped = Warped.from_logits(logits().expand(texts, places, -1), sampling)
+    drawn = warped.drawn_by(noise, levels)
+    counts = torch.bincount(drawn.flatten(), minlength=VOCAB).double()
+    wanted = expected.double() / expected.double().sum() * counts.sum()
+    assert not counts[wanted == 0].any()
+    often = wanted >= 5
+    counts, wanted = (torch.cat((x[often], x[~often].sum()[None])) for x in (counts, wanted))
+    assert chisquare(counts[wanted > 0], wanted[wanted > 0]).pvalue > 1e-3
+    # Two places of one text know nothing of each other.
+    best = int(expected.argmax())
+    hits = (drawn == best).double()
+    both = float((hits[:, 1:] * hits[:, :-1]).mean())
+    assert both == pytest.approx(float(expected[best]) ** 2, abs=0.02)
+
+
+def test_few_and_all_tokens_are_drawn_alike() -> None:
+    noise = RowRandom(4, 5).noise([0] * 5, 3, VOCAB, [True] * 5)
+    levels = torch.tensor([[0, 1, 1, 2]]).expand(5, -1)
+    few = Warped.from_logits(logits().expand(5, 4, -1), SamplingConfig(1.5, 6))
+    whole = Warped(few.whole(VOCAB), few.largest)
+    assert few.ids is not None and whole.drawn_by(noise, levels).equal(few.drawn_by(noise, levels))
+
+
+def test_noise_belongs_to_a_place_of_a_text() -> None:
+    """However it is asked for, and whatever is beside it; other places and other texts have their own."""
+    together = RowRandom(7, 3).noise([0, 4, 2], 5, VOCAB, [True, True, True])
+    alone = RowNoise((7, 1))
+    assert torch.stack(alone.places(4, 2, VOCAB) + alone.places(6, 3, VOCAB)).equal(together[1])
+    rows = RowRandom(7, 3)
+    rows.select([2, 1])
+    assert rows.noise([2, 5], 2, VOCAB, [True, True])[0].equal(together[2, :2])
+    assert rows.at([1]).noise([5], 1, VOCAB, [True])[0].equal(together[1, 1:2])
+    other = RowRandom(9, 1)
+    rows.replace([0], other)
+    assert rows.noise([0, 6], 1, VOCAB, [True, False])[0].equal(RowNoise((9, 0)).places(0, 1, VOCAB)[0][None])
+    assert not rows.noise([0, 6], 1, VOCAB, [True, False])[1].any()
+    vectors = together.flatten(0, 1)
+    assert len(torch.unique(vectors, dim=0)) == len(vectors)
+
+
+def test_a_draft_expects_what_the_target_will_draw() -> None:
+    """Where the draft is the target, its likeliest token is the draw, and the others' order is that of p."""
+    p = logits().log_softmax(-1).expand(50, 1, -1)
+    temperature = 0.8
+    noise = RowRandom(1, 50).noise([0] * 50, 1, VOCAB, [True] * 50)
+    known = DraftNoise(temperature * noise, torch.full((50,), -torch.inf), torch.ones(50).bool())
+    expected = known.condition(p, 0, None)
+    drawn = Warped.from_logits(p, SamplingConfig(temperature)).drawn_by(noise, torch.zeros(50, 1).long())
+    assert expected.argmax(-1).equal(drawn) and len(drawn.unique()) > 5
+    torch.testing.assert_close(expected.exp().sum(-1), torch.ones(50, 1))
+    by_hand = (p[3, 0] + temperature * noise[3, 0]).softmax(-1)
+    torch.testing.assert_close(expected[3, 0].exp(), by_hand)
+    drafted = torch.arange(0, VOCAB, 3)
+    some = known.condition(p[..., drafted].log_softmax(-1), 0, drafted)
+    assert drafted[some.argmax(-1)].equal(drafted[(p + temperature * noise)[..., drafted].argmax(-1)])
+
+
+def test_rows_that_share_nothing_draft_as_ever() -> None:
+    p = logits().log_softmax(-1).expand(2, 3, -1)
+    scaled = RowRandom(1, 2).noise([0, 0], 2, VOCAB, [True, True])
+    known = DraftNoise(scaled, torch.zeros(2) - torch.inf, torch.tensor([True, False]))
+    found = known.condition(p, 1, None)
+    assert found[1].equal(p[1]) and not found[0].equal(p[0])
+
+
+def test_tokens_that_will_be_cut_off_are_not_drafted() -> None:
+    sampling = SamplingConfig(1.0, top_p=0.9)
+    p = torch.tensor([0.5, 0.3, 0.19, 0.009, 0.001]).log()[None, None]
+    huge = torch.tensor([0.0, 0.0, 0.0, 0.0, 50.0])[None, None]
+    least = torch.tensor([least_log_q(sampling)])
+    assert DraftNoise(huge, least, torch.ones(1).bool()).condition(p, 0, None).argmax() == 0
+    least = torch.tensor([least_log_q(SamplingConfig(1.0))])
+    assert DraftNoise(huge, least, torch.ones(1).bool()).condition(p, 0, None).argmax() == 4
