@@ -82,7 +82,9 @@ class Verified:
     @cached_property
     def largest(self) -> Tensor:
         """The largest raw logit at every node: [B, N]."""
-        return self.best[0] if self.sampling.greedy else self.warped.largest
+        if self.sampling.greedy:
+            return self.best[0]
+        return self.warped.largest if "warped" in vars(self) else self.logits.amax(-1)
 
     def warped_p(self) -> Tensor:
         """Return p after the user's warpers of every node's token at its parent: [B, N], not when greedy."""

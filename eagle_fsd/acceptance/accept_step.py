@@ -14,7 +14,8 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified, choices_of
 from eagle_fsd.core.config import FIRST_FAILURE, PAPER, SamplingConfig
-from eagle_fsd.core.sampling import Uniforms
+from eagle_fsd.core.devices import host_can_read
+from eagle_fsd.core.sampling import Uniforms, Warped
 from eagle_fsd.core.tree import DraftTree, with_last, with_root
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper, copied
 
@@ -44,21 +45,46 @@ def accept(
     """
     tree = verified.tree
     nodes, most = tree.tokens.shape[1], tree.largest  # a tree may have fewer nodes than the largest one
-    if verified.sampling.greedy:
-        uniforms = None
-        draws = verified.best[1]  # [B, N]
-    else:
-        uniforms = random.uniform(2 * most)
-        if noise is None:
-            draws = verified.warped.draw(uniforms[:, :nodes])
-        else:
-            draws = verified.warped.drawn_by(noise, tree.depths)
+    uniforms = None if verified.sampling.greedy else random.uniform(2 * most)
     (chances, weak), relaxed = choices_of(rule, verified), None
+    if uniforms is None:
+        draws = verified.best[1]  # [B, N]
+    elif chances is None and host_can_read(verified.logits):
+        draws = draws_on_path(verified, uniforms, noise)
+    else:
+        draws = draws_of(verified.warped, uniforms[:, :nodes], noise, tree.depths)
     if chances is not None:
         second = torch.zeros_like(chances) if uniforms is None else uniforms[:, most : most + nodes]
         relaxed = choose(tree, chances, second)
     verdict = walk(rule, verified, draws, relaxed, weak, emitted)
     return replace(verdict, chances=chances, weak=weak)
+
+
+def draws_of(warped: Warped, uniforms: Tensor, noise: Tensor | None, depths: Tensor) -> Tensor:
+    """Draw a token from each distribution: [B, N]. uniforms, depths: [B, N]. noise: see `accept`."""
+    return warped.draw(uniforms) if noise is None else warped.drawn_by(noise, depths)
+
+
+def draws_on_path(verified: Verified, uniforms: Tensor, noise: Tensor | None) -> Tensor:
+    """Draw the tokens [B, N] at the nodes that a walk by the draws alone reaches; -1 elsewhere.
+
+    The warpers take longer than the walk, and most nodes are not reached.
+    """
+    tree = verified.tree
+    draws = torch.full_like(tree.tokens, -1)
+    for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+        place = slice(row, row + 1)
+        mine = None if noise is None else noise[place]
+        node: int | None = 0
+        while node is not None:
+            here = slice(node, node + 1)
+            warped = Warped.from_logits(verified.logits[place, here], verified.sampling)
+            drawn = draws_of(warped, uniforms[place, here], mine, tree.depths[place, here])
+            draws[place, here] = drawn
+            token = int(drawn)
+            below = (child for child in range(node + 1, len(tokens)) if parents[child] == node)
+            node = next((child for child in below if tokens[child] == token), None)
+    return draws
 
 
 def drawn_children(tree: DraftTree, draws: Tensor) -> Tensor:

@@ -74,7 +74,9 @@ class CalibratedThreshold:
 class Calibration:
     """The result of eval/calibrate.py.
 
-    models: `models_identity` of the target and head. made: how, when and from which prompts it was made.
+    models: `models_identity` of the target and head. shared_ratio: tau of lossless texts whose draft knows
+    the noise of the draws, over tau of those whose draft does not (see core/noise.py); 0: not measured.
+    made: how, when and from which prompts it was made.
     """
 
     models: Mapping[str, Any]
@@ -84,9 +86,11 @@ class Calibration:
     prompts: int
     thresholds: Sequence[CalibratedThreshold]
     made: Mapping[str, Any] = field(default_factory=dict)
+    shared_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         require_number("confidence", self.confidence, 0.0, 1.0, AGAIN)
+        require_number("shared_ratio", self.shared_ratio, 0.0, math.inf, AGAIN)
         require_integer("prompts", self.prompts, 0, AGAIN)
         if not (isinstance(self.models, Mapping) and isinstance(self.models.get("target"), Mapping)):
             raise ValueError(
@@ -120,6 +124,14 @@ class Calibration:
                 "eval/calibrate.py"
             )
         return max(inside, key=CalibratedThreshold.speed)
+
+    def lossless_is_fastest(self, wanted: AutoThreshold, sampling: SamplingConfig) -> bool:
+        """Return whether lossless text is faster than the best rule inside the budget.
+
+        A rule that is asked for by its mode, price or cost competes with nothing.
+        """
+        free = (wanted.mode, wanted.price, wanted.cost) == (None, None, None)
+        return free and sampling.warm and self.shared_ratio > self.find(wanted).tau_ratio
 
     def is_for(self, models: Mapping[str, Any]) -> bool:
         """Return whether it was made with this target and this way to draft, whatever the target's name."""

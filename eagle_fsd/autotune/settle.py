@@ -81,7 +81,16 @@ class Settler:
         rule, tree, sampling = options.rule, options.tree or TreeConfig(), options.sampling
         if isinstance(rule, AutoThreshold):
             found = self.calibration(sampling)
-            rule = Fuzzy.from_calibration(found, **asdict(rule))
+            if found.lossless_is_fastest(rule, sampling):
+                logger.info(
+                    "no rule inside the quality budget of %g is faster than lossless text is at %s, where "
+                    "the draft knows the noise of the draws: the text is lossless",
+                    rule.quality_budget,
+                    format_sampling(sampling),
+                )
+                rule = Lossless()
+            else:
+                rule = Fuzzy.from_calibration(found, **asdict(rule))
             tree = found.tree if isinstance(tree, AutoTree) else tree
         rule = Lossless() if rule is None else rule
         self.require_rule(rule)

@@ -50,7 +50,7 @@ from eagle_fsd.version import __version__
 logger = logging.getLogger(__name__)
 
 NARROW = 4  # a relaxed rule is observed separately with each beam up to this width
-METHOD = 4  # raise it when forwards are measured, or trees chosen, in another way: older values are dropped
+METHOD = 5  # raise it when forwards are measured, or trees chosen, in another way: older values are dropped
 
 Measured = TypeVar("Measured")
 
@@ -164,7 +164,7 @@ class TreeChooser:
             self.models,
             self.target.weight_format,
             observation_kind(rule),
-            sampling.greedy,
+            (sampling.greedy, sampling.warm),
             str(wide),
         )
         return self.recall_or_measure(key, measure, observations_to_json, observations_from_json)

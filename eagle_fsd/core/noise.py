@@ -55,12 +55,13 @@ class RowNoise:
 class DraftNoise:
     """What a draft knows of the noise at the places below its roots.
 
-    scaled: [B, D, V] float32, the temperature times the noise that draws a token at each level. least: [B]
-    float32, how far below its largest one a draft's log-probability may be, at most 0. shared: [B] bool,
-    which rows' drafts know their noise; the others draft as without.
+    noise: [B, D, V] float32, which draws a token at each level. temperatures: [B]. least: [B] float32,
+    how far below its largest one a draft's log-probability may be, at most 0. shared: [B] bool, which rows'
+    drafts know their noise; the others draft as without.
     """
 
-    scaled: Tensor
+    noise: Tensor
+    temperatures: Tensor
     least: Tensor
     shared: Tensor
 
@@ -69,11 +70,12 @@ class DraftNoise:
 
         log_q: [B, K, W], of the draft alone. drafted: the tokens [W] that it covers; None: all.
         """
-        noise = self.scaled[:, level, None]
+        noise = self.noise[:, level, None]
         if drafted is not None:
             noise = noise.index_select(-1, drafted)
         least = log_q.amax(-1, keepdim=True) + self.least[:, None, None]
-        expected = torch.where(log_q >= least, log_q + noise, -math.inf).log_softmax(-1)
+        expected = torch.addcmul(log_q, noise, self.temperatures[:, None, None])
+        expected = torch.where(log_q >= least, expected, -math.inf).log_softmax(-1)
         return torch.where(self.shared[:, None, None], expected, log_q)
 
 

@@ -79,11 +79,16 @@ class Warped:
                     scores = _of_those(_heaviest(scores, 1.0 - config.top_p), scores)
                 return cls(scores.softmax(-1), values[..., 0], ids)
         scores = _temper(logits, config.temperature)
+        alone = not config.top_k and config.top_p < 1.0
+        if alone and host_can_read(logits) and (few := _few_of_top_p(scores, 1.0 - config.top_p)):
+            return cls(few[0], logits.amax(-1), few[1])
         keep = None
         if config.top_k:
             keep = _top_k(scores, min(config.top_k, scores.shape[-1]), config.top_p)
         elif config.top_p < 1.0:
-            keep = _top_p(scores, config.top_p)
+            # Of equal scores at the cut, the highest ids stay. Hugging Face's own sort does not define which
+            # of them do; how many stay is the same.
+            keep = _heaviest(scores, 1.0 - config.top_p)
         if keep is not None:
             scores = _of_those(keep, scores)
         return cls(scores.softmax(-1), logits.amax(-1))
@@ -206,11 +211,13 @@ class RowRandom:
 
         first: by row, the place in its answer to begin with. rows: which of them have any; others get zeros.
         """
-        noise = torch.zeros(len(rows), count, size, dtype=torch.float32, device="cpu")
-        for row, source in enumerate(self._noises):
-            if rows[row]:
-                torch.stack(source.places(first[row], count, size), out=noise[row])
-        return noise.to(self.device, non_blocking=True)
+        none = [torch.zeros((), dtype=torch.float32, device="cpu").expand(size)] * count
+        vectors = [
+            source.places(first[row], count, size) if rows[row] else none
+            for row, source in enumerate(self._noises)
+        ]
+        noise = torch.stack([vector for row in vectors for vector in row]) if vectors else torch.zeros(0)
+        return noise.view(len(rows), count, size).to(self.device, non_blocking=True)
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:
@@ -270,21 +277,30 @@ def _min_p(probs: Tensor, min_p: float) -> Tensor:
     return probs / probs.sum(-1, keepdim=True)
 
 
-def _top_p(scores: Tensor, top_p: float) -> Tensor:
-    """Return which tokens survive top-p: bool [..., V]. Of equal scores at the cut, the highest ids stay.
+def _few_of_top_p(scores: Tensor, budget: float) -> tuple[Tensor, Tensor] | None:
+    """Return the probabilities after top-p of the likeliest 1,024 tokens, and their ids, ascending.
 
-    Hugging Face's own sort does not define which of them stay; how many stay is the same.
+    Sorting a large vocabulary costs as much as a small model, and the likeliest tokens are usually enough: if
+    all others together fit in the budget, none of them survives. None: they are not enough, or the cut may
+    go through equal scores of which some are not among them.
     """
-    budget = 1.0 - top_p
-    # On a CPU, sorting a large vocabulary costs as much as a small model. The likeliest tokens are usually
-    # enough: if all others together fit in the budget, none of them survives.
-    if host_can_read(scores) and scores.shape[-1] > 4 * _HEAD:
-        top = scores.topk(_HEAD, dim=-1).values
-        probs = (top - scores.logsumexp(-1, keepdim=True)).exp().flip(-1)  # [..., 1024], ascending
-        below = (1.0 - probs.sum(-1, keepdim=True)).clamp_min(0.0)
-        if bool((below <= budget).all()):
-            return _survivors(scores, top, probs.cumsum(-1).add_(below) > budget)
-    return _heaviest(scores, budget)
+    if scores.shape[-1] <= 4 * _HEAD:
+        return None
+    top, ids = topk(scores, _HEAD)
+    probs = (top - scores.logsumexp(-1, keepdim=True)).exp()
+    below = (1.0 - probs.sum(-1, keepdim=True)).clamp_min(0.0)
+    if not bool((below <= budget).all()):
+        return None
+    least = top[..., -1:]
+    ids, order = ids.sort(dim=-1)
+    top, probs = top.gather(-1, order), probs.gather(-1, order)
+    ordered, places = top.sort(dim=-1, stable=True)
+    kept = probs.gather(-1, places).cumsum(-1).add_(below) > budget
+    kept[..., -1].fill_(True)
+    if bool((kept & (ordered <= least)).any()):
+        return None
+    keep = torch.empty_like(kept).scatter_(-1, places, kept)
+    return _of_those(keep, top).softmax(-1), ids
 
 
 def _heaviest(scores: Tensor, budget: float) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.sampling import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
@@ -183,7 +184,8 @@ class Batch:
             noise = None
             if terms.shares_noise:
                 some = [self.texts[row] for row in rows]
-                noise = row_noise(some, random, tree.depth + 1, logits.shape[-1])
+                depth = int(tree.depths.max()) if host_can_read(tree.depths) else tree.depth
+                noise = row_noise(some, random, depth + 1, logits.shape[-1])
             found.append((rows, *self.accept_step(terms.rule, terms.sampling, ends, *part, several, noise)))
         return merge_verdicts([(rows, verdict) for rows, _, verdict in found])
 

@@ -22,14 +22,10 @@ def draft_noise(texts: Sequence[Text], random: RowRandom, levels: int, vocab_siz
     if not any(shared):
         return None
     samplings = [text.terms.sampling for text in texts]
-    temperatures = torch.tensor([one.temperature for one in samplings], dtype=torch.float32, device="cpu")
-    least = torch.tensor([least_log_q(one) for one in samplings], dtype=torch.float32, device="cpu")
+    numbers = [[one.temperature for one in samplings], [least_log_q(one) for one in samplings]]
+    temperatures, least = torch.tensor(numbers, dtype=torch.float32, device="cpu").to(random.device)
     noise = row_noise(texts, random, levels, vocab_size)
-    return DraftNoise(
-        noise * temperatures.to(noise.device)[:, None, None],
-        least.to(noise.device),
-        on_device(shared, noise.device).bool(),
-    )
+    return DraftNoise(noise, temperatures, least, on_device(shared, noise.device).bool())
 
 
 def row_noise(texts: Sequence[Text], random: RowRandom, places: int, vocab_size: int) -> Tensor:

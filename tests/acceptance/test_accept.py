@@ -48,6 +48,7 @@ class OneStream:
     rows: int
     source: torch.Generator
     kept: tuple[list[int], Tensor] | None = None
+    device = torch.device("cpu")
 
     def uniform(self, n: int) -> Tensor:
         return torch.rand(self.rows, n, generator=self.source)

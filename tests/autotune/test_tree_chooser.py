@@ -133,11 +133,11 @@ def test_forwards_are_timed_once_for_all_rules_and_ways_of_sampling(measured: li
     assert measured.count("measure_forwards") == 1
 
 
-def test_greedy_and_sampled_observations_are_two(measured: list[str]) -> None:
+def test_greedy_cool_and_warm_observations_are_three(measured: list[str]) -> None:
     model = engine()
-    for sampling in (GREEDY, SAMPLED, Sampling(1.0), Sampling(0.1, 0, 0.5), GREEDY):
+    for sampling in (GREEDY, SAMPLED, Sampling(1.0), Sampling(0.1, 0, 0.5), Sampling(2.0), GREEDY):
         choose(model, Lossless(), sampling)
-    assert measured.count("observe") == 2
+    assert measured.count("observe") == 3
     assert measured.count("measure_overhead") == 4, "greedy, and three ways to warp"
 
 

@@ -70,7 +70,8 @@ def test_a_draft_expects_what_the_target_will_draw() -> None:
     p = logits().log_softmax(-1).expand(50, 1, -1)
     temperature = 0.8
     noise = RowRandom(1, 50).noise([0] * 50, 1, VOCAB, [True] * 50)
-    known = DraftNoise(temperature * noise, torch.full((50,), -torch.inf), torch.ones(50).bool())
+    all_of_them = torch.full((50,), temperature), torch.full((50,), -torch.inf), torch.ones(50).bool()
+    known = DraftNoise(noise, *all_of_them)
     expected = known.condition(p, 0, None)
     drawn = Warped.from_logits(p, SamplingConfig(temperature)).drawn_by(noise, torch.zeros(50, 1).long())
     assert expected.argmax(-1).equal(drawn) and len(drawn.unique()) > 5
@@ -84,8 +85,8 @@ def test_a_draft_expects_what_the_target_will_draw() -> None:
 
 def test_rows_that_share_nothing_draft_as_ever() -> None:
     p = logits().log_softmax(-1).expand(2, 3, -1)
-    scaled = RowRandom(1, 2).noise([0, 0], 2, VOCAB, [True, True])
-    known = DraftNoise(scaled, torch.zeros(2) - torch.inf, torch.tensor([True, False]))
+    noise = RowRandom(1, 2).noise([0, 0], 2, VOCAB, [True, True])
+    known = DraftNoise(noise, torch.ones(2), torch.zeros(2) - torch.inf, torch.tensor([True, False]))
     found = known.condition(p, 1, None)
     assert found[1].equal(p[1]) and not found[0].equal(p[0])
 
@@ -95,6 +96,7 @@ def test_tokens_that_will_be_cut_off_are_not_drafted() -> None:
     p = torch.tensor([0.5, 0.3, 0.19, 0.009, 0.001]).log()[None, None]
     huge = torch.tensor([0.0, 0.0, 0.0, 0.0, 50.0])[None, None]
     least = torch.tensor([least_log_q(sampling)])
-    assert DraftNoise(huge, least, torch.ones(1).bool()).condition(p, 0, None).argmax() == 0
+    one = torch.ones(1)
+    assert DraftNoise(huge, one, least, one.bool()).condition(p, 0, None).argmax() == 0
     least = torch.tensor([least_log_q(SamplingConfig(1.0))])
-    assert DraftNoise(huge, least, torch.ones(1).bool()).condition(p, 0, None).argmax() == 4
+    assert DraftNoise(huge, one, least, one.bool()).condition(p, 0, None).argmax() == 4

@@ -10,6 +10,7 @@ from support.op_recorder import OpRecorder
 from support.tiny_models import prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig, Typical
+from eagle_fsd.acceptance import accept_step
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.core import sampling, tree
 from eagle_fsd.decoding.request import Terms, Text
@@ -142,7 +143,7 @@ def test_equal_prompts_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kinds", [KINDS, ALIKE], ids=["different", "alike"])
 def test_recorded_steps_give_the_same_texts(kinds: list[Kind], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kv_cache, tree_growth, sampling, tree):  # as on an accelerator
+    for module in (kv_cache, tree_growth, sampling, tree, accept_step):  # as on an accelerator
         monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
     recorder, plain = OpRecorder(), engine()

@@ -12,6 +12,7 @@ from support.op_recorder import OpRecorder
 from support.tiny_models import VOCAB, KnowingDrafter, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Lossless, TreeConfig
+from eagle_fsd.acceptance import accept_step
 from eagle_fsd.core import sampling, tree
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.decoding import workspace
@@ -35,7 +36,7 @@ def engine(recorder: OpRecorder | None = None, **settings: int) -> EagleFSD:
 
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kv_cache, tree_growth, sampling, tree):
+    for module in (kv_cache, tree_growth, sampling, tree, accept_step):
         monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
 

@@ -21,6 +21,7 @@ from scipy.stats import chisquare
 from support.op_recorder import OpRecorder
 
 from eagle_fsd import EagleFSD
+from eagle_fsd.acceptance import accept_step
 from eagle_fsd.core import sampling, tree
 from eagle_fsd.drafting import tree_growth
 from eagle_fsd.evaluation.gpu import checks, steps, target, texts
@@ -37,7 +38,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A CPU with recordings, on which no way is chosen by what a tensor holds; it has no real target."""
-    for module in (kv_cache, tree_growth, sampling, tree):
+    for module in (kv_cache, tree_growth, sampling, tree, accept_step):
         monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
     return Bench(CPU, quick=True, target="/there/is/none", record=lambda device: OpRecorder())

@@ -20,6 +20,7 @@ from support.tiny_models import prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd.acceptance import accept_step
 from eagle_fsd.core import sampling, tree
 from eagle_fsd.drafting import tree_growth
 from eagle_fsd.runtime import kv_cache
@@ -234,7 +235,7 @@ def test_an_empty_capture_is_refused_and_says_nothing() -> None:
 
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kv_cache, tree_growth, sampling, tree):
+    for module in (kv_cache, tree_growth, sampling, tree, accept_step):
         monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
 
 

@@ -19,6 +19,7 @@ from support.tiny_models import prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, TreeConfig, Typical
+from eagle_fsd.acceptance import accept_step
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
 from eagle_fsd.acceptance.accept_step import is_immutable
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
@@ -49,7 +50,7 @@ RULES = [
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """No way is chosen by what a tensor holds, and views are narrow enough to change within a text."""
-    for module in (kv_cache, tree_growth, sampling, tree):
+    for module in (kv_cache, tree_growth, sampling, tree, accept_step):
         monkeypatch.setattr(module, "host_can_read", lambda tensor: False)
     monkeypatch.setattr(Graphs, "view", 16)
 
@@ -124,7 +125,7 @@ def test_a_tree_as_large_as_the_draft_is_sure_gives_the_text_that_it_gives_on_a_
     recorder, sure = OpRecorder(), TreeConfig(14, 3, 4, 0.012)
     found = [text(engine(recorder), lengths, Fuzzy(0.5), tree=sure, **warm) for lengths in ([5], [7, 3, 12])]
     assert recorder.recordings >= 4
-    for module in (kv_cache, tree_growth, sampling, tree):
+    for module in (kv_cache, tree_growth, sampling, tree, accept_step):
         monkeypatch.setattr(module, "host_can_read", lambda tensor: True)
     for output, lengths in zip(found, ([5], [7, 3, 12]), strict=True):
         wanted = text(engine(None), lengths, Fuzzy(0.5), tree=sure, **warm)

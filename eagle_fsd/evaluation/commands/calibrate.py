@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         questions = Questions.of_prompts(arguments.prompts, engine, arguments.limit, arguments.skip, most)
         if arguments.splits and len(questions.samples) < 2:
             raise ValueError(f"splits is {arguments.splits}: one prompt cannot be halved; give more prompts")
-        cell = Cell(questions, Lossless(), sampling, tree, most, arguments.seed)
+        cell = Cell(questions, Lossless(share_noise=False), sampling, tree, most, arguments.seed)
         made = {**provenance(engine.device), "weight_format": engine.weight_format}
         work = search.Work(engine, cell, arguments.output, arguments.batch_size, arguments.confidence, made)
         calibration, trials = search.calibrate(

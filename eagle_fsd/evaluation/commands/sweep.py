@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rules = list(dict.fromkeys((Lossless(), *rules)))
             StepMeter(rules, HYBRID, 0)  # refuses what it cannot compute
             meter, measured = partial(StepMeter, rules), list(map(describe, rules))
-            answering = [Lossless()]
+            answering = [Lossless(share_noise=False)]  # what is computed takes draws and trees as independent
         cells = [
             Cell(one, rule, sampling, tree, most or one.task.max_new_tokens, arguments.seed)
             for one, sampling, rule in product(asked, samplings, answering)

@@ -80,7 +80,9 @@ class Work:
     """One calibration under way: the prompts, how they are run, and where its rows are kept."""
 
     engine: EagleFSD
-    cell: Cell  # lossless; a threshold's cell is the same under another rule
+    # Lossless, with draws that are independent of the trees, as what is predicted from them needs. A
+    # threshold's cell is the same under another rule.
+    cell: Cell
     folder: Path
     batch_size: int
     confidence: float
@@ -100,6 +102,15 @@ class Work:
             lossless=[float(table[0, 0]) for table in tables],
             taus=[(row["new_tokens"], row["steps"]) for row in rows],
         )
+
+    def shared_ratio(self, records: Records) -> float:
+        """Return tau of lossless texts whose draft knows the noise of the draws, over that of the records."""
+        if not self.cell.sampling.warm:
+            return 0.0
+        rows = self.rows_of(replace(self.cell, rule=Lossless()), "rows.jsonl")
+        mine = sum(row["new_tokens"] for row in rows) / sum(row["steps"] for row in rows)
+        tokens, steps = (sum(one[i] for one in records.taus) for i in (0, 1))
+        return mine * steps / tokens
 
     def run(self, kind: Kind, threshold: float) -> list[dict[str, Any]]:
         """Return the rows of all prompts under a threshold."""
@@ -244,6 +255,7 @@ def calibrate(
             "new_tokens": sum(tokens for tokens, _ in records.taus),
             **work.provenance,
         },
+        shared_ratio=work.shared_ratio(records),
     )
     return calibration, trials
 

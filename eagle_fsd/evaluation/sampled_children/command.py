@@ -163,7 +163,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         require_integer("children", most, 1, "the draft covers no more tokens", drafted)
         tokens = arguments.max_new_tokens
         questions = Questions.of_prompts(arguments.prompts, engine, arguments.limit, arguments.skip, tokens)
-        cells = [Cell(questions, Lossless(), one, tree, tokens, arguments.seed) for one in samplings.values()]
+        rule = Lossless(share_noise=False)  # q is wanted as it is where nothing is known of the draws
+        cells = [Cell(questions, rule, one, tree, tokens, arguments.seed) for one in samplings.values()]
         measured = [most, arguments.draws, arguments.draft_temperature]
         meter = functools.partial(ChildrenMeter, *measured, np.random.default_rng(arguments.seed))
         about = (provenance(engine.device), meter, measured)
