@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 from conftest import PROMPT_SETS
 
-from eagle_fsd import EagleFSD, TreeConfig
+from eagle_fsd import EagleFSD, Lossless, TreeConfig
+from eagle_fsd.core.padding import pad_right
+from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.evaluation.commands.greedy import compare, reference
 from eagle_fsd.text.chat import encode
 
@@ -51,3 +53,32 @@ def test_greedy_text_of_all_prompts(
     """As `eval/check_greedy.py` does, which keeps the target's texts between its runs."""
     texts = [text for name in PROMPT_SETS for text in prompts(name)]
     assert check(smollm2, texts, tree, batch_size, new_tokens=64) >= LEAST_TAU[tree]
+
+
+def warm(
+    engine: EagleFSD, tree: TreeConfig, seed: int, rule: Lossless
+) -> tuple[list[list[int]], list[GenerationStats]]:
+    """Sample two texts of each prompt at temperature 1."""
+    prompts = [encode(engine.tokenizer, text)[0].tolist() for text in PROMPTS] * 2
+    mask = pad_right([[1] * len(prompt) for prompt in prompts], 0)
+    options = {"max_new_tokens": 32, "temperature": 1.0, "seed": seed, "tree": tree, "rule": rule}
+    made = engine.generate(pad_right(prompts, 0), mask, **options)
+    return made.new_tokens, made.stats
+
+
+def test_warm_text_is_the_same_with_any_tree(smollm2: EagleFSD) -> None:
+    """Draft and target share the noise of the draws: the text is plain decoding's."""
+    plain, _ = warm(smollm2, TreeConfig(1), 4, Lossless())
+    for tree in (TreeConfig(16, 5, 8), TreeConfig(16, 8, 4, 0.05)):
+        texts, _ = warm(smollm2, tree, 4, Lossless())
+        assert sum(one != other for one, other in zip(texts, plain, strict=True)) <= 1  # a near-tie
+
+
+@pytest.mark.slow
+def test_shared_noise_saves_steps(smollm2: EagleFSD) -> None:
+    tau = []
+    for rule in (Lossless(), Lossless(share_noise=False)):
+        runs = [warm(smollm2, TreeConfig(16, 8, 4, 0.05), seed, rule)[1] for seed in (4, 5, 6)]
+        rows = [one for stats in runs for one in stats]
+        tau.append(sum(one.new_tokens for one in rows) / sum(one.steps for one in rows))
+    assert tau[0] > 1.1 * tau[1] > 1.5

@@ -54,6 +54,7 @@ WARM = SamplingConfig(0.9, 20, 0.95)
 TREE = TreeConfig(8, 3, 3)
 JS = Kind()
 (DIAL,) = dials_of([JS])
+APART = Lossless(share_noise=False)
 LEAST = 0.05  # the least gain where one is asked for
 SETTINGS = [(JS, 0.3), (Kind("tv", "paper", "target"), 0.2), (Kind("js", "swap", price=1.0), math.inf)]
 
@@ -66,7 +67,8 @@ def work(folder: Path, count: int = 6, model: EagleFSD | None = None) -> Work:
     task = Task("prompts/toy", 1, lambda row, place: (str(place), [], {}), 12, ("toy.jsonl",))
     samples = [Sample(str(place), (), {}) for place in range(count)]
     asked = Questions(task, samples, prompts_of([4 + place % 3 for place in range(count)]), range(count))
-    return Work(model or engine(), Cell(asked, Lossless(), WARM, TREE, 12), folder, 2, 0.8, {"commit": "abc"})
+    cell = Cell(asked, APART, WARM, TREE, 12)
+    return Work(model or engine(), cell, folder, 2, 0.8, {"commit": "abc"})
 
 
 # --- the lossless pass ---
@@ -93,6 +95,7 @@ def test_records_are_the_rules_expected_steps(tmp_path: Path) -> None:
             top_k=20,
             top_p=0.95,
             seed=[(0, place)],
+            rule=APART,
             observer=watch,
         )
         np.testing.assert_allclose(table, sums[1:], rtol=1e-4, atol=1e-4)
@@ -259,6 +262,12 @@ def test_calibrate_end_to_end(tmp_path: Path) -> None:
         tv = sum(row["law"]["tv"] for row in rows) / sum(row["new_tokens"] for row in rows)
         assert one.tv == pytest.approx(tv) and one.tv <= one.bound <= 0.2
     assert {one.kind.mode for one in calibration.thresholds} > {"swap"}
+    warm = job.rows_of(replace(job.cell, rule=Lossless()), "rows.jsonl")
+    taus = [
+        sum(tokens for tokens, _ in pairs) / sum(steps for _, steps in pairs)
+        for pairs in ([(row["new_tokens"], row["steps"]) for row in warm], job.record([]).taus)
+    ]
+    assert calibration.shared_ratio == pytest.approx(taus[0] / taus[1]) and taus[0] != taus[1]
     before = (tmp_path / "rows.jsonl").read_bytes()
     again, _ = calibrate(work(tmp_path, 8), kinds, [0.05, 0.2], 2)
     assert again == calibration and (tmp_path / "rows.jsonl").read_bytes() == before
@@ -386,6 +395,25 @@ def test_generate_reads_it_and_says_what_it_chose(tmp_path: Path) -> None:
     assert named.tree == TreeConfig(4, 3, 2)
     stream = model.stream(prompt, rule=AutoThreshold(0.04), tree=AutoTree(), **sampling)
     assert stream.rule == Fuzzy(0.3) and [t for chunk in stream for t in chunk] == output.new_tokens[0]
+
+
+def test_a_budget_takes_lossless_text_where_that_is_fastest(tmp_path: Path) -> None:
+    """But not where a rule is asked for, nor at a colder sampling, whose drafts do not know the noise."""
+    model = engine()
+    model.settler.folder = tmp_path
+    found = a_calibration(model)
+    rules = tuple(replace(one, tau_ratio=1.1) for one in found.thresholds)
+    asked = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "max_new_tokens": 4, "tree": AutoTree()}
+    for ratio, wanted, changes, rule in (
+        (1.2, AutoThreshold(0.04), {}, Lossless()),
+        (1.1, AutoThreshold(0.04), {}, Fuzzy(0.3)),
+        (1.2, AutoThreshold(0.04, mode="hybrid"), {}, Fuzzy(0.3)),
+        (1.2, AutoThreshold(0.04), {"temperature": 0.7}, Fuzzy(0.3)),
+        (0.0, AutoThreshold(0.04), {}, Fuzzy(0.3)),
+    ):
+        write_calibrations(tmp_path / FILE, [replace(found, thresholds=rules, shared_ratio=ratio)])
+        made = model.generate(torch.tensor(prompts_of([5])), rule=wanted, **{**asked, **changes})
+        assert made.rule == rule and made.tree == TREE
 
 
 def test_it_says_when_the_weights_were_in_another_format(

@@ -120,6 +120,32 @@ def test_sampled_text_does_not_depend_on_its_batch(name: str, rule: AcceptanceRu
 
 
 @every_drafter
+@pytest.mark.parametrize("cut", [{}, {"top_k": 20, "top_p": 0.95}], ids=["all tokens", "some tokens"])
+def test_warm_text_does_not_depend_on_its_tree(name: str, cut: dict[str, float]) -> None:
+    """Draft and target share their noise, so a seed's text is that of plain decoding, whatever is drafted."""
+    options = {"max_new_tokens": 20, "temperature": 0.9, "seed": 5, **cut}
+    plain = engine(name).generate(*padded(), tree=TreeConfig(1), **options)
+    apart = engine(name).generate(*padded(), tree=TREE, rule=Lossless(share_noise=False), **options)
+    for tree in (TREE, CONFIDENT):
+        made = engine(name).generate(*padded(), tree=tree, **options)
+        assert made.new_tokens == plain.new_tokens != apart.new_tokens
+        if name != "none":
+            assert sum(row.exact_accepts for row in made.stats) > 0, "nothing was accepted"
+    zero = engine(name).generate(*padded(), tree=TREE, rule=Fuzzy(0.0), **options)
+    assert zero.new_tokens == plain.new_tokens
+
+
+def test_a_draft_that_is_the_target_knows_every_draw() -> None:
+    """With the target's own distribution and the noise of its draws nothing is left to chance."""
+    model = EagleFSD(TARGET, draft_model_spec(TARGET.model, "itself"))
+    options = {"max_new_tokens": 20, "temperature": 1.0, "seed": 2, "tree": TreeConfig(5, 4, 1)}
+    made = model.generate(*padded(), **options)
+    assert [row.steps for row in made.stats] == [4] * 4  # five tokens each
+    apart = model.generate(*padded(), rule=Lossless(share_noise=False), **options)
+    assert all(row.steps > 6 for row in apart.stats)
+
+
+@every_drafter
 def test_sampled_tokens_have_the_targets_distribution(name: str) -> None:
     """The first two tokens over 1200 texts, temperature 1, against the target's own product."""
     prompt, count = prompts_of([5])[0], 1200
