@@ -51,6 +51,19 @@ EXAMPLE_PROMPTS = (
 )
 
 
+def fastest_rule(found: Calibration, wanted: AutoThreshold, sampling: SamplingConfig) -> AcceptanceRule:
+    """Return the fastest rule that a calibration puts inside a budget: a fuzzy one, or lossless."""
+    if not found.lossless_is_fastest(wanted, sampling):
+        return Fuzzy.from_calibration(found, **asdict(wanted))
+    logger.info(
+        "no rule inside the quality budget of %g is faster than lossless text is at %s, where the draft "
+        "knows the noise of the draws: the text is lossless",
+        wanted.quality_budget,
+        format_sampling(sampling),
+    )
+    return Lossless()
+
+
 class Settler:
     """Settles rules and trees for one target and drafter.
 
@@ -81,16 +94,7 @@ class Settler:
         rule, tree, sampling = options.rule, options.tree or TreeConfig(), options.sampling
         if isinstance(rule, AutoThreshold):
             found = self.calibration(sampling)
-            if found.lossless_is_fastest(rule, sampling):
-                logger.info(
-                    "no rule inside the quality budget of %g is faster than lossless text is at %s, where "
-                    "the draft knows the noise of the draws: the text is lossless",
-                    rule.quality_budget,
-                    format_sampling(sampling),
-                )
-                rule = Lossless()
-            else:
-                rule = Fuzzy.from_calibration(found, **asdict(rule))
+            rule = fastest_rule(found, rule, sampling)
             tree = found.tree if isinstance(tree, AutoTree) else tree
         rule = Lossless() if rule is None else rule
         self.require_rule(rule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.calibration import Calibration
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.rule_names import build_rule, describe, parse_rule, rule_fields
+from eagle_fsd.autotune.settle import fastest_rule
 from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.config import HYBRID, AutoThreshold, Kind, SamplingConfig
 from eagle_fsd.core.processing import UNPROCESSED, Constraint, Processing, as_biases, as_sequences, as_tokens
@@ -189,7 +190,7 @@ class Chooser:
     def _from_calibration(self, wanted: AutoThreshold, sampling: SamplingConfig) -> AcceptanceRule:
         key = (wanted, sampling)
         if key not in self._calibrated:
-            found = Fuzzy.from_calibration(self._calibration(sampling), **asdict(wanted))
+            found = fastest_rule(self._calibration(sampling), wanted, sampling)
             if len(self._calibrated) >= KEPT_RULES:
                 self._calibrated.clear()
             self._calibrated[key] = found
