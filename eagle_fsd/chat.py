@@ -77,7 +77,7 @@ class Chat:
         coloured: bool,
         adapter: HeadAdapter | None = None,
     ) -> None:
-        from eagle_fsd.core.sampling import fresh_seed
+        from eagle_fsd.core.randomness.streams import fresh_seed
 
         self.model, self.conversation, self.out, self.coloured = model, conversation, out, coloured
         self.adapter = adapter

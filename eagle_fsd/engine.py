@@ -23,7 +23,7 @@ from eagle_fsd.autotune.settle import Settler
 from eagle_fsd.autotune.tree_search import Choice
 from eagle_fsd.core.config import AutoTree, SamplingConfig
 from eagle_fsd.core.padding import as_ids
-from eagle_fsd.core.sampling import RowRandom, fresh_seed
+from eagle_fsd.core.randomness.streams import RowRandom, fresh_seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.alone import run_alone
 from eagle_fsd.decoding.options import GenerationOptions, settle_options

@@ -265,7 +265,7 @@ def answer_prompts(
     adapter: HeadAdapter | None,
 ) -> int:
     """Answer the prompts in turn and return the exit code. adapter: learns from the answers."""
-    from eagle_fsd.core.sampling import fresh_seed
+    from eagle_fsd.core.randomness.streams import fresh_seed
 
     ((seed, first),) = options.seed or [(model.target.ranks.lead(fresh_seed()), 0)]
     for number, prompt in enumerate(prompts, 1):

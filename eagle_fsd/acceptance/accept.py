@@ -211,8 +211,8 @@ def choices_of(rule: AcceptanceRule, verified: Verified) -> tuple[Tensor | None,
 class Lossless:
     """Follows only the target's own draw. The text has exactly the target's distribution.
 
-    share_noise: let the draft know the noise of the draws where that pays (see core/noise.py). Without it the
-    draws are independent of the trees, which some measurements need.
+    share_noise: let the draft know the noise of the draws where that pays (see core/randomness/noise.py).
+    Without it the draws are independent of the trees, which some measurements need.
     """
 
     share_noise: bool = True

@@ -15,7 +15,8 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified, choices_of
 from eagle_fsd.core.config import FIRST_FAILURE, PAPER, SamplingConfig
 from eagle_fsd.core.devices import host_can_read
-from eagle_fsd.core.sampling import Uniforms, Warped
+from eagle_fsd.core.randomness.streams import Uniforms
+from eagle_fsd.core.sampling import Warped
 from eagle_fsd.core.tree import DraftTree, with_last, with_root
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper, copied
 
@@ -40,8 +41,8 @@ def accept(
     """Draw the target's token at every node and walk the tree under the rule.
 
     emitted: [B] tokens emitted so far, for exact_prefix. noise: [B, depth + 1, V], draws the tokens at each
-    depth (see core/noise.py); None: uniform numbers do. Every row uses the same number of its own random
-    numbers each step, whatever the other rows do and however many nodes this tree has.
+    depth (see core/randomness/noise.py); None: uniform numbers do. Every row uses the same number of its own
+    random numbers each step, whatever the other rows do and however many nodes this tree has.
     """
     tree = verified.tree
     nodes, most = tree.tokens.shape[1], tree.largest  # a tree may have fewer nodes than the largest one

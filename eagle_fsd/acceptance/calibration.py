@@ -75,8 +75,8 @@ class Calibration:
     """The result of eval/calibrate.py.
 
     models: `models_identity` of the target and head. shared_ratio: tau of lossless texts whose draft knows
-    the noise of the draws, over tau of those whose draft does not (see core/noise.py); 0: not measured.
-    made: how, when and from which prompts it was made.
+    the noise of the draws, over tau of those whose draft does not (see core/randomness/noise.py); 0: it was
+    not measured. made: how, when and from which prompts it was made.
     """
 
     models: Mapping[str, Any]

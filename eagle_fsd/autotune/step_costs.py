@@ -20,7 +20,7 @@ from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.autotune.tree_search import DEPTHS, Costs, Forwards, Observation, StepOverhead, TreeObserver
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.padding import pad_right
-from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.decoding.loop import decode

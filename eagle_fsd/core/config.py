@@ -181,7 +181,7 @@ class SamplingConfig:
 
     @property
     def warm(self) -> bool:
-        """Whether a draft gains by knowing the noise that draws the tokens; see core/noise.py."""
+        """Whether a draft gains by knowing the noise that draws the tokens; see core/randomness/noise.py."""
         return self.temperature >= WARM
 
     def keeps_all_of(self, other: SamplingConfig) -> bool:

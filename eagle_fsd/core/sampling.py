@@ -1,22 +1,17 @@
-"""From logits to probabilities and draws: temperature, top-k, top-p and random numbers.
+"""From logits to probabilities and draws: temperature, top-k and top-p.
 
 Knows nothing about trees or models. `warp` gives the distribution of Hugging Face's `generate`: temperature,
 then top-k (every token that ties with the k-th stays), then top-p (the smallest set of likeliest tokens whose
 mass reaches top_p, at least one token), then min-p (tokens of at least that share of the likeliest one's
-probability). `draw` turns a probability vector and one uniform number into a
-token, and never returns a token of probability zero. All randomness comes from `RowRandom`: one stream of
-numbers per row, so that a row's text does not depend on its batch.
+probability). `draw` turns a probability vector and one uniform number into a token, and never returns a token
+of probability zero. All random numbers come from core/randomness.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
-from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,14 +19,12 @@ from torch import Tensor
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.long_rows import first_largest, topk
-from eagle_fsd.core.noise import RowNoise
 
 _BLOCK = 256  # draw() looks for the block first, then inside it
 _SPARE = 14  # how many tokens after the top-k ones are looked at for ties with the last of them
 _HEAD = 1024  # how many of the likeliest tokens top-p without top-k looks at first
 _SMALL_TEMPERATURE = 1e-3  # below it logits / temperature may overflow: the largest logit moves to 0 first
 _LEAST_TEMPERATURE = 1e-30  # below it float32 division fails; the result has reached its limit
-SEED_LIMIT = 2**63
 
 
 def warp(logits: Tensor, config: SamplingConfig) -> Tensor:
@@ -108,7 +101,7 @@ class Warped:
         return self.ids.gather(-1, place).squeeze(-1)
 
     def drawn_by(self, noise: Tensor, levels: Tensor) -> Tensor:
-        """Return the tokens [B, N] that Gumbel noise [B, D, V] draws; see core/noise.py.
+        """Return the tokens [B, N] that Gumbel noise [B, D, V] draws; see core/randomness/noise.py.
 
         levels: [B, N], the place along D whose noise each distribution takes.
         """
@@ -117,107 +110,6 @@ class Warped:
             return (self.probs.log() + noise[rows, levels]).argmax(-1)
         best = (self.probs.log() + noise[rows[..., None], levels[..., None], self.ids]).argmax(-1)
         return self.ids.gather(-1, best[..., None]).squeeze(-1)
-
-
-class Uniforms(Protocol):
-    """A source of random numbers. `uniform` returns the next n of every row: [B, n] float64 in [0, 1)."""
-
-    def uniform(self, n: int) -> Tensor: ...
-
-
-# One seed for the whole batch, or a seed or (seed, row) pair for each row.
-Seed = int | Sequence[int | tuple[int, int]]
-
-
-def row_streams(seed: Seed, batch: int) -> list[tuple[int, int]]:
-    """Return the (seed, row) pair that names each row's stream of random numbers.
-
-    An int s gives row r the stream (s, r). A sequence names each row's own stream: a pair as it is, an int s
-    as (s, 0), which is what a single prompt draws with seed s. Raises ValueError for anything else.
-    """
-    entries: list[Any]
-    pairs: list[tuple[Any, ...]]
-    given: Any = seed  # a caller's value, of any type until it is checked
-    if isinstance(given, Integral) and not isinstance(given, bool):
-        pairs = [(given, row) for row in range(batch)]
-    else:
-        try:
-            entries = list(given)
-        except TypeError:
-            entries = [given] * batch  # the check below names it
-        pairs = [tuple(one) if isinstance(one, (tuple, list)) else (one, 0) for one in entries]
-    if len(pairs) != batch:
-        raise ValueError(f"seed has {len(pairs)} values for {batch} rows: give one int or one per row")
-    for pair in pairs:
-        whole = [isinstance(part, Integral) and not isinstance(part, bool) for part in pair]
-        if len(pair) != 2 or not all(whole) or not all(0 <= part < SEED_LIMIT for part in pair):
-            shown = pair[0] if pair[1:] == (0,) else pair
-            raise ValueError(
-                f"seed {shown!r} must be an int in [0, 2**63), or a pair (seed, row) of such; choose another"
-            )
-    return [(int(one), int(row)) for one, row in pairs]
-
-
-def fresh_seed() -> int:
-    """Return a random seed. It comes from torch's default generator, so torch.manual_seed fixes it."""
-    return int(torch.randint(SEED_LIMIT - 1, (), device="cpu"))
-
-
-class RowRandom:
-    """One stream of uniform numbers per row of a batch, named by a (seed, row) pair; see `row_streams`.
-
-    Streams of different pairs are independent (numpy's SeedSequence), and a stream is the same on every
-    device and in every batch.
-    """
-
-    def __init__(self, seed: Seed, batch: int, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
-        streams = row_streams(seed, batch)
-        self._generators = [
-            np.random.Generator(np.random.PCG64(np.random.SeedSequence(one, spawn_key=(row,))))
-            for one, row in streams
-        ]
-        self._noises = [RowNoise(stream) for stream in streams]
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order."""
-        self._generators = [self._generators[row] for row in rows]
-        self._noises = [self._noises[row] for row in rows]
-
-    def at(self, rows: Sequence[int]) -> RowRandom:
-        """Return the streams of these rows alone. They are shared: a draw from either advances both."""
-        some = RowRandom(0, 0, self.device)
-        some._generators = [self._generators[row] for row in rows]
-        some._noises = [self._noises[row] for row in rows]
-        return some
-
-    def replace(self, rows: Sequence[int], other: RowRandom) -> None:
-        """Put other streams, one for each, in the place of these rows' streams."""
-        for row, generator, noise in zip(rows, other._generators, other._noises, strict=True):
-            self._generators[row], self._noises[row] = generator, noise
-
-    def uniform(self, n: int) -> Tensor:
-        """The next n numbers of every row: [B, n] float64 in [0, 1).
-
-        In float64 whatever torch's default is: on float32's grid the least likely tokens could not be drawn.
-        """
-        numbers = torch.empty(len(self._generators), n, dtype=torch.float64, device="cpu")
-        for row, source in zip(numbers, self._generators, strict=True):
-            source.random(out=row.numpy())
-        return numbers.to(self.device, non_blocking=True)
-
-    def noise(self, first: Sequence[int], count: int, size: int, rows: Sequence[bool]) -> Tensor:
-        """Return the noise that draws tokens: [B, count, size] float32; see core/noise.py.
-
-        first: by row, the place in its answer to begin with. rows: which of them have any; others get zeros.
-        """
-        none = [torch.zeros((), dtype=torch.float32, device="cpu").expand(size)] * count
-        vectors = [
-            source.places(first[row], count, size) if rows[row] else none
-            for row, source in enumerate(self._noises)
-        ]
-        noise = torch.stack([vector for row in vectors for vector in row]) if vectors else torch.zeros(0)
-        return noise.view(len(rows), count, size).to(self.device, non_blocking=True)
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import FORMS
-from eagle_fsd.core.sampling import fresh_seed
+from eagle_fsd.core.randomness.streams import fresh_seed
 from eagle_fsd.decoding.options import GenerationOptions
 from eagle_fsd.decoding.outputs import GenerationOutput
 from eagle_fsd.decoding.request import Prompts

@@ -18,15 +18,15 @@ from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.padding import on_device
-from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import HEAD, DraftTree, root_only
 from eagle_fsd.decoding.failures import NonFiniteLogits, NothingAllowed
 from eagle_fsd.decoding.logits.processing import process
+from eagle_fsd.decoding.logits.shared_noise import draft_noise, row_noise
 from eagle_fsd.decoding.on_ranks.agreement import check_step, rank_0_tree, rank_0_verdict
 from eagle_fsd.decoding.prompts.prefill import prefill
 from eagle_fsd.decoding.request import FAILED, Observer, Request, Terms, Text, TokenLogprob
-from eagle_fsd.decoding.shared_noise import draft_noise, row_noise
 from eagle_fsd.drafting.drafter import Drafter, NextTokens, Seen
 from eagle_fsd.target.session import TargetSession
 

@@ -23,7 +23,7 @@ from eagle_fsd.core.config import (
 )
 from eagle_fsd.core.padding import as_ids
 from eagle_fsd.core.processing import Constraint, Processing, Processor
-from eagle_fsd.core.sampling import Seed
+from eagle_fsd.core.randomness.streams import Seed
 from eagle_fsd.decoding.logits.constrained import require_ends
 from eagle_fsd.decoding.request import Observer, Prompts, Request, Stopper, end_token_ids
 from eagle_fsd.target.model import TargetModel

@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import pad_right
-from eagle_fsd.core.sampling import Seed
+from eagle_fsd.core.randomness.streams import Seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.request import Text, TokenLogprob
 

@@ -134,7 +134,7 @@ class Terms:
 
     @property
     def shares_noise(self) -> bool:
-        """Whether the draft knows the noise that draws the tokens; see core/noise.py.
+        """Whether the draft knows the noise that draws the tokens; see core/randomness/noise.py.
 
         Not where a rule may move probability onto drafted tokens: what it moves is only known if the tree is
         independent of the draws.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.long_rows import topk
-from eagle_fsd.core.noise import DraftNoise
+from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.runtime.kv_cache import SavedRow
 

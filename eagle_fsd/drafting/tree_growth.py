@@ -17,8 +17,8 @@ from torch import Tensor
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.long_rows import topk
-from eagle_fsd.core.noise import DraftNoise
 from eagle_fsd.core.padding import on_device
+from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import Candidates, DraftTree, build_tree, root_only
 from eagle_fsd.drafting.drafter import Drafter, Needs, Seen
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow

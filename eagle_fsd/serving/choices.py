@@ -17,7 +17,7 @@ from eagle_fsd.autotune.settle import fastest_rule
 from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.config import HYBRID, AutoThreshold, Kind, SamplingConfig
 from eagle_fsd.core.processing import UNPROCESSED, Constraint, Processing, as_biases, as_sequences, as_tokens
-from eagle_fsd.core.sampling import fresh_seed
+from eagle_fsd.core.randomness.streams import fresh_seed
 from eagle_fsd.decoding.logits.constrained import require_ends
 from eagle_fsd.decoding.request import Terms
 from eagle_fsd.hub.resolve import shown_name

@@ -23,7 +23,8 @@ from eagle_fsd.acceptance.divergence import DIVERGENCES, get_divergence, largest
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import RelaxedTopK, Typical
 from eagle_fsd.core.config import CHILDREN, SamplingConfig, TreeConfig
-from eagle_fsd.core.sampling import RowRandom, warp
+from eagle_fsd.core.randomness.streams import RowRandom
+from eagle_fsd.core.sampling import warp
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.loop import decode

@@ -18,7 +18,7 @@ from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, RelaxedTopK, SGLang, Typical
 from eagle_fsd.acceptance.output_distribution import output_distribution
 from eagle_fsd.core.config import SamplingConfig
-from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.tree import DraftTree
 
 ROWS, VOCAB = 20_000, 12

@@ -17,7 +17,7 @@ from eagle_fsd import Fuzzy, SamplingConfig
 from eagle_fsd.acceptance.accept import Choices, Verified
 from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.acceptance.planned import COSTS
-from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.randomness.streams import RowRandom
 
 VOCAB, NODES = 7, 8
 NONE = torch.empty(0, dtype=torch.int64)

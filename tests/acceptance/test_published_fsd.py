@@ -19,7 +19,8 @@ from eagle_fsd.acceptance.other_rules import PublishedFSD
 from eagle_fsd.acceptance.rule_names import describe, parse_rule
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags import build_parser
-from eagle_fsd.core.sampling import RowRandom, draw, warp
+from eagle_fsd.core.randomness.streams import RowRandom
+from eagle_fsd.core.sampling import draw, warp
 from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.target.first_layers import first_layers
 from eagle_fsd.target.model import TargetModel

@@ -23,7 +23,8 @@ from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.cli import flags
 from eagle_fsd.core.config import CHILDREN
-from eagle_fsd.core.sampling import RowRandom, draw, warp
+from eagle_fsd.core.randomness.streams import RowRandom
+from eagle_fsd.core.sampling import draw, warp
 from eagle_fsd.core.stats import Stopwatch
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding import loop
@@ -158,7 +159,12 @@ def test_trap_11_one_source_of_randomness(monkeypatch: pytest.MonkeyPatch) -> No
         if imported(node) & GLOBAL_RANDOM and not file.startswith(("training/", "evaluation/", *ARRAYS))
     ]
     # Where the seeded streams are made, and where files get names that no other process has.
-    assert set(core) == {"files/atomic.py", "core/noise.py", "core/sampling.py", "hub/kept/weights_cache.py"}
+    assert set(core) == {
+        "files/atomic.py",
+        "core/randomness/noise.py",
+        "core/randomness/streams.py",
+        "hub/kept/weights_cache.py",
+    }
     for file in [
         file for folder in ARRAYS for file in (PACKAGE / folder).glob("*.py")
     ]:  # of numpy's random numbers, only those of a fixed seed

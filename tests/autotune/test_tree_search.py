@@ -29,7 +29,7 @@ from eagle_fsd.autotune.tree_search import (
     predict_step,
     regrow,
 )
-from eagle_fsd.core.noise import DraftNoise
+from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting.drafter import Drafter, Seen
 from eagle_fsd.files.records import cache_file

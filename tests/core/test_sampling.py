@@ -14,7 +14,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from eagle_fsd.core import sampling
 from eagle_fsd.core.config import SamplingConfig
-from eagle_fsd.core.sampling import RowRandom, Warped, draw, warp
+from eagle_fsd.core.randomness.streams import RowRandom
+from eagle_fsd.core.sampling import Warped, draw, warp
 
 INF = math.inf
 LAST_U = 1 - 2**-24  # the largest number that torch.rand gives

@@ -15,7 +15,7 @@ from support.tiny_models import VOCAB, prompts_of, tiny_head, tiny_model
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Verdict
 from eagle_fsd.acceptance.accept_step import AcceptStep
-from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.loop import keep
 from eagle_fsd.decoding.prompts import prefill as prefill_module

@@ -14,7 +14,7 @@ from torch import Tensor
 from eagle_fsd import EagleFSD, Fuzzy, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Verified
 from eagle_fsd.acceptance.divergence import SPARSE_DIVERGENCES
-from eagle_fsd.core.noise import DraftNoise
+from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import Candidates, DraftTree, build_tree
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler

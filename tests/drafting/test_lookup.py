@@ -23,7 +23,7 @@ from eagle_fsd.acceptance.divergence import DIVERGENCES, LISTED_DIVERGENCES, spa
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
 from eagle_fsd.autotune.tree_search import TreeObserver, path_scores
 from eagle_fsd.cli.flags import build_parser
-from eagle_fsd.core.noise import DraftNoise
+from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler

@@ -17,7 +17,7 @@ from eagle_fsd import EagleFSD, Fuzzy, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified
 from eagle_fsd.acceptance.accept_step import GivenUniforms, accept
 from eagle_fsd.autotune.tree_search import path_scores
-from eagle_fsd.core.noise import DraftNoise
+from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.core.tree import HEAD, SUFFIX, DraftTree
 from eagle_fsd.drafting.drafter import Needs, NextTokens, Seen

@@ -18,7 +18,7 @@ from eagle_fsd import Fuzzy, SamplingConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verified
 from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.acceptance.rule_names import parse_rule
-from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap
 from eagle_fsd.evaluation.analysis.points import panels
 from eagle_fsd.evaluation.commands.exchange import exchange_table

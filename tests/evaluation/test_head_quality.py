@@ -16,7 +16,7 @@ from support.tiny_models import VOCAB, KnowingEngine, greedy_alone, prompts_of, 
 from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Lossless, Verified
 from eagle_fsd.acceptance.accept_step import accept
-from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.evaluation.measure.head_quality import TOP, DraftObserver, calibration, observe
 from eagle_fsd.evaluation.report import plots
 from eagle_fsd.target.model import TargetModel

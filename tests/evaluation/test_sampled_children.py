@@ -25,7 +25,8 @@ from torch import Tensor
 from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Lossless, Verified
 from eagle_fsd.acceptance.accept_step import accept
-from eagle_fsd.core.sampling import RowRandom, warp
+from eagle_fsd.core.randomness.streams import RowRandom
+from eagle_fsd.core.sampling import warp
 from eagle_fsd.evaluation.measure.sweep import answer as answer_cell
 from eagle_fsd.evaluation.sampled_children import acceptance, command
 from eagle_fsd.evaluation.sampled_children.command import LIKELIEST, WAYS, WITHOUT, ChildrenMeter, contexts

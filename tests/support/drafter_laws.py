@@ -14,7 +14,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.calibration import FILE, Calibration, write_calibrations
 from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.core.processing import UNPROCESSED, Processing
-from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.request import Request

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
-from eagle_fsd.core.noise import DraftNoise
 from eagle_fsd.core.padding import pad_right
-from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.randomness.noise import DraftNoise
+from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.loop import decode

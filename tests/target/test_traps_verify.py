@@ -18,7 +18,7 @@ from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.acceptance.divergence import DIVERGENCES, js
-from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.target.model import TargetModel

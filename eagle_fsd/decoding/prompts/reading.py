@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import pad_right
-from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.stats import Stopwatch
 from eagle_fsd.decoding.loop import Batch
 from eagle_fsd.decoding.prompts.prefill import PromptReader, prefill

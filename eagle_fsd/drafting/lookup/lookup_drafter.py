@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.noise import DraftNoise
+from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.drafting.drafter import Drafter, Needs, NextTokens, Seen
 from eagle_fsd.drafting.lookup import confidences, suffix_store

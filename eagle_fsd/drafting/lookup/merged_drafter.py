@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.devices import host_can_read
-from eagle_fsd.core.noise import DraftNoise
+from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, Seen
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupDrafter, LookupSpec, Verifier

@@ -8,8 +8,9 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from eagle_fsd.core.config import SamplingConfig
-from eagle_fsd.core.noise import DraftNoise, RowNoise, least_log_q
-from eagle_fsd.core.sampling import RowRandom, Warped
+from eagle_fsd.core.randomness.noise import DraftNoise, RowNoise, least_log_q
+from eagle_fsd.core.randomness.streams import RowRandom
+from eagle_fsd.core.sampling import Warped
 
 VOCAB = 40
 

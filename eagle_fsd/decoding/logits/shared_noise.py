@@ -1,4 +1,4 @@
-"""The noise that a step's draft and draws share; see core/noise.py."""
+"""The noise that a step's draft and draws share; see core/randomness/noise.py."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.noise import DraftNoise, least_log_q
 from eagle_fsd.core.padding import on_device
-from eagle_fsd.core.sampling import RowRandom
+from eagle_fsd.core.randomness.noise import DraftNoise, least_log_q
+from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.decoding.request import Text
 
 
