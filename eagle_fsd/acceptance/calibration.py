@@ -32,6 +32,10 @@ REMEDY = "calibrate it with eval/calibrate.py, or give a number"
 AGAIN = "make the file again"
 
 
+class TooWarm(ValueError):
+    """No calibration is as warm as the sampling that is asked for."""
+
+
 @dataclass(frozen=True)
 class CalibratedThreshold:
     """A threshold that was run on the calibration prompts, and what was measured.
@@ -130,8 +134,7 @@ class Calibration:
 
         A rule that is asked for by its mode, price or cost competes with nothing.
         """
-        free = (wanted.mode, wanted.price, wanted.cost) == (None, None, None)
-        return free and sampling.warm and self.shared_ratio > self.find(wanted).tau_ratio
+        return wanted.free and sampling.warm and self.shared_ratio > self.find(wanted).tau_ratio
 
     def is_for(self, models: Mapping[str, Any]) -> bool:
         """Return whether it was made with this target and this way to draft, whatever the target's name."""
@@ -143,7 +146,7 @@ def find_calibration(
 ) -> Calibration:
     """Return the calibration of these models with this sampling, or with the next warmer one.
 
-    Raises ValueError if there is neither.
+    Raises TooWarm if there is neither, and ValueError if there is none of these models at all.
     """
     mine = [one for one in calibrations if one.is_for(models)]
     if not mine:
@@ -159,7 +162,7 @@ def find_calibration(
     warmer = [one for one in mine if one.sampling.keeps_all_of(sampling)]
     if not warmer:
         known = ", ".join(format_sampling(one.sampling) for one in mine)
-        raise ValueError(
+        raise TooWarm(
             f"threshold is auto: it was calibrated at {known}, none of which is as warm as "
             f"{format_sampling(sampling)}; sample as it was calibrated, {REMEDY}"
         )

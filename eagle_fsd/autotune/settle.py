@@ -14,6 +14,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.calibration import (
     FILE,
     Calibration,
+    TooWarm,
     find_calibration,
     format_sampling,
     read_calibrations,
@@ -51,19 +52,6 @@ EXAMPLE_PROMPTS = (
 )
 
 
-def fastest_rule(found: Calibration, wanted: AutoThreshold, sampling: SamplingConfig) -> AcceptanceRule:
-    """Return the fastest rule that a calibration puts inside a budget: a fuzzy one, or lossless."""
-    if not found.lossless_is_fastest(wanted, sampling):
-        return Fuzzy.from_calibration(found, **asdict(wanted))
-    logger.info(
-        "no rule inside the quality budget of %g is faster than lossless text is at %s, where the draft "
-        "knows the noise of the draws: the text is lossless",
-        wanted.quality_budget,
-        format_sampling(sampling),
-    )
-    return Lossless()
-
-
 class Settler:
     """Settles rules and trees for one target and drafter.
 
@@ -93,9 +81,8 @@ class Settler:
         """Return the rule and tree for these prompts. Raises ValueError if the drafter cannot serve them."""
         rule, tree, sampling = options.rule, options.tree or TreeConfig(), options.sampling
         if isinstance(rule, AutoThreshold):
-            found = self.calibration(sampling)
-            rule = fastest_rule(found, rule, sampling)
-            tree = found.tree if isinstance(tree, AutoTree) else tree
+            rule, calibrated = self.within_budget(rule, sampling)
+            tree = calibrated if calibrated is not None and isinstance(tree, AutoTree) else tree
         rule = Lossless() if rule is None else rule
         self.require_rule(rule)
         if isinstance(tree, AutoTree):
@@ -138,6 +125,28 @@ class Settler:
     def _texts(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Return the texts to observe the drafter on: the example prompts, or else these."""
         return encode_example_prompts(self.tokenizer) or prompts
+
+    def within_budget(
+        self, wanted: AutoThreshold, sampling: SamplingConfig
+    ) -> tuple[AcceptanceRule, TreeConfig | None]:
+        """Return the fastest rule that the calibration puts inside a budget, and the tree it was found with.
+
+        It is lossless where that is faster, see core/randomness/noise.py. So it is, without a tree, at a warm
+        sampling that no calibration covers. Raises ValueError if there is no such rule.
+        """
+        asked = format_sampling(sampling)
+        try:
+            found = self.calibration(sampling)
+        except TooWarm as error:
+            if not (wanted.free and sampling.warm):
+                raise
+            logger.warning("%s; the text is lossless, which is inside every budget", error)
+            return Lossless(), None
+        if found.lossless_is_fastest(wanted, sampling):
+            budget = wanted.quality_budget
+            logger.info("no rule inside the budget of %g is as fast as lossless text at %s", budget, asked)
+            return Lossless(), found.tree
+        return Fuzzy.from_calibration(found, **asdict(wanted)), found.tree
 
     def calibration(self, sampling: SamplingConfig) -> Calibration:
         """Return the thresholds found for this target and head with this sampling."""

@@ -236,6 +236,11 @@ class AutoThreshold:
         if self.price is not None:
             require_number("price", self.price, 0.0, math.inf, "leave it out for any that was calibrated")
 
+    @property
+    def free(self) -> bool:
+        """Whether any mode, price and cost will do."""
+        return (self.mode, self.price, self.cost) == (None, None, None)
+
     def takes(self, kind: Kind) -> bool:
         """Return whether a rule of this kind is what it asks for."""
         fixed = (self.divergence, self.child, self.min_gain) == (kind.divergence, kind.child, kind.min_gain)

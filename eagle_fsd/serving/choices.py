@@ -10,10 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
-from eagle_fsd.acceptance.calibration import Calibration
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.rule_names import build_rule, describe, parse_rule, rule_fields
-from eagle_fsd.autotune.settle import fastest_rule
 from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.config import HYBRID, AutoThreshold, Kind, SamplingConfig
 from eagle_fsd.core.processing import UNPROCESSED, Constraint, Processing, as_biases, as_sequences, as_tokens
@@ -188,21 +186,18 @@ class Chooser:
         return rule
 
     def _from_calibration(self, wanted: AutoThreshold, sampling: SamplingConfig) -> AcceptanceRule:
+        """Return the fastest rule inside a budget. Errors are told without the place of the head's folder."""
         key = (wanted, sampling)
         if key not in self._calibrated:
-            found = fastest_rule(self._calibration(sampling), wanted, sampling)
+            try:
+                found, _ = self.model.settler.within_budget(wanted, sampling)
+            except ValueError as error:
+                folder = str(self.model.head_folder)
+                raise ValueError(str(error).replace(folder, shown_name(folder))) from error
             if len(self._calibrated) >= KEPT_RULES:
                 self._calibrated.clear()
             self._calibrated[key] = found
         return self._calibrated[key]
-
-    def _calibration(self, sampling: SamplingConfig) -> Calibration:
-        """Return the head's calibration. What is wrong with it is told without the place of its folder."""
-        try:
-            return self.model.calibration(sampling)
-        except ValueError as error:
-            folder = str(self.model.head_folder)
-            raise ValueError(str(error).replace(folder, shown_name(folder))) from error
 
     def require_prompt(self, ids: Sequence[int], name: str) -> None:
         """Raise ApiError unless these token ids are a prompt for this target."""

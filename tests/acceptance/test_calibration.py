@@ -416,6 +416,20 @@ def test_a_budget_takes_lossless_text_where_that_is_fastest(tmp_path: Path) -> N
         assert made.rule == rule and made.tree == TREE
 
 
+def test_a_warmer_sampling_than_all_is_lossless(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Which keeps every budget; unless it is cool, or a rule is asked for by name."""
+    model = engine()
+    model.settler.folder = tmp_path
+    write_calibrations(tmp_path / FILE, [a_calibration(model)])
+    prompt = torch.tensor(prompts_of([5]))
+    made = model.generate(prompt, rule=AutoThreshold(0.04), temperature=1.3, max_new_tokens=4, tree=TREE)
+    assert made.rule == Lossless()
+    assert "none of which is as warm as 1.3/0/1" in caplog.text and "inside every budget" in caplog.text
+    for temperature, wanted in ((1.3, AutoThreshold(0.04, mode="hybrid")), (0.7, AutoThreshold(0.04))):
+        with pytest.raises(ValueError, match="none of which is as warm as"):
+            model.generate(prompt, rule=wanted, temperature=temperature, max_new_tokens=4, tree=TREE)
+
+
 def test_it_says_when_the_weights_were_in_another_format(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
