@@ -17,6 +17,7 @@ from scipy.stats import chisquare
 from support.stubs import Chain, ChainDrafter, ChainTarget, generator, random_tree, tiny_head, tiny_llama
 from torch import Tensor
 
+from eagle_fsd.acceptance import accept_step
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified, scatter_to_owners
 from eagle_fsd.acceptance.accept_step import accept, choose
 from eagle_fsd.acceptance.divergence import DIVERGENCES, get_divergence, largest_value
@@ -309,6 +310,29 @@ def run(
     rows = len(logits)
     emitted = torch.zeros(rows, dtype=torch.int64) if emitted is None else emitted
     return accept(rule, Verified(tree, logits, sampling, EOS), RowRandom(seed, rows), emitted)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["uniform numbers", "noise"])
+@pytest.mark.parametrize("sampling", SAMPLINGS[1:], ids=["warm", "narrow"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_draws_along_the_path_are_those_of_the_whole_tree(
+    kind: str, sampling: SamplingConfig, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU draws at the nodes that the walk reaches; an accelerator, which must not wait, at all of them."""
+    tree, logits = case(kind, seed=50 + KINDS.index(kind))
+    emitted, longest = torch.zeros(6, dtype=torch.int64), 0
+    for seed in range(12):
+        random = RowRandom(seed, 6)
+        noise = random.noise([0] * 6, tree.depth + 1, logits.shape[-1], [True] * 6) if shared else None
+        found = []
+        for reads in (True, False):
+            monkeypatch.setattr(accept_step, "host_can_read", lambda tensor, reads=reads: reads)
+            verified = Verified(tree, logits, sampling, EOS)
+            found.append(accept(Lossless(), verified, RowRandom(seed, 6), emitted, noise))
+        for name in ("path", "tokens", "length", "next_token", "sound", "fuzzy"):
+            assert getattr(found[0], name).equal(getattr(found[1], name)), name
+        longest = max(longest, int(found[0].length.max()))
+    assert longest > (kind != "holes")  # where hardly a draft is likely
 
 
 def outcomes(verdict: Verdict) -> list[tuple[list[int], list[int], list[bool]]]:
