@@ -91,7 +91,7 @@ TOY = {  # sizes at which a command does all that it does, in seconds; a later f
     "limits": "--context 16",
     "weight_formats": "--prompts prompts.jsonl --limit 1 --max-new-tokens 4 --formats torch/float32",
     "sampled_children": "--prompts prompts.jsonl --limit 1 --max-new-tokens 6 --sampling 1 --draws 2",
-    "sweep": "--max-new-tokens 4",
+    "sweep": "--prompts prompts.jsonl --skip 0 --max-new-tokens 4",
     "report": "",
     "exchange": "--resamples 100",
     "calibrate": "--max-new-tokens 6",

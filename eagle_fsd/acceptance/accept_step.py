@@ -50,7 +50,7 @@ def accept(
     (chances, weak), relaxed = choices_of(rule, verified), None
     if uniforms is None:
         draws = verified.best[1]  # [B, N]
-    elif chances is None and host_can_read(verified.logits):
+    elif chances is None and nodes > 1 and host_can_read(verified.logits):
         draws = draws_on_path(verified, uniforms, noise)
     else:
         draws = draws_of(verified.warped, uniforms[:, :nodes], noise, tree.depths)

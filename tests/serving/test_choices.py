@@ -12,7 +12,6 @@ pytest.importorskip("prometheus_client", reason='the server needs the extra: pip
 from pydantic import ValidationError
 
 from eagle_fsd import AutoThreshold, Fuzzy, Lossless, Typical
-from eagle_fsd.acceptance.calibration import CalibratedThreshold
 from eagle_fsd.acceptance.other_rules import Cactus, PublishedFSD
 from eagle_fsd.acceptance.rule_names import RULES
 from eagle_fsd.serving.choices import Chooser, Defaults, Limits, requested_rule
@@ -161,12 +160,9 @@ def test_a_calibrated_threshold_is_looked_up_once() -> None:
 
         asked = 0
 
-        def calibration(self, sampling: Any) -> Any:
+        def within_budget(self, wanted: AutoThreshold, sampling: Any) -> Any:
             self.asked += 1
-            return self
-
-        def find(self, wanted: AutoThreshold) -> Any:
-            return CalibratedThreshold("js", "hybrid", "draft", 10 * wanted.quality_budget, 0, 0, 2, 2)
+            return Fuzzy(10 * wanted.quality_budget), None
 
         @property
         def settler(self) -> Any:
