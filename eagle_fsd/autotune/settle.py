@@ -131,7 +131,7 @@ class Settler:
     ) -> tuple[AcceptanceRule, TreeConfig | None]:
         """Return the fastest rule that the calibration puts inside a budget, and the tree it was found with.
 
-        It is lossless where that is faster, see core/randomness/noise.py. So it is, without a tree, at a warm
+        It is lossless, and without a tree, where that is faster (see core/randomness/noise.py), and at a warm
         sampling that no calibration covers. Raises ValueError if there is no such rule.
         """
         asked = format_sampling(sampling)
@@ -145,7 +145,7 @@ class Settler:
         if found.lossless_is_fastest(wanted, sampling):
             budget = wanted.quality_budget
             logger.info("no rule inside the budget of %g is as fast as lossless text at %s", budget, asked)
-            return Lossless(), found.tree
+            return Lossless(), None
         return Fuzzy.from_calibration(found, **asdict(wanted)), found.tree
 
     def calibration(self, sampling: SamplingConfig) -> Calibration:
