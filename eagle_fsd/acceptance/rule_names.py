@@ -39,7 +39,7 @@ def build_rule(name: str, **parameters: Any) -> AcceptanceRule:
 def describe(rule: AcceptanceRule) -> dict[str, Any]:
     """Return a rule's name and fields as JSON values; an infinite number becomes "inf".
 
-    Of `lossless` only what is not usual is said.
+    A `Lossless` rule with its default fields is its name alone.
     """
     fields = {
         field.name: getattr(rule, field.name)

@@ -131,16 +131,22 @@ class Settler:
     ) -> tuple[AcceptanceRule, TreeConfig | None]:
         """Return the fastest rule that the calibration puts inside a budget, and the tree it was found with.
 
-        It is lossless, and without a tree, where that is faster (see core/randomness/noise.py), and at a warm
-        sampling that no calibration covers. Raises ValueError if there is no such rule.
+        The rule is Lossless(), and the tree None, where lossless text is faster, since its draft knows the
+        noise (see core/randomness/noise.py), and at a warm sampling that no calibration covers. Raises
+        ValueError if there is no rule inside the budget.
         """
         asked = format_sampling(sampling)
         try:
             found = self.calibration(sampling)
-        except TooWarm as error:
+        except TooWarm:
             if not (wanted.free and sampling.warm):
                 raise
-            logger.warning("%s; the text is lossless, which is inside every budget", error)
+            logger.warning(
+                "no calibration is as warm as %s: the text is lossless, which is inside every budget; "
+                "eval/calibrate.py --sampling %s measures a threshold",
+                asked,
+                asked,
+            )
             return Lossless(), None
         if found.lossless_is_fastest(wanted, sampling):
             budget = wanted.quality_budget

@@ -37,6 +37,7 @@ from eagle_fsd.autotune.step_costs import (
 )
 from eagle_fsd.autotune.tree_search import Choice, Forwards, Observation, StepOverhead, choose
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
+from eagle_fsd.decoding.request import Terms
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.files.fingerprints import models_identity
 from eagle_fsd.files.provenance import cores, processor
@@ -118,7 +119,7 @@ class TreeChooser:
                 return Choice(TreeConfig(), math.nan, math.nan, math.nan), False
             return choice, self.may_remember
 
-        setting = (repr(wanted), observation_kind(rule), warpers(sampling), batch, context)
+        setting = (repr(wanted), observation_kind(rule), warpers(rule, sampling), batch, context)
         key = record_key(f"choice {METHOD}", self.models, self.machine, *setting)
         return self.recall_or_measure(key, choose_now, dataclasses.asdict, choice_from_json)
 
@@ -164,7 +165,7 @@ class TreeChooser:
             self.models,
             self.target.weight_format,
             observation_kind(rule),
-            (sampling.greedy, sampling.warm),
+            (sampling.greedy, Terms((), rule, sampling).shares_noise),
             str(wide),
         )
         return self.recall_or_measure(key, measure, observations_to_json, observations_from_json)
@@ -187,7 +188,7 @@ class TreeChooser:
             found, spread = measure_overhead(self.target, self.drafting, beam, batch, rule, sampling)
             return found, self.is_idle(spread) and has_stable_repr(rule)
 
-        setting = (min(8, beam), batch, overhead_kind(rule), warpers(sampling))
+        setting = (min(8, beam), batch, overhead_kind(rule), warpers(rule, sampling))
         key = record_key("overhead", self.models, self.machine, *setting)
         return self.recall_or_measure(key, measure, overhead_to_json, overhead_from_json)
 
@@ -271,11 +272,11 @@ def has_stable_repr(rule: AcceptanceRule) -> bool:
     return " at 0x" not in repr(rule)
 
 
-def warpers(sampling: SamplingConfig) -> list[bool]:
-    """Return whether sampling is greedy, and if not, which warpers are on."""
+def warpers(rule: AcceptanceRule, sampling: SamplingConfig) -> list[bool]:
+    """Return whether sampling is greedy, and if not, which warpers are on, and whether noise is shared."""
     if sampling.greedy:
         return [True]
-    return [False, sampling.top_k > 0, sampling.top_p < 1]
+    return [False, sampling.top_k > 0, sampling.top_p < 1, Terms((), rule, sampling).shares_noise]
 
 
 # -- on disk ----------------------------------------

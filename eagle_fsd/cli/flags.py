@@ -98,7 +98,8 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
         type=parse_auto_or(float, "a number"),
         metavar="T",
         help="follow the draft where divergence(p, q) <= T (default: 0, lossless); auto: the T and the "
-        "--price that are fastest inside --quality-budget, by the head's calibration",
+        "--price that are fastest inside --quality-budget, by the head's calibration, or lossless text where "
+        "that is faster",
     )
     group.add_argument(
         "--quality-budget",

@@ -210,7 +210,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class AutoThreshold:
-    """Asks for the fastest fuzzy rule that the head's calibration puts inside a budget.
+    """Asks for the fastest rule that the head's calibration puts inside a budget: fuzzy, or lossless.
 
     quality_budget: the largest mean TV per token; see acceptance/calibration.py. divergence, mode, child,
     min_gain, price, cost: as in acceptance.Fuzzy; without a mode, a price or a cost any that was calibrated

@@ -107,11 +107,12 @@ class Batch:
     def _step(self, keep_done: bool) -> dict[Text, list[int]]:
         watch, ranks = self.watch, self.target.ranks
         check_step(ranks, [text.stats.new_tokens for text in self.texts])
+        with watch("accept"):  # it is a part of drawing tokens, and no forward
+            noise = draft_noise(self.texts, self.random, self.tree, self.target.vocab_size)
         with watch("draft"):
             if self.tree.total_tokens == 1:  # the drafter is not asked, but is still shown what is emitted
                 tree = root_only(self.roots, 0)
             else:
-                noise = draft_noise(self.texts, self.random, self.tree.reach, self.target.vocab_size)
                 tree = self.drafter.draft(self.roots, self.tree, noise)
             tree = rank_0_tree(ranks, tree, self.tree.total_tokens)
         with watch("verify"):

@@ -409,7 +409,9 @@ def test_a_budget_takes_lossless_text_where_that_is_fastest(tmp_path: Path) -> N
         (1.1, AutoThreshold(0.04), {}, Fuzzy(0.3)),
         (1.2, AutoThreshold(0.04, mode="hybrid"), {}, Fuzzy(0.3)),
         (1.2, AutoThreshold(0.04), {"temperature": 0.7}, Fuzzy(0.3)),
+        (1.2, AutoThreshold(0.04), {"top_p": 0.9}, Fuzzy(0.3)),  # of the calibration of a warmer one
         (0.0, AutoThreshold(0.04), {}, Fuzzy(0.3)),
+        (1.2, AutoThreshold(0.001), {}, Lossless()),  # which no rule keeps
     ):
         write_calibrations(tmp_path / FILE, [replace(found, thresholds=rules, shared_ratio=ratio)])
         if rule == Lossless():  # whose tree is not the calibration's
@@ -426,7 +428,7 @@ def test_a_warmer_sampling_than_all_is_lossless(tmp_path: Path, caplog: pytest.L
     prompt = torch.tensor(prompts_of([5]))
     made = model.generate(prompt, rule=AutoThreshold(0.04), temperature=1.3, max_new_tokens=4, tree=TREE)
     assert made.rule == Lossless()
-    assert "none of which is as warm as 1.3/0/1" in caplog.text and "inside every budget" in caplog.text
+    assert "no calibration is as warm as 1.3/0/1" in caplog.text and "inside every budget" in caplog.text
     for temperature, wanted in ((1.3, AutoThreshold(0.04, mode="hybrid")), (0.7, AutoThreshold(0.04))):
         with pytest.raises(ValueError, match="none of which is as warm as"):
             model.generate(prompt, rule=wanted, temperature=temperature, max_new_tokens=4, tree=TREE)

@@ -3,10 +3,10 @@
 The token at a place of a text is x = argmax(log p + g), with p after the warpers and g standard Gumbel noise,
 one number for each token of the vocabulary: then x ~ p (the Gumbel-max trick). The noise belongs to the place
 and not to the tree, so that x is the same whatever was drafted. A draft may therefore look at it. Taking the
-target's logits for its own plus an error that is Gumbel noise again, and T for the temperature, it expects
-x with the probabilities softmax(log q + T g), which is q itself at temperature 0. Text that is drawn with one
-noise for draft and target (Daliri, Musco and Suresh, arXiv 2408.07978) stays exactly the target's. Shapes: B
-rows, D levels of a tree, K nodes, V vocabulary, W drafted tokens.
+target's logits for its own plus an error that is Gumbel noise again, it gives the tokens the probabilities
+softmax(log q + T g) of being x, where T is the temperature. At T = 0 this is q itself. Text that is drawn
+with one noise for draft and target (Daliri, Musco and Suresh, arXiv 2408.07978) stays exactly the target's.
+Shapes: B rows, D levels of a tree, K nodes, V vocabulary, W drafted tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from eagle_fsd.core.config import SamplingConfig
 
-# A draft leaves out tokens of less than this share of its likeliest one's probability where top-k, top-p or
-# min-p cut the target's.
+# Where top-k, top-p or min-p cut the target's tokens, a draft leaves out those that have less than this share
+# of its likeliest one's probability, at the target's temperature.
 CUT = 0.01
+LEAST_WAIT = 1e-30  # of 0 the noise would be infinite, and a token of probability zero could be drawn
 
 
 class RowNoise:
@@ -47,7 +48,7 @@ class RowNoise:
         seed, row = self._stream
         source = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(row, place))))
         # On float32's grid the smallest numbers, which draw the least likely tokens, would be 0 too often.
-        waits = source.standard_exponential(size, dtype=np.float64)
+        waits = source.standard_exponential(size, dtype=np.float64).clip(min=LEAST_WAIT)
         return torch.from_numpy(waits).float().log_().neg_()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.decoding.failures import NonFiniteLogits
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
@@ -28,9 +29,14 @@ class Leader:
     _told: list[tuple[Any, ...]] = field(default_factory=list)
 
     def admit(self, text: Text) -> None:
-        """Tell that a text was admitted. Its rule and processing are not told: only rank 0 accepts."""
+        """Tell that a text was admitted. Its rule and processing are not told: only rank 0 accepts.
+
+        But every rank drafts, and all must draft alike: so they are told the sampling of a text whose draft
+        knows its noise.
+        """
         prompt, ends = [int(token) for token in text.prompt], text.terms.eos_token_ids
-        self._tell(ADMIT, text.number, text.limit, ends, prompt, text.stream)
+        sampling = text.terms.sampling if text.terms.shares_noise else SamplingConfig()
+        self._tell(ADMIT, text.number, text.limit, Terms(ends, sampling=sampling), prompt, text.stream)
 
     def retire(self, text: Text) -> None:
         self._tell(RETIRE, text.number)
@@ -66,8 +72,8 @@ def follow(ranks: Ranks, new_scheduler: Callable[[], Scheduler]) -> None:
     while True:
         for name, *rest in ranks.lead(list[Any]()):
             if name == ADMIT:
-                number, limit, ends, prompt, stream = rest
-                texts[number] = Text(number, limit, Terms(ends), prompt=prompt, stream=stream)
+                number, limit, terms, prompt, stream = rest
+                texts[number] = Text(number, limit, terms, prompt=prompt, stream=stream)
                 scheduler.admit(texts[number])
             elif name == RETIRE:
                 if (text := texts.pop(rest[0], None)) is not None:  # else it is done
