@@ -20,6 +20,8 @@ from eagle_fsd.core.sampling import Warped
 from eagle_fsd.core.tree import DraftTree, with_last, with_root
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper, copied
 
+FEW_ROWS = 64  # whose walks take the host less time than draws at all nodes
+
 
 def choose(tree: DraftTree, chances: Tensor, uniforms: Tensor) -> Tensor:
     """Draw the child that a rule follows at every node, -1 for none: chances, uniforms [B, N] -> [B, N]."""
@@ -50,7 +52,7 @@ def accept(
     (chances, weak), relaxed = choices_of(rule, verified), None
     if uniforms is None:
         draws = verified.best[1]  # [B, N]
-    elif chances is None and nodes > 1 and host_can_read(verified.logits):
+    elif chances is None and nodes > 1 and len(tree.tokens) <= FEW_ROWS and host_can_read(verified.logits):
         draws = draws_on_path(verified, uniforms, noise)
     else:
         draws = draws_of(verified.warped, uniforms[:, :nodes], noise, tree.depths)
