@@ -221,7 +221,7 @@ def _top_k(scores: Tensor, k: int, top_p: float) -> Tensor:
     )
 
 
-def _survivors(scores: Tensor, top: Tensor, kept: Tensor, ties: Tensor | int = 0) -> Tensor:
+def _survivors(scores: Tensor, top: Tensor, kept: Tensor, ties: Tensor) -> Tensor:
     """Return the tokens that `kept` (ascending) keeps of the best scores `top` (descending): bool [..., V].
 
     `ties` more tokens survive at the lowest of those scores. If the cut goes through equal scores, the

@@ -16,14 +16,13 @@ from torch import Tensor
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.core.tree import HEAD, DraftTree, root_only
 from eagle_fsd.decoding.failures import NonFiniteLogits, NothingAllowed
 from eagle_fsd.decoding.logits.processing import process
-from eagle_fsd.decoding.logits.shared_noise import draft_noise, row_noise
+from eagle_fsd.decoding.logits.shared_noise import draft_noise, draw_noise
 from eagle_fsd.decoding.on_ranks.agreement import check_step, rank_0_tree, rank_0_verdict
 from eagle_fsd.decoding.prompts.prefill import prefill
 from eagle_fsd.decoding.request import FAILED, Observer, Request, Terms, Text, TokenLogprob
@@ -182,11 +181,7 @@ class Batch:
                 of_rows = process(of_rows, trees, [self.texts[row].processor for row in rows])
             ends = self._end_tokens(terms, logits.device)
             part = (trees, of_rows, random, counts)
-            noise = None
-            if terms.shares_noise:
-                some = [self.texts[row] for row in rows]
-                depth = int(tree.depths.max()) if host_can_read(tree.depths) else tree.depth
-                noise = row_noise(some, random, depth + 1, logits.shape[-1])
+            noise = draw_noise([self.texts[row] for row in rows], random, trees, logits.shape[-1])
             found.append((rows, *self.accept_step(terms.rule, terms.sampling, ends, *part, several, noise)))
         return merge_verdicts([(rows, verdict) for rows, _, verdict in found])
 

@@ -175,7 +175,7 @@ def test_trap_11_one_source_of_randomness(monkeypatch: pytest.MonkeyPatch) -> No
         assert sampled_under(engine, 1) == sampled_under(engine, 2)
 
         def foreign(rows: RowRandom, n: int) -> Tensor:
-            return torch.tensor([[random.random()] * n for _ in rows._generators])
+            return torch.tensor([[random.random()] * n for _ in rows._rows])
 
         monkeypatch.setattr(RowRandom, "uniform", foreign)
         with pytest.raises(AssertionError):

@@ -59,6 +59,15 @@ def fresh_seed() -> int:
     return int(torch.randint(SEED_LIMIT - 1, (), device="cpu"))
 
 
+class RowStream:
+    """One row's random numbers: those of a generator, one after the other, and the noise of its places."""
+
+    def __init__(self, seed: int, row: int) -> None:
+        sequence = np.random.SeedSequence(seed, spawn_key=(row,))
+        self.generator = np.random.Generator(np.random.PCG64(sequence))
+        self.noise = RowNoise((seed, row))
+
+
 class RowRandom:
     """One stream of uniform numbers per row of a batch, named by a (seed, row) pair; see `row_streams`.
 
@@ -68,38 +77,31 @@ class RowRandom:
 
     def __init__(self, seed: Seed, batch: int, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        streams = row_streams(seed, batch)
-        self._generators = [
-            np.random.Generator(np.random.PCG64(np.random.SeedSequence(one, spawn_key=(row,))))
-            for one, row in streams
-        ]
-        self._noises = [RowNoise(stream) for stream in streams]
+        self._rows = [RowStream(*stream) for stream in row_streams(seed, batch)]
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
-        self._generators = [self._generators[row] for row in rows]
-        self._noises = [self._noises[row] for row in rows]
+        self._rows = [self._rows[row] for row in rows]
 
     def at(self, rows: Sequence[int]) -> RowRandom:
         """Return the streams of these rows alone. They are shared: a draw from either advances both."""
         some = RowRandom(0, 0, self.device)
-        some._generators = [self._generators[row] for row in rows]
-        some._noises = [self._noises[row] for row in rows]
+        some._rows = [self._rows[row] for row in rows]
         return some
 
     def replace(self, rows: Sequence[int], other: RowRandom) -> None:
         """Put other streams, one for each, in the place of these rows' streams."""
-        for row, generator, noise in zip(rows, other._generators, other._noises, strict=True):
-            self._generators[row], self._noises[row] = generator, noise
+        for row, stream in zip(rows, other._rows, strict=True):
+            self._rows[row] = stream
 
     def uniform(self, n: int) -> Tensor:
         """The next n numbers of every row: [B, n] float64 in [0, 1).
 
         In float64 whatever torch's default is: on float32's grid the least likely tokens could not be drawn.
         """
-        numbers = torch.empty(len(self._generators), n, dtype=torch.float64, device="cpu")
-        for row, source in zip(numbers, self._generators, strict=True):
-            source.random(out=row.numpy())
+        numbers = torch.empty(len(self._rows), n, dtype=torch.float64, device="cpu")
+        for row, stream in zip(numbers, self._rows, strict=True):
+            stream.generator.random(out=row.numpy())
         return numbers.to(self.device, non_blocking=True)
 
     def noise(self, first: Sequence[int], count: int, size: int, rows: Sequence[bool]) -> Tensor:
@@ -109,8 +111,8 @@ class RowRandom:
         """
         none = [torch.zeros((), dtype=torch.float32, device="cpu").expand(size)] * count
         vectors = [
-            source.places(first[row], count, size) if rows[row] else none
-            for row, source in enumerate(self._noises)
+            stream.noise.places(first[row], count, size) if rows[row] else none
+            for row, stream in enumerate(self._rows)
         ]
         noise = torch.stack([vector for row in vectors for vector in row]) if vectors else torch.zeros(0)
         return noise.view(len(rows), count, size).to(self.device, non_blocking=True)

@@ -69,6 +69,11 @@ class Records:
         rows = np.array([self.tables[place][self.settings[kind, threshold]] for place in places])
         return Sums(rows[:, 1], rows[:, 0])
 
+    def tau(self, places: Sequence[int]) -> float:
+        """Return tau of the lossless texts of these prompts."""
+        tokens, steps = (sum(self.taus[place][i] for place in places) for i in (0, 1))
+        return tokens / steps
+
     def tau_ratio(self, kind: Kind, threshold: float, places: Sequence[int]) -> float:
         """Return tau under a setting over lossless's, expected on the same trees."""
         tokens = self.predicted(kind, threshold, places).denominator.sum()
@@ -108,9 +113,7 @@ class Work:
         if not self.cell.sampling.warm:
             return 0.0
         rows = self.rows_of(replace(self.cell, rule=Lossless()), "rows.jsonl")
-        mine = sum(row["new_tokens"] for row in rows) / sum(row["steps"] for row in rows)
-        tokens, steps = (sum(one[i] for one in records.taus) for i in (0, 1))
-        return mine * steps / tokens
+        return tau_of(rows) / records.tau(range(len(records.taus)))
 
     def run(self, kind: Kind, threshold: float) -> list[dict[str, Any]]:
         """Return the rows of all prompts under a threshold."""
@@ -168,9 +171,7 @@ class Search:
         rows = self.run(kind, threshold)
         mine = [rows[place] for place in places]
         tv, upper = bound(tv_of(mine), self.confidence)
-        tokens, steps = (sum(self.records.taus[place][i] for place in places) for i in (0, 1))
-        tau = sum(row["new_tokens"] for row in mine) / sum(row["steps"] for row in mine)
-        found = (threshold, tv, upper, tau, tokens / steps)
+        found = (threshold, tv, upper, tau_of(mine), self.records.tau(places))
         ratio = self.records.tau_ratio(kind, threshold, places)
         return CalibratedThreshold(*kind[:3], *found, *kind[3:], ratio)
 
@@ -216,6 +217,11 @@ def bound(sums: Sums, confidence: float) -> tuple[float, float]:
         return 0.0, 0.0
     found = estimates({"tv": sums}, Bootstrap(2000, 2 * confidence - 1))["tv"]
     return found.value, math.inf if found.high is None else found.high
+
+
+def tau_of(rows: Sequence[Row]) -> float:
+    """Return the tokens per step of these rows together."""
+    return float(sum(row["new_tokens"] for row in rows) / sum(row["steps"] for row in rows))
 
 
 def tv_of(rows: Sequence[Row]) -> Sums:
