@@ -6,7 +6,7 @@ program that goes on with the file drops it first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -173,3 +173,8 @@ def read_raw_rows(paths: Iterable[Path], expected: bool = False) -> dict[Path, l
         names = ", ".join(path.name for path in rows)
         raise ValueError(f"no rows in {names}: a report needs raw rows; run eval/sweep.py first")
     return rows
+
+
+def tau_of(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the tokens per step of the answers of these rows together."""
+    return float(sum(row["new_tokens"] for row in rows) / sum(row["steps"] for row in rows))

@@ -30,6 +30,7 @@ from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Sums, estimates
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.measure.expected_steps import StepMeter
 from eagle_fsd.evaluation.measure.sweep import Cell, run
+from eagle_fsd.evaluation.rows import tau_of
 
 E12 = (1.0, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 3.9, 4.7, 5.6, 6.8, 8.2)
 LADDER = tuple(round(step * 10.0**power, 6) for power in range(-4, 2) for step in E12)
@@ -217,11 +218,6 @@ def bound(sums: Sums, confidence: float) -> tuple[float, float]:
         return 0.0, 0.0
     found = estimates({"tv": sums}, Bootstrap(2000, 2 * confidence - 1))["tv"]
     return found.value, math.inf if found.high is None else found.high
-
-
-def tau_of(rows: Sequence[Row]) -> float:
-    """Return the tokens per step of these rows together."""
-    return float(sum(row["new_tokens"] for row in rows) / sum(row["steps"] for row in rows))
 
 
 def tv_of(rows: Sequence[Row]) -> Sums:

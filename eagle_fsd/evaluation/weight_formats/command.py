@@ -25,7 +25,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.evaluation.cli import add_prompts, check_sizes, parsed, plain_parser, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.prompt_sets import prompts_of, set_name
-from eagle_fsd.evaluation.rows import rows_of_answers
+from eagle_fsd.evaluation.rows import rows_of_answers, tau_of
 from eagle_fsd.evaluation.weight_formats.passes import (
     AS_TREES,
     AT_ONCE,
@@ -141,14 +141,13 @@ def line(read: Rows, decoded: Rows, reference: Rows) -> list[str]:
         values = [value for row in read for value in row["tv"][way]]
         spread.append(f"{statistics.fmean(values):.2g} ({np.percentile(values, 95):.2g})")
         same.append(f"{sum(row['same'][way] for row in read) / len(values):.1%}")
-    tau = sum(row["new_tokens"] for row in decoded) / sum(row["steps"] for row in decoded)
     as_plain = sum(row["lossless"] == row["plain"] for row in decoded)
     as_reference = sum(a["plain"] == b["plain"] for a, b in zip(decoded, reference, strict=True))
     sizes = [max(row[name] for row in decoded) for name in ("weight_bytes", "resident", "peak")]
     return [
         *(decoded[0]["runtime"], decoded[0]["weight_format"], *spread, *same),
         *(f"{size / 1e6:.0f}" for size in sizes),
-        f"{tau:.2f}",
+        f"{tau_of(decoded):.2f}",
         *(f"{count} of {len(decoded)}" for count in (as_plain, as_reference)),
     ]
 
