@@ -261,7 +261,7 @@ class RecordedWork:
             return Mark.EAGER
         made = leaves(recording.result)
         self.graphs.results.update({id(tensor): tensor for tensor in made})
-        self.memory[list_shapes(made)] = made
+        self.memory[list_shapes(made)] = self.memory.pop(list_shapes(made))  # the last used is the last
         if len(self.memory) > SHAPES:
             self.memory.pop(next(iter(self.memory), None), None)
         return recording
@@ -271,16 +271,16 @@ class RecordedWork:
         return tensor if self.graphs.results.get(id(tensor)) is tensor else tensor.clone()
 
     def _copy_to_results(self, made: Any) -> Any:
-        """Copy results into the memory of an earlier recording's results of the same shapes.
+        """Copy results into memory of their own, one set for all recordings whose results have these shapes.
 
-        Recordings for many view widths then share one set of results, and work that reads these always finds
-        them in the same place.
+        So work that reads these always finds them in the same place. It is allocated when the work is tried,
+        before the capture: what a capture allocates is shared, and replays of recordings that were made
+        earlier may overwrite it at any time.
         """
         new = leaves(made)
-        old = self.memory.get(list_shapes(new), new)
+        old = self.memory.setdefault(list_shapes(new), [tensor.clone() for tensor in new])
         for mine, given in zip(old, new, strict=True):
-            if mine is not given:
-                mine.copy_(given)
+            mine.copy_(given)
         return with_leaves(made, iter(old))
 
 

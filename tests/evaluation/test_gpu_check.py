@@ -137,6 +137,25 @@ def test_engines_in_threads_write_their_texts(bench: Bench, monkeypatch: pytest.
     assert not found["ok"] and sorted(found["right"]["graphs off"]) == [1, 2, 2]
 
 
+def test_one_engine_writes_with_rules_in_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = texts.rules_in_turn(bench)
+    assert found["ok"] and found["summary"] == "16 of 16 texts equal"
+    generate, made = EagleFSD.generate, []
+
+    def once_wrong(self: EagleFSD, *prompts: Any, **options: Any) -> Any:
+        made.append(generate(self, *prompts, **options))
+        made[-1].new_tokens[0][0] ^= (
+            len(made) == 2 * 4 + 8
+        )  # the last one of the second turn, with recordings
+        return made[-1]
+
+    monkeypatch.setattr(EagleFSD, "generate", once_wrong)
+    found = texts.rules_in_turn(bench)
+    assert found["summary"] == "15 of 16 texts equal; wrong: 8/3/3, Fuzzy, 0.8"
+    with pytest.raises(LeftOut):
+        texts.rules_in_turn(replace(bench, record=None))
+
+
 def test_what_is_recorded_is_counted_as_long_as_it_is_held(bench: Bench) -> None:
     found = steps.recordings(bench)
     assert found["ok"] and all(len(passes) == 3 for passes in found["cells"].values())

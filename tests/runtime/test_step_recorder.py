@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -29,7 +30,7 @@ from eagle_fsd.drafting import tree_growth
 from eagle_fsd.engine import GenerationOutput
 from eagle_fsd.runtime import flash_attention, kv_cache
 from eagle_fsd.runtime.grouped_attention import grouped_attention
-from eagle_fsd.runtime.step_recorder import EAGER, MOST, Graphs, RecordedWork, Recording
+from eagle_fsd.runtime.step_recorder import EAGER, MOST, Graphs, RecordedWork, Recording, leaves
 from eagle_fsd.target import admission
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -291,6 +292,27 @@ def test_the_accept_step_reads_logits_where_verify_left_them() -> None:
     assert len(verified) >= 4
     (logits,) = {id(one.result[0]) for one in verified}
     assert logits in map(id, accepted.inputs)
+
+
+def test_results_are_in_memory_that_no_capture_allocates() -> None:
+    """All captures allocate from one pool: the replay of an earlier one overwrites what a later one left."""
+    pieces = [lambda x: x + 1, lambda x: (x * 2, x.sum())]
+    recorder, during = OpRecorder(), []
+
+    def noting(work: Callable[[], object], repeatable: bool) -> object:
+        return recorder(lambda: during.append(made := work()) or made, repeatable)
+
+    graphs = Graphs(noting)
+    wrapped = [graphs.wrap(piece) for piece in pieces]
+    for number in range(3):
+        x = torch.arange(4.0) + number
+        first, (doubled, whole) = (piece(x) for piece in wrapped)
+        assert first.equal(x + 1) and doubled.equal(x * 2) and whole.equal(x.sum())
+    # Each was tried once, then captured; both times the results went to the same memory.
+    assert recorder.recordings == 2 and len(during) == 4
+    for tried, captured in zip(during[::2], during[1::2], strict=True):
+        pairs = zip(leaves(tried), leaves(captured), strict=True)
+        assert all(one.data_ptr() == other.data_ptr() for one, other in pairs)
 
 
 # --- how many there are ---

@@ -72,14 +72,17 @@ class Tape(Capturing):
             self.calls.append((op, args, kwargs, new))
         return made
 
+    def made(self) -> set[int]:
+        """Return the memory that was allocated while recording."""
+        return {out.untyped_storage().data_ptr() for *_, new in self.calls for out in new.values()}
+
     def put_back(self) -> None:
         for storage, saved in self.before.values():
             storage.copy_(saved)
 
     def spoil(self, result: object) -> None:
         """Fill the results with NaN, since a capture computes nothing."""
-        filled = {out.untyped_storage().data_ptr() for *_, new in self.calls for out in new.values()}
-        filled |= set(self.before)
+        filled = self.made() | set(self.before)
         for tensor in leaves(result):
             if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() in filled:
                 tensor.fill_(torch.nan)
@@ -105,6 +108,9 @@ class OpRecorder:
         tape.put_back()  # a capture runs nothing
         if not tape.calls:
             raise NothingRecorded("nothing ran")
+        if any(tensor.untyped_storage().data_ptr() in tape.made() for tensor in leaves(result)):
+            # All captures share it, so a replay of an earlier one may overwrite a later one's results.
+            raise AssertionError("results are in memory that the capture allocated")
         tape.spoil(result)
         self.recordings += 1
 

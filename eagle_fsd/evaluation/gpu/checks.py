@@ -38,6 +38,7 @@ PARTS: dict[str, Part] = {
     "host waits": steps.host_waits,
     "half precision": texts.half_precision,
     "recordings": steps.recordings,
+    "rules in turn": texts.rules_in_turn,
     "costs, bfloat16": functools.partial(target.costs, dtype="bfloat16"),
     "costs, float32": functools.partial(target.costs, dtype="float32"),
     "flash-attn": steps.flash_attention,

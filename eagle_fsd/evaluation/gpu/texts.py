@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
+from eagle_fsd.acceptance.accept import Lossless
+from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.acceptance.other_rules import Typical
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.commands.greedy import compare, reference
@@ -20,6 +23,7 @@ from eagle_fsd.evaluation.gpu.bench import (
     Bench,
     Findings,
     engine_of,
+    ids_of,
     prompts_of,
     tiny_model,
     verdict_on,
@@ -88,6 +92,32 @@ def summed_up(cells: dict[str, Findings]) -> Findings:
     texts, equal = (sum(cell[name] for cell in cells.values()) for name in ("texts", "equal"))
     bad = sorted(name for name, cell in cells.items() if cell["wrong"])
     return verdict_on(cells, bad, f"{equal} of {texts} texts equal", "wrong")
+
+
+def rules_in_turn(bench: Bench) -> Findings:
+    """Let one engine write with rules, trees and temperatures in turn, as a server does, and then once more.
+
+    Its texts must be those of an engine without graphs: what was recorded first must not spoil what is
+    recorded later.
+    """
+    model, (ids, mask) = tiny_model("llama", bench.device), ids_of(RAGGED[:2])
+    without, recorded = engine_of(model, EAGER), engine_of(model, bench.graphs())
+    rules = (Lossless(), Fuzzy(0.5), Fuzzy(0.5, mode="paper", max_consecutive=1), Typical())
+    trees, rules = (TREES[:1], rules[:2]) if bench.quick else (TREES, rules)
+    cells: dict[str, Findings] = {}
+    for _ in range(2):
+        for tree, rule, heat in product(trees, rules, (0.0, 0.8)):
+            name = f"{tree}, {type(rule).__name__}, {heat}"
+            how = {"rule": rule, "tree": tree, "temperature": heat, "seed": 1}
+            wanted, found = (
+                one.generate(ids, mask, max_new_tokens=8 if bench.quick else 24, **how).new_tokens
+                for one in (without, recorded)
+            )
+            cell = cells.setdefault(name, {"texts": 0, "equal": 0, "wrong": 0})
+            cell["texts"] += len(wanted)
+            cell["equal"] += sum(mine == its for mine, its in zip(found, wanted, strict=True))
+            cell["wrong"] = cell["texts"] - cell["equal"]
+    return summed_up(cells)
 
 
 def threads(bench: Bench) -> Findings:
