@@ -12,6 +12,7 @@ Shapes: B rows, D levels of a tree, K nodes, V vocabulary, W drafted tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,26 @@ class RowNoise:
         # On float32's grid the smallest numbers, which draw the least likely tokens, would be 0 too often.
         waits = source.standard_exponential(size, dtype=np.float64).clip(min=LEAST_WAIT)
         return torch.from_numpy(waits).float().log_().neg_()
+
+
+def noise_on(
+    device: torch.device, keys: Sequence[int | None], first: Sequence[int], count: int, size: int
+) -> Tensor:
+    """Return the noise [B, count, size] float32 that a GPU draws by itself, for `count` places of every row.
+
+    keys: each row's own, below 2**63; None: zeros. first: by row, the first place. A vector depends on its
+    row's key and its place alone. It is not the one that RowNoise has: drawing that on the host and copying
+    it would take longer than a step of a small target.
+    """
+    waits = torch.ones(len(keys), count, size, dtype=torch.float64, device=device)
+    generator = torch.Generator(device)  # counter-based on a GPU: any two seeds are two streams
+    for row, key in enumerate(keys):
+        if key is None:
+            continue
+        for place in range(count):
+            generator.manual_seed((key + first[row] + place) % 2**63)
+            waits[row, place].exponential_(generator=generator)
+    return waits.clamp_(min=LEAST_WAIT).float().log_().neg_()
 
 
 @dataclass(frozen=True)

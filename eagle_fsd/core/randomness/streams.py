@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.randomness.noise import RowNoise
+from eagle_fsd.core.randomness.noise import RowNoise, noise_on
 
 SEED_LIMIT = 2**63
 
@@ -66,13 +66,14 @@ class RowStream:
         sequence = np.random.SeedSequence(seed, spawn_key=(row,))
         self.generator = np.random.Generator(np.random.PCG64(sequence))
         self.noise = RowNoise((seed, row))
+        self.key = int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))  # of a GPU's noise
 
 
 class RowRandom:
     """One stream of uniform numbers per row of a batch, named by a (seed, row) pair; see `row_streams`.
 
-    Streams of different pairs are independent (numpy's SeedSequence), and a stream is the same on every
-    device and in every batch.
+    Streams of different pairs are independent (numpy's SeedSequence), and a stream is the same in every
+    batch. The uniform numbers are the same on every device; the noise of a GPU is its own.
     """
 
     def __init__(self, seed: Seed, batch: int, device: torch.device | str = "cpu") -> None:
@@ -109,10 +110,13 @@ class RowRandom:
 
         first: by row, the place in its answer to begin with. rows: which of them have any; others get zeros.
         """
+        if self.device.type != "cpu":
+            keys = [stream.key if some else None for stream, some in zip(self._rows, rows, strict=True)]
+            return noise_on(self.device, keys, first, count, size)
         none = [torch.zeros((), dtype=torch.float32, device="cpu").expand(size)] * count
         vectors = [
             stream.noise.places(first[row], count, size) if rows[row] else none
             for row, stream in enumerate(self._rows)
         ]
         noise = torch.stack([vector for row in vectors for vector in row]) if vectors else torch.zeros(0)
-        return noise.view(len(rows), count, size).to(self.device, non_blocking=True)
+        return noise.view(len(rows), count, size)

@@ -28,7 +28,8 @@ def draft_noise(
         return None
     samplings = [text.terms.sampling for text in texts]
     numbers = [[one.temperature for one in samplings], [least_log_q(one) for one in samplings]]
-    temperatures, least = torch.tensor(numbers, dtype=torch.float32, device="cpu").to(random.device)
+    both = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+    temperatures, least = both.to(random.device, non_blocking=True)
     noise = random.noise(next_places(texts), tree.reach, vocab_size, shared)
     return DraftNoise(noise, temperatures, least, on_device(shared, noise.device).bool())
 

@@ -8,7 +8,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from eagle_fsd.core.config import SamplingConfig
-from eagle_fsd.core.randomness.noise import DraftNoise, RowNoise, least_log_q
+from eagle_fsd.core.randomness.noise import DraftNoise, RowNoise, least_log_q, noise_on
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.sampling import Warped
 
@@ -101,3 +101,21 @@ def test_tokens_that_will_be_cut_off_are_not_drafted() -> None:
     assert DraftNoise(huge, one, least, one.bool()).condition(p, 0, None).argmax() == 0
     least = torch.tensor([least_log_q(SamplingConfig(1.0))])
     assert DraftNoise(huge, one, least, one.bool()).condition(p, 0, None).argmax() == 4
+
+
+def test_noise_that_a_gpu_draws_belongs_to_a_place_of_a_text_too() -> None:
+    """The same code draws it on a CPU, whose generators tell seeds apart by their last 32 bits alone."""
+    cpu, keys = torch.device("cpu"), [5, None, 2**63 - 3]
+    together = noise_on(cpu, keys, [0, 4, 2], 5, VOCAB)
+    assert together.dtype == torch.float32 and not together[1].any()
+    assert noise_on(cpu, keys[2:], [4], 2, VOCAB)[0].equal(together[2, 2:4])
+    vectors = together[[0, 2]].flatten(0, 1)
+    assert len(torch.unique(vectors, dim=0)) == len(vectors)
+    expected = logits().double().softmax(-1)
+    texts, places = 300, 40
+    noise = noise_on(cpu, [1000 * text for text in range(texts)], [0] * texts, places, VOCAB)
+    warped = Warped.from_logits(logits().expand(texts, places, -1), SamplingConfig(1.0))
+    counts = torch.bincount(
+        warped.drawn_by(noise, torch.arange(places).expand(texts, -1)).flatten(), minlength=VOCAB
+    )
+    assert chisquare(counts.double(), expected * counts.sum()).pvalue > 1e-3
