@@ -16,14 +16,18 @@ from eagle_fsd.training.schedule import root_mean_square
 
 @dataclass(frozen=True)
 class Lesson:
-    """A batch and the tokens [S] of its softmax, on the host; `pinned` copies both for a GPU."""
+    """A batch and the tokens [S] of its softmax, on the host; `pinned` copies both for a GPU.
+
+    seed: of the noise, which is added where the batch is learned from.
+    """
 
     batch: Batch
     tokens: Tensor
+    seed: int = 0
 
     def pinned(self) -> Lesson:
         """Return the same lesson in pinned memory, from which a GPU copies by itself."""
-        return Lesson(self.batch.pinned(), self.tokens.pin_memory())
+        return Lesson(self.batch.pinned(), self.tokens.pin_memory(), self.seed)
 
 
 def collate(sequences: Sequence[FeatureSequence]) -> Batch:
@@ -64,12 +68,14 @@ def batch_plan(
 def add_noise(batch: Batch, amount: float, std: float, seed: int) -> Batch:
     """Add EAGLE-1's uniform noise to the input features, up to half of `amount` stds on either side.
 
-    The paper uses 0.2 * 512 / length, on features of about unit std.
+    The paper uses 0.2 * 512 / length, on features of about unit std. The noise is drawn where the batch is:
+    a GPU's is not that of a CPU.
     """
     if amount == 0:
         return batch
-    generator = torch.Generator().manual_seed(seed)
-    noise = (torch.rand(batch.features.shape, generator=generator) - 0.5) * (amount * std)
+    device = batch.features.device
+    generator = torch.Generator(device).manual_seed(seed)
+    noise = (torch.rand(batch.features.shape, generator=generator, device=device) - 0.5) * (amount * std)
     return Batch(
         (batch.features.float() + noise).to(batch.features.dtype), batch.next_tokens, batch.goals, batch.learn
     )

@@ -231,11 +231,17 @@ class SoftCrossEntropy(torch.autograd.Function):
         return gradient * upstream.to(gradient.dtype), None, scaled, None, None, None
 
 
+def rows_at_once(device: torch.device, rows: int | None) -> int:
+    """Return how many rows of logits are computed together: `rows`, or what suits the device."""
+    # On a CPU, few rows stay in its caches; on a GPU, every block costs the launches of its kernels.
+    return rows or (256 if device.type == "cpu" else 4096)
+
+
 def soft_cross_entropy(
     predicted: Tensor,
     p: Tensor,
     readout: Readout,
-    rows: int = 256,
+    rows: int | None = None,
     trained: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> Tensor:
@@ -243,13 +249,14 @@ def soft_cross_entropy(
 
     trained, kept: see SoftCrossEntropy.
     """
+    rows = rows_at_once(predicted.device, rows)
     return SoftCrossEntropy.apply(predicted, p, trained, kept, readout, rows)
 
 
 @torch.no_grad()
-def target_probabilities(features: Tensor, readout: Readout, rows: int = 256) -> Tensor:
+def target_probabilities(features: Tensor, readout: Readout, rows: int | None = None) -> Tensor:
     """Return p [N, S] over the readout's tokens for true features [N, d], in the dtype of its weight."""
-    weight = readout.weight
+    weight, rows = readout.weight, rows_at_once(features.device, rows)
     p = torch.empty(len(features), len(weight), dtype=weight.dtype, device=features.device)
     for start in range(0, len(features), rows):
         block = slice(start, start + rows)

@@ -166,10 +166,8 @@ class Trainer:
     def lesson(self, place: int, numbers: Sequence[int]) -> Lesson:
         """Make the batch at a place of the run. It is the same whenever and wherever it is made."""
         batch = collate(self.data.read(numbers))
-        seed = self.config.seed * 1_000_003 + place
-        batch = add_noise(batch, self.config.noise, self.feature_std, seed)
         tokens = self.common if self.eagle3 else tokens_of_batch(self.common, batch)
-        lesson = Lesson(batch, tokens)
+        lesson = Lesson(batch, tokens, self.config.seed * 1_000_003 + place)
         return lesson.pinned() if self.device.type == "cuda" else lesson
 
     def train_step(self, share: Sequence[Lesson]) -> Report:
@@ -219,6 +217,7 @@ class Trainer:
     def loss_of(self, lesson: Lesson, depth: int) -> tuple[Tensor, Tensor]:
         """Compute the loss of one batch, and the cross-entropy [depth] of every drafting step."""
         batch, tokens = lesson.batch.to(self.device), moved_to(self.device, lesson.tokens)
+        batch = add_noise(batch, self.config.noise, self.feature_std, lesson.seed)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.bfloat16):
             # Whether a token is the target's best is a question of all of them.
             readout = (self.readout if self.eagle3 else self.readout.restrict(tokens)).to(self.dtype)

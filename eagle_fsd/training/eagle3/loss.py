@@ -22,6 +22,7 @@ from eagle_fsd.training.loss import (
     embed,
     learn_masks,
     moved_to,
+    rows_at_once,
     soft_cross_entropy,
     target_probabilities,
     unroll,
@@ -69,7 +70,7 @@ def eagle3_loss(
 
 @torch.no_grad()
 def drafted_probabilities(
-    features: Tensor, readout: Readout, drafted: Tensor | None, rows: int = 256
+    features: Tensor, readout: Readout, drafted: Tensor | None, rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return p [N, W] over the drafted tokens for true features [N, d], and which rows [N] have a goal.
 
@@ -81,6 +82,7 @@ def drafted_probabilities(
         return target_probabilities(features, readout, rows), torch.ones(count, device=features.device)
     p = torch.empty(count, len(drafted), dtype=readout.weight.dtype, device=features.device)
     kept = torch.empty(count, device=features.device)
+    rows = rows_at_once(features.device, rows)
     for start in range(0, count, rows):
         block = slice(start, start + rows)
         logits = readout.logits(features[block])  # over the whole vocabulary: the best token may be any
