@@ -25,14 +25,14 @@ from eagle_fsd.hub.kept.second_start import SecondStart
 from eagle_fsd.hub.resolve import is_shipped_head, load_any_head, load_target, resolve_head, resolve_target
 from eagle_fsd.hub.split.plan import ranks_device, require_splittable
 from eagle_fsd.hub.target_loader import Loaded, TargetSource, show_progress
-from eagle_fsd.runtime.cuda_graphs import cuda_recorder
+from eagle_fsd.runtime.cuda_graphs import usual_stepper
 from eagle_fsd.runtime.matmul_backends import find_fastest_backend
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.gguf_blocks import GGUFBlocks
 from eagle_fsd.runtime.openvino.weight_formats import INT8, OWN_BLOCKS, PACKED
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.runtime.ranks import ALONE, join_ranks
-from eagle_fsd.runtime.step_recorder import EAGER, Graphs
+from eagle_fsd.runtime.step_recorder import EAGER
 from eagle_fsd.target.first_layers import first_layers
 from eagle_fsd.target.kept.kept_model import KeptModel, shapes_of, whole
 from eagle_fsd.target.model import TargetModel
@@ -148,8 +148,8 @@ def load_pair(
     def on_torch() -> TargetModel:
         model = whole(held)
         pack_linears(model, find_fastest_backend(model) if packs else None)
-        records = graphs and not movable and model.device.type == "cuda"
-        return TargetModel(model, Graphs(cuda_recorder(model.device)) if records else EAGER, ranks=ranks)
+        stepper = usual_stepper(model.device) if graphs and not movable else EAGER
+        return TargetModel(model, stepper, ranks=ranks)
 
     def on_openvino() -> TargetModel:
         if found is not None:

@@ -12,9 +12,14 @@ from typing import Any
 
 import torch
 
-from eagle_fsd.runtime.step_recorder import NothingRecorded, Recorder
+from eagle_fsd.runtime.step_recorder import EAGER, Graphs, NothingRecorded, Recorder, Stepper
 
 _one_at_a_time = threading.Lock()  # a process has one set of warning filters
+
+
+def usual_stepper(device: torch.device) -> Stepper:
+    """Return what runs the parts of a step on a device: CUDA graphs on a GPU."""
+    return Graphs(cuda_recorder(device)) if device.type == "cuda" else EAGER
 
 
 def cuda_recorder(device: torch.device, cuda: Any = torch.cuda) -> Recorder:

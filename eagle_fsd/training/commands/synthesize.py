@@ -28,6 +28,7 @@ from eagle_fsd.files.places import require_file
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.hub.choose_runtime import OPENVINO, TORCH, plan_runtime
 from eagle_fsd.hub.load_pair import compile_target
+from eagle_fsd.runtime.cuda_graphs import usual_stepper
 from eagle_fsd.runtime.openvino.weight_formats import FORMATS
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.target.model import TargetModel
@@ -141,7 +142,7 @@ def run(args: argparse.Namespace) -> None:
         target = compile_target(model, source, computed.weight_format)
     else:
         pack_linears(model)
-        target = TargetModel(model)
+        target = TargetModel(model, usual_stepper(model.device))
     written = self_prompts(target, tokenizer, args.self_prompts, plan, own)
     prompts += without_overlap(written, args.exclude)
     require_prompts(prompts)
