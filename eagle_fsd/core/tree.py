@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.devices import host_can_read
+from eagle_fsd.core.padding import on_device
 
 # Where a drafted token comes from, by its number in DraftTree.sources: a network; a copy from earlier in the
 # text (`copied` in drafting/lookup); or the target's likeliest tokens at an earlier place (`recycled`).
@@ -76,7 +77,7 @@ class DraftTree:
 
     def select(self, rows: Sequence[int]) -> DraftTree:
         """Return the trees of these rows of the batch."""
-        index = list(rows)
+        index = on_device(rows, self.tokens.device)
         return replace(
             self,
             tokens=self.tokens[index],

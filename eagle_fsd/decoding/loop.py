@@ -141,7 +141,7 @@ class Batch:
         for part in (self.target, self.drafter, self.random):
             part.select(rows)
         self.texts = [self.texts[row] for row in rows]
-        self.roots = self.roots[list(rows)]
+        self.roots = self.roots[on_device(rows, self.roots.device)]
 
     def join(self, other: Batch) -> None:
         """Take in the texts of another batch on the same models, in the places of finished texts first.
@@ -175,8 +175,9 @@ class Batch:
         for terms, rows in groups:  # almost always one, whose tensors need no copy
             trees, of_rows, random, counts, several = tree, logits, self.random, emitted, len(groups) > 1
             if several:
-                trees, of_rows = tree.select(rows), logits[rows]
-                random, counts = self.random.at(rows), emitted[rows]
+                index = on_device(rows, logits.device)
+                trees, of_rows = tree.select(rows), logits[index]
+                random, counts = self.random.at(rows), emitted[index]
             if terms.processing.active:
                 of_rows = process(of_rows, trees, [self.texts[row].processor for row in rows])
             ends = self._end_tokens(terms, logits.device)

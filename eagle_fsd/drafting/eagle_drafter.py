@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.core.devices import forward_size
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, TargetVocabulary
 from eagle_fsd.drafting.drafter import Needs, Seen
@@ -34,7 +35,7 @@ from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 Head = TypeVar("Head", bound=nn.Module)
 
-EXTEND_CHUNK = 512  # pairs per forward while a prompt is read: bounds the mask to chunk x context
+EXTEND_CHUNK = 512  # pairs per forward while a prompt is read, on a CPU: bounds the mask to chunk x context
 
 
 class Vocabulary(Protocol):
@@ -208,7 +209,8 @@ def commit_in_chunks(
     past the committed slots, and returns outputs [B, q, d].
     """
     outputs, total = [], inputs[0].shape[1]
-    for start in range(0, total, widest := min(EXTEND_CHUNK, cache.widest)):
+    widest = min(forward_size(EXTEND_CHUNK, cache.device), cache.widest)
+    for start in range(0, total, widest):
         end = min(total, start + widest)
         cache.reserve(end - start, offset=start, exact=first)
         outputs.append(read(*(one[:, start:end] for one in inputs), start))

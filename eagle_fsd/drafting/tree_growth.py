@@ -139,13 +139,13 @@ class BeamDrafter:
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)
-        self.root_states = self.root_states[list(rows)]
+        self.root_states = self.root_states[on_device(rows, self.root_states.device)]
 
     def replace(self, rows: Sequence[int], other: Drafter) -> None:
         assert isinstance(other, BeamDrafter)
         self.cache.replace(rows, other.cache)
         self.root_states = self.root_states.to(other.root_states.dtype)  # those of no text yet are float32
-        self.root_states[list(rows)] = other.root_states
+        self.root_states[on_device(rows, self.root_states.device)] = other.root_states
 
     def save_row(self, row: int, tokens: int) -> tuple[SavedRow, ...] | None:
         count = tokens - self.predictor.behind

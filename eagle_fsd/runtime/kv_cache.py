@@ -163,7 +163,7 @@ class KVCache:
             else:
                 for buffer in buffers:  # indexing copies first, so no row is overwritten before it is read
                     buffer[:count, :, :used] = buffer[index, :, :used]
-        self.slots = self.slots[list(rows)]
+        self.slots = self.slots[on_device(rows, self.slots.device)]
         if count > self.rows:
             self.rows, self.buffers = count, object()
             self._all_lengths = torch.zeros(count, dtype=torch.int64, device=self.device)
@@ -172,12 +172,13 @@ class KVCache:
     def replace(self, rows: Sequence[int], other: KVCache) -> None:
         """Put the texts of another cache, one for each, in the place of these rows, with their limits."""
         self._take_limits(rows, other)
-        used = max(other.row_lengths)
+        used, index = max(other.row_lengths), on_device(rows, self.device)
         self._make_room(used)
         for layer, news in other.layers.items():
+            index = index.to(news[0].device)
             # It is new if all prompts here were single tokens, which no forward has read.
             for buffer, new in zip(self._layer(layer, news), news, strict=True):
-                buffer[list(rows), :, :used] = new[: len(rows), :, :used]
+                buffer[index, :, :used] = new[: len(rows), :, :used]
         self._set_lengths_of(rows, other.row_lengths)
 
     def save_row(self, row: int, count: int) -> SavedRow:

@@ -8,12 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from eagle_fsd.core.devices import forward_size
 from eagle_fsd.core.tree import DraftTree, ancestors, visible_slots
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
 from eagle_fsd.runtime.ranks import Ranks
 from eagle_fsd.runtime.step_recorder import Stepper
 
-PREFILL_CHUNK = 512  # tokens per prefill forward: bounds the mask to chunk x context
+PREFILL_CHUNK = 512  # tokens per prefill forward on a CPU: bounds the mask to chunk x context
 
 
 class MaskedForward(Protocol):
@@ -88,7 +89,7 @@ class TargetSession:
         batch, width = tokens.shape
         size = self.target.hidden_size * max(len(self.taps), 1)
         parts = [torch.empty(batch, 0, size, dtype=self.target.dtype, device=self.target.device)]
-        widest = min(PREFILL_CHUNK, self.cache.widest)
+        widest = min(forward_size(PREFILL_CHUNK, self.target.device), self.cache.widest)
         for start in range(0, width, widest):
             chunk = tokens[:, start : start + widest]
             self.cache.reserve(chunk.shape[1], offset=start, exact=True)

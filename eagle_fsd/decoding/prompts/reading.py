@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.padding import pad_right
+from eagle_fsd.core.padding import on_device, pad_right
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.stats import Stopwatch
 from eagle_fsd.decoding.loop import Batch
@@ -79,5 +79,5 @@ class Reading:
         streams = RowRandom([text.stream for text in texts], len(texts), session.cache.device)
         accept_step = self.workspace.accept_step
         batch = Batch(session, drafter, streams, tree, watch, accept_step)
-        batch.begin(texts, self.roots[rows])
+        batch.begin(texts, self.roots[on_device(rows, self.roots.device)])
         return batch
