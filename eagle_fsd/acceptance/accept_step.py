@@ -18,7 +18,7 @@ from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.randomness.streams import Uniforms
 from eagle_fsd.core.sampling import Warped
 from eagle_fsd.core.tree import DraftTree, with_last, with_root
-from eagle_fsd.runtime.step_recorder import EAGER, Stepper, copied
+from eagle_fsd.runtime.step_recorder import EAGER, MOST, Stepper, copied
 
 FEW_ROWS = 64  # whose walks take the host less time than draws at all nodes
 
@@ -222,7 +222,9 @@ class AcceptStep:
         """
         uniforms = None if sampling.greedy else random.uniform(2 * tree.largest)
         verified = Verified(tree, logits, sampling, eos)
-        if self.stepper.records and is_immutable(rule):
+        # Many rows fall into groups of many sizes, and each would take a recording of its own.
+        recurs = not several or len(emitted) <= MOST
+        if self.stepper.records and recurs and is_immutable(rule):
             verdict = self._accept_recorded(rule, sampling, eos, tree, logits, uniforms, emitted, noise)
             return verified, copied(verdict) if several else verdict
         return verified, accept(rule, verified, GivenUniforms(uniforms), emitted, noise)

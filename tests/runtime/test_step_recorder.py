@@ -24,8 +24,11 @@ from eagle_fsd.acceptance import accept_step
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
 from eagle_fsd.acceptance.accept_step import is_immutable
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble
+from eagle_fsd.autotune.step_costs import star_tree
 from eagle_fsd.core import sampling, tree
+from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.padding import pad_left
+from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.drafting import tree_growth
 from eagle_fsd.engine import GenerationOutput
 from eagle_fsd.runtime import flash_attention, kv_cache
@@ -376,6 +379,22 @@ class Holding(Fuzzy):
 
 class Derived(Fuzzy):
     pass
+
+
+@pytest.mark.parametrize(("rows", "several", "recorded"), [(40, False, 1), (20, True, 1), (40, True, 0)])
+def test_groups_of_many_rows_are_not_recorded(rows: int, several: bool, recorded: int) -> None:
+    """Their sizes change from step to step."""
+    recorder = OpRecorder()
+    steps = [accept_step.AcceptStep(), *[accept_step.AcceptStep(Graphs(recorder))] * 3]
+    found = star_tree(torch.zeros(rows, dtype=torch.int64), 4, 16)
+    logits = torch.randn(rows, 4, 16, generator=torch.Generator().manual_seed(0))
+    none = torch.zeros(rows, dtype=torch.int64)
+    verdicts = [
+        step(Lossless(), SamplingConfig(), none[:0], found, logits, RowRandom(0, rows), none, several)[1]
+        for step in steps
+    ]
+    assert recorder.recordings == recorded
+    assert all(one.tokens.equal(verdicts[0].tokens) for one in verdicts[1:])
 
 
 def test_a_rule_that_changes_between_calls_is_never_recorded() -> None:
