@@ -278,7 +278,10 @@ class RecordedWork:
         earlier may overwrite it at any time.
         """
         new = leaves(made)
-        old = self.memory.setdefault(list_shapes(new), [tensor.clone() for tensor in new])
+        shapes = list_shapes(new)
+        if shapes not in self.memory:
+            self.memory[shapes] = [torch.empty_like(tensor) for tensor in new]
+        old = self.memory[shapes]
         for mine, given in zip(old, new, strict=True):
             mine.copy_(given)
         return with_leaves(made, iter(old))
