@@ -1,7 +1,7 @@
 # The server on NVIDIA GPUs, with the default model inside. From the root of a checkout:
 #   docker build -f docker/cuda.Dockerfile -t eagle-fsd-cuda .
 #   docker run --gpus all -p 127.0.0.1:8000:8000 -v eagle-fsd-cache:/cache -e EAGLE_FSD_API_KEY=secret eagle-fsd-cuda
-# Nothing of this project has run on a GPU yet, this image included.
+# This image has not run yet.
 FROM python:3.11-slim
 
 # pip's torch brings CUDA's libraries; the driver is the host's, through the NVIDIA container toolkit.

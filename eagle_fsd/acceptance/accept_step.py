@@ -18,9 +18,10 @@ from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.randomness.streams import Uniforms
 from eagle_fsd.core.sampling import Warped
 from eagle_fsd.core.tree import DraftTree, with_last, with_root
-from eagle_fsd.runtime.step_recorder import EAGER, MOST, Stepper, copied
+from eagle_fsd.runtime.step_recorder import EAGER, Stepper, copied
 
 FEW_ROWS = 64  # whose walks take the host less time than draws at all nodes
+FEW_SIZES = 8  # up to this many rows a part of a batch is recorded: larger ones have a new size in most steps
 
 
 def choose(tree: DraftTree, chances: Tensor, uniforms: Tensor) -> Tensor:
@@ -222,8 +223,7 @@ class AcceptStep:
         """
         uniforms = None if sampling.greedy else random.uniform(2 * tree.largest)
         verified = Verified(tree, logits, sampling, eos)
-        # Many rows fall into groups of many sizes, and each would take a recording of its own.
-        recurs = not several or len(emitted) <= MOST
+        recurs = not several or len(emitted) <= FEW_SIZES
         if self.stepper.records and recurs and is_immutable(rule):
             verdict = self._accept_recorded(rule, sampling, eos, tree, logits, uniforms, emitted, noise)
             return verified, copied(verdict) if several else verdict

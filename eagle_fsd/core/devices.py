@@ -27,12 +27,13 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return no_room or (isinstance(error, RuntimeError) and "alloc" in str(error))
 
 
-def forward_size(tokens: int, device: torch.device) -> int:
-    """Return how many tokens one of several forwards over a long text reads where a CPU reads `tokens`.
+def forward_size(tokens: int, device: torch.device, rows: int = 1) -> int:
+    """Return how many tokens of each row one of several forwards over long texts reads.
 
-    A GPU reads eight times as many: a forward over few tokens takes it as long.
+    tokens: how many a CPU reads. A GPU reads up to eight times as many, all rows together: a forward over few
+    tokens takes it as long.
     """
-    return tokens if device.type == "cpu" else 8 * tokens
+    return tokens if device.type == "cpu" else max(tokens, 8 * tokens // rows)
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:

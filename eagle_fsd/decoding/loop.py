@@ -269,7 +269,7 @@ def merge_verdicts(parts: Sequence[tuple[Sequence[int], Verdict]]) -> Verdict:
     if len(parts) == 1:
         return parts[0][1]
     order = [row for rows, _ in parts for row in rows]
-    back = sorted(range(len(order)), key=order.__getitem__)
+    back = on_device(sorted(range(len(order)), key=order.__getitem__), parts[0][1].path.device)
     whole = {
         field.name: torch.cat([getattr(verdict, field.name) for _, verdict in parts])[back]
         for field in fields(Verdict)

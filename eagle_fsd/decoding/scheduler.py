@@ -17,7 +17,7 @@ import torch
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.devices import forward_size, ran_out_of_memory
+from eagle_fsd.core.devices import ran_out_of_memory
 from eagle_fsd.core.stats import Stopwatch
 from eagle_fsd.decoding.loop import Batch
 from eagle_fsd.decoding.prompts.cache_budget import CacheBudget, longest
@@ -59,14 +59,13 @@ class Scheduler:
 
     drafter: None for plain decoding. tree: the tree of every text. rows: the most texts in the batch. group:
     waiting texts join when this many places are free, since reading several prompts together takes fewer
-    forwards. slice_tokens: the most prompt tokens that are read between two steps on a CPU (see
-    forward_size); None: whole prompts. cache_tokens: the most slots of the caches that all texts may take
-    together, each with room for one token's keys and values in target and drafter; None: no limit.
-    prefix_tokens: how many of these slots texts that have ended may keep, for prompts that begin like them;
-    0: none. observer: is shown every step; it may be set and taken away between steps. crowded: trees, no
-    larger than `tree`, for the steps of at least this many texts at once, if every one of them gets the same
-    tokens with any tree (Terms.any_tree): where many texts fill the processor, drafts for each are worth
-    less.
+    forwards. slice_tokens: the most prompt tokens that are read between two steps; None: whole prompts.
+    cache_tokens: the most slots of the caches that all texts may take together, each with room for one
+    token's keys and values in target and drafter; None: no limit. prefix_tokens: how many of these slots
+    texts that have ended may keep, for prompts that begin like them; 0: none. observer: is shown every step;
+    it may be set and taken away between steps. crowded: trees, no larger than `tree`, for the steps of at
+    least this many texts at once, if every one of them gets the same tokens with any tree (Terms.any_tree):
+    where many texts fill the processor, drafts for each are worth less.
 
     Raises ValueError for numbers out of range.
     """
@@ -89,7 +88,7 @@ class Scheduler:
         if slice_tokens is not None:
             require_integer("slice_tokens", slice_tokens, 1, f"{SLICE} suits a CPU, None reads whole prompts")
         self.target, self.tree, self.rows, self.group = target, tree, rows, min(group, rows)
-        self.slice_tokens = 2**31 if slice_tokens is None else forward_size(slice_tokens, target.device)
+        self.slice_tokens = 2**31 if slice_tokens is None else slice_tokens
         self.drafter: DrafterSpec = NoDrafter(target.vocab_size)
         if drafter is not None and tree.total_tokens > 1:
             self.drafter = drafter

@@ -208,8 +208,8 @@ def commit_in_chunks(
     inputs: the tensors [B, P, ...] that the pairs are made of. read: takes chunks of them and their offset
     past the committed slots, and returns outputs [B, q, d].
     """
-    outputs, total = [], inputs[0].shape[1]
-    widest = min(forward_size(EXTEND_CHUNK, cache.device), cache.widest)
+    outputs, (batch, total) = [], inputs[0].shape[:2]
+    widest = min(forward_size(EXTEND_CHUNK, cache.device, batch), cache.widest)
     for start in range(0, total, widest):
         end = min(total, start + widest)
         cache.reserve(end - start, offset=start, exact=first)

@@ -28,8 +28,6 @@ from eagle_fsd.decoding.request import end_token_ids
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.hub.resolve import load_any_head
-from eagle_fsd.runtime.cuda_graphs import usual_stepper
-from eagle_fsd.runtime.step_recorder import EAGER
 from eagle_fsd.target.model import TargetModel
 
 ENGINES = "_eagle_fsd_engines"  # a model's engines, by the name of their head, so that they go with it
@@ -144,8 +142,7 @@ def engine_for(
     state = (model.device, model.dtype, stamps(Path(ea_model)))
     if ea_model not in engines or engines[ea_model][0] != state:
         engines.pop(ea_model, None)
-        spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
-        target = TargetModel(model, EAGER if spread else usual_stepper(model.device))
+        target = TargetModel(model)  # without CUDA graphs: its owner may move it or change its weights
         head = None
         if ea_model != "none":
             sizes = (target.hidden_size, target.vocab_size, target.config.num_hidden_layers)

@@ -81,9 +81,10 @@ class Stepper(Protocol):
 
         Arguments are tensors, None, tuples and dataclasses of them, and hashable values, on which the work
         may depend as well. cache: the memory that the work reads and writes beside its arguments. repeatable:
-        whether a second run in a row changes nothing, so that the work may be tried before it is recorded.
-        by_view: whether the work depends on how much of the cache it sees. The stand-in for a method does not
-        keep the method's object alive, since that object usually holds the stand-in.
+        whether a second run in a row changes nothing, so that the work may be tried before it is recorded;
+        other work returns no tensors. by_view: whether the work depends on how much of the cache it sees. The
+        stand-in for a method does not keep the method's object alive, since that object usually holds the
+        stand-in.
         """
 
 
@@ -246,10 +247,9 @@ class RecordedWork:
     def _record(self, record: Recorder, arguments: tuple[Any, ...]) -> Recording | Mark:
         try:
             inputs = [self._input(tensor) for tensor in leaves(arguments)]
-            fixed = with_leaves(arguments, iter(inputs))
-            recording = Recording(
-                inputs, *record(lambda: self._copy_to_results(self.work(*fixed)), self.repeatable)
-            )
+            fixed, chosen = with_leaves(arguments, iter(inputs)), list[Tensor]()
+            run = lambda: self._copy_to_results(self.work(*fixed), chosen)  # noqa: E731
+            recording = Recording(inputs, *record(run, self.repeatable))
         except NothingRecorded:
             return Mark.EAGER
         except torch.OutOfMemoryError:
@@ -261,7 +261,8 @@ class RecordedWork:
             return Mark.EAGER
         made = leaves(recording.result)
         self.graphs.results.update({id(tensor): tensor for tensor in made})
-        self.memory[list_shapes(made)] = self.memory.pop(list_shapes(made))  # the last used is the last
+        self.memory.pop(list_shapes(made), None)
+        self.memory[list_shapes(made)] = made  # the last one recorded
         if len(self.memory) > SHAPES:
             self.memory.pop(next(iter(self.memory), None), None)
         return recording
@@ -270,21 +271,19 @@ class RecordedWork:
         """Return the tensor from which a recording reads an input: another recording's result, or a copy."""
         return tensor if self.graphs.results.get(id(tensor)) is tensor else tensor.clone()
 
-    def _copy_to_results(self, made: Any) -> Any:
-        """Copy results into memory of their own, one set for all recordings whose results have these shapes.
+    def _copy_to_results(self, made: Any, chosen: list[Tensor]) -> Any:
+        """Copy results into memory of an earlier recording with results of these shapes, or into new memory.
 
-        So work that reads these always finds them in the same place. It is allocated when the work is tried,
-        before the capture: what a capture allocates is shared, and replays of recordings that were made
-        earlier may overwrite it at any time.
+        So work that reads the results of many recordings finds them in one place. chosen: that memory; it is
+        empty when the work is tried, before the capture. What a capture allocates is shared by all, and the
+        replay of an earlier recording may overwrite it at any time.
         """
         new = leaves(made)
-        shapes = list_shapes(new)
-        if shapes not in self.memory:
-            self.memory[shapes] = [torch.empty_like(tensor) for tensor in new]
-        old = self.memory[shapes]
-        for mine, given in zip(old, new, strict=True):
+        if not chosen:
+            chosen += self.memory.get(list_shapes(new)) or [torch.empty_like(one) for one in new]
+        for mine, given in zip(chosen, new, strict=True):
             mine.copy_(given)
-        return with_leaves(made, iter(old))
+        return with_leaves(made, iter(chosen))
 
 
 def hold_weakly(work: Work) -> Work:

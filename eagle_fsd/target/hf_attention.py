@@ -11,7 +11,6 @@ import functools
 import types
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -63,10 +62,6 @@ def use_attention(decoder: nn.Module, name: str, attention: Callable[..., tuple[
 def with_grouped_attention(decoder: nn.Module) -> nn.Module:
     """Return a private copy of a decoder whose layers call our attention instead of sdpa."""
     mine = private_copy(decoder)
-    if any(weight.is_cuda for weight in decoder.parameters()):
-        # For the whole process: cuDNN prepares itself anew for every shape, and each prompt has its own.
-        # On an H100 that took a tenth of a second, as long as four steps.
-        torch.backends.cuda.enable_cudnn_sdp(False)
     if mine.config._attn_implementation == "sdpa":
         use_attention(mine, GROUPED, grouped_attention_forward)
     return mine

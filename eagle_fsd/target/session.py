@@ -89,7 +89,7 @@ class TargetSession:
         batch, width = tokens.shape
         size = self.target.hidden_size * max(len(self.taps), 1)
         parts = [torch.empty(batch, 0, size, dtype=self.target.dtype, device=self.target.device)]
-        widest = min(forward_size(PREFILL_CHUNK, self.target.device), self.cache.widest)
+        widest = min(forward_size(PREFILL_CHUNK, self.target.device, batch), self.cache.widest)
         for start in range(0, width, widest):
             chunk = tokens[:, start : start + widest]
             self.cache.reserve(chunk.shape[1], offset=start, exact=True)

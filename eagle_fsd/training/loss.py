@@ -66,6 +66,7 @@ def pair(tokens: Tensor, features: Tensor, learn: Tensor, taps: Tensor | None = 
 
 
 SCORES = 2**26  # attention scores held at once: 256 MB in float32
+ON_A_GPU = 2**25  # logits held at once there: 128 MB in float32
 
 
 class UnrollAttention:
@@ -231,10 +232,10 @@ class SoftCrossEntropy(torch.autograd.Function):
         return gradient * upstream.to(gradient.dtype), None, scaled, None, None, None
 
 
-def rows_at_once(device: torch.device, rows: int | None) -> int:
-    """Return how many rows of logits are computed together: `rows`, or what suits the device."""
+def rows_at_once(device: torch.device, tokens: int, rows: int | None) -> int:
+    """Return how many rows of `tokens` logits are computed together: `rows`, or what suits the device."""
     # On a CPU, few rows stay in its caches; on a GPU, every block costs the launches of its kernels.
-    return rows or (256 if device.type == "cpu" else 4096)
+    return rows or (256 if device.type == "cpu" else max(256, ON_A_GPU // tokens))
 
 
 def soft_cross_entropy(
@@ -249,14 +250,15 @@ def soft_cross_entropy(
 
     trained, kept: see SoftCrossEntropy.
     """
-    rows = rows_at_once(predicted.device, rows)
+    rows = rows_at_once(predicted.device, len(readout.weight), rows)
     return SoftCrossEntropy.apply(predicted, p, trained, kept, readout, rows)
 
 
 @torch.no_grad()
 def target_probabilities(features: Tensor, readout: Readout, rows: int | None = None) -> Tensor:
     """Return p [N, S] over the readout's tokens for true features [N, d], in the dtype of its weight."""
-    weight, rows = readout.weight, rows_at_once(features.device, rows)
+    weight = readout.weight
+    rows = rows_at_once(features.device, len(weight), rows)
     p = torch.empty(len(features), len(weight), dtype=weight.dtype, device=features.device)
     for start in range(0, len(features), rows):
         block = slice(start, start + rows)

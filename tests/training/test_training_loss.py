@@ -33,6 +33,7 @@ from eagle_fsd.training.loss import (
     head_loss,
     learn_masks,
     pair,
+    rows_at_once,
     soft_cross_entropy,
     target_probabilities,
     unroll,
@@ -260,3 +261,9 @@ def test_what_is_taught_is_the_targets_own_distribution(family: str) -> None:
     for found, wanted in ((readout, logits), (readout.restrict(some), logits[:, some])):
         p = target_probabilities(features, found, rows=3)
         torch.testing.assert_close(p, wanted.softmax(-1), atol=1e-5, rtol=1e-4)
+
+
+def test_a_gpu_takes_as_many_rows_as_fit_together() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert rows_at_once(cpu, 8192, None) == 256 and rows_at_once(gpu, 8192, 7) == 7
+    assert rows_at_once(gpu, 8192, None) == 4096 and rows_at_once(gpu, 300_000, None) == 256

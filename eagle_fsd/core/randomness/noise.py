@@ -58,19 +58,20 @@ def noise_on(
 ) -> Tensor:
     """Return the noise [B, count, size] float32 that a GPU draws by itself, for `count` places of every row.
 
-    keys: each row's own, below 2**63; None: zeros. first: by row, the first place. A vector depends on its
-    row's key and its place alone. It is not the one that RowNoise has: drawing that on the host and copying
-    it would take longer than a step of a small target.
+    keys: each row's own, below 2**63; None: zeros. first: by row, the first place. On one model of GPU a
+    vector depends on its row's key and its place alone. It is not the one that RowNoise has: drawing that on
+    the host and copying it would take longer than a step of a small target.
     """
-    waits = torch.ones(len(keys), count, size, dtype=torch.float64, device=device)
+    waits = torch.ones(len(keys), count, size, dtype=torch.float32, device=device)
+    exact = torch.empty(size, dtype=torch.float64, device=device)  # see RowNoise
     generator = torch.Generator(device)  # counter-based on a GPU: any two seeds are two streams
     for row, key in enumerate(keys):
         if key is None:
             continue
         for place in range(count):
             generator.manual_seed((key + first[row] + place) % 2**63)
-            waits[row, place].exponential_(generator=generator)
-    return waits.clamp_(min=LEAST_WAIT).float().log_().neg_()
+            waits[row, place] = exact.exponential_(generator=generator)
+    return waits.clamp_(min=LEAST_WAIT).log_().neg_()
 
 
 @dataclass(frozen=True)

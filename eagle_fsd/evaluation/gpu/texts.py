@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-from eagle_fsd.acceptance.accept import Lossless
-from eagle_fsd.acceptance.fuzzy import Fuzzy
-from eagle_fsd.acceptance.other_rules import Typical
+from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.commands.greedy import compare, reference
@@ -102,13 +100,13 @@ def rules_in_turn(bench: Bench) -> Findings:
     """
     model, (ids, mask) = tiny_model("llama", bench.device), ids_of(RAGGED[:2])
     without, recorded = engine_of(model, EAGER), engine_of(model, bench.graphs())
-    rules = (Lossless(), Fuzzy(0.5), Fuzzy(0.5, mode="paper", max_consecutive=1), Typical())
+    rules = ("lossless", "js:0.5", "js:0.5:paper:max_consecutive=1", "typical:0.3")
     trees, rules = (TREES[:1], rules[:2]) if bench.quick else (TREES, rules)
     cells: dict[str, Findings] = {}
     for _ in range(2):
         for tree, rule, heat in product(trees, rules, (0.0, 0.8)):
-            name = f"{tree}, {type(rule).__name__}, {heat}"
-            how = {"rule": rule, "tree": tree, "temperature": heat, "seed": 1}
+            name = f"{tree}, {rule}, {heat}"
+            how = {"rule": parse_rule(rule), "tree": tree, "temperature": heat, "seed": 1}
             wanted, found = (
                 one.generate(ids, mask, max_new_tokens=8 if bench.quick else 24, **how).new_tokens
                 for one in (without, recorded)

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.devices import release_freed_memory
+from eagle_fsd.core.devices import forward_size, release_freed_memory
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.decoding.failures import NonFiniteLogits
 from eagle_fsd.decoding.on_ranks.following import FAREWELL, HEARTBEAT, Leader
 from eagle_fsd.decoding.origins import TokenOrigins
 from eagle_fsd.decoding.request import Text
-from eagle_fsd.decoding.scheduler import Scheduler
+from eagle_fsd.decoding.scheduler import SLICE, Scheduler
 from eagle_fsd.serving.choices import Limits
 from eagle_fsd.serving.errors import SERVER, ApiError, impossible_text, lost_text, queue_full, wrong_value
 from eagle_fsd.serving.work.jobs import Job, News
@@ -337,6 +337,7 @@ def new_scheduler(
         model.drafter,
         tree,
         limits.max_rows,
+        slice_tokens=forward_size(SLICE, model.target.device),
         cache_tokens=limits.cache_tokens,
         prefix_tokens=limits.prefix_tokens,
         crowded=None if model.target.ranks.several else crowded,  # rank 0 alone knows the texts' terms

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
+from eagle_fsd.core.devices import forward_size
 from eagle_fsd.decoding.request import Terms, Text
-from eagle_fsd.decoding.scheduler import Scheduler
+from eagle_fsd.decoding.scheduler import SLICE, Scheduler
 from eagle_fsd.target.model import TargetModel
 
 
@@ -52,7 +53,8 @@ def write_answers(
     require_integer("rows", rows, 1, "64 suits a CPU")
     ends = tuple(target.eos_token_ids if eos_token_ids is None else eos_token_ids)
     # Prompts join in small groups, so that the pool stays full and few forwards read prompts.
-    scheduler = Scheduler(target, None, TreeConfig(1), rows, group=max(1, rows // 8))
+    group, slices = max(1, rows // 8), forward_size(SLICE, target.device)
+    scheduler = Scheduler(target, None, TreeConfig(1), rows, group, slice_tokens=slices)
     for question in sorted(questions, key=lambda question: len(question.tokens)):
         terms = Terms(ends, sampling=question.sampling)
         stream = (question.seed, 0)

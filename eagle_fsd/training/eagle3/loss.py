@@ -82,7 +82,7 @@ def drafted_probabilities(
         return target_probabilities(features, readout, rows), torch.ones(count, device=features.device)
     p = torch.empty(count, len(drafted), dtype=readout.weight.dtype, device=features.device)
     kept = torch.empty(count, device=features.device)
-    rows = rows_at_once(features.device, rows)
+    rows = rows_at_once(features.device, len(readout.weight), rows)
     for start in range(0, count, rows):
         block = slice(start, start + rows)
         logits = readout.logits(features[block])  # over the whole vocabulary: the best token may be any

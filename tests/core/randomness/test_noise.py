@@ -8,6 +8,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from eagle_fsd.core.config import SamplingConfig
+from eagle_fsd.core.randomness import streams
 from eagle_fsd.core.randomness.noise import DraftNoise, RowNoise, least_log_q, noise_on
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.sampling import Warped
@@ -119,3 +120,19 @@ def test_noise_that_a_gpu_draws_belongs_to_a_place_of_a_text_too() -> None:
         warped.drawn_by(noise, torch.arange(places).expand(texts, -1)).flatten(), minlength=VOCAB
     )
     assert chisquare(counts.double(), expected * counts.sum()).pvalue > 1e-3
+
+
+def test_rows_on_a_gpu_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is beside them; a row that needs no noise has none."""
+    asked = []
+    monkeypatch.setattr(streams, "noise_on", lambda device, keys, *sizes: asked.append((keys, *sizes)))
+    rows = RowRandom(7, 3, torch.device("cuda"))
+    rows.noise([0, 4, 2], 5, VOCAB, [True, True, False])
+    rows.select([2, 1])
+    rows.noise([2, 4], 5, VOCAB, [True, True])
+    RowRandom([(8, 1), (7, 1)], 2, torch.device("cuda")).noise([0, 0], 1, VOCAB, [True, True])
+    (first, starts, count, size), (second, *_), (others, *_) = asked
+    assert first[2] is None and (starts, count, size) == ([0, 4, 2], 5, VOCAB)
+    assert second[1] == first[1] == others[1]
+    keys = [first[0], first[1], second[0], others[0]]
+    assert len(set(keys)) == 4 and all(0 <= key < 2**63 for key in keys)
