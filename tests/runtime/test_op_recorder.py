@@ -60,6 +60,13 @@ def test_what_makes_the_host_wait_or_comes_from_it_is_refused(work: Callable[[],
 
 @pytest.mark.parametrize("work", TAKEN.values(), ids=TAKEN)
 def test_what_a_stream_captures_is_recorded(work: Callable[[], Tensor]) -> None:
-    replay, result = OpRecorder()(work, repeatable=True)
+    kept = torch.empty_like(work())
+    replay, result = OpRecorder()(lambda: kept.copy_(work()), repeatable=True)
     replay()
-    assert torch.equal(result, work())
+    assert result is kept and torch.equal(result, work())
+
+
+def test_results_in_memory_that_a_capture_allocates_are_refused() -> None:
+    """Replays of other captures may overwrite it."""
+    with pytest.raises(AssertionError, match="memory that the capture allocated"):
+        OpRecorder()(lambda: X + 1, repeatable=True)
