@@ -115,6 +115,9 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         require_integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token")
         require_integer("num_return_sequences", self.num_return_sequences, 1, "1 is one text of each prompt")
+        if self.min_new_tokens is not None:
+            remedy = "lower it, or raise max_new_tokens above it"
+            require_integer("min_new_tokens", self.min_new_tokens, 0, remedy, self.max_new_tokens)
         if self.logprobs is not None:
             require_integer("logprobs", self.logprobs, 0, "None returns none", MOST_LOGPROBS)
         both = None not in (self.do_sample, self.temperature)

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.devices import forward_size
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, TargetVocabulary
 from eagle_fsd.drafting.drafter import Needs, Seen
@@ -34,8 +33,6 @@ from eagle_fsd.runtime.openvino.traced_attention import attend_blocks
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 Head = TypeVar("Head", bound=nn.Module)
-
-EXTEND_CHUNK = 512  # pairs per forward while a prompt is read, on a CPU: bounds the mask to chunk x context
 
 
 class Vocabulary(Protocol):
@@ -208,10 +205,9 @@ def commit_in_chunks(
     inputs: the tensors [B, P, ...] that the pairs are made of. read: takes chunks of them and their offset
     past the committed slots, and returns outputs [B, q, d].
     """
-    outputs, (batch, total) = [], inputs[0].shape[:2]
-    widest = min(forward_size(EXTEND_CHUNK, cache.device, batch), cache.widest)
-    for start in range(0, total, widest):
-        end = min(total, start + widest)
+    outputs, total = [], inputs[0].shape[1]
+    for start in range(0, total, cache.widest):
+        end = min(total, start + cache.widest)
         cache.reserve(end - start, offset=start, exact=first)
         outputs.append(read(*(one[:, start:end] for one in inputs), start))
     # A row that is done commits nothing; its output is read at place 0 and never used.

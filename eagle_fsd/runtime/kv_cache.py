@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.devices import host_can_read
+from eagle_fsd.core.devices import forward_size, host_can_read
 from eagle_fsd.core.padding import on_device
+
+WIDEST = 512  # tokens of a row in a forward on a CPU, which bounds the mask to WIDEST x context
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,8 @@ class KVCache:
     have room for; the rows still running are always the first ones. row_limits: how many slots the text of
     each row needs at most; None: unknown. Capacity does not double beyond the most of them. step: views are
     multiples of it and writes go by index, so that a recorded forward serves other lengths too; 0: views end
-    where the tokens end. widest: how many tokens a forward had best read at most.
+    where the tokens end.
     """
-
-    widest = 2**31
 
     def __init__(self, batch: int, capacity: int, device: torch.device, step: int = 0) -> None:
         self.step = step
@@ -57,6 +57,11 @@ class KVCache:
     def nbytes(self) -> int:
         """The bytes that keys and values have been given, used or not."""
         return sum(buffer.nbytes for layer in self.layers.values() for buffer in layer)
+
+    @property
+    def widest(self) -> int:
+        """How many tokens of each row a forward over prompts had best read at most."""
+        return forward_size(WIDEST, self.device, len(self.row_lengths))
 
     @property
     def limit(self) -> int | None:

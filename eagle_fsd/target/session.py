@@ -8,13 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.devices import forward_size
 from eagle_fsd.core.tree import DraftTree, ancestors, visible_slots
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
 from eagle_fsd.runtime.ranks import Ranks
 from eagle_fsd.runtime.step_recorder import Stepper
-
-PREFILL_CHUNK = 512  # tokens per prefill forward on a CPU: bounds the mask to chunk x context
 
 
 class MaskedForward(Protocol):
@@ -89,9 +86,8 @@ class TargetSession:
         batch, width = tokens.shape
         size = self.target.hidden_size * max(len(self.taps), 1)
         parts = [torch.empty(batch, 0, size, dtype=self.target.dtype, device=self.target.device)]
-        widest = min(forward_size(PREFILL_CHUNK, self.target.device, batch), self.cache.widest)
-        for start in range(0, width, widest):
-            chunk = tokens[:, start : start + widest]
+        for start in range(0, width, self.cache.widest):
+            chunk = tokens[:, start : start + self.cache.widest]
             self.cache.reserve(chunk.shape[1], offset=start, exact=True)
             slots = self.cache.place(chunk.shape[1], offset=start)  # [B, q]
             slot_positions = torch.arange(self.cache.view, device=slots.device).expand(batch, -1)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_fsd.training.data.shards import FeatureSequence
-from eagle_fsd.training.loss import Head, embed, learn_masks, unroll
+from eagle_fsd.training.loss import Head, embed, learn_masks, rows_at_once, unroll
 from eagle_fsd.training.readout import Readout
 
 # The k most likely tokens [N, k], best first, for a head's predictions [N, d].
@@ -34,8 +34,9 @@ class HeldOut:
 
 
 @torch.no_grad()
-def best_tokens(features: Tensor, k: int, readout: Readout, rows: int = 256) -> Tensor:
+def best_tokens(features: Tensor, k: int, readout: Readout, rows: int | None = None) -> Tensor:
     """Return the k most likely tokens for features [N, d]: [N, k], best first."""
+    rows = rows_at_once(features.device, len(readout.weight), rows)
     parts = [readout.logits(block).topk(k, dim=-1).indices for block in features.split(rows)]
     return torch.cat(parts) if parts else torch.empty(0, k, dtype=torch.int64, device=features.device)
 

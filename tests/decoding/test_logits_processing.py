@@ -349,6 +349,7 @@ def test_a_models_own_generation_config_is_honoured() -> None:
         ({"logit_bias": 3}, "logit_bias is 3: it must map tokens"),
         ({"logit_bias": {(): 1.0}}, "logit_bias has an empty sequence"),
         ({"min_new_tokens": 1.5}, "min_new_tokens is 1.5"),
+        ({"min_new_tokens": 4}, "min_new_tokens is 4: .* between 0 and 3; lower it, or raise max_new_tokens"),
         ({"logits_processor": [3]}, "logits_processor holds 3"),
         ({"logits_processor": lambda ids, scores: scores[:, 1:]}, "returned .* it must return logits"),
         ({"logprobs": 101}, "logprobs is 101"),

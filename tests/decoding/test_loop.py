@@ -17,7 +17,6 @@ from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding import loop
 from eagle_fsd.decoding.failures import NonFiniteLogits
 from eagle_fsd.decoding.loop import choose_rows
-from eagle_fsd.drafting import eagle_drafter as draft_module
 from eagle_fsd.drafting.drafter import NoDrafter
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -175,8 +174,7 @@ def test_text_does_not_depend_on_the_first_capacity(capacity: int) -> None:
 def test_prompts_longer_than_the_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = prompts_of((40, 3, 17, 1), seed=5)
     whole = run_loop(target(), prompts, tiny_head(), 12, sampling=SAMPLED)
-    monkeypatch.setattr("eagle_fsd.target.session.PREFILL_CHUNK", chunk)
-    monkeypatch.setattr(draft_module, "EXTEND_CHUNK", chunk)
+    monkeypatch.setattr("eagle_fsd.runtime.kv_cache.WIDEST", chunk)
     pieces = run_loop(target(), prompts, tiny_head(), 12, sampling=SAMPLED)
     assert pieces.texts == whole.texts
     assert pieces.stats == whole.stats, "the same trees were drafted, too"

@@ -16,7 +16,6 @@ from support.tiny_models import VOCAB, greedy_alone, prompts_of, run_loop, tiny_
 from torch import Tensor
 
 import eagle_fsd.core.tree as tree_module
-import eagle_fsd.drafting.eagle_drafter as chunks_module
 from eagle_fsd import EagleFSD, Fuzzy, TreeConfig
 from eagle_fsd.autotune.settle import Settler
 from eagle_fsd.core import sampling
@@ -82,7 +81,7 @@ def test_trees_carry_the_distributions_of_plain_forwards(
     family: str, tree_config: TreeConfig, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every node with children: positions, BOS and windows are those of the text with the node's path."""
-    monkeypatch.setattr(chunks_module, "EXTEND_CHUNK", chunk)
+    monkeypatch.setattr("eagle_fsd.runtime.kv_cache.WIDEST", chunk)
     check_trees(other_model(family), tree_config)
 
 

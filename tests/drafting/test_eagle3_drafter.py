@@ -14,7 +14,6 @@ from support.stubs import generator
 from support.tiny_models import VOCAB, greedy_alone, prompts_of, run_loop, tiny_model
 from torch import Tensor
 
-import eagle_fsd.drafting.eagle_drafter as draft_module
 from eagle_fsd import EagleFSD, Fuzzy, TreeConfig
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting.eagle3.drafter import Eagle3Spec
@@ -109,7 +108,7 @@ def test_the_state_after_any_steps_is_that_of_a_fresh_drafter(
     name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever was drafted between, true features take its place; rows commit different counts, or none."""
-    monkeypatch.setattr(draft_module, "EXTEND_CHUNK", chunk)
+    monkeypatch.setattr("eagle_fsd.runtime.kv_cache.WIDEST", chunk)
     head = eagle3_head(3, **VARIANTS[name])
     rows = [random_pairs(head, count, count) for count in (5, 2, 1)]
     drafter = start_drafter(head, rows)

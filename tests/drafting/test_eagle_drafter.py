@@ -17,7 +17,6 @@ from support.stubs import TinyVocabulary, causal_attention, depths_of, generator
 from torch import Tensor
 
 import eagle_fsd.core.tree as tree_module
-import eagle_fsd.drafting.eagle_drafter as draft_module
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting import tree_growth
@@ -389,7 +388,7 @@ def test_cache_after_extend_equals_a_head_run_from_scratch(
 
     This holds for any draft in between and any chunks of a prompt.
     """
-    monkeypatch.setattr(draft_module, "EXTEND_CHUNK", chunk)
+    monkeypatch.setattr("eagle_fsd.runtime.kv_cache.WIDEST", chunk)
     head, vocabulary = tiny_head(VOCAB, HIDDEN, 2), TinyVocabulary(VOCAB, HIDDEN, 2)
     rows = [random_pairs(count, count) for count in (7, 1, 4)]
     with torch.no_grad():

@@ -28,7 +28,6 @@ from eagle_fsd.runtime.flash_attention import (
 )
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.target import admission
-from eagle_fsd.target import session as session_module
 from eagle_fsd.target.hf_attention import grouped_attention_forward
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -224,7 +223,7 @@ def tree_of(batch: int) -> DraftTree:
 def two_steps(target: TargetModel, chunk: int, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Features of a ragged batch's prompts, the middle row's being empty, and the logits of two trees with an
     accepted path between them."""
-    monkeypatch.setattr(session_module, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr("eagle_fsd.runtime.kv_cache.WIDEST", chunk)
     lengths = [4, 0, 11]
     session = TargetSession(target, batch=3, capacity=8)
     features = session.prefill(pad_right(prompts_of(lengths, seed=1), 0), lengths)

@@ -28,7 +28,6 @@ from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.tree import DraftTree, additive
 from eagle_fsd.hub import save_head
 from eagle_fsd.target import model as target_module
-from eagle_fsd.target import session as session_module
 from eagle_fsd.target.architecture import check_supported, longest_text
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -163,7 +162,7 @@ def test_a_prompt_longer_than_the_prefill_chunk(monkeypatch: pytest.MonkeyPatch)
     for family in ("llama", "gemma3", "mistral", "gpt2"):
         features = {}
         for chunk in (512, 7, 1):
-            monkeypatch.setattr(session_module, "PREFILL_CHUNK", chunk)
+            monkeypatch.setattr("eagle_fsd.runtime.kv_cache.WIDEST", chunk)
             session = TargetSession(target_of(family), batch=3, capacity=2)
             with torch.inference_mode():
                 features[chunk] = session.prefill(right, [23, 5, 16])

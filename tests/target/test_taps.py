@@ -11,7 +11,6 @@ from support.tiny_models import FAMILIES, VOCAB, prompts_of, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import eagle_fsd.target.session as session_module
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.target.model import TargetModel
@@ -69,7 +68,7 @@ def tree_of(root: int, seed: int, nodes: int = 12, depth: int = 4) -> DraftTree:
 @torch.no_grad()
 def test_taps_of_a_prompt_and_of_a_tree(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node's taps are those of a plain forward over its own path; a prompt is read in chunks of 4."""
-    monkeypatch.setattr(session_module, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr("eagle_fsd.runtime.kv_cache.WIDEST", 4)
     model = deep_model(family)
     target = TargetModel(model)
     target.admit_taps(TAPS)
