@@ -127,7 +127,7 @@ def run_steps(stream: TokenStream) -> Iterator[list[int]]:
 
 def warm_up(model: EagleFSD, input_ids: Tensor, options: GenerationOptions) -> None:
     """Run a few tokens both ways, untimed, so that neither side of a comparison pays for first calls."""
-    few = replace(options, max_new_tokens=min(4, options.max_new_tokens))
+    few = replace(options, max_new_tokens=min(4, options.max_new_tokens), min_new_tokens=0)
     with raise_user_errors():
         model.generate(input_ids, options=few)
         model.target_alone(input_ids, options=for_target_alone(few))

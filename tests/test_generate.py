@@ -943,6 +943,8 @@ def test_real_answer_equals_the_engine(
         "16",
         "--max-new-tokens",
         "24",
+        "--min-new-tokens",
+        "10",
         "Write one sentence with an emoji and the word café.",
     ]
     code, out, _ = run(capsys, "--json", "--baseline", *flags)

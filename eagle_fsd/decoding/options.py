@@ -208,6 +208,8 @@ class GenerationOptions:
         elif self.do_sample:
             defaults = {**ASKED_TO_SAMPLE, **defaults}
         own = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        if "min_new_tokens" in own:  # a model's own may be more than this call asks for
+            own["min_new_tokens"] = min(own["min_new_tokens"], self.max_new_tokens)
         return replace(self, **own) if own else self
 
 

@@ -84,10 +84,14 @@ def load_engine(arguments: argparse.Namespace) -> EagleFSD:
     return EagleFSD.from_pretrained(arguments.base_model, arguments.ea_model, **options)
 
 
+def all_prompts(arguments: argparse.Namespace) -> list[str]:
+    """Return the prompts of all files."""
+    return [text for path in arguments.prompts for text in prompts_of(path, arguments.skip, arguments.limit)]
+
+
 def encoded_prompts(arguments: argparse.Namespace, engine: EagleFSD) -> list[list[int]]:
     """Return the token ids of the prompts of all files, see `encode_as_trained`."""
-    texts = [text for path in arguments.prompts for text in prompts_of(path, arguments.skip, arguments.limit)]
-    return [encode_as_trained(engine.tokenizer, text) for text in texts]
+    return [encode_as_trained(engine.tokenizer, text) for text in all_prompts(arguments)]
 
 
 def check_sizes(arguments: argparse.Namespace, *batch_sizes: int) -> None:

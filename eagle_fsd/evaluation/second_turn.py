@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple
 
 import torch
 
@@ -25,13 +24,6 @@ from eagle_fsd.evaluation.cli import load_engine, model_parser, parsed, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
 
 KEPT = 2**20  # slots, so that whatever was read is kept
-
-
-class Turn(NamedTuple):
-    """The second turn: seconds from its admission to its first tokens, and the tokens of its answer."""
-
-    seconds: float
-    tokens: list[int]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -54,14 +46,14 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"history, question and answer are {total} tokens: the target has "
                 f"{engine.target.max_positions} positions; make the history shorter (--history)"
             )
-        found: dict[bool, list[Turn]] = {False: [], True: []}
+        found: dict[bool, list[tuple[list[int], float]]] = {False: [], True: []}
         for repeat in range(arguments.repeats + 1):
             for keeps, turns in found.items():
                 turn = second_turn(engine, tree, keeps, arguments.history, arguments.question, new, repeat)
                 if repeat:  # the first one warms up
                     turns.append(turn)
-    medians = {keeps: median(turn.seconds for turn in turns) for keeps, turns in found.items()}
-    same = sum(plain.tokens == kept.tokens for plain, kept in zip(found[False], found[True], strict=True))
+    medians = {keeps: median(seconds for _, seconds in turns) for keeps, turns in found.items()}
+    same = sum(plain == kept for (plain, _), (kept, _) in zip(found[False], found[True], strict=True))
     rows = [
         [name, f"{1000 * medians[keeps]:.0f}", f"{medians[False] / medians[keeps]:.1f}"]
         for keeps, name in ((False, "all is read"), (True, "the first turn was kept"))
@@ -75,15 +67,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def second_turn(
     engine: EagleFSD, tree: TreeConfig, keeps: bool, history: int, question: int, new: int, seed: int
-) -> Turn:
-    """Answer a prompt, then the prompt, the answer and a question, and time the second one."""
+) -> tuple[list[int], float]:
+    """Answer a prompt, then the prompt, the answer and a question; see `answer` of the second one."""
     draw = torch.Generator().manual_seed(seed)
     vocabulary = engine.target.vocab_size
     tokens = torch.randint(vocabulary, (history - new + question,), generator=draw).tolist()
     scheduler = Scheduler(engine.target, engine.drafter, tree, 1, prefix_tokens=KEPT if keeps else 0)
     prompt, asked = tokens[: history - new], tokens[history - new :]
     answered, _ = answer(scheduler, prompt, new)
-    return Turn(*reversed(answer(scheduler, [*prompt, *answered, *asked], new)))
+    return answer(scheduler, [*prompt, *answered, *asked], new)
 
 
 def answer(scheduler: Scheduler, prompt: Sequence[int], new: int) -> tuple[list[int], float]:

@@ -238,7 +238,7 @@ def test_contexts_are_those_of_a_plain_walk(listed: bool) -> None:
     verdict = accept(Lossless(), verified, RowRandom(0, batch), torch.zeros(batch, dtype=torch.int64))
     counts = torch.tensor([0, 1, 5, 5, 5, 5, 5]).minimum(verdict.length)
     emitted = dict(enumerate(counts.tolist()))
-    found = contexts(verified, verdict, emitted, draft_temperature=0.5)
+    found = contexts(verified, verdict, emitted)
     place = 0
     for row in range(batch):
         for node in verdict.path[row, : counts[row]].tolist():
@@ -251,12 +251,9 @@ def test_contexts_are_those_of_a_plain_walk(listed: bool) -> None:
             assert (int(found.rows[place]), int(found.children[place])) == (row, len(own))
             torch.testing.assert_close(found.own[place], p[tree.tokens[row, own]].sum())
             torch.testing.assert_close(found.p[place], p[drafted])
-            q = warp(tree.log_q[row, owner], SamplingConfig(0.5, 20, 0.95))
-            torch.testing.assert_close(found.q[place], q)
+            torch.testing.assert_close(found.q[place], warp(tree.log_q[row, owner], sampling))
             place += 1
     assert place == len(found.rows) and place >= 6
-    with pytest.raises(ValueError, match="looked up"):
-        contexts(replace(verified, tree=replace(tree, rest=tree.log_q[..., 0])), verdict, emitted)
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +269,7 @@ def test_the_trees_own_children_are_the_likeliest_and_batches_change_nothing(eng
         prompts = prompts_of((5, 9, 3))
         for start in range(0, 3, size):
             some = prompts[start : start + size]
-            meter = ChildrenMeter(4, 4, None, np.random.default_rng(0), "hybrid", len(some))
+            meter = ChildrenMeter(4, 4, np.random.default_rng(0), "hybrid", len(some))
             ids = torch.zeros(len(some), max(map(len, some)), dtype=torch.int64)
             mask = torch.zeros_like(ids)
             for row, prompt in enumerate(some):
@@ -323,7 +320,7 @@ def test_the_script_writes_rows_and_a_table_and_resumes(
     command.main(argv)
     assert capsys.readouterr().out == shown
     monkeypatch.setattr("eagle_fsd.evaluation.measure.sweep.answer", answer_cell)
-    command.main([*argv, "--draft-temperature", "0.5"])  # other q, other rows
+    command.main([*argv, "--draws", "3"])  # measured otherwise, other rows
     assert len(output.read_text().splitlines()) == 8
 
 
@@ -336,7 +333,6 @@ def test_the_script_writes_rows_and_a_table_and_resumes(
         (["--draws", "1"], "draws is 1"),
         (["--lookup"], "lookup is set"),
         (["--tree", "1/1/1"], "has no drafts"),
-        (["--draft-temperature", "0"], "draft_temperature is 0"),
         (["--prompts", "gone.jsonl"], "gone.jsonl: cannot be read"),
     ],
 )

@@ -219,7 +219,7 @@ def test_a_machine_that_cannot_confine_is_refused(monkeypatch: pytest.MonkeyPatc
     source = Path(sandbox.__file__).read_text()
     (tmp_path / "child.py").write_text(source.replace("syscall(444", "syscall(9999"))
     monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "child.py"))
-    with pytest.raises(ValueError, match=r"did not start \(OSError: Landlock: .*\): score on a machine"):
+    with pytest.raises(ValueError, match=r"did not start \(OSError: Landlock: .*\): use a machine"):
         run("pass")
     monkeypatch.setattr(platform, "machine", lambda: "pdp11")
     with pytest.raises(OSError, match="seccomp is not known here for pdp11"):

@@ -48,8 +48,8 @@ def test_a_good_server_is_found_to_be_one() -> None:
         expected = answers_alone(client, requests)
         found = soak(client, requests, expected, 6, 1.5)
     assert found.faults == {} and not found.differences
-    assert found.outcomes["refused"] >= len(HOSTILE) and found.outcomes["answered"] > 0
-    assert sum(found.asked.values()) > 0 and set(found.asked) <= set(KINDS)
+    assert found.outcomes.count("refused") >= len(HOSTILE) and "answered" in found.outcomes
+    assert found.asked and set(found.asked) <= set(KINDS)
 
 
 def test_requests_are_the_same_for_a_seed_and_of_all_kinds() -> None:
@@ -94,7 +94,7 @@ def test_every_fault_of_a_bad_server_is_found(bad: Client) -> None:
     gone = SoakClient(Client(f"http://127.0.0.1:{free_port()}", 2), [HELLO], [["yes"]], random.Random(0))
     for _ in range(5):
         gone.act()
-    assert gone.found.outcomes == {LOST: 5} and len(gone.found.faults[LOST]) == 5
+    assert gone.found.outcomes == [LOST] * 5 and len(gone.found.faults[LOST]) == 5
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_process_is_started_weighed_and_ended(tmp_path: Path) -> None:
     with started(command, port, "/", log) as server, Scale(server, every=0.02) as scale:
         while len(scale.samples) < 5:
             pass
-        assert 2e6 < scale.between(0, 1) < 2e8
+        assert 2e6 < scale.between(0, 1) < 2e8 and scale.between(0.9999, 0.9999) > 2e6
         assert end(server.process) < 10
     assert server.process.poll() is not None and server.resident() == 0
     complaint = pytest.raises(ValueError, match=r"did not start \(.*no-such-module")

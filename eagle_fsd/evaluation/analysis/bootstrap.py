@@ -94,10 +94,10 @@ class Change:
 def estimates(quantities: Mapping[str, Sums], how: Bootstrap) -> dict[str, Estimate]:
     """Estimate every quantity over the same n samples; one that no sample knows is left out."""
     known = {name: sums for name, sums in quantities.items() if sums.known}
-    values, drawn = resampled(list(known.values()), how)
+    columns = resampled(list(known.values()), how).T
     return {
-        name: interval(values[place], drawn[:, place], sums.samples, how)
-        for place, (name, sums) in enumerate(known.items())
+        name: interval(column, sums.samples, how)
+        for (name, sums), column in zip(known.items(), columns, strict=True)
     }
 
 
@@ -108,27 +108,25 @@ def changes(mine: Mapping[str, Sums], baseline: Mapping[str, Sums], how: Bootstr
     that what makes a sample hard or long cancels out.
     """
     both = [name for name in mine if name in baseline and mine[name].known and baseline[name].known]
-    values, drawn = resampled([side[name] for side in (mine, baseline) for name in both], how)
+    columns = resampled([side[name] for side in (mine, baseline) for name in both], how).T
     found = {}
-    for place, name in enumerate(both):
-        samples, other = mine[name].samples, len(both) + place
-        own, base, own_drawn, base_drawn = values[place], values[other], drawn[:, place], drawn[:, other]
-        difference = interval(own - base, own_drawn - base_drawn, samples, how)
+    for name, own, base in zip(both, columns[: len(both)], columns[len(both) :], strict=True):
+        samples = mine[name].samples
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = interval(own / base, own_drawn / base_drawn, samples, how) if base != 0 else None
-        found[name] = Change(difference, ratio)
+            ratio = interval(own / base, samples, how) if base[0] != 0 else None
+        found[name] = Change(interval(own - base, samples, how), ratio)
     return found
 
 
-def resampled(quantities: Sequence[Sums], how: Bootstrap) -> tuple[Array, Array]:
-    """Return the values [k], and those of every resample [R, k], NaN where nothing was drawn."""
+def resampled(quantities: Sequence[Sums], how: Bootstrap) -> Array:
+    """Return the values in row 0, and those of every resample: [1 + R, k], NaN where nothing was drawn."""
     if not quantities:
-        return np.zeros(0), np.zeros((how.resamples, 0))
+        return np.zeros((1 + how.resamples, 0))
     columns = np.stack([part for sums in quantities for part in (sums.numerator, sums.denominator)], axis=1)
     totals = draw_counts(len(columns), how.resamples, how.seed).astype(np.float64) @ columns  # [R, 2k]
-    whole = columns.sum(0)
+    totals = np.concatenate([columns.sum(0)[None], totals])
     with np.errstate(divide="ignore", invalid="ignore"):
-        return whole[0::2] / whole[1::2], totals[:, 0::2] / totals[:, 1::2]
+        return totals[:, 0::2] / totals[:, 1::2]
 
 
 @functools.lru_cache(maxsize=8)
@@ -145,17 +143,17 @@ def draws(samples: int, resamples: int, seed: int) -> NDArray[np.int64]:
     return np.random.default_rng(seed).integers(0, samples, (resamples, samples))
 
 
-def interval(value: float, drawn: Array, samples: int, how: Bootstrap) -> Estimate:
-    """Return the value with the expanded percentiles of its resamples [R], without those that drew nothing.
+def interval(column: Array, samples: int, how: Bootstrap) -> Estimate:
+    """Return a column of `resampled` as a value and expanded percentiles, without resamples of nothing.
 
     Percentiles are taken outwards to the next resample, so that an infinite one is never averaged.
     """
-    drawn = np.sort(drawn[~np.isnan(drawn)])
+    value, drawn = float(column[0]), np.sort(column[1:][~np.isnan(column[1:])])
     if samples < 2 or not len(drawn):
-        return Estimate(float(value), None, None, samples)
+        return Estimate(value, None, None, samples)
     tail = expanded_tail((1 - how.confidence) / 2, samples)
     below = int(np.floor(tail * (len(drawn) - 1)))
-    return Estimate(float(value), float(drawn[below]), float(drawn[len(drawn) - 1 - below]), samples)
+    return Estimate(value, float(drawn[below]), float(drawn[len(drawn) - 1 - below]), samples)
 
 
 def expanded_tail(tail: float, samples: int) -> float:

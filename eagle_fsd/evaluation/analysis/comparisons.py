@@ -6,7 +6,7 @@ they share cancels out. Shapes: R resamples and the data themselves in row 0; k 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -31,13 +31,10 @@ def drawn_by_rule(points: Sequence[Point], measure: Measure, how: Bootstrap) -> 
 
     The points have the same samples and seeds.
     """
-    keys = sorted((row.sample, row.seed) for row in points[0].rows)
     rows = [{(row.sample, row.seed): row for row in point.rows} for point in points]
+    keys = sorted(rows[-1])
     sums = sums_of(measure, [tuple(mine[key] for mine in rows) for key in keys])
-    if not all(one.known for one in sums):
-        return None
-    values, drawn = resampled(sums, how)
-    return np.concatenate([values[None], drawn])
+    return resampled(sums, how) if all(one.known for one in sums) else None
 
 
 def above_others(
@@ -56,8 +53,7 @@ def above_others(
     samples, found = len({row.sample for row in lossless.rows}), {}
     for place, point in enumerate(mine):
         height = envelope(tv[:, count:], ratio[:, count:], tv[:, place])
-        above = ratio[:, place] - height
-        found[point.label] = interval(float(above[0]), above[1:], samples, how)
+        found[point.label] = interval(ratio[:, place] - height, samples, how)
     return found
 
 
@@ -85,9 +81,9 @@ def score_predictors(panel: Panel, how: Bootstrap) -> dict[tuple[str, str], Esti
     points = [one for one in panel.points if lossless and one.pairs == lossless.samples == one.samples]
     if lossless is None or len(points) < FEWEST:
         return {}
-    measures: Mapping[str, Measure] = {name: MEASURES[name] for name in PREDICTORS}
+    measures = {name: MEASURES[name] for name in PREDICTORS} | {name: score(name) for name in panel.scores}
     changed: dict[str, Array] = {}
-    for name, measure in {**measures, **{one: score(one) for one in panel.scores}}.items():
+    for name, measure in measures.items():
         drawn = drawn_by_rule([*points, lossless], measure, how)
         if drawn is not None:
             changed[name] = drawn[:, :-1] - drawn[:, -1:]
@@ -96,7 +92,7 @@ def score_predictors(panel: Panel, how: Bootstrap) -> dict[tuple[str, str], Esti
         for other in PREDICTORS:
             if name in changed and other in changed:
                 r = correlation(changed[name], changed[other])
-                found[SCORE + name, other] = interval(float(r[0]), r[1:], samples, how)
+                found[SCORE + name, other] = interval(r, samples, how)
     return found
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from eagle_fsd.acceptance.fuzzy import Fuzzy
+from eagle_fsd.acceptance.rule_names import describe
+
 LOSSLESS = "lossless"
 # By the rule's name: its label, its family, and the fields that say how far it goes, the main one first.
 NAMINGS = {
@@ -21,14 +24,8 @@ NAMINGS = {
 # The same of a fuzzy rule that plans: its price is its main knob.
 PLANNED = ("planned {price} {divergence} {threshold}", "planned {divergence}", ("price", "threshold"))
 # What most rules do, and guards that are off: not worth a word.
-DEFAULTS: dict[str, Any] = {"mode": "hybrid", "child": "draft", "min_p": 0, "max_overshoot": "inf"}
-DEFAULTS |= {
-    "price": 0,
-    "cost": "tokens",
-    "min_gain": 0,
-    "max_consecutive": None,
-    "exact_eos": True,
-    "exact_prefix": 0,
+DEFAULTS = {
+    name: value for name, value in describe(Fuzzy()).items() if name not in ("threshold", "divergence")
 }
 # Further fields in a word. The values of mode and child need no name before them.
 WORDS = {"mode": "", "child": "", "min_p": "min-p ", "max_overshoot": "overshoot ", "min_gain": "gain "}

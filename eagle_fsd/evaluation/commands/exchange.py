@@ -87,12 +87,12 @@ def exchange_table(
     titles += ["tau, times lossless, above the others' envelope"] if named else []
     lines = []
     for label, point in sorted(points.items(), key=lambda item: tv_of(item[1])):
-        value, drawn, samples = gained[label]
+        mine, samples = gained[label]
         ratio = point.changes[TAU].ratio
         line = [label, f"{tv_of(point):.3f}", "" if ratio is None else f"{ratio.value:.2f}"]
-        line.append(f"{interval(value, drawn, samples, how):.2f}")
+        line.append(f"{interval(mine, samples, how):.2f}")
         for other in against:
-            more = interval(value - gained[other][0], drawn - gained[other][1], samples, how)
+            more = interval(mine - gained[other][0], samples, how)
             line.append("" if label == other else f"{more:.2f}")
         line += [f"{heights[label]:+.3f}" if label in heights else ""] if named else []
         lines.append(line)
@@ -105,8 +105,8 @@ def exchange_table(
     return "\n".join([*title, "", markdown_table(titles, lines)])
 
 
-def gained_by(point: Point, lossless: Point, how: Bootstrap) -> tuple[float, Array, int]:
-    """Return the tokens gained for a TV of 1, the same in every resample [R], and the number of samples.
+def gained_by(point: Point, lossless: Point, how: Bootstrap) -> tuple[Array, int]:
+    """Return the tokens gained for a TV of 1, as a column of `resampled`, and the number of samples.
 
     The same samples are drawn for every rule.
     """
@@ -114,10 +114,9 @@ def gained_by(point: Point, lossless: Point, how: Bootstrap) -> tuple[float, Arr
     tau, tau_lossless = sums_of(MEASURES[TAU], pairs)
     tv = sums_of(MEASURES["law_tv"], pairs)[0]
     tv_per_step = Sums(tv.numerator, tau.denominator)
-    values, drawn = resampled([tau, tau_lossless, tv_per_step], how)
+    mine, base, cost = resampled([tau, tau_lossless, tv_per_step], how).T
     with np.errstate(divide="ignore", invalid="ignore"):
-        drawn = (drawn[:, 0] - drawn[:, 1]) / drawn[:, 2]
-        return (values[0] - values[1]) / values[2], drawn, tau.samples
+        return (mine - base) / cost, tau.samples
 
 
 def tv_of(point: Point) -> float:

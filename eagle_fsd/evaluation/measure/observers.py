@@ -89,8 +89,14 @@ def likelihood(target: TargetModel, prompt: Sequence[int], tokens: Sequence[int]
     """
     if not tokens:
         return None
-    text = torch.tensor([[*prompt, *tokens]], device=target.device)
+    log_p = read_at_once(target, prompt, tokens).log_softmax(-1)
+    return float(log_p.gather(1, torch.tensor(tokens, device=target.device)[:, None]).mean())
+
+
+@torch.inference_mode()
+def read_at_once(target: TargetModel, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+    """Return the logits [n, V] float32 of the answer's n tokens, which are read as a part of the prompt."""
+    text = torch.tensor([[*prompt, *answer[:-1]]], device=target.device)
     session = TargetSession(target, 1, text.shape[1])
-    features = session.prefill(text[:, :-1], [text.shape[1] - 1])[0, len(prompt) - 1 :]
-    log_p = target.logits(features).log_softmax(-1)
-    return float(log_p.gather(1, text[0, len(prompt) :, None]).mean())
+    features = session.prefill(text, [text.shape[1]])[0, len(prompt) - 1 :]
+    return target.logits(features)

@@ -99,21 +99,13 @@ class Cell:
             "draft_vocab_size": engine.draft_vocab_size,
         }
 
-    def key(self, engine: EagleFSD, models: Mapping[str, Any] | None = None, measured: object = None) -> str:
+    def key(self, engine: EagleFSD, models: Mapping[str, Any], measured: object = None) -> str:
         """Return what the rows of one cell share, and no others: its settings and the models' weights.
 
-        models: the engine's identity, where it is known already. measured: see `run`.
+        models: the engine's identity. measured: see `run`.
         """
-        made = [self.settings(engine), engine.identity() if models is None else models]
+        made = [self.settings(engine), models]
         return digest_json(made if measured is None else [*made, measured])
-
-    def rows(
-        self, engine: EagleFSD, made: Mapping[RowKey, dict[str, Any]], measured: object = None
-    ) -> list[dict[str, Any]]:
-        """Return the cell's own rows among those that `run` returned, in the order of its samples."""
-        key = self.key(engine, None, measured)
-        samples = enumerate(self.questions.samples)
-        return [made[key, sample.id, self.seed_of(place)] for place, sample in samples]
 
     def seed_of(self, place: int) -> int:
         """Return what names a sample's draws in rows: the same under every rule and beside any other."""
@@ -128,8 +120,8 @@ def run(
     provenance: Mapping[str, object],
     meter: Callable[[str, int], Meter] = DistanceMeter,
     measured: object = None,
-) -> dict[RowKey, dict[str, Any]]:
-    """Make the rows that `output` lacks and append them; returns all its rows, by key, sample and seed.
+) -> list[list[dict[str, Any]]]:
+    """Make the rows that `output` lacks and append them; returns each cell's rows, in its samples' order.
 
     meter: makes what watches a batch, from the rule's mode and the number of its rows; measured: what tells
     rows of one meter from those of another, part of their keys.
@@ -149,7 +141,13 @@ def run(
                     append_row(output, row)
                     done[row["key"], row["sample"], row["seed"]] = row
             bar.update(len(places))
-    return done
+    return [
+        [
+            done[keys[id(cell)], one.id, cell.seed_of(place)]
+            for place, one in enumerate(cell.questions.samples)
+        ]
+        for cell in cells
+    ]
 
 
 def unanswered(

@@ -122,8 +122,7 @@ class Work:
 
     def rows_of(self, cell: Cell, file: str, *meter: Any) -> list[dict[str, Any]]:
         """Run a cell where it has not been run; returns the rows of all prompts, in their order."""
-        made = run(self.engine, [cell], self.folder / file, self.batch_size, self.provenance, *meter)
-        return cell.rows(self.engine, made, *meter[1:])
+        return run(self.engine, [cell], self.folder / file, self.batch_size, self.provenance, *meter)[0]
 
 
 def fuzzy(kind: Kind, threshold: float) -> Fuzzy:

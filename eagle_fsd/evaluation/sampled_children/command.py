@@ -19,7 +19,7 @@ import argparse
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import Lossless, Verdict, Verified
-from eagle_fsd.core.checks import require_integer, require_number
+from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.sampling import warp
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Sums, changes
@@ -66,18 +66,9 @@ def contexts(
     verified: Verified,
     verdict: Verdict,
     emitted: Mapping[int, int],
-    draft_temperature: float | None = None,
 ) -> Contexts:
-    """Read the contexts of one step.
-
-    emitted: by row, how many tokens the step gave it. draft_temperature: q's; None: p's. Raises ValueError
-    for a tree of copied tokens, which were not drawn from a distribution.
-    """
+    """Read the contexts of one step. emitted: by row, how many tokens the step gave it."""
     tree, sampling = verified.tree, verified.sampling
-    if tree.rest is not None:
-        raise ValueError(
-            "the drafts are looked up: a copied token has no q to draw from; leave --lookup out, name a head"
-        )
     nodes = verdict.path.masked_fill(~inside(verdict, emitted), -2)  # -1 marks unused rows of log_q
     row, place, owned = (nodes[:, :, None] == tree.owners[:, None, :]).nonzero(as_tuple=True)  # n each
     node = nodes[row, place]
@@ -85,9 +76,8 @@ def contexts(
     log_q = tree.log_q[row, owned]  # [n, W]
     mine = tree.parents[row] == node[:, None]  # [n, N]
     own = (p.gather(1, tree.tokens[row]) * mine).sum(1)
-    wanted = sampling if draft_temperature is None else replace(sampling, temperature=draft_temperature)
     drafted = p if tree.drafted is None else p[:, tree.drafted]
-    return Contexts(row, drafted, warp(log_q, wanted), log_q, mine.sum(1), own)
+    return Contexts(row, drafted, warp(log_q, sampling), log_q, mine.sum(1), own)
 
 
 class ChildrenMeter(Meter):
@@ -101,13 +91,11 @@ class ChildrenMeter(Meter):
         self,
         most: int,
         draws: int,
-        draft_temperature: float | None,
         random: np.random.Generator,
         mode: str,
         rows: int,
     ) -> None:
         self.most, self.draws, self.random = most, draws, random
-        self.draft_temperature = draft_temperature
         self.contexts = torch.zeros(rows, dtype=torch.int64)
         self.children = torch.zeros(rows, dtype=torch.int64)
         # Of the ways, and then the variance of the estimated one, by number of children. The last column is
@@ -115,7 +103,7 @@ class ChildrenMeter(Meter):
         self.sums = torch.zeros(rows, len(WAYS) + 1, most + 1, dtype=torch.float64)
 
     def see(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
-        found = contexts(verified, verdict, emitted, self.draft_temperature)
+        found = contexts(verified, verdict, emitted)
         if len(found.rows):
             rows = torch.tensor(list(emitted))[found.rows.cpu()]
             self.contexts.index_add_(0, rows, torch.ones_like(rows))
@@ -150,7 +138,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--output", type=Path, required=True, help="JSONL of rows; a later run resumes from it")
     form = "T[/TOP_K[/TOP_P]]"
     add("--sampling", nargs="+", default=["0.6", "1"], metavar=form, help="default: %(default)s")
-    add("--draft-temperature", type=float, help="of q, where children are drawn; default: the target's")
     add("--children", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers K; default: %(default)s")
     add("--tree", default=str(TreeConfig()), help=f"{TreeConfig.FORM}; default: %(default)s")
     add("--batch-size", type=int, default=1, help="default: %(default)s")
@@ -165,11 +152,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         questions = Questions.of_prompts(arguments.prompts, engine, arguments.limit, arguments.skip, tokens)
         rule = Lossless(share_noise=False)  # q is wanted as it is where nothing is known of the draws
         cells = [Cell(questions, rule, one, tree, tokens, arguments.seed) for one in samplings.values()]
-        measured = [most, arguments.draws, arguments.draft_temperature]
-        meter = functools.partial(ChildrenMeter, *measured, np.random.default_rng(arguments.seed))
+        measured = [most, arguments.draws, None]  # None: rows of before may say a temperature of q's own
+        meter = functools.partial(ChildrenMeter, *measured[:2], np.random.default_rng(arguments.seed))
         about = (provenance(engine.device), meter, measured)
-        made = run(engine, cells, arguments.output, arguments.batch_size, *about)
-        answers = [cell.rows(engine, made, measured) for cell in cells]
+        answers = run(engine, cells, arguments.output, arguments.batch_size, *about)
         shown = table(dict(zip(samplings, answers, strict=True)), arguments.children)
     say(shown)
 
@@ -180,8 +166,6 @@ def check(arguments: argparse.Namespace) -> tuple[dict[str, SamplingConfig], Tre
     for count in arguments.children:
         require_integer("children", count, 1, "1, 2, 4 and 8 are usual")
     require_integer("draws", arguments.draws, 2, "a standard error needs two; 8 is usual")
-    if arguments.draft_temperature is not None:
-        require_number("draft_temperature", arguments.draft_temperature, 1e-3, math.inf, "1 takes q as it is")
     if arguments.lookup:
         raise ValueError("lookup is set: a copied token has no q to draw from; leave --lookup out")
     tree = TreeConfig.parse(arguments.tree)

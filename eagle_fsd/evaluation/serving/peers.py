@@ -39,7 +39,6 @@ class Peer:
     needs: Sequence[str] = ()
     remedy: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def peers(
@@ -59,9 +58,11 @@ def peers(
         return [sys.executable, "-m", "eagle_fsd.serve", *words, *ours]
 
     def llama_cpp(port: int) -> list[str]:
-        flags = {"model": str(file), "n_ctx": str(CONTEXT), "n_threads": threads, "n_threads_batch": threads}
-        flags |= {"interrupt_requests": "false", "host": "127.0.0.1", "port": str(port)}
-        return [llama, "-m", "llama_cpp.server", *(word for pair in flags.items() for word in dashed(*pair))]
+        flags = (
+            f"--n_ctx {CONTEXT} --n_threads {threads} --n_threads_batch {threads} --interrupt_requests false"
+        )
+        words = f"{flags} --host 127.0.0.1 --port {port}".split()
+        return [llama, "-m", "llama_cpp.server", "--model", str(file), *words]
 
     def transformers(*more: str) -> Callable[[int], list[str]]:
         where = ("--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32")
@@ -94,10 +95,6 @@ def unpack(file: Path, folder: Path) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         shutil.copytree(partial, folder)
-
-
-def dashed(name: str, value: str) -> list[str]:
-    return [f"--{name}", value]
 
 
 def require_peer(name: str, peer: Peer) -> None:

@@ -145,8 +145,11 @@ class Scale:
                 return
 
     def between(self, begin: float, finish: float) -> float:
-        """Return the median of the samples in a part of the time; begin and finish are shares of it."""
+        """Return the median of the samples in a part of the time; begin and finish are shares of it.
+
+        Of a part that has no sample, it is the last one before the part.
+        """
         end = self.samples[-1][0]
-        return statistics.median(
-            size for seconds, size in self.samples if begin * end <= seconds <= finish * end
-        )
+        inside = [size for seconds, size in self.samples if begin * end <= seconds <= finish * end]
+        before = [size for seconds, size in self.samples if seconds < begin * end]
+        return statistics.median(inside or before[-1:] or [self.samples[0][1]])

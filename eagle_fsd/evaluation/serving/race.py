@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -54,23 +53,14 @@ def heat(
 
     Returns the seconds from the first request to the last answer, and what was seen.
     """
-    waiting: Iterator[tuple[int, str]] = iter(enumerate(prompts))
-    lock, found = threading.Lock(), []
 
-    def one(_: int) -> None:
-        while True:
-            with lock:
-                number, prompt = next(waiting, (-1, ""))
-            if number < 0:
-                return
-            seen = ask(client, prompt, number, max_tokens, fields)
-            with lock:
-                found.append(seen)
+    def answer(number: int) -> Seen:
+        return ask(client, prompts[number], number, max_tokens, fields)
 
     start = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
-        list(pool.map(one, range(clients)))
-    return time.perf_counter() - start, sorted(found, key=lambda seen: seen.prompt)
+        found = list(pool.map(answer, range(len(prompts))))
+    return time.perf_counter() - start, found
 
 
 def row_of(

@@ -18,11 +18,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.core.checks import require_integer
-from eagle_fsd.evaluation.cli import parsed, plain_parser, say
+from eagle_fsd.core.checks import require_choice, require_integer
+from eagle_fsd.evaluation.cli import add_prompts, all_prompts, check_sizes, parsed, plain_parser, say
 from eagle_fsd.evaluation.measure.llama_cpp import gguf_file
-from eagle_fsd.evaluation.prompt_sets import prompts_of, require_own_names
 from eagle_fsd.evaluation.report.plots import require_matplotlib
+from eagle_fsd.evaluation.rows import read_rows
 from eagle_fsd.evaluation.serving.peers import (
     CONTINUOUS,
     LLAMA,
@@ -36,34 +36,27 @@ from eagle_fsd.evaluation.serving.peers import (
 from eagle_fsd.evaluation.serving.processes import Server, free_port, started
 from eagle_fsd.evaluation.serving.race import heat, row_of
 from eagle_fsd.evaluation.serving.race_report import plot, same_texts, table
-from eagle_fsd.files.jsonl import append_row, drop_torn_line, read_jsonl
+from eagle_fsd.files.fingerprints import differences
+from eagle_fsd.files.jsonl import append_row, drop_torn_line
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.hub.resolve import DEFAULT_TARGET
 
 SERVERS = (OURS, LLAMA, TRANSFORMERS)
-SETTING = ("max_new_tokens", "prompts", "flags", "base_model")  # rows of other settings are not mixed
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = plain_parser(__doc__)
     add = parser.add_argument
     add("--base-model", default=DEFAULT_TARGET, help="a .gguf file (default: the default target's)")
-    add("--prompts", type=Path, nargs="+", required=True, help="JSONL files of `prompt`, `turns` ...")
-    add("--limit", type=int, help="at most LIMIT prompts of every file")
-    add("--skip", type=int, default=0, help="leave out the first SKIP prompts of every file")
-    add("--max-new-tokens", type=int, default=64, help="default: %(default)s")
+    add_prompts(parser)
     add("--clients", type=int, nargs="+", default=[1, 2, 4, 8], help="default: 1 2 4 8")
     add("--turns", type=int, default=2, help="of every server; default: %(default)s")
     names = f"of {', '.join([*SERVERS, CONTINUOUS])}; default: {' '.join(SERVERS)}"
     add("--servers", nargs="+", default=list(SERVERS), help=names)
     add("--llama-python", metavar="PATH", help="the Python that has llama-cpp-python[server]; default: this")
     add("--transformers-python", metavar="PATH", help="the Python that has transformers[serving]")
-    add(
-        "--output",
-        type=Path,
-        required=True,
-        help="folder of rows.jsonl, table.md, serving_speed.png and logs",
-    )
+    written = "folder of rows.jsonl, table.md, serving_speed.png and logs"
+    add("--output", type=Path, required=True, help=written)
     add("flags", nargs="*", metavar="-- FLAGS", help="flags of our server")
     return parser
 
@@ -75,11 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         stock_model = arguments.output / "transformers-model"
         pythons = (arguments.llama_python, arguments.transformers_python)
         chosen = choose(peers(file, stock_model, arguments.flags, *pythons), arguments.servers)
-        prompts = [
-            prompt
-            for path in arguments.prompts
-            for prompt in prompts_of(path, arguments.skip, arguments.limit)
-        ]
+        prompts = all_prompts(arguments)
         rows_file = arguments.output / "rows.jsonl"
         setting = {
             "max_new_tokens": arguments.max_new_tokens,
@@ -101,9 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def check(arguments: argparse.Namespace) -> None:
     """Raise ValueError for what cannot be raced."""
-    require_own_names(arguments.prompts)
-    for name in ("max_new_tokens", "turns"):
-        require_integer(name, getattr(arguments, name), 1, "leave it out for the default")
+    check_sizes(arguments)
+    require_integer("turns", arguments.turns, 1, "leave it out for the default")
     for clients in arguments.clients:
         require_integer("clients", clients, 1, "1 2 4 8 are usual")
     require_matplotlib()
@@ -112,8 +100,7 @@ def check(arguments: argparse.Namespace) -> None:
 def choose(known: Mapping[str, Peer], names: Sequence[str]) -> dict[str, Peer]:
     """Return the servers of these names, ours among them, since it counts the tokens."""
     for name in names:
-        if name not in known:
-            raise ValueError(f"servers has {name!r}: they are {', '.join(known)}; choose among them")
+        require_choice("servers", name, list(known))
     if OURS not in names:
         raise ValueError(f"servers is {' '.join(names)}: {OURS} counts the tokens of all; add it")
     for name in names:
@@ -124,14 +111,10 @@ def choose(known: Mapping[str, Peer], names: Sequence[str]) -> dict[str, Peer]:
 def kept_rows(file: Path, setting: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a run that was stopped. Raises ValueError if they are of another setting."""
     drop_torn_line(file)
-    rows = [row for _, row in read_jsonl(file)] if file.exists() else []
+    rows = read_rows(file)
     for row in rows:
-        for name in SETTING:
-            if row.get(name) != setting[name]:
-                raise ValueError(
-                    f"{file} has rows with {name} {row.get(name)!r}, and now it is {setting[name]!r}: name "
-                    "another --output, or delete the file"
-                )
+        if changed := differences({name: row.get(name) for name in setting}, setting):
+            raise ValueError(f"{file} has rows of another race ({changed}): name another --output")
     return rows
 
 
@@ -140,10 +123,8 @@ def start(chosen: Mapping[str, Peer], folder: Path, stack: ExitStack) -> dict[st
     servers = {}
     for name, peer in chosen.items():
         port = free_port()
-        log = folder / f"{name}.log"
-        servers[name] = stack.enter_context(
-            started(peer.command(port), port, peer.ready, log, peer.environment)
-        )
+        server = started(peer.command(port), port, peer.ready, folder / f"{name}.log")
+        servers[name] = stack.enter_context(server)
     return servers
 
 

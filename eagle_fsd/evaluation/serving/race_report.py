@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.report.plots import FAINT, INK, save
-from eagle_fsd.evaluation.serving.soak_command import percentile
 
 STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))  # lines are told apart without colour
 TITLES = ("clients", "server", "tokens/s", "times ours", "first token ms", "a token ms", "between chunks ms")
@@ -19,7 +20,7 @@ def summaries(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], dict[s
 
     rate: tokens per second in all. first: until an answer's first text. token: from an answer's first text to
     its last, by token after the first chunk's. chunk: between two chunks of text, of which each may hold
-    several tokens. All three as (median, 95th percentile) in milliseconds. tokens: of all answers.
+    several tokens. All three as (median, 95th percentile) in milliseconds.
     """
     groups: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -31,12 +32,9 @@ def summaries(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], dict[s
         by_token = [per_token(answer) for answer in answers if answer["tokens"] > 1]
         found[key] = {
             "rate": tokens / seconds,
-            "rates": [row["tokens"] / row["seconds"] for row in members],
             "first": spread([answer["first"] for answer in answers]),
             "token": spread(by_token),
             "chunk": spread([gap for answer in answers for gap in answer["gaps"]]),
-            "tokens": tokens,
-            "answers": len(answers),
         }
     return found
 
@@ -47,7 +45,8 @@ def per_token(answer: Mapping[str, Any]) -> float:
 
 
 def spread(seconds: Sequence[float]) -> tuple[float, float]:
-    return 1000 * percentile(seconds, 50), 1000 * percentile(seconds, 95)
+    middle, high = np.percentile(seconds or [np.nan], (50, 95))
+    return 1000 * float(middle), 1000 * float(high)
 
 
 def same_texts(rows: Sequence[Mapping[str, Any]], ours: str) -> dict[str, float]:

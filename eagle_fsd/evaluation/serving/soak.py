@@ -12,7 +12,6 @@ import json
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -51,10 +50,10 @@ class Difference:
 
 @dataclass
 class Findings:
-    """What the clients met. outcomes: counted. seconds: of whole answers, and to first tokens."""
+    """What all clients met: they add to its lists at once. seconds: of whole answers, and to first tokens."""
 
-    outcomes: Counter[str] = field(default_factory=Counter)
-    asked: Counter[str] = field(default_factory=Counter)  # answers that were compared, by kind
+    outcomes: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)  # the kinds of the answers that were compared
     faults: dict[str, list[str]] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
@@ -65,16 +64,6 @@ class Findings:
         if len(examples) < EXAMPLES:
             examples.append(text[:500])
         return kind
-
-    def add(self, other: Findings) -> None:
-        self.outcomes += other.outcomes
-        self.asked += other.asked
-        for kind, examples in other.faults.items():
-            for text in examples:
-                self.fault(kind, text)
-        self.differences += other.differences
-        self.whole += other.whole
-        self.first += other.first
 
 
 def answers_alone(client: Client, requests: Sequence[Asked]) -> list[list[str]]:
@@ -92,19 +81,16 @@ def soak(
     client: Client, requests: Sequence[Asked], expected: Sequence[Sequence[str]], clients: int, seconds: float
 ) -> Findings:
     """Let clients send random ones of these requests, and nonsense, at once for some seconds."""
-    found, lock, stopped = Findings(), threading.Lock(), threading.Event()
-    first = SoakClient(client, requests, expected, random.Random())
+    found, stopped = Findings(), threading.Event()
+    first = SoakClient(client, requests, expected, random.Random(), found)
     for sent in HOSTILE:  # each once at least, and before memory is weighed: long ones need some for good
-        first.found.outcomes[first.refused(sent)] += 1
-    found.add(first.found)
+        found.outcomes.append(first.refused(sent))
     end = time.monotonic() + seconds
 
     def one(seed: int) -> None:
-        mine = SoakClient(client, requests, expected, random.Random(seed))
+        mine = SoakClient(client, requests, expected, random.Random(seed), found)
         while time.monotonic() < end and not stopped.is_set():
             mine.act()
-        with lock:
-            found.add(mine.found)
 
     with ThreadPoolExecutor(clients) as pool:
         try:
@@ -115,18 +101,15 @@ def soak(
     return found
 
 
+@dataclass
 class SoakClient:
     """One client. Every action returns its outcome."""
 
-    def __init__(
-        self,
-        client: Client,
-        requests: Sequence[Asked],
-        expected: Sequence[Sequence[str]],
-        draw: random.Random,
-    ) -> None:
-        self.client, self.requests, self.expected, self.draw = client, requests, expected, draw
-        self.found = Findings()
+    client: Client
+    requests: Sequence[Asked]
+    expected: Sequence[Sequence[str]]
+    draw: random.Random
+    found: Findings = field(default_factory=Findings)
 
     def act(self) -> None:
         """Do something at random, and note its outcome."""
@@ -138,7 +121,7 @@ class SoakClient:
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             what = f"{action} {dict(self.requests[number].body)}: {type(error).__name__} {error}"
             outcome = self.found.fault(LOST, what)
-        self.found.outcomes[outcome] += 1
+        self.found.outcomes.append(outcome)
 
     def whole(self, number: int) -> str:
         asked = self.requests[number]
@@ -206,7 +189,7 @@ class SoakClient:
         return self.found.fault(LOST, f"{dict(asked.body)}: {reply.status}, {reply.body[:300].decode()}")
 
     def _compare(self, number: int, texts: Sequence[str], outcome: str, cut: bool = False) -> str:
-        self.found.asked[self.requests[number].kind] += 1
+        self.found.asked.append(self.requests[number].kind)
         for place, (text, right) in enumerate(zip(texts, self.expected[number], strict=True)):
             if not (right.startswith(text) if cut else text == right):
                 self.found.differences.append(Difference(number, place, text, right, cut))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from eagle_fsd.core.checks import require_choice
 from eagle_fsd.evaluation.tasks.base import PROMPTS, Message, Sample, Task, cut
 from eagle_fsd.evaluation.tasks.choice import COMMONSENSE_QA, MMLU
 from eagle_fsd.evaluation.tasks.gsm8k import GSM8K
@@ -18,6 +19,5 @@ TASKS: dict[str, Task] = {
 
 def task_named(name: str) -> Task:
     """Return the task of this name. Raises ValueError listing them."""
-    if not isinstance(name, str) or name not in TASKS:
-        raise ValueError(f"task is {name!r}: it must be one of {', '.join(TASKS)}; choose one")
+    require_choice("task", name, list(TASKS))
     return TASKS[name]

@@ -45,7 +45,6 @@ class Task:
     files: names that a data folder may give the task's file; fields: what a row needs, in words for an error;
         hub: the data set's id on the Hub, its configuration and its split.
     judge: a reference and a text to the value of every metric, 0 to 1; None for a task of prompts alone.
-    metrics: the names that judge returns, the main one first.
     weights: a metric's mean is weighted by the score of this name; an IFEval prompt has several
         instructions.
     """
@@ -58,7 +57,6 @@ class Task:
     fields: str = ""
     hub: tuple[str, str | None, str] | None = None
     judge: Callable[[Mapping[str, Any], str], dict[str, float]] | None = None
-    metrics: tuple[str, ...] = ()
     weights: Mapping[str, str] = field(default_factory=dict)
     stops: tuple[str, ...] = ()
 
@@ -130,15 +128,11 @@ def user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
-def assistant(content: str) -> Message:
-    return {"role": "assistant", "content": content}
-
-
 def few_shot(name: str, ask: Callable[..., str], *question: Any) -> list[Message]:
     """Return the chat of a question behind the examples of a task. ask: writes a question out."""
     messages = []
     for *shown, said in EXAMPLES[name]:
-        messages += [user(ask(*shown)), assistant(said)]
+        messages += [user(ask(*shown)), {"role": "assistant", "content": said}]
     return [*messages, user(ask(*question))]
 
 

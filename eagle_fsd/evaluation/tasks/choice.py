@@ -88,8 +88,7 @@ def ask_mmlu(row: Mapping[str, Any], place: int) -> Asked:
     return str(row.get("id", place)), *found
 
 
-SHARED: dict[str, Any] = {"version": 1, "judge": judge, "metrics": ("strict", "flexible")}
-SHARED |= {"max_new_tokens": 128, "stops": ("\nQuestion:",)}
+SHARED: dict[str, Any] = {"version": 1, "judge": judge, "max_new_tokens": 128, "stops": ("\nQuestion:",)}
 COMMONSENSE_QA = Task(
     name="commonsense_qa",
     files=("commonsense_qa.jsonl",),

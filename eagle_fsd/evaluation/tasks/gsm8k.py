@@ -58,7 +58,6 @@ GSM8K = Task(
     hub=("openai/gsm8k", "main", "test"),
     ask=ask,
     judge=judge,
-    metrics=("strict", "flexible"),
     max_new_tokens=256,
     stops=("\nProblem:", "\nQuestion:"),
 )

@@ -91,6 +91,5 @@ HUMANEVAL = Task(
     hub=("openai/openai_humaneval", None, "test"),
     ask=ask,
     judge=judge,
-    metrics=("pass_at_1",),
     max_new_tokens=512,
 )

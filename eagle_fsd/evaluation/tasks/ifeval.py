@@ -102,7 +102,6 @@ IFEVAL = Task(
     hub=("google/IFEval", None, "train"),
     ask=ask,
     judge=judge,
-    metrics=("strict", "loose", "instruction_strict", "instruction_loose"),
     weights={"instruction_strict": "instructions", "instruction_loose": "instructions"},
     max_new_tokens=1280,
 )

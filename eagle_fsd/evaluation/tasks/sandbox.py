@@ -79,7 +79,7 @@ def run(code: str, limits: Limits | None = None) -> str:
     Raises ValueError where it cannot be confined.
     """
     if sys.platform != "linux":
-        raise ValueError(f"platform is {sys.platform!r}: generated code is run on Linux alone; score there")
+        raise ValueError(f"platform is {sys.platform!r}: generated code is run on Linux alone; run it there")
     limits, secret = limits or Limits(), secrets.token_hex(16)
     command = [sys.executable, "-s", "-S", "-B", "-X", "utf8", __file__]
     with (
@@ -105,7 +105,7 @@ def run(code: str, limits: Limits | None = None) -> str:
         first, *lines = report.read().decode("utf-8", "replace").splitlines() or [""]
     if first != "ready":
         said = lines[-1] if lines else first
-        raise ValueError(f"the sandbox did not start ({said}): score on a machine with Landlock and seccomp")
+        raise ValueError(f"the sandbox did not start ({said}): use a machine with Landlock and seccomp")
     if secret in lines:
         return PASSED
     if status == -signal.SIGXCPU:

@@ -28,6 +28,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.measure.hardware_limits import memory
+from eagle_fsd.evaluation.measure.observers import read_at_once
 from eagle_fsd.evaluation.prompt_sets import answer
 from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import append_row
@@ -140,15 +141,6 @@ def load_reference(base_model: str) -> TargetModel:
 
 def prompt_ids(engine: EagleFSD, question: Question) -> list[int]:
     return encode_as_trained(engine.tokenizer, question.text)
-
-
-@torch.inference_mode()
-def read_at_once(target: TargetModel, prompt: Tokens, answer: Tokens) -> Tensor:
-    """Return the logits [n, V] float32 of the answer's n tokens, which are read as a part of the prompt."""
-    text = torch.tensor([[*prompt, *answer[:-1]]], device=target.device)
-    session = TargetSession(target, 1, text.shape[1])
-    features = session.prefill(text, [text.shape[1]])[0, len(prompt) - 1 :]
-    return target.logits(features)
 
 
 @torch.inference_mode()
