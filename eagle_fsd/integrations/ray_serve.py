@@ -18,7 +18,7 @@ from ray import serve
 
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.generate import raise_user_errors
-from eagle_fsd.serve import build_parser, check_arguments, load, require_packages
+from eagle_fsd.serve import api_key, build_parser, check_arguments, load, require_packages
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -57,12 +57,18 @@ def app(arguments: Mapping[str, str]) -> Application:
     cpus = require_whole("cpus", arguments.get("cpus", "1"))
     with raise_user_errors():
         require_packages()
-        args = build_parser().parse_args(words)
+        parser = build_parser()
+        args = parser.parse_args(words)
         check_arguments(args)  # now, and not in every replica for the first time
+        for name in ("host", "port"):
+            if (value := getattr(args, name)) != parser.get_default(name):
+                raise ValueError(f"--{name} is {value}: the address is Ray's own; tell `serve` of it instead")
         if args.adapt_save is not None and replicas > 1:
             raise ValueError(
                 f"--adapt-save with {replicas} replicas: they would all write there; use one, or leave it out"
             )
+
+    key = api_key(args)  # a replica's own environment may lack the variable that says it
 
     def make_app() -> Any:
         """Load the model in a replica."""
@@ -70,6 +76,7 @@ def app(arguments: Mapping[str, str]) -> Application:
         from eagle_fsd.serving.app import create_app
 
         args = build_parser().parse_args(words)
+        args.api_key = key
         served = create_app(*load(args, check_arguments(args)))
         SERVED.append(served.state.service)
         served.add_middleware(NamesReplica, name=serve.get_replica_context().replica_id.unique_id)
