@@ -23,8 +23,8 @@ from eagle_fsd.hub.resolve import shown_name
 from eagle_fsd.serving.answers import Answer, LogprobTables
 from eagle_fsd.serving.choices import Chooser, Defaults, Limits
 from eagle_fsd.serving.delivery import ClientGone, Deadline, EventStream, Feed, collect, events, unless_gone
+from eagle_fsd.serving.entry.gate import Gate
 from eagle_fsd.serving.errors import SERVER, ApiError, json_response, of_status, of_validation, wrong_value
-from eagle_fsd.serving.gate import Gate
 from eagle_fsd.serving.metrics import Metrics
 from eagle_fsd.serving.protocol import (
     ChatRequest,
