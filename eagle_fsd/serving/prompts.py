@@ -1,0 +1,62 @@
+"""From the prompts of requests to token ids."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from eagle_fsd.core.checks import one_line
+from eagle_fsd.serving.choices import Chooser
+from eagle_fsd.serving.errors import wrong_value
+from eagle_fsd.serving.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from eagle_fsd.serving.tools.plan import ToolPlan, turns_of
+from eagle_fsd.text.chat import encode, encode_chat, require_tokenizer
+
+if TYPE_CHECKING:
+    from eagle_fsd.engine import EagleFSD
+
+
+class PromptReader:
+    """Encodes the prompts of requests for one engine. choose: knows which ones it may take."""
+
+    def __init__(self, model: EagleFSD, choose: Chooser) -> None:
+        self.tokenizer, self.choose = require_tokenizer(model.tokenizer), choose
+        self._encoding = choose.encoding
+
+    def encode(self, body: ChatRequest | CompletionRequest, tools: ToolPlan | None) -> list[list[int]]:
+        """Return the prompts' token ids. Raises ApiError for one that is none, or too long."""
+        if isinstance(body, ChatRequest):
+            name, prompts = "messages", [self.chat_ids(body, tools)]
+        else:
+            name, prompts = "prompt", [self.text_ids(one) for one in body.prompts]
+            if not prompts:
+                raise wrong_value("prompt is empty: write something to continue", "prompt")
+        for prompt in prompts:
+            self.choose.require_prompt(prompt, name)
+        return prompts
+
+    def chat_ids(self, body: ChatRequest | TokenizeRequest, tools: ToolPlan | None = None) -> list[int]:
+        turns, arguments = turns_of(body.messages or (), tools, self.choose.calls)
+        for turn in turns:
+            require_unicode(turn["content"], "messages")
+        try:
+            with self._encoding:
+                return encode_chat(self.tokenizer, turns, {**body.template, **arguments})[0].tolist()
+        except ValueError as error:
+            raise wrong_value(one_line(error), "messages") from error
+
+    def text_ids(self, prompt: str | list[int], special: bool = True) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        require_unicode(prompt, "prompt")
+        with self._encoding:
+            if special:
+                return encode(self.tokenizer, prompt, raw=True)[0].tolist() if prompt else []
+            return self.tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def require_unicode(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"{name} is not Unicode text at character {error.start}: send whole characters"
+        raise wrong_value(message, name) from error
