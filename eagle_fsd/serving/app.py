@@ -24,7 +24,7 @@ from eagle_fsd.serving.answers import Answer, LogprobTables
 from eagle_fsd.serving.choices import Chooser, Defaults, Limits
 from eagle_fsd.serving.delivery import ClientGone, Deadline, EventStream, Feed, collect, events, unless_gone
 from eagle_fsd.serving.entry.gate import Gate
-from eagle_fsd.serving.errors import SERVER, ApiError, json_response, of_status, of_validation, wrong_value
+from eagle_fsd.serving.errors import SERVER, ApiError, json_response, of_status, of_validation
 from eagle_fsd.serving.metrics import Metrics
 from eagle_fsd.serving.prompts import PromptReader
 from eagle_fsd.serving.protocol import (
@@ -97,15 +97,12 @@ class Service:
         """Answer a chat or a plain completion, whole or as a stream."""
         deadline = Deadline(self.limits.request_timeout)
         self.require_model(body.model)
+        self.reader.require_few(body)
         choice = await asyncio.to_thread(self.choose, body)
         prompts = await asyncio.to_thread(self.reader.encode, body, choice.tools)
         feed, chat = Feed(), isinstance(body, ChatRequest)
         seed, stops = choice.seed or 0, body.stop or self.settings.defaults.stops
         texts = [prompt for prompt in prompts for _ in range(body.n)]
-        if len(texts) > self.limits.most_texts:
-            most = self.limits.most_texts
-            message = f"n is {body.n} for {len(prompts)} prompts: at most {most} texts are taken; lower it"
-            raise wrong_value(message, "n")
         jobs = [
             Job(
                 prompt=prompt,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.checks import format_value, one_line
 from eagle_fsd.serving.choices import Chooser
 from eagle_fsd.serving.errors import wrong_value
 from eagle_fsd.serving.protocol import ChatRequest, CompletionRequest, TokenizeRequest
@@ -21,6 +21,16 @@ class PromptReader:
     def __init__(self, model: EagleFSD, choose: Chooser) -> None:
         self.tokenizer, self.choose = require_tokenizer(model.tokenizer), choose
         self._encoding = choose.encoding
+
+    def require_few(self, body: ChatRequest | CompletionRequest) -> None:
+        """Raise ApiError for more texts than ever find room. It makes no list of them and encodes none."""
+        prompts = 1 if isinstance(body, ChatRequest) else len(body.prompts)
+        most = self.choose.limits.most_texts
+        if prompts > most:
+            raise wrong_value(f"prompt has {prompts} texts: at most {most} are taken; send fewer", "prompt")
+        if prompts * body.n > most:
+            said = f"n is {format_value(body.n)}" + (f" for {prompts} prompts" if prompts > 1 else "")
+            raise wrong_value(f"{said}: at most {most} texts are taken; lower it", "n")
 
     def encode(self, body: ChatRequest | CompletionRequest, tools: ToolPlan | None) -> list[list[int]]:
         """Return the prompts' token ids. Raises ApiError for one that is none, or too long."""

@@ -1,0 +1,63 @@
+"""Requests that would cost much or fail inside: they are refused early, and by the name of the field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+WITHOUT = 'the server needs the extra: pip install "eagle-fsd[serve]"'
+for needed in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
+    pytest.importorskip(needed, reason=WITHOUT)
+
+from starlette.testclient import TestClient
+from support.serving import settings
+from support.tiny_engine import CHAT, tiny_engine
+
+from eagle_fsd.serving.app import create_app
+from eagle_fsd.serving.prompts import PromptReader
+
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with TestClient(create_app(tiny_engine(), settings()), raise_server_exceptions=False) as made:
+        yield made
+
+
+def refusal(client: TestClient, path: str = CHATS, **body: Any) -> dict[str, Any]:
+    """Return the error of a request, which must be the client's fault and say so on one line."""
+    if path == CHATS:
+        body = {"messages": CHAT, **body}
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error" and "\n" not in error["message"]
+    return error
+
+
+# -- more texts than find room ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "begins"),
+    [
+        (CHATS, {"n": 73}, "n", "n is 73: at most 72 texts"),
+        (COMPLETIONS, {"prompt": ["a", "b"], "n": 37}, "n", "n is 37 for 2 prompts: at most 72 texts"),
+        (COMPLETIONS, {"prompt": ["a"] * 73}, "prompt", "prompt has 73 texts: at most 72 are taken"),
+        (COMPLETIONS, {"prompt": ["a"] * 73, "n": 2}, "prompt", "prompt has 73 texts: at most 72 are taken"),
+    ],
+)
+def test_too_many_texts_are_refused_before_any_is_encoded(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, param: str, begins: str
+) -> None:
+    encoded: list[Any] = []
+    encode = PromptReader.encode
+    monkeypatch.setattr(
+        PromptReader, "encode", lambda self, *asked: encoded.append(asked) or encode(self, *asked)
+    )
+    error = refusal(client, path, **body)
+    assert error["param"] == param and error["message"].startswith(begins)
+    assert not encoded
