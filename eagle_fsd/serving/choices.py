@@ -139,12 +139,12 @@ class Chooser:
         self, request: Generation, tools: ToolPlan | None, ends: Sequence[int]
     ) -> Constraint | None:
         """Return what the form of the answer allows. Raises ApiError for one that cannot be followed."""
-        form = request.form if tools is None else tools.form
-        if form is None:
-            return None
         name = "response_format" if request.response_format is not None else "structured_outputs"
         name = name if tools is None else "tools"
         try:
+            form = request.form if tools is None else tools.form
+            if form is None:
+                return None
             require_ends(name, ends)
             return compile_form(form, self.model.tokenizer, self.model.target.vocab_size)
         except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,3 +62,26 @@ def test_too_many_texts_are_refused_before_any_is_encoded(
     error = refusal(client, path, **body)
     assert error["param"] == param and error["message"].startswith(begins)
     assert not encoded
+
+
+# -- values that cannot be read ----------------------------------------
+
+
+@pytest.mark.parametrize("schema", ["[1]", "{bad", "", '{"const": NaN}', '{"a":' * 100_000])
+def test_a_schema_that_is_none_is_refused(client: TestClient, schema: str) -> None:
+    error = refusal(client, structured_outputs={"json": schema})
+    assert error["param"] == "structured_outputs" and "must be a JSON object" in error["message"]
+
+
+def test_a_schema_with_a_number_that_json_lacks_is_refused(client: TestClient) -> None:
+    for wanted, name in (
+        (b'"structured_outputs": {"json": {"const": NaN}}', "structured_outputs"),
+        (
+            b'"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": Infinity}}}',
+            "response_format",
+        ),
+    ):
+        body = json.dumps({"messages": CHAT}).encode()[:-1] + b", " + wanted + b"}"
+        answer = client.post(CHATS, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == name
