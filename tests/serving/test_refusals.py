@@ -64,6 +64,13 @@ def test_too_many_texts_are_refused_before_any_is_encoded(
     assert not encoded
 
 
+def test_a_lossless_rule_with_values_is_answered_and_told(client: TestClient) -> None:
+    """It is the only rule whose description leaves out the values that it has by default."""
+    asked = {"messages": CHAT, "max_tokens": 3, "rule": "lossless:share_noise=false"}
+    timings = client.post(CHATS, json=asked).json()["timings"]
+    assert (timings["rule"], timings["threshold"], timings["share_noise"]) == ("lossless", 0, False)
+
+
 # -- values that cannot be read ----------------------------------------
 
 
