@@ -17,6 +17,11 @@ OWN_ARGUMENTS = {
     *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
+# What a chat template may end with where its arguments are not what it expects.
+REFUSALS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
 PLAIN = "or continue the prompt as it is (--raw)"
 
 
@@ -108,7 +113,7 @@ def encode_chat(
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"the target's chat template is broken ({error}): fix it, {PLAIN}") from error
     # Templates raise on purpose, e.g. for a system role that they do not support, and by mistake.
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except REFUSALS as error:
         raise ValueError(
             f"the target's chat template refuses this chat ({error}): leave the system message out, {PLAIN}"
         ) from error

@@ -15,9 +15,11 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
 from starlette.testclient import TestClient
 from support.serving import settings
 from support.tiny_engine import CHAT, tiny_engine
+from support.tiny_tokenizer import tiny_tokenizer
 
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.prompts import PromptReader
+from eagle_fsd.text.chat import encode_chat
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -92,3 +94,63 @@ def test_a_schema_with_a_number_that_json_lacks_is_refused(client: TestClient) -
         answer = client.post(CHATS, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == name
+
+
+def nested(levels: int) -> Any:
+    value: Any = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
+def call_with(arguments: str) -> list[dict[str, Any]]:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        *CHAT,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "x"},
+    ]
+
+
+ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": nested(600)}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHATS, {"messages": call_with("[" * 100_000)}, ARGUMENTS),
+        (CHATS, {"messages": call_with(json.dumps(nested(600)))}, ARGUMENTS),
+        (CHATS, {"messages": nested(600)}, "messages"),
+        (CHATS, {"chat_template_kwargs": nested(600)}, "chat_template_kwargs"),
+        (CHATS, {"documents": [nested(600)]}, "documents"),
+        (CHATS, {"tools": [TOOL], "tool_choice": "required"}, "tools"),
+        (CHATS, {"structured_outputs": {"json": nested(600)}}, "structured_outputs"),
+        (CHATS, {"structured_outputs": {"json": json.dumps(nested(600))}}, "structured_outputs"),
+        (CHATS, {"temperature": nested(600)}, "temperature"),
+        (COMPLETIONS, {"prompt": nested(600)}, "prompt"),
+        ("/tokenize", {"messages": CHAT, "chat_template_kwargs": nested(600)}, "chat_template_kwargs"),
+        ("/detokenize", {"tokens": nested(600)}, "tokens"),
+    ],
+)  # fmt: skip
+def test_json_of_many_levels_is_refused(client: TestClient, path: str, body: Any, param: str) -> None:
+    """What reads it calls itself at each level, and Python ends that somewhere."""
+    assert refusal(client, path, **body)["param"] == param
+
+
+def test_json_of_some_levels_is_read(client: TestClient) -> None:
+    for body in (
+        {"messages": call_with(json.dumps(nested(100)))},
+        {"messages": CHAT, "chat_template_kwargs": nested(100)},
+        {"messages": CHAT, "documents": [nested(98)]},
+    ):
+        answer = client.post(CHATS, json={**body, "max_tokens": 1})
+        assert answer.status_code == 200 or answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_template_that_calls_itself_too_often_refuses_its_chat() -> None:
+    template = "{% macro at(one) %}{{ at(one) }}{% endmacro %}{{ at(messages) }}"
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=r"refuses this chat [(]maximum recursion depth"):
+        encode_chat(tokenizer, CHAT)

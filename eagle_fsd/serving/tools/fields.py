@@ -22,6 +22,20 @@ from eagle_fsd.text.tool_calls import quoted
 MOST_FUNCTIONS, MOST_CHOICES = 128, 1024
 NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 ANY_OBJECT = {"type": "object"}
+DEEPEST = 100  # levels of JSON: templates and encoders call themselves at each, and schemas have some tens
+
+
+def is_too_deep(value: object) -> bool:
+    """Whether this JSON value has more than DEEPEST levels of lists and objects."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(DEEPEST):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, dict | list)
+        ]
+    return bool(level)
 
 
 class Strict(BaseModel):
@@ -155,12 +169,14 @@ class CalledFunction(Strict):
     def require_object(cls, value: str) -> str:
         try:
             found = json.loads(value) if value else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"arguments must be the JSON of an object ({error}): send it as it came"
             ) from error
         if not isinstance(found, dict):
             raise ValueError("arguments must be the JSON of an object: send it as it came")
+        if is_too_deep(found):
+            raise ValueError(f"arguments have more than {DEEPEST} levels of JSON: send fewer")
         return value
 
     @property
