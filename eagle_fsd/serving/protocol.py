@@ -76,7 +76,7 @@ def drop_what_asks_for_nothing(data: Any) -> Any:
     for name, value in data.items():
         if name in UNSUPPORTED:
             refuse_unless_neutral(name, value)
-        elif name not in WITHOUT_EFFECT and value is not None:
+        elif name not in WITHOUT_EFFECT:
             kept[name] = value
     return kept
 

@@ -304,7 +304,11 @@ def test_logprobs_are_those_of_the_engine_whole_and_streamed(client: TestClient,
         ({"response_format": {"type": "json_object"}}, "response_format", "invalid_value"),  # its tokenizer
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "invalid_value"),
-        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.0.name", "invalid_value"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]},
+            "messages.0.tool_call_id",
+            "invalid_value",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages.0.content",

@@ -39,9 +39,16 @@ def is_too_deep(value: object) -> bool:
 
 
 class Strict(BaseModel):
-    """A part of a request."""
+    """A request or a part of one. A field that is null is absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class NamedSchema(Strict):
@@ -193,14 +200,14 @@ class ToolCall(Strict):
     index: int | None = None
 
 
-# What OpenAI's own answers carry in a message, and clients send back.
+# What OpenAI's own answers carry in a message, null or empty, and clients send back.
 ABSENT = ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content", "reasoning")
 
 
 class Message(Strict):
     """A turn of a chat. The role developer means system, and tool is the result of a call.
 
-    name: of the function whose result it is; it has no effect.
+    name: of the function whose result it is, for templates that show it. Of other roles it has no effect.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -211,13 +218,10 @@ class Message(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def drop_absent_parts(cls, data: Any) -> Any:
+    def drop_empty_parts(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept = {name: value for name, value in data.items() if name not in ABSENT or value not in (None, [])}
-        if kept.get("tool_calls") and kept.get("content", "") is None:
-            kept["content"] = ""
-        return kept
+        return {name: value for name, value in data.items() if name not in ABSENT or value != []}
 
     @field_validator("content", mode="before")
     @classmethod
@@ -232,14 +236,12 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def require_what_the_role_has(self) -> Message:
-        given = self.model_fields_set
-        if "content" not in given and not self.tool_calls:
+        if "content" not in self.model_fields_set and not self.tool_calls:
             raise ValueError("content is missing: add it")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls are an assistant's, not of the role {self.role}: leave them out")
-        for name in ("tool_call_id", "name"):
-            if name in given and self.role != "tool":
-                raise ValueError(f"{name} is for messages of the role tool: leave it out")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError("tool_call_id is for messages of the role tool: leave it out")
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("tool_call_id is missing: say which call this is the result of")
         return self
