@@ -124,8 +124,8 @@ class Service:
         try:
             if not body.stream:
                 await unless_gone(request, collect(answer, feed, deadline))
-                # With log-probabilities it decodes many tokens, which would hold up all streams.
-                return json_response(await asyncio.to_thread(answer.whole))
+                # Log-probabilities make it megabytes, whose tables and JSON would hold up all streams.
+                return Response(await asyncio.to_thread(answer.body), media_type="application/json")
             first = await unless_gone(request, feed.next(deadline))
             streamed = True
         finally:
