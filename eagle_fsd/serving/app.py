@@ -153,8 +153,7 @@ class Service:
 
     def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
         self.require_model(body.model)
-        if body.tokens:
-            self.choose.require_prompt(body.tokens, "tokens")
+        self.choose.require_tokens(body.tokens, "tokens")
         with self.choose.encoding:
             return {"prompt": self.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
 

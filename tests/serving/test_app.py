@@ -492,6 +492,17 @@ def test_tokens_there_and_back(client: TestClient) -> None:
     error_of(post(client, "/detokenize", tokens=[-1]), 400)
 
 
+def test_token_ids_become_text_whatever_a_prompt_may_have() -> None:
+    """A whole text with its answer fills all positions of the target, where a prompt leaves room for more."""
+    with client_of(limits=Limits(max_prompt_tokens=25)) as client:
+        for count in (0, 26, 256, 300):
+            ids = tiny_engine().tokenizer.encode("x", add_special_tokens=False) * count
+            assert post(client, "/detokenize", tokens=ids).json() == {"prompt": "x" * count}
+        for token in (-1, 96):
+            error = error_of(post(client, "/detokenize", tokens=[5, token]), 400)
+            assert (error["param"], error["code"]) == ("tokens", "invalid_value")
+
+
 @pytest.mark.parametrize("prefix_tokens", [0, 4096])
 def test_the_next_turn_of_a_chat_reads_only_what_is_new(prefix_tokens: int) -> None:
     with client_of(limits=Limits(prefix_tokens=prefix_tokens)) as client:
