@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from eagle_fsd.core.checks import format_value, one_line
 from eagle_fsd.serving.choices import Chooser
 from eagle_fsd.serving.errors import wrong_value
 from eagle_fsd.serving.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from eagle_fsd.serving.tools.plan import ToolPlan, turns_of
-from eagle_fsd.text.chat import encode, encode_chat, require_tokenizer
+from eagle_fsd.text.chat import ChatRefused, encode, encode_chat, require_tokenizer
 
 if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
+
+COMPLETIONS = "/v1/completions"
+# What a request gives to the chat template beside messages and tools, and the values that give nothing.
+TEMPLATE_FIELDS: dict[str, Any] = {"documents": [], "chat_template_kwargs": {}}
 
 
 class PromptReader:
@@ -48,11 +54,18 @@ class PromptReader:
         turns, arguments = turns_of(body.messages or (), tools, self.choose.calls)
         for turn in turns:
             require_unicode(turn["content"], "messages")
-        try:
+
+        def written(asked: ChatRequest | TokenizeRequest) -> list[int]:
             with self._encoding:
-                return encode_chat(self.tokenizer, turns, {**body.template, **arguments})[0].tolist()
-        except ValueError as error:
-            raise wrong_value(one_line(error), "messages") from error
+                return encode_chat(self.tokenizer, turns, {**asked.template, **arguments})[0].tolist()
+
+        try:
+            return written(body)
+        except ChatRefused as error:
+            name, remedy = "messages", f"if no other chat will do, continue a text with {COMPLETIONS}"
+            if (guilty := field_at_fault(body, written)) is not None:
+                name, remedy = guilty, "change it, or leave it out"
+            raise wrong_value(f"{name}: {one_line(error.reason)}; {remedy}", name) from error
 
     def text_ids(self, prompt: str | list[int], special: bool = True) -> list[int]:
         if not isinstance(prompt, str):
@@ -62,6 +75,18 @@ class PromptReader:
             if special:
                 return encode(self.tokenizer, prompt, raw=True)[0].tolist() if prompt else []
             return self.tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def field_at_fault(
+    body: ChatRequest | TokenizeRequest, written: Callable[[ChatRequest | TokenizeRequest], object]
+) -> str | None:
+    """Return the field without which a chat that was refused can be written; None if there is no such one."""
+    for name, nothing in TEMPLATE_FIELDS.items():
+        if getattr(body, name, nothing) != nothing:
+            with contextlib.suppress(ChatRefused):
+                written(body.model_copy(update={name: nothing}))
+                return name
+    return None
 
 
 def require_unicode(text: str, name: str) -> None:

@@ -17,6 +17,7 @@ from support.serving import settings
 from support.tiny_engine import CHAT, tiny_engine
 from support.tiny_tokenizer import tiny_tokenizer
 
+from eagle_fsd import EagleFSD
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.prompts import PromptReader
 from eagle_fsd.text.chat import encode_chat
@@ -154,3 +155,43 @@ def test_a_template_that_calls_itself_too_often_refuses_its_chat() -> None:
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=r"refuses this chat [(]maximum recursion depth"):
         encode_chat(tokenizer, CHAT)
+
+
+# -- what the chat template does not take ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHATS, {"documents": [1]}, "documents"),
+        (CHATS, {"chat_template_kwargs": {"tools": 5}}, "chat_template_kwargs"),
+        (CHATS, {"chat_template_kwargs": {"tools": 5}, "documents": [{"text": "x"}]}, "chat_template_kwargs"),
+        ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {"documents": [1]}}, "chat_template_kwargs"),
+    ],
+)
+def test_arguments_that_the_template_refuses_are_named(
+    client: TestClient, path: str, body: Any, param: str
+) -> None:
+    error = refusal(client, path, **body)
+    assert error["param"] == param and error["message"].startswith(f"{param}: the target's chat template")
+    assert error["message"].endswith("; change it, or leave it out") and "--raw" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses this chat (roles must alternate)"),
+        ("{% if %}", "is broken"),
+        (None, "the target's tokenizer has no chat template"),
+    ],
+)
+def test_messages_that_the_template_refuses_are_told_in_a_servers_words(
+    template: str | None, words: str
+) -> None:
+    tokenizer, whole = tiny_tokenizer(), tiny_engine()
+    tokenizer.chat_template = template
+    model = EagleFSD(whole.target, whole.drafter, tokenizer, base_model="tiny")
+    with TestClient(create_app(model, settings())) as client:
+        error = refusal(client, chat_template_kwargs={"enable_thinking": False})
+    assert error["param"] == "messages" and words in error["message"]
+    assert error["message"].endswith("; if no other chat will do, continue a text with /v1/completions")
