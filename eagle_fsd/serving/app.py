@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match, Route
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
@@ -42,6 +43,8 @@ from eagle_fsd.text.streamed import StreamedText
 from eagle_fsd.version import __version__
 
 if TYPE_CHECKING:
+    from starlette.types import Scope
+
     from eagle_fsd.engine import EagleFSD
 
 logger = logging.getLogger(__name__)
@@ -192,19 +195,26 @@ def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
     add_routes(app, service)
     add_page(app)
     add_error_handlers(app)
-    routes = {getattr(route, "path", "") for route in app.routes}
     app.add_middleware(
         Gate,
         key=settings.key,
         hosts=settings.hosts,
         max_body=settings.limits.max_body,
         is_open=lambda path: path in OPEN_PATHS or path.startswith(OPEN_PATHS[-1]),
-        answered=lambda path, status: service.metrics.answered(path if path in routes else "other", status),
+        answered=lambda scope, status: service.metrics.answered(route_of(app, scope), status),
     )
     if settings.cors_origins:
         origins = list(settings.cors_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
+
+
+def route_of(app: FastAPI, scope: Scope) -> str:
+    """Return the path of the route that a request is for, as the route has it; "other" if there is none."""
+    found = (
+        route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE
+    )
+    return next((route.path for route in found), "other")
 
 
 def add_routes(app: FastAPI, service: Service) -> None:

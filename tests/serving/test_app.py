@@ -535,12 +535,15 @@ def test_metrics_count_what_was_done() -> None:
     with client_of() as client:
         answer = post(client, max_tokens=20, threshold=0.2).json()
         error_of(post(client, n=0), 400)
+        for path in (f"/v1/models/{NAME}", "/v1/models/a/b", "/page/style.css", "/page/none", "/", "/no"):
+            client.get(path)
+        client.delete("/page/style.css")
         page = client.get("/metrics")
     assert page.headers["content-type"].startswith("text/plain; version=")
+    samples = [one for family in text_string_to_metric_families(page.text) for one in family.samples]
     values = {
         (sample.name.removeprefix("eagle_fsd_"), *sorted(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(page.text)
-        for sample in family.samples
+        for sample in samples
     }
     timings = answer["timings"]
     assert values["generation_tokens_total",] == 20
@@ -550,7 +553,16 @@ def test_metrics_count_what_was_done() -> None:
     accepted = timings["exact_accepts"] + timings["fuzzy_accepts"]
     assert values["spec_decode_num_accepted_tokens_total",] == accepted
     assert values["request_success_total", "length"] == 1
-    assert values["http_requests_total", URL, "200"] or values["http_requests_total", "200", URL]
+    answers = {
+        (sample.labels["route"], sample.labels["status"]): sample.value
+        for sample in samples
+        if sample.name == "eagle_fsd_http_requests_total"
+    }
+    assert answers == {
+        (URL, "200"): 1, (URL, "400"): 1, ("/v1/models/{name:path}", "200"): 1, ("other", "404"): 1,
+        ("/v1/models/{name:path}", "404"): 1, ("/page/{name}", "200"): 1, ("/page/{name}", "404"): 1,
+        ("/page/{name}", "405"): 1, ("/", "200"): 1,
+    }  # fmt: skip
     assert values["time_to_first_token_seconds_count",] == values["e2e_request_latency_seconds_count",] == 1
     assert values["inter_token_latency_seconds_count",] + 3 >= 19
     assert values["num_requests_running",] == values["num_requests_waiting",] == 0

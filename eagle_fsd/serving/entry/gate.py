@@ -26,7 +26,7 @@ class Gate:
 
     key: None lets everybody in. hosts: the host names that requests may use; empty allows all. This stops DNS
     rebinding, by which a foreign page could call the server and read its answers. is_open: whether a path
-    needs no key. answered: is told all paths and statuses.
+    needs no key. answered: is told the scope and the status of all answers.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Gate:
         hosts: Sequence[str],
         max_body: int,
         is_open: Callable[[str], bool],
-        answered: Callable[[str, int], None],
+        answered: Callable[[Scope, int], None],
     ) -> None:
         self.app, self.max_body, self.is_open, self.answered = app, max_body, is_open, answered
         self.hosts = frozenset(hosts)
@@ -49,7 +49,7 @@ class Gate:
 
         async def count_and_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.answered(scope["path"], message["status"])
+                self.answered(scope, message["status"])
             await send(message)
 
         try:
