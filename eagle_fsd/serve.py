@@ -26,6 +26,7 @@ from eagle_fsd.cli.ranks import join, leave, on_every_rank, show_memory
 from eagle_fsd.core.checks import INTERRUPTED, require_integer, require_number
 from eagle_fsd.generate import UserError, load_model, raise_user_errors, report_mistake
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
+from eagle_fsd.serving.entry.loopback import is_loopback, own_names
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted
 
 # torch takes seconds to import, and the extra may not be installed: --help needs neither.
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "EAGLE_FSD_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
-LOOPBACK = ("127.0.0.1", "::1", "localhost", "[::1]")
 
 DESCRIPTION = """\
 Serve a target model over HTTP to clients of OpenAI's API: chats, completions, streams. A request may say how
@@ -181,7 +181,10 @@ def settle_tree(model: EagleFSD, options: GenerationOptions) -> TreeConfig:
     return stream.tree
 
 
-def make_settings(args: argparse.Namespace, model: EagleFSD, options: GenerationOptions) -> Settings:
+def make_settings(
+    args: argparse.Namespace, model: EagleFSD, options: GenerationOptions, bound: str | None = None
+) -> Settings:
+    """Return how the model is served. bound: the address that the server has, if it is known already."""
     from eagle_fsd.acceptance.accept import Lossless
     from eagle_fsd.decoding.scheduler import trees_of_many
     from eagle_fsd.hub.resolve import shown_name
@@ -212,7 +215,7 @@ def make_settings(args: argparse.Namespace, model: EagleFSD, options: Generation
             options.stops,
         ),
         key=key,
-        hosts=LOOPBACK if key is None and args.host in LOOPBACK else (),
+        hosts=own_names(bound or args.host, args.host) if key is None else (),
         cors_origins=args.cors_origin,
         learner=adapter,
         at_end=partial(save_adapted, args, adapter),
@@ -235,6 +238,12 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
+def address_of(place: socket.socket) -> tuple[str, int]:
+    """Return the address and the port that a socket is bound to, however they were asked for."""
+    host, port = place.getsockname()[:2]
+    return host, port
+
+
 def run(args: argparse.Namespace) -> int:
     """Check the arguments, load the model, serve until a signal comes, and return the exit code."""
     require_packages()
@@ -245,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
     leads = ranks is None or ranks.leads
     # Before the model is loaded, which takes long.
     with listen(args.host, args.port) if leads else contextlib.nullcontext() as place:
-        model, settings = load(args, options)
+        model, settings = load(args, options, None if place is None else address_of(place)[0])
         if ranks is not None:
             memory = model.memory()
             if args.verbose:
@@ -258,12 +267,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def load(args: argparse.Namespace, options: GenerationOptions) -> tuple[EagleFSD, Settings]:
+def load(
+    args: argparse.Namespace, options: GenerationOptions, bound: str | None = None
+) -> tuple[EagleFSD, Settings]:
     """Load the model that the flags name, and settle how it is served. options: of `check_arguments`."""
     with raise_user_errors():
         model = load_model(args)
         options = with_bad_words(options, args, model).with_defaults(model.target.own_defaults)
-        settings = make_settings(args, model, options)
+        settings = make_settings(args, model, options, bound)
         HEAD_START.end()
         return model, settings
 
@@ -283,9 +294,9 @@ def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bo
     from eagle_fsd.serving.app import create_app
     from eagle_fsd.serving.server import Server
 
-    host, port = place.getsockname()[:2]
+    host, port = address_of(place)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    if settings.key is None and host not in LOOPBACK:
+    if settings.key is None and not is_loopback(host):
         sys.stderr.write(f"warning: whoever reaches {host} may call: set {KEY_VARIABLE}\n")
 
     server = Server(create_app(model, settings), url, verbose)

@@ -63,7 +63,8 @@ def rule_fields(rule: AcceptanceRule) -> dict[str, Any]:
     if isinstance(rule, Lossless):
         fields["threshold"] = 0.0
     plan = ("price", "cost") if described.get("price") else ()
-    return fields | {key: value for key, value in described.items() if key in plan or value != usual[key]}
+    changed = {key for key, value in described.items() if key not in usual or value != usual[key]}
+    return fields | {key: value for key, value in described.items() if key in plan or key in changed}
 
 
 def parse_rule(text: str) -> AcceptanceRule:

@@ -279,7 +279,7 @@ class Form:
             if isinstance(found, Mapping):
                 return cls("json_schema", json.dumps(found, allow_nan=False))
             reason = ""
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             reason = f" ({error})"
         raise ValueError(
             f"json_schema is {format_value(schema)}: it must be a JSON object{reason}, such as "

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
@@ -15,6 +16,7 @@ from eagle_fsd.serving.work.jobs import Job, News
 from eagle_fsd.text.streamed import Piece, merged
 from eagle_fsd.version import __version__
 
+LEVELS = 5  # of an answer's body above what is said of one token
 LEAST = -9999.0  # a log-probability: JSON has no -inf
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"eagle_fsd-{__version__}"
@@ -41,7 +43,7 @@ class LogprobTables:
             ]
             return {"content": content, "refusal": None}
         tokens = [self.decode(one.token) for one in logprobs]
-        starts = [offset + sum(map(len, tokens[:place])) for place in range(len(tokens))]
+        starts = list(accumulate(map(len, tokens), initial=offset))[:-1]
         top = [{self.decode(token): max(value, LEAST) for token, value in one.top} for one in logprobs]
         return {
             "tokens": tokens,
@@ -144,8 +146,12 @@ class Answer:
         rounded = {key: round(value, 3) for key, value in timings.items()}
         return {**rounded, **self.choice.described, "seed": self.choice.seed}
 
-    def whole(self) -> dict[str, Any]:
+    def body(self) -> bytes:
         """Return the body of an answer that is not streamed."""
+        return json_in_parts(self.whole(), LEVELS).encode()
+
+    def whole(self) -> dict[str, Any]:
+        """Return what the body of an answer says that is not streamed."""
         choices = []
         for place, pieces in enumerate(self.pieces):
             told = News(merged(pieces), self.logprobs[place], self.reasons[place])
@@ -224,6 +230,19 @@ class Answer:
             "model": self.model,
             "system_fingerprint": FINGERPRINT,
         }
+
+
+def json_in_parts(data: object, levels: int) -> str:
+    """Return the JSON of this data. What lies below so many levels is encoded piece by piece.
+
+    No other thread runs while json.dumps encodes, which may take seconds where it gets all at once.
+    """
+    if levels and isinstance(data, dict):
+        items = (f"{json.dumps(key)}: {json_in_parts(value, levels - 1)}" for key, value in data.items())
+        return "{" + ", ".join(items) + "}"
+    if levels and isinstance(data, list):
+        return "[" + ", ".join(json_in_parts(one, levels - 1) for one in data) + "]"
+    return json.dumps(data, allow_nan=False)
 
 
 def event(data: object) -> bytes:

@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match, Route
 
 from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import TreeConfig
@@ -23,9 +24,10 @@ from eagle_fsd.hub.resolve import shown_name
 from eagle_fsd.serving.answers import Answer, LogprobTables
 from eagle_fsd.serving.choices import Chooser, Defaults, Limits
 from eagle_fsd.serving.delivery import ClientGone, Deadline, EventStream, Feed, collect, events, unless_gone
-from eagle_fsd.serving.errors import SERVER, ApiError, json_response, of_status, of_validation, wrong_value
-from eagle_fsd.serving.gate import Gate
+from eagle_fsd.serving.entry.gate import Gate
+from eagle_fsd.serving.errors import SERVER, ApiError, json_response, of_status, of_validation
 from eagle_fsd.serving.metrics import Metrics
+from eagle_fsd.serving.prompts import PromptReader
 from eagle_fsd.serving.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -33,15 +35,16 @@ from eagle_fsd.serving.protocol import (
     TokenizeRequest,
     Unsupported,
 )
-from eagle_fsd.serving.tools.plan import ToolPlan, turns_of
 from eagle_fsd.serving.work.jobs import Job
 from eagle_fsd.serving.work.learning import Learner
 from eagle_fsd.serving.work.worker import Worker
-from eagle_fsd.text.chat import encode, encode_chat, require_tokenizer
+from eagle_fsd.text.chat import require_tokenizer
 from eagle_fsd.text.streamed import StreamedText
 from eagle_fsd.version import __version__
 
 if TYPE_CHECKING:
+    from starlette.types import Scope
+
     from eagle_fsd.engine import EagleFSD
 
 logger = logging.getLogger(__name__)
@@ -91,21 +94,18 @@ class Service:
         self.metrics.watch(self.worker)
         self.choose = Chooser(model, self.limits, settings.defaults, adapts=settings.learner is not None)
         self.created = int(time.time())
-        self._encoding = self.choose.encoding
+        self.reader = PromptReader(model, self.choose)
 
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """Answer a chat or a plain completion, whole or as a stream."""
         deadline = Deadline(self.limits.request_timeout)
         self.require_model(body.model)
+        self.reader.require_few(body)
         choice = await asyncio.to_thread(self.choose, body)
-        prompts = await asyncio.to_thread(self.encode, body, choice.tools)
+        prompts = await asyncio.to_thread(self.reader.encode, body, choice.tools)
         feed, chat = Feed(), isinstance(body, ChatRequest)
         seed, stops = choice.seed or 0, body.stop or self.settings.defaults.stops
         texts = [prompt for prompt in prompts for _ in range(body.n)]
-        if len(texts) > self.limits.most_texts:
-            most = self.limits.most_texts
-            message = f"n is {body.n} for {len(prompts)} prompts: at most {most} texts are taken; lower it"
-            raise wrong_value(message, "n")
         jobs = [
             Job(
                 prompt=prompt,
@@ -127,8 +127,8 @@ class Service:
         try:
             if not body.stream:
                 await unless_gone(request, collect(answer, feed, deadline))
-                # With log-probabilities it decodes many tokens, which would hold up all streams.
-                return json_response(await asyncio.to_thread(answer.whole))
+                # Log-probabilities make it megabytes, whose tables and JSON would hold up all streams.
+                return Response(await asyncio.to_thread(answer.body), media_type="application/json")
             first = await unless_gone(request, feed.next(deadline))
             streamed = True
         finally:
@@ -143,37 +143,6 @@ class Service:
             message = f"model is {name!r}: this server has {self.settings.name!r}; name that, or leave it out"
             raise ApiError(404, message, "model_not_found", "model")
 
-    def encode(self, body: ChatRequest | CompletionRequest, tools: ToolPlan | None) -> list[list[int]]:
-        """Return the prompts' token ids. Raises ApiError for one that is none, or too long."""
-        if isinstance(body, ChatRequest):
-            name, prompts = "messages", [self.chat_ids(body, tools)]
-        else:
-            name, prompts = "prompt", [self.text_ids(one) for one in body.prompts]
-            if not prompts:
-                raise wrong_value("prompt is empty: write something to continue", "prompt")
-        for prompt in prompts:
-            self.choose.require_prompt(prompt, name)
-        return prompts
-
-    def chat_ids(self, body: ChatRequest | TokenizeRequest, tools: ToolPlan | None = None) -> list[int]:
-        turns, arguments = turns_of(body.messages or (), tools, self.choose.calls)
-        for turn in turns:
-            require_unicode(turn["content"], "messages")
-        try:
-            with self._encoding:
-                return encode_chat(self.tokenizer, turns, {**body.template, **arguments})[0].tolist()
-        except ValueError as error:
-            raise wrong_value(one_line(error), "messages") from error
-
-    def text_ids(self, prompt: str | list[int], special: bool = True) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        require_unicode(prompt, "prompt")
-        with self._encoding:
-            if special:
-                return encode(self.tokenizer, prompt, raw=True)[0].tolist() if prompt else []
-            return self.tokenizer.encode(prompt, add_special_tokens=False)
-
     def decode(self, token: int) -> str:
         """Return one token's text. It takes no lock, since encoding a long prompt may hold that for long."""
         return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
@@ -181,14 +150,14 @@ class Service:
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         self.require_model(body.model)
         special = body.add_special_tokens
-        ids = self.text_ids(body.prompt, special) if body.prompt is not None else self.chat_ids(body)
+        read = self.reader
+        ids = read.text_ids(body.prompt, special) if body.prompt is not None else read.chat_ids(body)
         return {"count": len(ids), "max_model_len": self.model.target.max_positions, "tokens": ids}
 
     def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
         self.require_model(body.model)
-        if body.tokens:
-            self.choose.require_prompt(body.tokens, "tokens")
-        with self._encoding:
+        self.choose.require_tokens(body.tokens, "tokens")
+        with self.choose.encoding:
             return {"prompt": self.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
 
     @property
@@ -209,14 +178,6 @@ class Service:
         }
 
 
-def require_unicode(text: str, name: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        message = f"{name} is not Unicode text at character {error.start}: send whole characters"
-        raise wrong_value(message, name) from error
-
-
 def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
     """Return the application that serves this engine. The worker starts and ends with its lifespan."""
     service = Service(model, settings)
@@ -234,19 +195,26 @@ def create_app(model: EagleFSD, settings: Settings) -> FastAPI:
     add_routes(app, service)
     add_page(app)
     add_error_handlers(app)
-    routes = {getattr(route, "path", "") for route in app.routes}
     app.add_middleware(
         Gate,
         key=settings.key,
         hosts=settings.hosts,
         max_body=settings.limits.max_body,
         is_open=lambda path: path in OPEN_PATHS or path.startswith(OPEN_PATHS[-1]),
-        answered=lambda path, status: service.metrics.answered(path if path in routes else "other", status),
+        answered=lambda scope, status: service.metrics.answered(route_of(app, scope), status),
     )
     if settings.cors_origins:
         origins = list(settings.cors_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
+
+
+def route_of(app: FastAPI, scope: Scope) -> str:
+    """Return the path of the route that a request is for, as the route has it; "other" if there is none."""
+    found = (
+        route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE
+    )
+    return next((route.path for route in found), "other")
 
 
 def add_routes(app: FastAPI, service: Service) -> None:

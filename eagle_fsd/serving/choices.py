@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.rule_names import build_rule, describe, parse_rule, rule_fields
-from eagle_fsd.core.checks import one_line, require_integer
+from eagle_fsd.core.checks import format_value, one_line, require_integer
 from eagle_fsd.core.config import HYBRID, AutoThreshold, Kind, SamplingConfig
 from eagle_fsd.core.processing import UNPROCESSED, Constraint, Processing, as_biases, as_sequences, as_tokens
 from eagle_fsd.core.randomness.streams import fresh_seed
@@ -139,12 +139,12 @@ class Chooser:
         self, request: Generation, tools: ToolPlan | None, ends: Sequence[int]
     ) -> Constraint | None:
         """Return what the form of the answer allows. Raises ApiError for one that cannot be followed."""
-        form = request.form if tools is None else tools.form
-        if form is None:
-            return None
         name = "response_format" if request.response_format is not None else "structured_outputs"
         name = name if tools is None else "tools"
         try:
+            form = request.form if tools is None else tools.form
+            if form is None:
+                return None
             require_ends(name, ends)
             return compile_form(form, self.model.tokenizer, self.model.target.vocab_size)
         except ValueError as error:
@@ -210,12 +210,15 @@ class Chooser:
         if len(ids) > most:
             message = f"{name} has {len(ids)} tokens: at most {most} are taken; shorten it"
             raise ApiError(400, message, "context_length_exceeded", name)
-        wrong = next((token for token in ids if not 0 <= token < target.vocab_size), None)
+        self.require_tokens(ids, name)
+
+    def require_tokens(self, ids: Sequence[int], name: str) -> None:
+        """Raise ApiError unless these are token ids of this target."""
+        size = self.model.target.vocab_size
+        wrong = next((token for token in ids if not 0 <= token < size), None)
         if wrong is not None:
-            message = (
-                f"{name} has the token {wrong}: ids go from 0 to {target.vocab_size - 1}; encode it again"
-            )
-            raise wrong_value(message, name)
+            said = f"{name} has the token {format_value(wrong)}"
+            raise wrong_value(f"{said}: ids go from 0 to {size - 1}; encode it again", name)
 
 
 def requested_rule(

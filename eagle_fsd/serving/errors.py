@@ -79,6 +79,12 @@ def unknown_host(name: str) -> ApiError:
     return ApiError(403, message, code="invalid_host", kind="permission_error")
 
 
+def no_json(content_type: str) -> ApiError:
+    said = format_value(content_type) if content_type else "missing"
+    message = f"the content type is {said}: the body must be a JSON object, sent as application/json"
+    return ApiError(400, message, code="invalid_json")
+
+
 def too_large(limit: int) -> ApiError:
     message = f"the body is larger than {limit} bytes: shorten it, or start the server with --max-body"
     return ApiError(413, message, code="body_too_large")

@@ -18,12 +18,14 @@ from pydantic import (
 
 from eagle_fsd.core.config import Form
 from eagle_fsd.serving.tools.fields import (
+    DEEPEST,
     Messages,
     Strict,
     StructuredOutputs,
     ToolChoice,
     Tools,
     WantedFormat,
+    is_too_deep,
 )
 from eagle_fsd.text.chat import OWN_ARGUMENTS
 
@@ -74,7 +76,7 @@ def drop_what_asks_for_nothing(data: Any) -> Any:
     for name, value in data.items():
         if name in UNSUPPORTED:
             refuse_unless_neutral(name, value)
-        elif name not in WITHOUT_EFFECT and value is not None:
+        elif name not in WITHOUT_EFFECT:
             kept[name] = value
     return kept
 
@@ -128,6 +130,18 @@ Template = Annotated[dict[str, Any], AfterValidator(require_template)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
+class Body(Strict):
+    """The body of a request."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def require_few_levels(cls, data: Any) -> Any:
+        for name, value in data.items() if isinstance(data, Mapping) else ():
+            if name in cls.model_fields and is_too_deep(value):
+                raise ValueError(f"{name} has more than {DEEPEST} levels of JSON: send fewer")
+        return data
+
+
 class StreamOptions(Strict):
     """include_usage: end the stream with a chunk that has the usage and no choices."""
 
@@ -135,7 +149,7 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] = False
 
 
-class Generation(Strict):
+class Generation(Body):
     """The fields that chats and plain completions share.
 
     repetition_penalty to min_tokens: see choices.py. stop_token_ids: tokens that end a text as well.
@@ -263,7 +277,7 @@ class CompletionRequest(Generation):
         return [prompt] if alone else list(prompt)
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Body):
     """POST /tokenize: the token ids of a text, or of a chat that waits for its answer."""
 
     model: str | None = None
@@ -284,7 +298,7 @@ class TokenizeRequest(Strict):
         return self
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Body):
     """POST /detokenize: the text of token ids."""
 
     model: str | None = None

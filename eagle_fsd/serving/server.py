@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from eagle_fsd.serving.delivery import GRACE
-from eagle_fsd.serving.gate import HttpProtocol
+from eagle_fsd.serving.entry.gate import HttpProtocol
 
 SHUTDOWN_SECONDS = 30  # answers under way may take this long after a signal
 TICK = 0.05  # seconds: a signal's handler may not touch the loop, so this looks for what it noted

@@ -17,7 +17,19 @@ OWN_ARGUMENTS = {
     *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
-PLAIN = "or continue the prompt as it is (--raw)"
+# What a chat template may end with where its arguments are not what it expects.
+REFUSALS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
+
+
+class ChatRefused(ValueError):
+    """A chat that cannot be written. reason: why; the message says what to do on the command line too."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}: {remedy}, or continue the prompt as it is (--raw)")
+        self.reason = reason
 
 
 def encode(
@@ -85,7 +97,7 @@ def encode_chat(
     """Return the token ids [1, n] of a chat of {"role", "content"} that waits for its answer.
 
     template: arguments of the model's chat template, such as enable_thinking, tools or documents. Raises
-    ValueError for those that are this function's own.
+    ValueError for those that are this function's own, and ChatRefused for what the template does not take.
     """
     tokenizer = require_tokenizer(tokenizer)
     if own := OWN_ARGUMENTS.intersection(template or ()):
@@ -94,7 +106,7 @@ def encode_chat(
             "it; leave it out"
         )
     if not tokenizer.chat_template:
-        raise ValueError(f"the target's tokenizer has no chat template: choose one that has one, {PLAIN}")
+        raise ChatRefused("the target's tokenizer has no chat template", "choose one that has one")
     try:
         return tokenizer.apply_chat_template(
             list(messages),
@@ -106,9 +118,9 @@ def encode_chat(
             },
         )["input_ids"]
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the target's chat template is broken ({error}): fix it, {PLAIN}") from error
+        raise ChatRefused(f"the target's chat template is broken ({error})", "fix it") from error
     # Templates raise on purpose, e.g. for a system role that they do not support, and by mistake.
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"the target's chat template refuses this chat ({error}): leave the system message out, {PLAIN}"
+    except REFUSALS as error:
+        raise ChatRefused(
+            f"the target's chat template refuses this chat ({error})", "leave the system message out"
         ) from error

@@ -304,7 +304,11 @@ def test_logprobs_are_those_of_the_engine_whole_and_streamed(client: TestClient,
         ({"response_format": {"type": "json_object"}}, "response_format", "invalid_value"),  # its tokenizer
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "invalid_value"),
-        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.0.name", "invalid_value"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]},
+            "messages.0.tool_call_id",
+            "invalid_value",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages.0.content",
@@ -363,9 +367,9 @@ def test_a_malformed_body_is_refused(client: TestClient, body: bytes) -> None:
 
 
 def test_half_a_character_is_refused(client: TestClient) -> None:
-    body = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]})
-    error_of(client.post(URL, content=body, headers={"content-type": "application/json"}), 400)
-    error_of(client.post(URL, content=json.dumps({"messages": CHAT, "\ud800": 1})), 400)
+    for asked in ({"messages": [{"role": "user", "content": "\ud800"}]}, {"messages": CHAT, "\ud800": 1}):
+        body = json.dumps(asked)
+        error_of(client.post(URL, content=body, headers={"content-type": "application/json"}), 400)
 
 
 def test_a_form_is_no_request(client: TestClient) -> None:
@@ -488,6 +492,17 @@ def test_tokens_there_and_back(client: TestClient) -> None:
     error_of(post(client, "/detokenize", tokens=[-1]), 400)
 
 
+def test_token_ids_become_text_whatever_a_prompt_may_have() -> None:
+    """A whole text with its answer fills all positions of the target, where a prompt leaves room for more."""
+    with client_of(limits=Limits(max_prompt_tokens=25)) as client:
+        for count in (0, 26, 256, 300):
+            ids = tiny_engine().tokenizer.encode("x", add_special_tokens=False) * count
+            assert post(client, "/detokenize", tokens=ids).json() == {"prompt": "x" * count}
+        for token in (-1, 96):
+            error = error_of(post(client, "/detokenize", tokens=[5, token]), 400)
+            assert (error["param"], error["code"]) == ("tokens", "invalid_value")
+
+
 @pytest.mark.parametrize("prefix_tokens", [0, 4096])
 def test_the_next_turn_of_a_chat_reads_only_what_is_new(prefix_tokens: int) -> None:
     with client_of(limits=Limits(prefix_tokens=prefix_tokens)) as client:
@@ -520,12 +535,15 @@ def test_metrics_count_what_was_done() -> None:
     with client_of() as client:
         answer = post(client, max_tokens=20, threshold=0.2).json()
         error_of(post(client, n=0), 400)
+        for path in (f"/v1/models/{NAME}", "/v1/models/a/b", "/page/style.css", "/page/none", "/", "/no"):
+            client.get(path)
+        client.delete("/page/style.css")
         page = client.get("/metrics")
     assert page.headers["content-type"].startswith("text/plain; version=")
+    samples = [one for family in text_string_to_metric_families(page.text) for one in family.samples]
     values = {
         (sample.name.removeprefix("eagle_fsd_"), *sorted(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(page.text)
-        for sample in family.samples
+        for sample in samples
     }
     timings = answer["timings"]
     assert values["generation_tokens_total",] == 20
@@ -535,7 +553,16 @@ def test_metrics_count_what_was_done() -> None:
     accepted = timings["exact_accepts"] + timings["fuzzy_accepts"]
     assert values["spec_decode_num_accepted_tokens_total",] == accepted
     assert values["request_success_total", "length"] == 1
-    assert values["http_requests_total", URL, "200"] or values["http_requests_total", "200", URL]
+    answers = {
+        (sample.labels["route"], sample.labels["status"]): sample.value
+        for sample in samples
+        if sample.name == "eagle_fsd_http_requests_total"
+    }
+    assert answers == {
+        (URL, "200"): 1, (URL, "400"): 1, ("/v1/models/{name:path}", "200"): 1, ("other", "404"): 1,
+        ("/v1/models/{name:path}", "404"): 1, ("/page/{name}", "200"): 1, ("/page/{name}", "404"): 1,
+        ("/page/{name}", "405"): 1, ("/", "200"): 1,
+    }  # fmt: skip
     assert values["time_to_first_token_seconds_count",] == values["e2e_request_latency_seconds_count",] == 1
     assert values["inter_token_latency_seconds_count",] + 3 >= 19
     assert values["num_requests_running",] == values["num_requests_waiting",] == 0

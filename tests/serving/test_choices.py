@@ -64,6 +64,69 @@ def test_null_means_absent() -> None:
     assert chat(**nothing) == chat()
 
 
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("without", "within"),
+    [
+        (
+            {"messages": CHAT},
+            {"messages": [{**CHAT[0], "name": None, "tool_call_id": None, "tool_calls": None}]},
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{**CALL, "index": None}]}]},
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": CALL["function"]}]}]},
+            {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "id": None, "type": None}]}]},
+        ),
+        (
+            {"stream": True, "stream_options": {}},
+            {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": None}},
+        ),
+        (
+            {"response_format": SCHEMA},
+            {"response_format": {**SCHEMA, "json_schema": {"name": "x", "schema": None, "strict": None}}},
+        ),
+        ({"response_format": SCHEMA}, {"response_format": {**SCHEMA, "json_schema": {"name": None}}}),
+        (
+            {"structured_outputs": {"regex": "a"}},
+            {"structured_outputs": {"regex": "a", "json": None, "choice": None, "grammar": None}},
+        ),
+        (
+            {"tools": [TOOL]},
+            {"tools": [{**TOOL, "function": {"name": "f", "description": None, "parameters": None}}]},
+        ),
+    ],
+    ids=lambda one: next(iter(one)),
+)  # fmt: skip
+def test_null_means_absent_in_every_part(without: dict[str, Any], within: dict[str, Any]) -> None:
+    expected, found = chat(**without), chat(**within)
+    assert found.model_dump(exclude={"response_format"}) == expected.model_dump(exclude={"response_format"})
+    assert found.form == expected.form
+
+
+@pytest.mark.parametrize("name", ["content", "role"])
+def test_null_does_not_stand_for_what_must_be_there(name: str) -> None:
+    with pytest.raises(ValidationError, match=r"missing|required"):
+        chat(messages=[{**CHAT[0], name: None}])
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+def test_a_name_of_who_speaks_changes_nothing(role: str) -> None:
+    """OpenAI's API allows one in messages of these roles; chat templates show none."""
+    turn = {"role": role, "content": "x"}
+    for known in (OWN_FORMAT, CallFormat(known=True, tagged=True)):
+        named, plain = (
+            turns_of(chat(messages=[one]).messages, None, known) for one in ({**turn, "name": "me"}, turn)
+        )
+        assert named == plain
+
+
 def test_prompts_come_in_four_forms() -> None:
     for prompt, expected in (
         ("a", ["a"]),

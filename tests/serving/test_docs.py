@@ -123,9 +123,11 @@ def test_a_key_that_nobody_can_send_does_not_open_the_server(
     assert serve.api_key(parse(["--api-key", "other"])) == "other"  # the variable is not read then
 
 
-@pytest.mark.parametrize("key", [None, "secret"])
+@pytest.mark.parametrize(
+    ("key", "host"), [(None, "127.0.0.1"), ("secret", "127.0.0.1"), (None, "127.1"), (None, "Localhost")]
+)
 def test_the_program_serves_until_it_is_told_to_end(
-    key: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    key: str | None, host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From flags to a server, with a tiny model in the place of the real one."""
     import uvicorn
@@ -140,7 +142,20 @@ def test_the_program_serves_until_it_is_told_to_end(
     monkeypatch.setattr(serve, "load_model", lambda args: tiny_engine())
     if key is not None:
         monkeypatch.setenv(serve.KEY_VARIABLE, key)
-    flags = ["--port", "0", "--total-tokens", "8", "--depth", "3", "--tree-top-k", "3", "--threshold", "0.2"]
+    flags = [
+        "--host",
+        host,
+        "--port",
+        "0",
+        "--total-tokens",
+        "8",
+        "--depth",
+        "3",
+        "--tree-top-k",
+        "3",
+        "--threshold",
+        "0.2",
+    ]
     codes: list[int] = []
     program = threading.Thread(target=lambda: codes.append(serve.main([*flags, "--max-new-tokens", "9"])))
     program.start()
@@ -152,6 +167,6 @@ def test_the_program_serves_until_it_is_told_to_end(
     assert answer.choices[0].message.content == text_alone(chat_ids(), max_new_tokens=9, rule=Fuzzy(0.2))
     servers[-1].should_exit = True
     program.join()
-    assert codes == [0]
+    assert codes == [0] and "warning" not in "".join(told)
     found = servers[-1].config.app.state.service.settings
     assert found.key == key and ("localhost" in found.hosts) == (key is None)

@@ -22,12 +22,33 @@ from eagle_fsd.text.tool_calls import quoted
 MOST_FUNCTIONS, MOST_CHOICES = 128, 1024
 NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 ANY_OBJECT = {"type": "object"}
+DEEPEST = 100  # levels of JSON: templates and encoders call themselves at each, and schemas have some tens
+
+
+def is_too_deep(value: object) -> bool:
+    """Whether this JSON value has more than DEEPEST levels of lists and objects."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(DEEPEST):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, dict | list)
+        ]
+    return bool(level)
 
 
 class Strict(BaseModel):
-    """A part of a request."""
+    """A request or a part of one. A field that is null is absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class NamedSchema(Strict):
@@ -155,12 +176,14 @@ class CalledFunction(Strict):
     def require_object(cls, value: str) -> str:
         try:
             found = json.loads(value) if value else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"arguments must be the JSON of an object ({error}): send it as it came"
             ) from error
         if not isinstance(found, dict):
             raise ValueError("arguments must be the JSON of an object: send it as it came")
+        if is_too_deep(found):
+            raise ValueError(f"arguments have more than {DEEPEST} levels of JSON: send fewer")
         return value
 
     @property
@@ -177,14 +200,14 @@ class ToolCall(Strict):
     index: int | None = None
 
 
-# What OpenAI's own answers carry in a message, and clients send back.
+# What OpenAI's own answers carry in a message, null or empty, and clients send back.
 ABSENT = ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content", "reasoning")
 
 
 class Message(Strict):
     """A turn of a chat. The role developer means system, and tool is the result of a call.
 
-    name: of the function whose result it is; it has no effect.
+    name: of the function whose result it is, for templates that show it. Of other roles it has no effect.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -195,13 +218,10 @@ class Message(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def drop_absent_parts(cls, data: Any) -> Any:
+    def drop_empty_parts(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept = {name: value for name, value in data.items() if name not in ABSENT or value not in (None, [])}
-        if kept.get("tool_calls") and kept.get("content", "") is None:
-            kept["content"] = ""
-        return kept
+        return {name: value for name, value in data.items() if name not in ABSENT or value != []}
 
     @field_validator("content", mode="before")
     @classmethod
@@ -216,14 +236,12 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def require_what_the_role_has(self) -> Message:
-        given = self.model_fields_set
-        if "content" not in given and not self.tool_calls:
+        if "content" not in self.model_fields_set and not self.tool_calls:
             raise ValueError("content is missing: add it")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls are an assistant's, not of the role {self.role}: leave them out")
-        for name in ("tool_call_id", "name"):
-            if name in given and self.role != "tool":
-                raise ValueError(f"{name} is for messages of the role tool: leave it out")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError("tool_call_id is for messages of the role tool: leave it out")
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("tool_call_id is missing: say which call this is the result of")
         return self

@@ -1,4 +1,4 @@
-"""What every request passes before the application: the API key, the size of its body, and a count of it."""
+"""What every request passes before the application: host, key, the body's size and type, a count."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from eagle_fsd.serving.errors import ApiError, too_large, unknown_host, unknown_key
+from eagle_fsd.serving.errors import ApiError, no_json, too_large, unknown_host, unknown_key
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 DRAINED = 16  # an oversized body is read up to this many times the limit, so that its sender gets the error
+JSON_TYPE = re.compile(r"application/(.+\+)?json")
 BODY_SECONDS = 60.0  # a body must be there after this time
 
 
@@ -25,7 +26,7 @@ class Gate:
 
     key: None lets everybody in. hosts: the host names that requests may use; empty allows all. This stops DNS
     rebinding, by which a foreign page could call the server and read its answers. is_open: whether a path
-    needs no key. answered: is told all paths and statuses.
+    needs no key. answered: is told the scope and the status of all answers.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Gate:
         hosts: Sequence[str],
         max_body: int,
         is_open: Callable[[str], bool],
-        answered: Callable[[str, int], None],
+        answered: Callable[[Scope, int], None],
     ) -> None:
         self.app, self.max_body, self.is_open, self.answered = app, max_body, is_open, answered
         self.hosts = frozenset(hosts)
@@ -48,7 +49,7 @@ class Gate:
 
         async def count_and_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.answered(scope["path"], message["status"])
+                self.answered(scope, message["status"])
             await send(message)
 
         try:
@@ -56,6 +57,8 @@ class Gate:
             self._require_host(headers)
             self._require_key(scope["path"], headers)
             body = await asyncio.wait_for(self._read_body(headers, receive), BODY_SECONDS)
+            if scope["method"] == "POST" and body:
+                require_json(headers)
         except ApiError as error:
             await error.response()(scope, receive, count_and_send)
         except asyncio.TimeoutError:
@@ -99,6 +102,16 @@ class Gate:
         if length > self.max_body:
             raise too_large(self.max_body)
         return b"".join(parts)
+
+
+def require_json(headers: dict[bytes, bytes]) -> None:
+    """Raise ApiError unless the body is sent as JSON, which a foreign page may not do without asking.
+
+    FastAPI looks at this too, but older releases read a body without any type as JSON.
+    """
+    said = headers.get(b"content-type", b"").decode("latin-1")
+    if JSON_TYPE.fullmatch(said.partition(";")[0].strip().lower()) is None:
+        raise no_json(said)
 
 
 class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn chooses it by what is installed

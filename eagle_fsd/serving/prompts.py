@@ -1,0 +1,97 @@
+"""From the prompts of requests to token ids."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from eagle_fsd.core.checks import format_value, one_line
+from eagle_fsd.serving.choices import Chooser
+from eagle_fsd.serving.errors import wrong_value
+from eagle_fsd.serving.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from eagle_fsd.serving.tools.plan import ToolPlan, turns_of
+from eagle_fsd.text.chat import ChatRefused, encode, encode_chat, require_tokenizer
+
+if TYPE_CHECKING:
+    from eagle_fsd.engine import EagleFSD
+
+COMPLETIONS = "/v1/completions"
+# What a request gives to the chat template beside messages and tools, and the values that give nothing.
+TEMPLATE_FIELDS: dict[str, Any] = {"documents": [], "chat_template_kwargs": {}}
+
+
+class PromptReader:
+    """Encodes the prompts of requests for one engine. choose: knows which ones it may take."""
+
+    def __init__(self, model: EagleFSD, choose: Chooser) -> None:
+        self.tokenizer, self.choose = require_tokenizer(model.tokenizer), choose
+        self._encoding = choose.encoding
+
+    def require_few(self, body: ChatRequest | CompletionRequest) -> None:
+        """Raise ApiError for more texts than ever find room. It makes no list of them and encodes none."""
+        prompts = 1 if isinstance(body, ChatRequest) else len(body.prompts)
+        most = self.choose.limits.most_texts
+        if prompts > most:
+            raise wrong_value(f"prompt has {prompts} texts: at most {most} are taken; send fewer", "prompt")
+        if prompts * body.n > most:
+            said = f"n is {format_value(body.n)}" + (f" for {prompts} prompts" if prompts > 1 else "")
+            raise wrong_value(f"{said}: at most {most} texts are taken; lower it", "n")
+
+    def encode(self, body: ChatRequest | CompletionRequest, tools: ToolPlan | None) -> list[list[int]]:
+        """Return the prompts' token ids. Raises ApiError for one that is none, or too long."""
+        if isinstance(body, ChatRequest):
+            name, prompts = "messages", [self.chat_ids(body, tools)]
+        else:
+            name, prompts = "prompt", [self.text_ids(one) for one in body.prompts]
+            if not prompts:
+                raise wrong_value("prompt is empty: write something to continue", "prompt")
+        for prompt in prompts:
+            self.choose.require_prompt(prompt, name)
+        return prompts
+
+    def chat_ids(self, body: ChatRequest | TokenizeRequest, tools: ToolPlan | None = None) -> list[int]:
+        turns, arguments = turns_of(body.messages or (), tools, self.choose.calls)
+        for turn in turns:
+            require_unicode(turn["content"], "messages")
+
+        def written(asked: ChatRequest | TokenizeRequest) -> list[int]:
+            with self._encoding:
+                return encode_chat(self.tokenizer, turns, {**asked.template, **arguments})[0].tolist()
+
+        try:
+            return written(body)
+        except ChatRefused as error:
+            name, remedy = "messages", f"if no other chat will do, continue a text with {COMPLETIONS}"
+            if (guilty := field_at_fault(body, written)) is not None:
+                name, remedy = guilty, "change it, or leave it out"
+            raise wrong_value(f"{name}: {one_line(error.reason)}; {remedy}", name) from error
+
+    def text_ids(self, prompt: str | list[int], special: bool = True) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        require_unicode(prompt, "prompt")
+        with self._encoding:
+            if special:
+                return encode(self.tokenizer, prompt, raw=True)[0].tolist() if prompt else []
+            return self.tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def field_at_fault(
+    body: ChatRequest | TokenizeRequest, written: Callable[[ChatRequest | TokenizeRequest], object]
+) -> str | None:
+    """Return the field without which a chat that was refused can be written; None if there is no such one."""
+    for name, nothing in TEMPLATE_FIELDS.items():
+        if getattr(body, name, nothing) != nothing:
+            with contextlib.suppress(ChatRefused):
+                written(body.model_copy(update={name: nothing}))
+                return name
+    return None
+
+
+def require_unicode(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"{name} is not Unicode text at character {error.start}: send whole characters"
+        raise wrong_value(message, name) from error

@@ -1,0 +1,197 @@
+"""Requests that would cost much or fail inside: they are refused early, and by the name of the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+WITHOUT = 'the server needs the extra: pip install "eagle-fsd[serve]"'
+for needed in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
+    pytest.importorskip(needed, reason=WITHOUT)
+
+from starlette.testclient import TestClient
+from support.serving import settings
+from support.tiny_engine import CHAT, tiny_engine
+from support.tiny_tokenizer import tiny_tokenizer
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.serving.app import create_app
+from eagle_fsd.serving.prompts import PromptReader
+from eagle_fsd.text.chat import encode_chat
+
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with TestClient(create_app(tiny_engine(), settings()), raise_server_exceptions=False) as made:
+        yield made
+
+
+def refusal(client: TestClient, path: str = CHATS, **body: Any) -> dict[str, Any]:
+    """Return the error of a request, which must be the client's fault and say so on one line."""
+    if path == CHATS:
+        body = {"messages": CHAT, **body}
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error" and "\n" not in error["message"]
+    return error
+
+
+# -- more texts than find room ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "begins"),
+    [
+        (CHATS, {"n": 73}, "n", "n is 73: at most 72 texts"),
+        (COMPLETIONS, {"prompt": ["a", "b"], "n": 37}, "n", "n is 37 for 2 prompts: at most 72 texts"),
+        (COMPLETIONS, {"prompt": ["a"] * 73}, "prompt", "prompt has 73 texts: at most 72 are taken"),
+        (COMPLETIONS, {"prompt": ["a"] * 73, "n": 2}, "prompt", "prompt has 73 texts: at most 72 are taken"),
+    ],
+)
+def test_too_many_texts_are_refused_before_any_is_encoded(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, param: str, begins: str
+) -> None:
+    encoded: list[Any] = []
+    encode = PromptReader.encode
+    monkeypatch.setattr(
+        PromptReader, "encode", lambda self, *asked: encoded.append(asked) or encode(self, *asked)
+    )
+    error = refusal(client, path, **body)
+    assert error["param"] == param and error["message"].startswith(begins)
+    assert not encoded
+
+
+def test_a_lossless_rule_with_values_is_answered_and_told(client: TestClient) -> None:
+    """It is the only rule whose description leaves out the values that it has by default."""
+    asked = {"messages": CHAT, "max_tokens": 3, "rule": "lossless:share_noise=false"}
+    timings = client.post(CHATS, json=asked).json()["timings"]
+    assert (timings["rule"], timings["threshold"], timings["share_noise"]) == ("lossless", 0, False)
+
+
+# -- values that cannot be read ----------------------------------------
+
+
+@pytest.mark.parametrize("schema", ["[1]", "{bad", "", '{"const": NaN}', '{"a":' * 100_000])
+def test_a_schema_that_is_none_is_refused(client: TestClient, schema: str) -> None:
+    error = refusal(client, structured_outputs={"json": schema})
+    assert error["param"] == "structured_outputs" and "must be a JSON object" in error["message"]
+
+
+def test_a_schema_with_a_number_that_json_lacks_is_refused(client: TestClient) -> None:
+    for wanted, name in (
+        (b'"structured_outputs": {"json": {"const": NaN}}', "structured_outputs"),
+        (
+            b'"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": Infinity}}}',
+            "response_format",
+        ),
+    ):
+        body = json.dumps({"messages": CHAT}).encode()[:-1] + b", " + wanted + b"}"
+        answer = client.post(CHATS, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == name
+
+
+def nested(levels: int) -> Any:
+    value: Any = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
+def call_with(arguments: str) -> list[dict[str, Any]]:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        *CHAT,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "x"},
+    ]
+
+
+ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": nested(600)}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHATS, {"messages": call_with("[" * 100_000)}, ARGUMENTS),
+        (CHATS, {"messages": call_with(json.dumps(nested(600)))}, ARGUMENTS),
+        (CHATS, {"messages": nested(600)}, "messages"),
+        (CHATS, {"chat_template_kwargs": nested(600)}, "chat_template_kwargs"),
+        (CHATS, {"documents": [nested(600)]}, "documents"),
+        (CHATS, {"tools": [TOOL], "tool_choice": "required"}, "tools"),
+        (CHATS, {"structured_outputs": {"json": nested(600)}}, "structured_outputs"),
+        (CHATS, {"structured_outputs": {"json": json.dumps(nested(600))}}, "structured_outputs"),
+        (CHATS, {"temperature": nested(600)}, "temperature"),
+        (COMPLETIONS, {"prompt": nested(600)}, "prompt"),
+        ("/tokenize", {"messages": CHAT, "chat_template_kwargs": nested(600)}, "chat_template_kwargs"),
+        ("/detokenize", {"tokens": nested(600)}, "tokens"),
+    ],
+)  # fmt: skip
+def test_json_of_many_levels_is_refused(client: TestClient, path: str, body: Any, param: str) -> None:
+    """What reads it calls itself at each level, and Python ends that somewhere."""
+    assert refusal(client, path, **body)["param"] == param
+
+
+def test_json_of_some_levels_is_read(client: TestClient) -> None:
+    for body in (
+        {"messages": call_with(json.dumps(nested(100)))},
+        {"messages": CHAT, "chat_template_kwargs": nested(100)},
+        {"messages": CHAT, "documents": [nested(98)]},
+    ):
+        answer = client.post(CHATS, json={**body, "max_tokens": 1})
+        assert answer.status_code == 200 or answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_template_that_calls_itself_too_often_refuses_its_chat() -> None:
+    template = "{% macro at(one) %}{{ at(one) }}{% endmacro %}{{ at(messages) }}"
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=r"refuses this chat [(]maximum recursion depth"):
+        encode_chat(tokenizer, CHAT)
+
+
+# -- what the chat template does not take ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHATS, {"documents": [1]}, "documents"),
+        (CHATS, {"chat_template_kwargs": {"tools": 5}}, "chat_template_kwargs"),
+        (CHATS, {"chat_template_kwargs": {"tools": 5}, "documents": [{"text": "x"}]}, "chat_template_kwargs"),
+        ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {"documents": [1]}}, "chat_template_kwargs"),
+    ],
+)
+def test_arguments_that_the_template_refuses_are_named(
+    client: TestClient, path: str, body: Any, param: str
+) -> None:
+    error = refusal(client, path, **body)
+    assert error["param"] == param and error["message"].startswith(f"{param}: the target's chat template")
+    assert error["message"].endswith("; change it, or leave it out") and "--raw" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses this chat (roles must alternate)"),
+        ("{% if %}", "is broken"),
+        (None, "the target's tokenizer has no chat template"),
+    ],
+)
+def test_messages_that_the_template_refuses_are_told_in_a_servers_words(
+    template: str | None, words: str
+) -> None:
+    tokenizer, whole = tiny_tokenizer(), tiny_engine()
+    tokenizer.chat_template = template
+    model = EagleFSD(whole.target, whole.drafter, tokenizer, base_model="tiny")
+    with TestClient(create_app(model, settings())) as client:
+        error = refusal(client, chat_template_kwargs={"enable_thinking": False})
+    assert error["param"] == "messages" and words in error["message"]
+    assert error["message"].endswith("; if no other chat will do, continue a text with /v1/completions")
