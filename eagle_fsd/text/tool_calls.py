@@ -105,13 +105,21 @@ def call_grammar(
     rules.append(f"calls: {first} call {end}{more}")
     rules.append("call: " + " | ".join(f"call{place}" for place in range(len(functions))))
     for place, function in enumerate(functions):
-        schema = {"x-guidance": WHITE_SPACE, **(function.get("parameters") or ANY_ARGUMENTS)}
+        schema = {"x-guidance": WHITE_SPACE, **of_object(function.get("parameters") or ANY_ARGUMENTS)}
         begin = quoted(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
         rules += [
             f'call{place}: {begin} arguments{place} "}}"',
             f"arguments{place}: %json {json.dumps(schema)}",
         ]
     return "\n".join(rules)
+
+
+def of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema that allows only the objects of this one: other arguments would be no call."""
+    parts = schema.get("allOf", [])
+    if schema.get("type") == "object" or not isinstance(parts, list):
+        return schema
+    return {**schema, "allOf": [*parts, ANY_ARGUMENTS]}
 
 
 def quoted(text: str) -> str:
