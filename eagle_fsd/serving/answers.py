@@ -189,7 +189,8 @@ class Answer:
         if not self._readers:
             return text, []
         reason = news.finish_reason
-        text, calls = self._readers[place].add(text, last=reason is not None, cut=reason == "length")
+        cut = reason == "length" or self.jobs[place].written.stopped
+        text, calls = self._readers[place].add(text, last=reason is not None, cut=cut)
         return text, [
             {
                 "id": f"call_{uuid4().hex[:24]}",

@@ -189,7 +189,7 @@ class CallReader:
     def add(self, text: str, last: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
         """Take more text; return what of it is text, and the calls that are complete.
 
-        last: no more comes. cut: since there may be no more tokens, so that a call may be incomplete.
+        last: no more comes. cut: since a limit or a stop string ended it, perhaps inside a call.
         """
         self._held += text
         shown, before = "", len(self.calls)

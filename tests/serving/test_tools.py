@@ -291,6 +291,27 @@ def test_a_call_that_is_cut_off_is_left_out_of_an_answer() -> None:
             assert names == ["pick", "now"][: sum(limit >= end for end in ends)]
 
 
+def test_a_call_that_a_stop_string_cuts_is_left_out_as_well(client: openai.OpenAI) -> None:
+    """The closing tag may be missing, and half a call is no text."""
+    whole = f"Wait.\n{call('pick', {'n': 1})}\n"
+    cases: dict[str, list[str]] = {"}": [], '"arg': [], "</tool_call>": ["pick"], " two": ["pick"]}
+    with running(settings(defaults=Defaults(processing=writes(f"{whole}one two"))), schema_engine()) as found:
+        own = client_of(found[0])
+        for stop, names in cases.items():
+            (answer,) = ask(own, tools=TOOLS, stop=stop).choices
+            text, calls, reason = streamed(own, tools=TOOLS, stop=stop)
+            assert text.split() == answer.message.content.split() == ["Wait.", "one"][: 1 + (stop == " two")]
+            assert [one["name"] for one in calls.values()] == names
+            assert [one.function.name for one in answer.message.tool_calls or ()] == names
+            assert reason == answer.finish_reason == ("tool_calls" if names else "stop")
+    asked = {"tools": FORCED[2:], "tool_choice": "required", "parallel_tool_calls": False}
+    for stop, names in (("}", []), ("</tool_call>", ["pick"])):
+        (answer,) = ask(client, **asked, stop=stop).choices
+        assert not answer.message.content
+        assert [one.function.name for one in answer.message.tool_calls or ()] == names
+        assert streamed(client, **asked, stop=stop)[0] == ""
+
+
 def test_a_forced_call_that_is_cut_off_shows_nothing(client: openai.OpenAI) -> None:
     asked = {"tools": FORCED[:1], "tool_choice": "required", "parallel_tool_calls": False}
     for limit in (1, 5, 14, 30):
