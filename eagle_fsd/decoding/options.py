@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ NOT_OPTIONS = ("own", "constraint")  # fields of Processing that no option of th
 # Every option of Processing, switched off: measurements are of the model, not of its generation_config.
 UNTOUCHED = {field.name: field.default for field in fields(Processing) if field.name not in NOT_OPTIONS}
 PROCESSING = (*UNTOUCHED, "logits_processor")
+SEQUENCES = ("bad_words_ids", "suppress_tokens", "logit_bias", "logits_processor", "stop_strings")
 ASKED_TO_SAMPLE = {"temperature": 1.0, "top_k": 50}  # Hugging Face's defaults
 MOST_LOGPROBS = 100  # likeliest tokens at each place
 
@@ -54,7 +55,7 @@ class GenerationOptions:
     eos_token_id: the tokens that end a text; None takes the model's own.
     observer: sees every step, for measurements.
     repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram_size, bad_words_ids,
-      suppress_tokens, logit_bias, min_new_tokens: see Processing; lists and mappings of any kind will do.
+      suppress_tokens, logit_bias, min_new_tokens: see Processing; iterables and mappings of any kind will do.
     logits_processor: functions of your own, such as Hugging Face's LogitsProcessor objects; see Processing.
       They make steps slow, since they are called once for each length of a path.
     logprobs: also return the log-probability of every new token and of this many likeliest tokens there,
@@ -87,13 +88,13 @@ class GenerationOptions:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
-    bad_words_ids: Sequence[Sequence[int]] | None = None
-    suppress_tokens: Sequence[int] | None = None
-    logit_bias: Mapping[Any, float] | Sequence[Any] | None = None
+    bad_words_ids: Iterable[Iterable[int]] | None = None
+    suppress_tokens: Iterable[int] | None = None
+    logit_bias: Mapping[Any, float] | Iterable[Any] | None = None
     min_new_tokens: int | None = None
-    logits_processor: Processor | Sequence[Processor] | None = None
+    logits_processor: Processor | Iterable[Processor] | None = None
     logprobs: int | None = None
-    stop_strings: str | Sequence[str] | None = None
+    stop_strings: str | Iterable[str] | None = None
     num_return_sequences: int = 1
     do_sample: bool | None = None
     json_schema: Mapping[str, Any] | str | None = None
@@ -113,6 +114,8 @@ class GenerationOptions:
         return cls(**{"rule": rule, "tree": FSD_PAPER_TREE, **sampling, **fields})
 
     def __post_init__(self) -> None:
+        for name in SEQUENCES:
+            object.__setattr__(self, name, kept(getattr(self, name)))
         require_integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token")
         require_integer("num_return_sequences", self.num_return_sequences, 1, "1 is one text of each prompt")
         if self.min_new_tokens is not None:
@@ -209,6 +212,13 @@ class GenerationOptions:
             defaults = {**ASKED_TO_SAMPLE, **defaults}
         own = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return replace(self, **own) if own else self
+
+
+def kept(value: Any) -> Any:
+    """Return a caller's value with tuples for iterators, which could be read only once."""
+    if isinstance(value, Iterator):
+        return tuple(map(kept, value))
+    return type(value)(map(kept, value)) if type(value) in (list, tuple) else value
 
 
 def settle_options(
