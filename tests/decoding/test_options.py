@@ -112,8 +112,17 @@ def test_sequences_alone_are_returned_where_no_dict_is_asked_for() -> None:
 
 
 def test_an_unknown_keyword_is_named() -> None:
-    with pytest.raises(TypeError, match="max_tokens"):
-        engine().generate(prompts_of([5]), max_tokens=5)
+    """And the option that is written most like it."""
+    model, prompt = engine(), prompts_of([5])
+    named = {"max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "topk": "top_k"}
+    for name, meant in named.items():
+        with pytest.raises(
+            ValueError, match=rf"^{name} is not an option: .*; write {meant}, or leave it out$"
+        ):
+            model.generate(prompt, **{name: 5})
+    for call in (model.generate, model.stream, model.stream_batch, model.target_alone):
+        with pytest.raises(ValueError, match=r"^num_beams is not an option: .*; leave it out$"):
+            call(prompt, num_beams=2)
 
 
 def test_the_target_alone_has_no_end_tokens_or_observers_of_its_own() -> None:
