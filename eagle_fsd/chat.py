@@ -87,7 +87,8 @@ class Chat:
     def answer(self, message: str) -> None:
         """Answer a message and add both to the conversation. Ctrl-C ends the answer after the step in hand.
 
-        Raises ValueError if the chat cannot be answered; it is then as it was before.
+        A second Ctrl-C does not wait for the step. Raises ValueError if the chat cannot be answered, and
+        KeyboardInterrupt if none of the answer is there; the chat is then as it was before.
         """
         from eagle_fsd.decoding.origins import TokenOrigins
         from eagle_fsd.text.chat import encode_chat
@@ -102,18 +103,25 @@ class Chat:
             options, observer=origins if self.coloured else None, tree=self.tree or options.tree
         )
         input_ids = encode_chat(self.model.tokenizer, turns, args.chat_template_args)
-        stream = self.model.stream(input_ids, options=options)
-        self.tree = stream.tree
-        answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree), stream.rule)
-        answer.seed = f"{self.seed}/{self.number}" if stream.seed is not None else None
         written = StreamedText(self.model.tokenizer, options.stops)
-        with defer_interrupt() as stop, contextlib.closing(iter(stream)) as steps:
-            for token_ids in steps:
-                answer.token_ids += token_ids
-                self.show(written.add(token_ids, origins.take()))
-                if stop.is_set():
-                    answer.interrupted = True
-                    break
+        answer: Answer | None = None
+        try:
+            with defer_interrupt() as stop:
+                stream = self.model.stream(input_ids, options=options)  # measures the tree if it is auto
+                self.tree = stream.tree
+                answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree), stream.rule)
+                answer.seed = f"{self.seed}/{self.number}" if stream.seed is not None else None
+                with contextlib.closing(iter(stream)) as steps:
+                    for token_ids in steps:
+                        answer.token_ids += token_ids
+                        self.show(written.add(token_ids, origins.take()))
+                        if stop.is_set():
+                            answer.interrupted = True
+                            break
+        except KeyboardInterrupt:  # a second Ctrl-C did not wait for the step's end
+            if answer is None:  # nothing was emitted
+                raise
+            answer.interrupted = True
         self.show(written.finish())
         self.out.write("\n")
         self.out.flush()
@@ -157,6 +165,8 @@ class Chat:
                 return
             except (ValueError, FloatingPointError) as error:  # of a command, a chat that is too long, ...
                 sys.stderr.write(f"{one_line(error)}\n")
+            except KeyboardInterrupt:  # before an answer began, or in an update of the head
+                sys.stderr.write("\ninterrupted: the chat goes on; /exit or Ctrl-D ends it\n")
 
 
 def run(args: argparse.Namespace, out: TextIO) -> int:

@@ -150,10 +150,12 @@ def test_a_terminal_shows_how_every_token_came(monkeypatch: pytest.MonkeyPatch) 
     assert all(count.values()) and ">>> " in page
 
 
+@pytest.mark.parametrize("presses", [1, 2])
 @pytest.mark.usefixtures("interrupts_arrive")
 def test_ctrl_c_stops_the_answer_and_not_the_program(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    presses: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """Also a second one in the same step. What was shown is a turn of the chat."""
     stream = EagleFSD.stream
 
     class Interrupted:
@@ -163,7 +165,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
 
         def __iter__(self) -> Iterator[list[int]]:
             for number, tokens in enumerate(self.inner):
-                if number == 2:
+                for _ in range(presses * (number == 2)):
                     signal.raise_signal(signal.SIGINT)
                 yield tokens
 
@@ -175,12 +177,38 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
         return Interrupted(found) if len(started) == 1 else found
 
     monkeypatch.setattr(EagleFSD, "stream", once)
-    assert say(monkeypatch, "Hi\n/reset\nHi\n", "--max-new-tokens", "40") == 0
+    saved = tmp_path / "chat.json"
+    assert say(monkeypatch, f"Hi\n/save {saved}\n/reset\nHi\n", "--max-new-tokens", "40") == 0
     said, told = capsys.readouterr()
     whole = text_alone(chat_ids(), max_new_tokens=40)
     begun = said.removesuffix(f"{whole}\n").removesuffix("\n")
     assert said == f"{begun}\n{whole}\n" and whole.startswith(begun) and 0 < len(begun) < len(whole)
     assert told.count("interrupted") == 1
+    turns = [turn("user", "Hi"), turn("assistant", begun)]
+    assert json.loads(saved.read_text()) == {"messages": turns}
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+@pytest.mark.usefixtures("interrupts_arrive")
+def test_ctrl_c_while_the_tree_is_measured_does_not_end_the_chat(
+    presses: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One stops the answer at its first step, and two stop the measurement."""
+    stream, rest = EagleFSD.stream, [presses]
+
+    def measured(model: EagleFSD, *args: Any, **options: Any) -> Any:
+        for _ in range(rest.pop() if rest else 0):
+            signal.raise_signal(signal.SIGINT)
+        return stream(model, *args, **options)
+
+    monkeypatch.setattr(EagleFSD, "stream", measured)
+    assert say(monkeypatch, "Hi\n/reset\nHi\n") == 0
+    said, told = capsys.readouterr()
+    whole = text_alone(chat_ids(), max_new_tokens=15)
+    begun = said.removesuffix(f"{whole}\n")
+    assert said == f"{begun}{whole}\n" and told.count("interrupted") == 1
+    assert whole.startswith(begun.rstrip("\n")) and (begun != "") == (presses == 1)
+    assert ("the chat goes on" in told) == (presses == 2)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])

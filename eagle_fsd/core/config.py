@@ -15,6 +15,9 @@ SWAP = "swap"  # the target's draw, but a plan may take a worthier child; see ac
 MODES = (HYBRID, PAPER, SWAP)
 FIRST_FAILURE = "first-failure"  # the rule alone decides, and a step ends where it follows no child
 WARM = 0.75  # the least temperature at which a draft is told the noise of the draws
+# The highest temperature: all tokens are equally likely long before it, and one beyond float32 is infinite
+# there, so that the logit -inf of a token that is ruled out would become NaN.
+HOTTEST = 1e10
 CHILDREN = ("draft", "likeliest", "target")  # which child a fuzzy accept follows; see acceptance.Fuzzy
 
 
@@ -133,8 +136,9 @@ class AutoTree:
 class SamplingConfig:
     """How tokens are sampled, as Hugging Face does it: temperature, then top_k, then top_p, then min_p.
 
-    temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1 keeps every token. min_p: tokens with less
-    than this share of the likeliest token's probability are dropped (arXiv 2407.01082); 0 keeps every token.
+    temperature: 0 is greedy, and HOTTEST the most. top_k: 0 keeps every token. top_p: 1 keeps every token.
+    min_p: tokens with less than this share of the likeliest token's probability are dropped (arXiv
+    2407.01082); 0 keeps every token.
     """
 
     temperature: float = 0.0
@@ -144,10 +148,8 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         require_number(
-            "temperature", self.temperature, 0.0, math.inf, "0 is greedy, 1 samples the model as it is"
+            "temperature", self.temperature, 0.0, HOTTEST, "0 is greedy, 1 samples the model as it is"
         )
-        if math.isinf(self.temperature):
-            raise ValueError("temperature is inf: it must be finite; 1 samples the model as it is")
         require_integer("top_k", self.top_k, 0, "0 keeps every token")
         require_number("top_p", self.top_p, 0.0, 1.0, "1 keeps every token")
         if self.top_p == 0:

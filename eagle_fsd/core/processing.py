@@ -171,12 +171,14 @@ def as_sequences(name: str, value: object) -> tuple[tuple[int, ...], ...]:
         return ()
     if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)):
         raise ValueError(f"{name} is {format_value(value)}: it must be a list of lists of token ids; fix it")
+    found: list[tuple[int, ...]] = []
     for one in value:
         if not isinstance(one, Iterable):
             raise ValueError(
                 f"{name} has {format_value(one)}: it must be a list of token ids; write [{one!r}]"
             )
-    return tuple(as_tokens(name, one) for one in value)
+        found.append(as_tokens(name, one))
+    return tuple(found)
 
 
 def as_biases(value: object) -> tuple[Bias, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ NOT_OPTIONS = ("own", "constraint")  # fields of Processing that no option of th
 # Every option of Processing, switched off: measurements are of the model, not of its generation_config.
 UNTOUCHED = {field.name: field.default for field in fields(Processing) if field.name not in NOT_OPTIONS}
 PROCESSING = (*UNTOUCHED, "logits_processor")
+SEQUENCES = ("bad_words_ids", "suppress_tokens", "logit_bias", "logits_processor", "stop_strings")
 ASKED_TO_SAMPLE = {"temperature": 1.0, "top_k": 50}  # Hugging Face's defaults
+LEAST_LIKENESS = 0.5  # of a wrong name to the one that is meant; max_length has it to max_new_tokens
 MOST_LOGPROBS = 100  # likeliest tokens at each place
 
 
@@ -54,7 +57,7 @@ class GenerationOptions:
     eos_token_id: the tokens that end a text; None takes the model's own.
     observer: sees every step, for measurements.
     repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram_size, bad_words_ids,
-      suppress_tokens, logit_bias, min_new_tokens: see Processing; lists and mappings of any kind will do.
+      suppress_tokens, logit_bias, min_new_tokens: see Processing; iterables and mappings of any kind will do.
     logits_processor: functions of your own, such as Hugging Face's LogitsProcessor objects; see Processing.
       They make steps slow, since they are called once for each length of a path.
     logprobs: also return the log-probability of every new token and of this many likeliest tokens there,
@@ -87,13 +90,13 @@ class GenerationOptions:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
-    bad_words_ids: Sequence[Sequence[int]] | None = None
-    suppress_tokens: Sequence[int] | None = None
-    logit_bias: Mapping[Any, float] | Sequence[Any] | None = None
+    bad_words_ids: Iterable[Iterable[int]] | None = None
+    suppress_tokens: Iterable[int] | None = None
+    logit_bias: Mapping[Any, float] | Iterable[Any] | None = None
     min_new_tokens: int | None = None
-    logits_processor: Processor | Sequence[Processor] | None = None
+    logits_processor: Processor | Iterable[Processor] | None = None
     logprobs: int | None = None
-    stop_strings: str | Sequence[str] | None = None
+    stop_strings: str | Iterable[str] | None = None
     num_return_sequences: int = 1
     do_sample: bool | None = None
     json_schema: Mapping[str, Any] | str | None = None
@@ -113,6 +116,8 @@ class GenerationOptions:
         return cls(**{"rule": rule, "tree": FSD_PAPER_TREE, **sampling, **fields})
 
     def __post_init__(self) -> None:
+        for name in SEQUENCES:
+            object.__setattr__(self, name, kept(getattr(self, name)))
         require_integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token")
         require_integer("num_return_sequences", self.num_return_sequences, 1, "1 is one text of each prompt")
         if self.min_new_tokens is not None:
@@ -213,6 +218,25 @@ class GenerationOptions:
         return replace(self, **own) if own else self
 
 
+def kept(value: Any) -> Any:
+    """Return a caller's value with tuples for iterators, which could be read only once."""
+    if isinstance(value, Iterator):
+        return tuple(map(kept, value))
+    return type(value)(map(kept, value)) if type(value) in (list, tuple) else value
+
+
+def require_options(keywords: Iterable[str]) -> None:
+    """Raise ValueError for a keyword that is no option, with the name of one that is written like it."""
+    known = [field.name for field in fields(GenerationOptions)]
+    for name in keywords:
+        if name not in known:
+            near = get_close_matches(name, known, 1, LEAST_LIKENESS)
+            remedy = f"write {near[0]}, or leave it out" if near else "leave it out"
+            raise ValueError(
+                f"{name} is not an option: the keywords are the fields of GenerationOptions; {remedy}"
+            )
+
+
 def settle_options(
     options: GenerationOptions | None,
     keywords: Mapping[str, Any],
@@ -222,14 +246,15 @@ def settle_options(
 ) -> tuple[GenerationOptions, Prompts]:
     """Return the settled options and the prompts [B, L], each repeated num_return_sequences times.
 
-    keywords: override options. What neither says is the model's own. Raises ValueError for what does not fit
-    the target or each other.
+    keywords: override options. What neither says is the model's own. Raises ValueError for a keyword that is
+    no option, and for what does not fit the target or each other.
     """
     if not isinstance(options, GenerationOptions | None):
         raise ValueError(
             f"options is a {type(options).__name__}: it must be GenerationOptions; give its entries as "
             "keywords"
         )
+    require_options(keywords)
     settled = replace(options or GenerationOptions(), **keywords).with_defaults(target.own_defaults)
     settled.processing.require_vocabulary(target.vocab_size)
     settled.require_different_texts()

@@ -6,13 +6,13 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
 from eagle_fsd.decoding.request import TokenLogprob
 from eagle_fsd.serving.choices import Choice
 from eagle_fsd.serving.work.jobs import Job, News
+from eagle_fsd.text.spelling import Spelling
 from eagle_fsd.text.streamed import Piece, merged
 from eagle_fsd.version import __version__
 
@@ -25,36 +25,49 @@ FINGERPRINT = f"eagle_fsd-{__version__}"
 class LogprobTables:
     """Writes the log-probabilities of tokens in OpenAI's forms: as chats have them, or plain completions.
 
-    decode: returns a token's text.
+    decode: returns a token's text on its own.
     """
 
     def __init__(self, decode: Callable[[int], str], chat: bool) -> None:
         self.decode, self.chat = decode, chat
 
-    def __call__(self, logprobs: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any]:
-        """Return a choice's `logprobs`. offset: characters of the text before the first token."""
+    def __call__(self, logprobs: Sequence[TokenLogprob], spelling: Spelling) -> dict[str, Any]:
+        """Return a choice's `logprobs`. spelling: of the text before these tokens; it takes them in."""
         if self.chat:
-            content = [
-                {
-                    **self._entry(one.token, one.logprob),
-                    "top_logprobs": [self._entry(token, value) for token, value in one.top],
-                }
-                for one in logprobs
-            ]
+            content = []
+            for one in logprobs:
+                top = [self._entry(token, value, spelling) for token, value in one.top]
+                content.append({**self._entry(one.token, one.logprob, spelling), "top_logprobs": top})
+                spelling.add(one.token)
             return {"content": content, "refusal": None}
-        tokens = [self.decode(one.token) for one in logprobs]
-        starts = list(accumulate(map(len, tokens), initial=offset))[:-1]
-        top = [{self.decode(token): max(value, LEAST) for token, value in one.top} for one in logprobs]
+        tokens, tops, starts = [], [], []
+        for one in logprobs:
+            likeliest: dict[str, float] = {}
+            for token, value in one.top:  # parts of characters may look the same
+                text, _ = self._spell(token, spelling)
+                likeliest[text] = max(value, likeliest.get(text, LEAST))
+            tokens.append(self._spell(one.token, spelling)[0])
+            tops.append(likeliest)
+            starts.append(spelling.characters)
+            spelling.add(one.token)
         return {
             "tokens": tokens,
             "token_logprobs": [max(one.logprob, LEAST) for one in logprobs],
-            "top_logprobs": top,
+            "top_logprobs": tops,
             "text_offset": starts,
         }
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float, spelling: Spelling) -> dict[str, Any]:
+        text, raw = self._spell(token, spelling)
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(raw)}
+
+    def _spell(self, token: int, spelling: Spelling) -> tuple[str, bytes]:
+        """Return the text and the bytes of a token that may come next."""
+        raw = spelling.raw(token)
+        if raw is not None:
+            return raw.decode(errors="replace"), raw
         text = self.decode(token)
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode(errors="replace"))}
+        return text, text.encode(errors="replace")
 
 
 @dataclass
@@ -81,7 +94,9 @@ class Answer:
         self.created = int(time.time())
         self.pieces = [[] for _ in self.jobs]
         self.logprobs = [[] for _ in self.jobs]
-        self._offsets = [0 for _ in self.jobs]  # characters of the tokens whose table was written
+        self._spellings = (
+            [Spelling(job.written.tokenizer, job.written.context) for job in self.jobs] if self.tables else []
+        )
         self.reasons = [None for _ in self.jobs]
         plan = self.choice.tools
         self._readers = [] if plan is None else [plan.reader() for _ in self.jobs]
@@ -195,7 +210,8 @@ class Answer:
         if not self._readers:
             return text, []
         reason = news.finish_reason
-        text, calls = self._readers[place].add(text, last=reason is not None, cut=reason == "length")
+        cut = reason == "length" or self.jobs[place].written.stopped
+        text, calls = self._readers[place].add(text, last=reason is not None, cut=cut)
         return text, [
             {
                 "id": f"call_{uuid4().hex[:24]}",
@@ -208,8 +224,7 @@ class Answer:
     def _choice(self, place: int, said: dict[str, Any], news: News) -> dict[str, Any]:
         logprobs = None
         if self.tables is not None and news.logprobs:
-            logprobs = self.tables(news.logprobs, self._offsets[place])
-            self._offsets[place] += sum(map(len, logprobs.get("tokens", ())))
+            logprobs = self.tables(news.logprobs, self._spellings[place])
         reason = news.finish_reason
         if reason == "stop" and self._readers and self._readers[place].calls:
             reason = "tool_calls"

@@ -35,6 +35,11 @@ class Detokenizer:
         """Return the text that is held back, without the half of a character that it ends in."""
         return self._pending().rstrip(UNFINISHED)
 
+    @property
+    def begins(self) -> bool:
+        """Whether no text comes before the next token, so that its first space may be left out."""
+        return not self._decode(self.ids[self.start :])
+
     def _add(self, token: int) -> str:
         self.ids.append(token)
         text = self._pending()

@@ -32,6 +32,7 @@ class StreamedText:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = (), context: Sequence[int] = ()
     ) -> None:
+        self.tokenizer, self.context = tokenizer, context
         self.stopped = False
         self.tokens = 0
         self.text = ""

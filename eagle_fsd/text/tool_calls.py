@@ -105,13 +105,21 @@ def call_grammar(
     rules.append(f"calls: {first} call {end}{more}")
     rules.append("call: " + " | ".join(f"call{place}" for place in range(len(functions))))
     for place, function in enumerate(functions):
-        schema = {"x-guidance": WHITE_SPACE, **(function.get("parameters") or ANY_ARGUMENTS)}
+        schema = {"x-guidance": WHITE_SPACE, **of_object(function.get("parameters") or ANY_ARGUMENTS)}
         begin = quoted(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
         rules += [
             f'call{place}: {begin} arguments{place} "}}"',
             f"arguments{place}: %json {json.dumps(schema)}",
         ]
     return "\n".join(rules)
+
+
+def of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema that allows only the objects of this one: other arguments would be no call."""
+    parts = schema.get("allOf", [])
+    if schema.get("type") == "object" or not isinstance(parts, list):
+        return schema
+    return {**schema, "allOf": [*parts, ANY_ARGUMENTS]}
 
 
 def quoted(text: str) -> str:
@@ -147,6 +155,17 @@ def may_become_call(text: str, names: Sequence[str]) -> bool:
     return text.strip()[:1] in ("", "{") and (name is None or name[1] in names)
 
 
+def ends_in_string(text: str) -> bool:
+    """Return whether a text is the beginning of JSON that ends inside a string."""
+    try:
+        json.loads(f'{text}"')
+    except json.JSONDecodeError as error:
+        return error.pos > len(text)  # with its string closed, all of it is right
+    except (ValueError, RecursionError):  # numbers and depths that Python does not read
+        return False
+    return True
+
+
 def length_of_beginning(tag: str, text: str) -> int:
     """Return how many characters at a text's end are the beginning of a tag."""
     return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
@@ -164,12 +183,13 @@ class CallReader:
         self.names, self.tagged, self.several, self.free = names, tagged, several, free
         self.calls: list[Call] = []
         self._held = ""
+        self._sought = 0  # closing tags before it are inside a string
         self._after_call = False  # and no text since
 
     def add(self, text: str, last: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
         """Take more text; return what of it is text, and the calls that are complete.
 
-        last: no more comes. cut: since there may be no more tokens, so that a call may be incomplete.
+        last: no more comes. cut: since a limit or a stop string ended it, perhaps inside a call.
         """
         self._held += text
         shown, before = "", len(self.calls)
@@ -179,10 +199,10 @@ class CallReader:
                 break
             shown += self._between(self._held[:start])
             self._held = self._held[start:]
-            end = self._held.find(CLOSE)
+            end = self._end_of_call(whole=last and not cut)
             if end < 0:
                 break
-            whole, self._held = self._held[: end + len(CLOSE)], self._held[end + len(CLOSE) :]
+            whole, self._held, self._sought = self._held[:end], self._held[end:], 0
             shown += self._take(whole, whole.removeprefix(OPEN).removesuffix(CLOSE))
         if last:
             rest, self._held = self._held, ""
@@ -193,6 +213,23 @@ class CallReader:
             self._held = self._held[len(ready) :]
             shown += self._between(ready)
         return shown, self.calls[before:]
+
+    def _end_of_call(self, whole: bool) -> int:
+        """Return where the call ends with which the held text begins; -1: not yet.
+
+        A string of its arguments may hold a closing tag. If no later one ends a call, the first one does.
+        whole: the answer has come to its own end.
+        """
+        while (place := self._held.find(CLOSE, self._sought)) >= 0:
+            inner = self._held[len(OPEN) : place]
+            if read_call(inner, self.names) is not None:
+                return place + len(CLOSE)
+            if not ends_in_string(inner):
+                whole = True
+                break
+            self._sought = place + 1
+        first = self._held.find(CLOSE) if whole else -1
+        return first + len(CLOSE) if first >= 0 else -1
 
     def _take(self, whole: str, inner: str) -> str:
         """Note a call; return the text that it is if it is none."""

@@ -130,6 +130,18 @@ def test_greedy_is_the_first_largest_whatever_else_is_set() -> None:
     assert warp(logits.bfloat16(), SamplingConfig()).dtype == torch.float32
 
 
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_no_temperature_that_may_be_asked_for_brings_a_banned_token_back(top_k: int, top_p: float) -> None:
+    logits = torch.tensor([3.0, -math.inf, 0.0, -math.inf, 1.0] * 8)
+    probs = warp(logits, SamplingConfig(1e10, top_k, top_p))
+    assert not probs.isnan().any() and (probs[logits.isinf()] == 0).all()
+    assert probs.sum().item() == pytest.approx(1.0)
+    for temperature in (1.1e10, 3.5e38, 10**400, math.inf):
+        with pytest.raises(ValueError, match=r"temperature is .*: it must be a number between 0 and 1e\+10"):
+            SamplingConfig(temperature, top_k, top_p)
+
+
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-30, 1e-40, 5e-324])
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_tiny_temperatures_tend_to_greedy(temperature: float, top_k: int) -> None:

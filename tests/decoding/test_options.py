@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support.tiny_models import prompts_of, tiny_head, tiny_model
 from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, TreeConfig
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.core.processing import Processing
 from eagle_fsd.target.model import TargetModel
 
 TREE = TreeConfig(8, 3, 3)
@@ -63,6 +65,33 @@ def test_wrong_values_are_named_before_anything_runs(keywords: dict[str, object]
         engine().generate(prompts_of([5]), **keywords)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("suppress_tokens", list(range(4, 50))),
+        ("bad_words_ids", [[token] for token in range(4, 50)]),
+        ("logit_bias", [(token, -100.0) for token in range(4, 50)]),
+        ("stop_strings", ["a", "bc"]),
+        ("logits_processor", [lambda ids, logits: logits.roll(1, -1)]),
+    ],
+)
+def test_what_can_be_read_once_is_kept(name: str, value: list[Any]) -> None:
+    """Also inside a list."""
+    model, prompt = engine(), prompts_of([5])
+    options = GenerationOptions(max_new_tokens=9, tree=TREE, **{name: value})
+    inner = [iter(one) if isinstance(one, list) else one for one in value]
+    once = GenerationOptions(max_new_tokens=9, tree=TREE, **{name: iter(inner)})
+    assert (once.processing, once.stops) == (options.processing, options.stops)
+    assert dataclasses.replace(once, max_new_tokens=7).processing == options.processing
+    if name == "stop_strings":  # this engine has no tokenizer for them
+        assert options.stops == ("a", "bc")
+        return
+    wanted = model.generate(prompt, options=options).new_tokens
+    assert model.generate(prompt, options=once).new_tokens == wanted
+    assert model.generate(prompt, max_new_tokens=9, tree=TREE).new_tokens != wanted
+    assert Processing.of(**{name: iter(value)}) == options.processing
+
+
 def test_do_sample_is_hugging_faces() -> None:
     """It says whether to sample; how is the model's own to say, then Hugging Face's defaults."""
     model, prompt = engine(), prompts_of([5])
@@ -84,8 +113,17 @@ def test_sequences_alone_are_returned_where_no_dict_is_asked_for() -> None:
 
 
 def test_an_unknown_keyword_is_named() -> None:
-    with pytest.raises(TypeError, match="max_tokens"):
-        engine().generate(prompts_of([5]), max_tokens=5)
+    """And the option that is written most like it."""
+    model, prompt = engine(), prompts_of([5])
+    named = {"max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "topk": "top_k"}
+    for name, meant in named.items():
+        with pytest.raises(
+            ValueError, match=rf"^{name} is not an option: .*; write {meant}, or leave it out$"
+        ):
+            model.generate(prompt, **{name: 5})
+    for call in (model.generate, model.stream, model.stream_batch, model.target_alone):
+        with pytest.raises(ValueError, match=r"^num_beams is not an option: .*; leave it out$"):
+            call(prompt, num_beams=2)
 
 
 def test_the_target_alone_has_no_end_tokens_or_observers_of_its_own() -> None:

@@ -181,6 +181,17 @@ def test_a_required_call_fits_its_schema(template: str, more: dict[str, Any]) ->
         assert len(names) > 1
 
 
+def test_arguments_are_an_object_whatever_their_schema_leaves_open(client: openai.OpenAI) -> None:
+    """Without a type it says what an object has, and allows all else; numbers are made likely here."""
+    only = {"properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    likely = dict.fromkeys(schema_engine().tokenizer.convert_tokens_to_ids(["1", "n"]), 30.0)
+    for schema in (only, {**only, "type": ["object", "null"]}, {"anyOf": [only, {"type": "null"}]}):
+        asked = {"tools": [function("f", parameters=schema)], "tool_choice": "required", "max_tokens": 100}
+        (choice,) = ask(client, **asked, parallel_tool_calls=False, logit_bias=likely).choices
+        assert choice.finish_reason == "tool_calls", choice.message.content
+        assert json.loads(choice.message.tool_calls[0].function.arguments) == {"a": 1}
+
+
 def test_several_calls_are_told_apart(client: openai.OpenAI) -> None:
     asked = {"tools": FORCED[1:], "tool_choice": "required", "temperature": 1, "logit_bias": {"2": -6}}
     asked["max_tokens"] = 170
@@ -280,6 +291,27 @@ def test_a_call_that_is_cut_off_is_left_out_of_an_answer() -> None:
             assert names == ["pick", "now"][: sum(limit >= end for end in ends)]
 
 
+def test_a_call_that_a_stop_string_cuts_is_left_out_as_well(client: openai.OpenAI) -> None:
+    """The closing tag may be missing, and half a call is no text."""
+    whole = f"Wait.\n{call('pick', {'n': 1})}\n"
+    cases: dict[str, list[str]] = {"}": [], '"arg': [], "</tool_call>": ["pick"], " two": ["pick"]}
+    with running(settings(defaults=Defaults(processing=writes(f"{whole}one two"))), schema_engine()) as found:
+        own = client_of(found[0])
+        for stop, names in cases.items():
+            (answer,) = ask(own, tools=TOOLS, stop=stop).choices
+            text, calls, reason = streamed(own, tools=TOOLS, stop=stop)
+            assert text.split() == answer.message.content.split() == ["Wait.", "one"][: 1 + (stop == " two")]
+            assert [one["name"] for one in calls.values()] == names
+            assert [one.function.name for one in answer.message.tool_calls or ()] == names
+            assert reason == answer.finish_reason == ("tool_calls" if names else "stop")
+    asked = {"tools": FORCED[2:], "tool_choice": "required", "parallel_tool_calls": False}
+    for stop, names in (("}", []), ("</tool_call>", ["pick"])):
+        (answer,) = ask(client, **asked, stop=stop).choices
+        assert not answer.message.content
+        assert [one.function.name for one in answer.message.tool_calls or ()] == names
+        assert streamed(client, **asked, stop=stop)[0] == ""
+
+
 def test_a_forced_call_that_is_cut_off_shows_nothing(client: openai.OpenAI) -> None:
     asked = {"tools": FORCED[:1], "tool_choice": "required", "parallel_tool_calls": False}
     for limit in (1, 5, 14, 30):
@@ -369,6 +401,7 @@ PICK = {"type": "function", "function": {"name": "pick"}}
         ({"tools": [function("a b")]}, "tools.0.function.name", "a b"),
         ({"tools": [function("x"), function("x")]}, "tools", "x twice"),
         ({"tools": [function("x", parameters={"type": 5})], "tool_choice": "required"}, "tools", "type"),
+        ({"tools": [function("x", parameters={"enum": [1]})], "tool_choice": "required"}, "tools", "types"),
         ({"tool_choice": "required"}, "tool_choice", "without tools"),
         ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice", "sometimes"),
         ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice", "allowed_tools"),

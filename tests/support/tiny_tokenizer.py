@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import ByteLevel
@@ -60,3 +62,12 @@ def byte_tokenizer(template: str = TEMPLATE) -> transformers.PreTrainedTokenizer
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token=PAD, bos_token=BEGIN, eos_token=END, chat_template=template
     )
+
+
+def decoding_tokenizer(
+    tokens: Sequence[str], decoder: decoders.Decoder
+) -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer of END and these tokens, which only decodes."""
+    inner = Tokenizer(models.WordLevel({token: i for i, token in enumerate([END, *tokens])}, unk_token=END))
+    inner.decoder = decoder
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END)

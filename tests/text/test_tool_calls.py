@@ -22,6 +22,8 @@ from eagle_fsd.text.tool_calls import (
 )
 
 A, B = call_text("a", {"x": "</b> \n"}), call_text("b", {})
+TAGS = call_text("a", {"x": '"</tool_call> <tool_call>{'})
+OPEN_STRING = '<tool_call>{"name": "a", "arguments": {"x": "}}</tool_call>'
 CALLS = [Call("a", '{"x": "</b> \\n"}'), Call("b", "{}")]
 TEXTS: dict[str, tuple[str, str, list[Call]]] = {
     "": ("", "", []),
@@ -30,6 +32,8 @@ TEXTS: dict[str, tuple[str, str, list[Call]]] = {
     "calls": (f"\n{A}\n\n{B}\n", "\n", CALLS),
     "text around": (f"one {A} two {B} three\n", "one  two  three\n", CALLS),
     "broken": ("<tool_call>{</tool_call> <tool_call>", "<tool_call>{</tool_call> <tool_call>", []),
+    "tags in a string": (f"{TAGS} {B}", "", [Call("a", '{"x": "\\"</tool_call> <tool_call>{"}'), CALLS[1]]),
+    "a string without end": (f"{OPEN_STRING} so {A}", f"{OPEN_STRING} so ", CALLS[:1]),
     "unknown": (call_text("c", {}) + B, call_text("c", {}), CALLS[1:]),
     "no object": ('<tool_call>{"name": "a", "arguments": 3}</tool_call>',) * 2 + ([],),
 }
@@ -65,7 +69,7 @@ def test_a_bare_call_is_a_whole_answer() -> None:
 @pytest.mark.parametrize("tagged", [True, False])
 def test_a_call_that_is_cut_off_is_neither_text_nor_a_call(free: bool, tagged: bool) -> None:
     """Wherever it is cut; a call whose closing tag alone is missing is whole."""
-    inner = '\n{"name": "a", "arguments": {"x": {"y": "}"}}}'
+    inner = '\n{"name": "a", "arguments": {"x": {"y": "</tool_call>}"}}}'
     whole = f"<tool_call>{inner}\n</tool_call>" if tagged else inner
     begun = len("<tool_call>") if tagged and free else 0  # a tag's own beginning may be text
     for end in range(begun, len(whole) + 1):
@@ -77,7 +81,7 @@ def test_a_call_that_is_cut_off_is_neither_text_nor_a_call(free: bool, tagged: b
             complete = end >= whole.index("}}}") + 3
             if tagged or not free:  # bare calls are forced
                 assert "".join(text for text, _ in found) == ""
-            assert calls == ([Call("a", '{"x": {"y": "}"}}')] if complete else [])
+            assert calls == ([Call("a", '{"x": {"y": "</tool_call>}"}}')] if complete else [])
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,9 @@ def test_the_command_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert all(torch.equal(written[name], own[name]) for name in written)
     main([*arguments[:-1], str(tmp_path / "alone"), "--head-only"])
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["head"]
+    with pytest.raises(SystemExit, match=r"--dtype float16 with --head-only: .*; drop one"):
+        main([*arguments[:-1], str(tmp_path / "half"), "--head-only", "--dtype", "float16"])
+    assert not (tmp_path / "half").exists()
     before = (head / "model.safetensors").read_bytes()
     for output in (tmp_path, tmp_path / "alone"):
         with pytest.raises(

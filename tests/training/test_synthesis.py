@@ -398,6 +398,9 @@ def test_prompts_come_from_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch
     assert asked == [(("owner/set", name), {"split": "test", "streaming": True}) for name in (None, "main")]
     with pytest.raises(ValueError, match=r"dataset_config is 'main': .*; name one with --dataset$"):
         gather_prompts([], config="main")
+    with pytest.raises(ValueError, match=r"split is 'test': .*; name one with --dataset$"):
+        gather_prompts([], split="test")
+    assert gather_prompts([], "owner/set", limit=1) == ["q0"] and asked.pop()[1]["split"] == "train"
     with pytest.raises(ValueError, match=r"limit is 0: .* at least 1; change --limit"):
         gather_prompts([], "owner/set", limit=0)
     several = ValueError("Config name is missing.\nPick one among: ['main', 'socratic']")
@@ -478,6 +481,10 @@ def test_the_command_asks_for_a_configuration_of_a_data_set(
     monkeypatch.setitem(sys.modules, "datasets", module)
     with pytest.raises(SystemExit, match=r"^\S+: .*\(asked for \('openai/gsm8k', 'main'\)\)"):
         run_command("synthesize", f"--dataset openai/gsm8k --dataset-config main --output {tmp_path}/a")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "x"}\n')
+    with pytest.raises(SystemExit, match=r"split is 'train': it must be of a data set; name one with --data"):
+        run_command("synthesize", f"--prompts {prompts} --split train --output {tmp_path}/a")
 
 
 def use_tiny_target(monkeypatch: pytest.MonkeyPatch) -> None:

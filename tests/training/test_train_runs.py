@@ -60,9 +60,10 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(toy: Path, output: Path, *more: str) -> list[str]:
     """A training of some hundred small steps."""
+    features = () if "--online" in more else ("--features", str(toy / "features"))
     return [
         *("train/train_head.py", "--base-model", str(toy / "target"), "--data", str(toy / "rows.jsonl")),
-        *("--output", str(output), "--features", str(toy / "features"), "--extract-dtype", "float32"),
+        *("--output", str(output), *features, "--extract-dtype", "float32"),
         *("--float32", "--held-out", "4", "--batch-tokens", "64", "--epochs", "60", "--noise", "0.1"),
         *("--unroll", "2", "--unroll-after", "0.5", "--eval-every", "50", "--checkpoint-every", "10", *more),
     ]

@@ -38,9 +38,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--dtype",
-        default="float32",
         choices=("float32", "bfloat16", "float16"),
-        help="of the target; default: %(default)s",
+        help="of the target (default: float32)",
     )
     parser.add_argument("--head-only", action="store_true", help="write no target: vLLM can read yours")
     parser.add_argument("--drop-bias", action="store_true", help="write the head without the bias of its fc")
@@ -53,13 +52,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.head_only and args.dtype is not None:
+        raise ValueError(
+            f"--dtype {args.dtype} with --head-only: it is the target's, and none is written; drop one"
+        )
     for name in (HEAD,) if args.head_only else (HEAD, TARGET):
         require_new_folder("--output", args.output / name)
     source = hub.resolve_target(args.base_model)
     head = hub.resolve_head(args.ea_model, source.name)
     say(export_head(head, args.output / HEAD, args.drop_bias))
     if not args.head_only:
-        say(export_target(source, args.output / TARGET, args.dtype))
+        say(export_target(source, args.output / TARGET, args.dtype or "float32"))
 
 
 def export_head(source: hub.HeadSource, folder: Path, drop_bias: bool = False) -> Path:

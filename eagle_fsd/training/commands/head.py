@@ -247,6 +247,8 @@ def check(args: argparse.Namespace, config: TrainConfig) -> None:
     check_text(args)
     if args.online and args.shards:
         raise ValueError("--online with --shards: stored features need no target in the loop; drop one")
+    if args.online and args.features is not None:
+        raise ValueError("--features with --online: no features are stored then; drop one")
     check_training(args)
     if args.draft_vocab_size is not None and args.export is None and not args.eagle3:
         raise ValueError(

@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="of --dataset, for one that has several: main of openai/gsm8k (default: the data set's own)",
     )
-    parser.add_argument("--split", default="train", help="of --dataset; default: %(default)s")
+    parser.add_argument("--split", metavar="NAME", help="of --dataset (default: train)")
     parser.add_argument("--limit", type=int, help="at most LIMIT prompts of every file and data set")
     parser.add_argument(
         "--self-prompts",

@@ -64,23 +64,24 @@ class Plan:
 def gather_prompts(
     files: Sequence[Path],
     dataset: str | None = None,
-    split: str = "train",
+    split: str | None = None,
     limit: int | None = None,
     config: str | None = None,
 ) -> list[str]:
     """Read the prompts of files and of a data set of the Hub, at most `limit` of each, none blank or twice.
 
-    config: which of the data set's configurations.
+    split: of the data set; None is train. config: which of the data set's configurations.
     """
     if limit is not None:
         require_integer("limit", limit, 1, "change --limit")
-    if config is not None and dataset is None:
-        raise ValueError(f"dataset_config is {config!r}: it must be of a data set; name one with --dataset")
+    for name, value in (("dataset_config", config), ("split", split)):
+        if value is not None and dataset is None:
+            raise ValueError(f"{name} is {value!r}: it must be of a data set; name one with --dataset")
     prompts: list[str] = []
     for path in files:
         prompts += read_prompts(path)[:limit]
     if dataset is not None:
-        prompts += dataset_prompts(dataset, split, limit, config)
+        prompts += dataset_prompts(dataset, split or "train", limit, config)
     return list(dict.fromkeys(prompt for prompt in prompts if prompt.strip()))
 
 
