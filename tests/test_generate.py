@@ -629,14 +629,6 @@ MISTAKES = {
     "NaN threshold": (["--threshold", "nan", "x"], "threshold is nan"),
     "threshold no number": (["--threshold", "much", "x"], "'much'"),
     "price alone": (["--price", "1.5", "x"], "--price without --threshold: nothing is followed then"),
-    "price at threshold 0": (
-        ["--threshold", "0", "--price", "1", "x"],
-        "--price with --threshold 0: nothing is followed then, and it would have no effect; give a larger",
-    ),
-    "guard at threshold 0": (
-        ["--threshold", "0", "--divergence", "tv", "--max-overshoot", "2", "x"],
-        "--max-overshoot with --threshold 0",
-    ),
     "divergence alone": (["--divergence", "tv", "x"], "--divergence without --threshold"),
     "unknown divergence": (["--divergence", "kl", "x"], "'kl'"),
     "unknown mode": (["--mode", "loose", "x"], "'loose'"),

@@ -42,20 +42,15 @@ def make_rule(args: argparse.Namespace) -> AcceptanceRule | AutoThreshold:
 
 
 def require_threshold(args: argparse.Namespace) -> None:
-    """Raise ValueError for a flag of the rule fuzzy without a threshold, where none can come later.
-
-    A threshold of 0 is none, but it may say its divergence.
-    """
-    if args.rule != "fuzzy" or args.threshold not in (None, 0) or args.quality_budget is not None:
+    """Raise ValueError for a flag of the rule fuzzy without a threshold, where none can come later."""
+    if args.rule != "fuzzy" or args.threshold is not None or args.quality_budget is not None:
         return
-    without = args.threshold is None
     for name in RULE_FLAGS[2:]:
-        if getattr(args, name) is not None and (without or name != "divergence"):
+        if getattr(args, name) is not None:
             flag = "--" + name.replace("_", "-")
             raise ValueError(
-                f"{flag} {'without --threshold' if without else 'with --threshold 0'}: nothing is followed "
-                f"then, and it would have no effect; give a {'' if without else 'larger '}threshold, inf for "
-                "a plan alone"
+                f"{flag} without --threshold: nothing is followed then, and it would have no effect; give a "
+                "threshold, inf for a plan alone"
             )
 
 
