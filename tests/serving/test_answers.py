@@ -17,9 +17,8 @@ from starlette.testclient import TestClient
 from support.serving import settings
 from support.tiny_engine import CHAT, tiny_engine
 
-from eagle_fsd.decoding.request import TokenLogprob
 from eagle_fsd.serving import answers, errors
-from eagle_fsd.serving.answers import LogprobTables, json_in_parts
+from eagle_fsd.serving.answers import json_in_parts
 from eagle_fsd.serving.app import create_app
 
 
@@ -68,19 +67,3 @@ def test_json_in_parts_is_json(levels: int) -> None:
         assert json_in_parts(data, levels) == json.dumps(data)
     with pytest.raises(ValueError, match="not JSON compliant"):
         json_in_parts({"a": float("nan")}, levels)
-
-
-def test_a_table_of_tokens_looks_at_each_token_once() -> None:
-    looked: list[int] = []
-
-    class Counted(str):
-        def __len__(self) -> int:
-            looked.append(1)
-            return super().__len__()
-
-    tokens = [TokenLogprob(place % 5, -1.0, []) for place in range(500)]
-    table = LogprobTables(lambda token: Counted("x" * token), chat=False)(tokens, 7)
-    assert len(looked) <= 1000
-    texts = table["tokens"]
-    assert table["text_offset"] == [7 + sum(map(len, texts[:place])) for place in range(500)]
-    assert LogprobTables(str, chat=False)([], 7)["text_offset"] == []
