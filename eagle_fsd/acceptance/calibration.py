@@ -7,8 +7,9 @@ The budget bounds TV: the total variation distance between the rule's distributi
 target's (after the user's warpers), averaged over the tokens of the text. It is the share of tokens that an
 optimal coupling would have to change; 0 is lossless. A threshold is calibrated for one target, head and
 sampling, and for one kind of rule: divergence, mode, child, min_gain, price and cost. It means nothing under
-another kind. Under a colder sampling it moves less, so that one which was not measured takes the thresholds
-of the next warmer one.
+another kind. Under a colder sampling it moves less as a rule, so that a sampling which was not measured takes
+the thresholds of the next warmer one. Greedy text does not: a token of it that changes counts whole, which
+may be more than sampled text was measured to move.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ def find_calibration(
 ) -> Calibration:
     """Return the calibration of these models with this sampling, or with the next warmer one.
 
-    Raises TooWarm if there is neither, and ValueError if there is none of these models at all.
+    Greedy text has only its own. Raises TooWarm if there is none so warm, and ValueError if there is none of
+    these models at all, or none of greedy text.
     """
     mine = [one for one in calibrations if one.is_for(models)]
     if not mine:
@@ -164,9 +166,15 @@ def find_calibration(
     for one in mine:
         if one.sampling == sampling:
             return one
-    warmer = [one for one in mine if one.sampling.keeps_all_of(sampling)]
+    alike = [one for one in mine if one.sampling.greedy == sampling.greedy]
+    warmer = [one for one in alike if one.sampling.keeps_all_of(sampling)]
     if not warmer:
         known = ", ".join(format_sampling(one.sampling) for one in mine)
+        if sampling.greedy:
+            raise ValueError(
+                f"threshold is auto: it was calibrated at {known}, and not for greedy text, where it may "
+                f"move more; sample as it was calibrated, {REMEDY}"
+            )
         raise TooWarm(
             f"threshold is auto: it was calibrated at {known}, none of which is as warm as "
             f"{format_sampling(sampling)}; sample as it was calibrated, {REMEDY}"

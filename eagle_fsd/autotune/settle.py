@@ -82,7 +82,8 @@ class Settler:
         rule, tree, sampling = options.rule, options.tree or TreeConfig(), options.sampling
         if isinstance(rule, AutoThreshold):
             rule, calibrated = self.within_budget(rule, sampling)
-            tree = calibrated if calibrated is not None and isinstance(tree, AutoTree) else tree
+            if calibrated is not None and tree == AutoTree():  # sizes that are given are kept
+                tree = calibrated
         rule = Lossless() if rule is None else rule
         self.require_rule(rule)
         if isinstance(tree, AutoTree):
@@ -165,7 +166,7 @@ class Settler:
         if found.sampling != sampling:
             logger.warning(
                 "no calibration at %s: the threshold is that of %s, the next warmer sampling that was "
-                "measured, and may be smaller than need be; eval/calibrate.py --sampling %s measures it",
+                "measured, which moves more as a rule; eval/calibrate.py --sampling %s measures this one",
                 *(format_sampling(one) for one in (sampling, found.sampling, sampling)),
             )
         made_in, mine = found.weight_format, self.target.weight_format

@@ -56,6 +56,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 WITHOUT_EFFECT = {"bos_token_id", "transformers_version", "cache_implementation", "use_model_defaults"}
 
 
+class Engines(dict[str, tuple[object, EagleFSD]]):
+    """A model's engines, and what each was made from. A copy of the model makes its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engines:
+        return Engines()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ()  # whoever loads a saved model may not have this package
+
+
 def generate_with_head(
     model: PreTrainedModel, ea_model: str, inputs: Tensor | None = None, **arguments: Any
 ) -> Tensor | GenerationOutput:
@@ -99,11 +109,16 @@ def require_known(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in SAME or name in OTHERS or name in WITHOUT_EFFECT or name.startswith("_"):
             continue
-        if not any(type(value) is type(one) and value == one for one in NEUTRAL.get(name, ())):
+        if not any(is_same(value, one) for one in NEUTRAL.get(name, ())):
             raise ValueError(
                 f"{name} is {format_value(value)}: eagle_fsd does not do that; leave it out, or generate "
                 "without custom_generate"
             )
+
+
+def is_same(value: object, neutral: object) -> bool:
+    """Return whether a value is this one, though of another class, as 1 and 1.0 are; True is no number."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
 
 
 def options_of(model: PreTrainedModel, given: Mapping[str, Any], length: int) -> dict[str, Any]:
@@ -138,7 +153,9 @@ def engine_for(
 
     It is made again when the model has moved, or the head's folder has other files.
     """
-    engines: dict[str, tuple[object, EagleFSD]] = model.__dict__.setdefault(ENGINES, {})
+    engines = model.__dict__.get(ENGINES)
+    if not isinstance(engines, Engines):
+        engines = model.__dict__[ENGINES] = Engines()
     state = (model.device, model.dtype, stamps(Path(ea_model)))
     if ea_model not in engines or engines[ea_model][0] != state:
         engines.pop(ea_model, None)

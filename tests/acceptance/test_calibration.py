@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import product, starmap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from support.tiny_models import Letters, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
-from eagle_fsd.acceptance.accept import Verdict, Verified
+from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict, Verified
 from eagle_fsd.acceptance.calibration import (
     FILE,
     CalibratedThreshold,
@@ -336,6 +337,9 @@ def test_a_sampling_that_was_not_measured_takes_the_next_warmer_one(
     assert model.calibration(WARM) == warm and not caplog.text
     with pytest.raises(ValueError, match="none of which is as warm"):
         model.calibration(SamplingConfig(1.2, 1))
+    write_calibrations(tmp_path / FILE, [hot, warm])
+    with pytest.raises(ValueError, match="and not for greedy text, where it may move more"):
+        model.calibration(SamplingConfig(0.0, 20, 0.9))
 
 
 def test_a_budget_takes_the_fastest_plan_unless_one_is_named() -> None:
@@ -395,6 +399,25 @@ def test_generate_reads_it_and_says_what_it_chose(tmp_path: Path) -> None:
     assert named.tree == TreeConfig(4, 3, 2)
     stream = model.stream(prompt, rule=AutoThreshold(0.04), tree=AutoTree(), **sampling)
     assert stream.rule == Fuzzy(0.3) and [t for chunk in stream for t in chunk] == output.new_tokens[0]
+
+
+def test_sizes_of_a_tree_that_are_given_are_kept_beside_a_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, asked = engine(), []
+    model.settler.folder = tmp_path
+    write_calibrations(tmp_path / FILE, [a_calibration(model)])
+
+    def measure(wanted: AutoTree, rule: AcceptanceRule, *_: object) -> SimpleNamespace:
+        asked.append((wanted, rule))
+        return SimpleNamespace(tree=TreeConfig(3, 2, 1))
+
+    monkeypatch.setattr(model.settler, "choose_tree", measure)
+    sampling = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "max_new_tokens": 4}
+    for wanted, found in ((AutoTree(depth=2), TreeConfig(3, 2, 1)), (AutoTree(), TREE)):
+        output = model.generate(prompts_of([5]), rule=AutoThreshold(0.04), tree=wanted, **sampling)
+        assert output.tree == found and output.rule == Fuzzy(0.3)
+    assert asked == [(AutoTree(depth=2), Fuzzy(0.3))]
 
 
 def test_a_budget_takes_lossless_text_where_that_is_fastest(tmp_path: Path) -> None:

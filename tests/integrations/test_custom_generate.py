@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import sys
@@ -156,6 +157,23 @@ def test_engines_follow_their_model_and_the_heads_files(tmp_path: Path) -> None:
     hub.save_head(tiny_head(seed=9), folder)
     generate_with_head(model, str(folder), prompts(1), **options)
     assert model.__dict__[ENGINES][str(folder)][1] is not engine and len(model.__dict__[ENGINES]) == 1
+    copied = copy.deepcopy(model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for other in (copied, loaded):
+        assert not other.__dict__[ENGINES]
+        assert generate_with_head(other, str(folder), prompts(1), **options).new_tokens == first.new_tokens
+        assert copy.deepcopy(other).__dict__[ENGINES] == {}
+    assert len(model.__dict__[ENGINES]) == 1
+
+
+def test_what_asks_for_nothing_is_taken_whatever_its_class(tmp_path: Path) -> None:
+    model, folder = tiny_model(), hub.save_head(tiny_head(), tmp_path / "head")
+    nothing = {"stopping_criteria": transformers.StoppingCriteriaList(), "typical_p": 1, "num_beams": 1}
+    generate_with_head(model, str(folder), prompts(1), max_new_tokens=2, **nothing)
+    for name, value in (("num_beams", True), ("use_cache", 1), ("typical_p", 0.9)):
+        with pytest.raises(ValueError, match=f"{name} is {value}"):
+            generate_with_head(model, str(folder), prompts(1), max_new_tokens=2, **{name: value})
 
 
 def test_sampling_rules_and_statistics(repository: str) -> None:
