@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -260,3 +263,26 @@ def test_the_state_after_any_accepts_is_that_of_a_fresh_drafter(name: str) -> No
                 torch.testing.assert_close(
                     again.draft(tree.tokens[:, 0], TREE).log_q, tree.log_q, atol=1e-4, rtol=1e-4
                 )
+
+
+def test_the_pages_drafter_keeps_the_pages_rules() -> None:
+    """That of docs/adding-a-drafter.md: rows do not depend on their batch, nor on prompts that come twice."""
+    page = (Path(__file__).parents[2] / "docs" / "adding-a-drafter.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(block.partition("\nmodel = ")[0], namespace)  # the class, without the lines that use it
+    followers, target = namespace["Followers"], TARGET
+    repeats, fresh = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1], [5, 9, 17, 23, 31, 37, 41, 43, 47, 53]
+
+    def run(prompts: Sequence[list[int]], seed: int) -> list[int]:
+        scheduler = Scheduler(target, followers(target.vocab_size), TreeConfig(5, 4, 1), len(prompts))
+        terms, first = Terms((), sampling=SamplingConfig(0.6)), []
+        for number, prompt in enumerate(prompts):
+            scheduler.admit(Text(number, 12, terms, prompt=prompt, stream=(seed, number)))
+        while scheduler.busy:
+            first += [token for text, new in scheduler.step().items() for token in new if text.number == 0]
+        return first
+
+    for seed in range(10):
+        assert run([fresh], seed) == run([fresh, repeats], seed)
+        assert run([repeats], seed) == run([repeats] * 3, seed)
