@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from eagle_fsd.core.checks import one_line
@@ -77,6 +77,20 @@ def hold_lock(path: Path, patience: float | None = None) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def sole(lock: Path, message: str) -> Iterator[None]:
+    """Hold a lock file in a folder that exists. Raises ValueError with this message if another one has it."""
+    held = FileLock(lock, blocking=False)
+    try:
+        held.acquire()
+    except Timeout as error:
+        raise ValueError(message) from error
+    try:
+        yield
+    finally:
+        held.release()
 
 
 def read_records(path: Path) -> dict[str, Any]:

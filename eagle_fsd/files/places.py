@@ -11,6 +11,8 @@ from pathlib import Path
 
 def require_file(option: str, path: Path) -> None:
     """Raise ValueError unless a file can be written there; its folder need not exist yet."""
+    if path.suffix == ".gz":
+        raise ValueError(f"{option} names {path}: rows are written uncompressed; name a file without .gz")
     if is_folder(path):
         raise ValueError(f"{option} names {path}, which is a folder: it must be a file; name one inside it")
     require_room(option, path, path.parent)

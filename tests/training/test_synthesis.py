@@ -24,9 +24,11 @@ from transformers import BatchEncoding, PreTrainedModel
 
 from eagle_fsd import SamplingConfig, hub
 from eagle_fsd.core.sampling import warp
+from eagle_fsd.files.atomic import sole
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 from eagle_fsd.text.prompt_files import find_prompt
+from eagle_fsd.training.commands.synthesize import beside
 from eagle_fsd.training.data import conversations
 from eagle_fsd.training.data.conversations import (
     Plan,
@@ -446,6 +448,14 @@ def test_the_target_writes_prompts_in_the_users_place(tmp_path: Path) -> None:
     assert 2 < len(prompts) == len(set(prompts))
     assert self_prompts(target_of("llama"), tokenizer, 12, PLAN, path) == prompts
     assert self_prompts(target_of("llama"), tokenizer, 0, PLAN, tmp_path / "none.jsonl") == []
+    few = self_prompts(target_of("llama"), tokenizer, 5, PLAN, path)  # of a file that has twelve
+    assert 0 < len(few) < len(prompts) and few == prompts[: len(few)]
+    other = tmp_path / "other.jsonl"
+    self_prompts(target_of("llama"), tokenizer, 12, replace(PLAN, seed=PLAN.seed + 1), other)
+    mine, its = (
+        {json.loads(line)["prompt"] for line in one.read_text().splitlines()} for one in (path, other)
+    )
+    assert len(mine & its) < 3  # neighbouring seeds have prompts of their own
 
     class Dropping(LetterTokenizer):
         def apply_chat_template(self, *_: Any, **__: Any) -> str:
@@ -531,6 +541,20 @@ def test_the_command_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run_command("synthesize", f"{line} --exclude {prompts}")
     with pytest.raises(SystemExit, match=": no prompts: give --prompts, --dataset or --self-prompts"):
         run_command("synthesize", f"--output {output}")
+    before = output.read_text()
+    held = sole(output.with_name(".answers.jsonl.lock"), "held")
+    with (
+        held,
+        pytest.raises(SystemExit, match=r"answers\.jsonl is in use: two runs would write each row twice"),
+    ):
+        run_command("synthesize", line)
+    assert output.read_text() == before
+
+
+def test_files_beside_the_rows_have_the_whole_name() -> None:
+    names = ("answers-t0.7", "answers-t0.3", "answers.jsonl")
+    found = [beside(Path("runs") / name, ".prompts.jsonl").name for name in names]
+    assert found == ["answers-t0.7.prompts.jsonl", "answers-t0.3.prompts.jsonl", "answers.prompts.jsonl"]
 
 
 def test_what_cannot_be_answered_is_found_before_a_model_is_loaded(
@@ -546,6 +570,7 @@ def test_what_cannot_be_answered_is_found_before_a_model_is_loaded(
         r"no prompt is left to answer: each shares .* --exclude": f"{line} --exclude {prompts}",
         r".*gone: cannot be read": f"{line} --exclude {tmp_path}/gone --self-prompts 3",
         r"--output names .*, which is a folder": f"{line} --output {tmp_path}",
+        r"--output names .*a\.jsonl\.gz: rows are written uncompressed": f"{line}.gz",
         r"--output names .*/x, where nothing can be written": f"{line} --output {prompts}/x",
         r"self_prompts is -1: .*": f"{line} --self-prompts -1",
         r"self_prompts is 2: .*b\.jsonl was begun with 1, ": (

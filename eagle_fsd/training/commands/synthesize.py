@@ -22,7 +22,7 @@ from eagle_fsd import hub
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.devices import resolve_device
-from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.atomic import sole, write_atomically
 from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.files.places import require_file
 from eagle_fsd.files.provenance import provenance
@@ -42,6 +42,7 @@ from eagle_fsd.training.data.conversations import (
 )
 
 logger = logging.getLogger(__name__)
+TWICE = "two runs would write each row twice; wait for the other one, or name another --output"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -110,6 +111,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(args: argparse.Namespace) -> None:
     require_file("--output", args.output)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with sole(args.output.with_name(f".{args.output.name}.lock"), f"{args.output} is in use: {TWICE}"):
+        write(args)
+
+
+def write(args: argparse.Namespace) -> None:
+    """Write the prompts and the answers, as far as they are not there yet."""
     require_integer("self_prompts", args.self_prompts, 0, "change --self-prompts")
     plan = Plan(
         base_model=args.base_model,
@@ -129,7 +137,7 @@ def run(args: argparse.Namespace) -> None:
     prompts = without_overlap(given, args.exclude)  # now: a mistake in these files is found before a model is
     if args.self_prompts < 1:
         require_prompts(prompts)
-    own = args.output.with_suffix(".prompts.jsonl")
+    own = beside(args.output, ".prompts.jsonl")
     refuse_more_prompts(args, own)
     source = hub.resolve_target(args.base_model)
     runtime = TORCH if args.weight_format is None else OPENVINO
@@ -148,9 +156,14 @@ def run(args: argparse.Namespace) -> None:
     require_prompts(prompts)
     rows = answer_prompts(target, tokenizer, prompts, plan, args.output)
     record = provenance() | {"base_model": source.name, "rows": len(rows)}
-    write_atomically(args.output.with_suffix(".provenance.json"), json.dumps(record, indent=1) + "\n")
+    write_atomically(beside(args.output, ".provenance.json"), json.dumps(record, indent=1) + "\n")
     complete = sum(row["complete"] for row in rows)
     logger.info("%s: %d conversations, %d of them ended by the target", args.output, len(rows), complete)
+
+
+def beside(path: Path, ending: str) -> Path:
+    """Return the path of a file that goes with a file of rows."""
+    return path.with_name(path.name.removesuffix(".jsonl") + ending)
 
 
 def refuse_more_prompts(args: argparse.Namespace, own: Path) -> None:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 PROMPT_SAMPLING = SamplingConfig(temperature=0.8, top_k=200, top_p=0.95)
 LONGEST_OWN_PROMPT = 128
 LEFT_OUT = "left_out"
+DRAWS = "seed, number"  # what names the stream that a row is drawn from
 MARK = "\u241e"  # takes the place of the user's words while the chat template is examined
 
 
@@ -162,15 +163,17 @@ def self_prompts(
                 "sampling": asdict(PROMPT_SAMPLING),
                 "max_new_tokens": LONGEST_OWN_PROMPT,
                 "seed": plan.seed,
+                "draws": DRAWS,
             },
         ),
         target,
-        [Question(i, opening, PROMPT_SAMPLING, plan.seed + i) for i in range(count)],
+        [Question(i, opening, PROMPT_SAMPLING, plan.seed) for i in range(count)],
         LONGEST_OWN_PROMPT,
         plan.rows,
         lambda answer: {"prompt": tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()},
     )
-    prompts = [row["prompt"] for row in rows if row["complete"] and len(row["prompt"].split()) > 2]
+    asked = [row for row in rows if row["number"] < count]  # the file may have more than are wanted now
+    prompts = [row["prompt"] for row in asked if row["complete"] and len(row["prompt"].split()) > 2]
     return list(dict.fromkeys(prompts))
 
 
@@ -192,7 +195,7 @@ def answer_prompts(
         tokens = encode_as_trained(tokenizer, turns)
         if len(tokens) <= min(plan.max_prompt_tokens, target.max_positions - 1):
             sampling = plan.samplings[number % len(plan.samplings)]
-            questions.append(Question(number, tokens, sampling, plan.seed + number))
+            questions.append(Question(number, tokens, sampling, plan.seed))
             asked[number] = (turns, sampling.temperature)
     if len(questions) < len(prompts):
         logger.info(
@@ -215,7 +218,7 @@ def answer_prompts(
 
     settings = {name: value for name, value in asdict(plan).items() if name not in ("rows", "base_model")}
     identity = {"target": writer_identity(plan.base_model, target), "prompts": digest_json(prompts)}
-    file = RowFile(path, identity | settings)
+    file = RowFile(path, identity | settings | {"draws": DRAWS})
     rows = fill(file, target, questions, plan.max_new_tokens, plan.rows, conversation)
     answered = [row for row in rows if turns_of(row, str(path))[-1]["content"].strip()]
     if len(answered) < len(rows):

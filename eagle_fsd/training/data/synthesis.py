@@ -20,7 +20,7 @@ from eagle_fsd.target.model import TargetModel
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt's token ids, at least one, and how its answer is sampled."""
+    """A prompt's token ids, at least one, and how its answer is sampled: from the stream (seed, number)."""
 
     number: int
     tokens: Sequence[int]
@@ -57,7 +57,7 @@ def write_answers(
     scheduler = Scheduler(target, None, TreeConfig(1), rows, group, slice_tokens=slices)
     for question in sorted(questions, key=lambda question: len(question.tokens)):
         terms = Terms(ends, sampling=question.sampling)
-        stream = (question.seed, 0)
+        stream = (question.seed, question.number)
         scheduler.admit(Text(question.number, max_new_tokens, terms, prompt=question.tokens, stream=stream))
     answers: dict[int, list[int]] = {question.number: [] for question in questions}
     for text, tokens in scheduler.run():

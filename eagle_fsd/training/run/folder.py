@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from eagle_fsd.core.checks import one_line
-from eagle_fsd.files.atomic import atomic_path, read_records, write_atomically
+from eagle_fsd.files.atomic import atomic_path, read_records, sole, write_atomically
 from eagle_fsd.files.fingerprints import differences
 from eagle_fsd.files.jsonl import read_jsonl
 
@@ -33,18 +32,10 @@ DAMAGE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, LookupError, 
 def sole_run(folder: Path) -> Iterator[None]:
     """Keep other runs out of a folder, until this process ends. Raises ValueError if one is at work there."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock", blocking=False)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise ValueError(
-            f"{folder} is in use: two runs would overwrite each other's checkpoints; wait for the other one, "
-            "or name another --output"
-        ) from error
-    try:
+    overwritten = "two runs would overwrite each other's checkpoints"
+    message = f"{folder} is in use: {overwritten}; wait for the other one, or name another --output"
+    with sole(folder / ".lock", message):
         yield
-    finally:
-        lock.release()
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
