@@ -59,6 +59,8 @@ class TrainConfig:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}: it must be above 0; change --{option(name)}"
                 )
+        if math.isinf(self.learning_rate):
+            raise ValueError("learning_rate is inf: it must be finite; change --learning-rate")
         if not (math.isfinite(self.epochs) or self.minutes):
             raise ValueError(
                 f"epochs is {self.epochs}: without --minutes a run needs an end; change --epochs"

@@ -238,5 +238,5 @@ def test_counting_by_hand() -> None:
     assert found.coverage(torch.tensor([2, 4])) == pytest.approx(2 / 3)
     with pytest.raises(ValueError, match=r"the text holds token 7: the target's are 0\.\.4; name the target"):
         learned_tokens([(torch.tensor([1, 7]), torch.tensor([True, True]))], Target())
-    beyond = type("Tokenizer", (), {"all_special_ids": [4, 0, 5, 99]})()
+    beyond = type("Tokenizer", (), {"all_special_ids": [4, 0, 5, 99, -1]})()
     assert learned_tokens([(tokens, learn)], Target(), beyond).always == (0, 4)

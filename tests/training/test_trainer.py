@@ -304,6 +304,7 @@ def test_the_schedule_warms_up_and_ends_at_zero() -> None:
     [
         {"epochs": 0},
         {"epochs": float("inf")},
+        {"learning_rate": float("inf")},
         {"unroll": 0},
         {"noise": -1.0},
         {"warmup": 1.0},

@@ -208,6 +208,20 @@ def test_rows_whose_history_a_template_changes_are_skipped_and_counted(
         load_examples(path, Forgetful(), 90)
 
 
+@pytest.mark.parametrize("template", ["{{ turns }}", None])
+def test_rows_with_half_a_character_are_skipped(tmp_path: Path, template: str | None) -> None:
+    """They are common in text that was scraped, and no tokenizer takes them."""
+
+    class Plain(LetterTokenizer):
+        chat_template = template
+
+    path = tmp_path / "rows.jsonl"
+    rows = [conversation("a", "b"), conversation("a", "so \ud83d"), conversation("\udc4d", "b")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    examples, skipped = load_examples(path, Plain(), 90)
+    assert len(examples) == 1 and skipped.counts == {"it holds half a character, which is no text": 2}
+
+
 def test_the_corpus_is_read_whole(data_folder: Path) -> None:
     path = data_folder / "smollm2_corpus.jsonl"
     if not path.is_file():

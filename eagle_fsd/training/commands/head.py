@@ -210,7 +210,7 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
         keep = torch.arange(target.vocab_size) if head.draft_tokens is None else head.draft_tokens
     else:
         texts = [data.tokens[number] for number in train]
-        keep = softmax_tokens(texts, target.vocab_size, args.softmax_tokens, target.eos_token_ids)
+        keep = softmax_tokens(texts, target.vocab_size, args.softmax_tokens, always_drafted(target))
     head.config = replace(head.config, trained_positions=max(head.config.trained_positions or 0, longest))
     tokens, learned = counts(data, train)
     logger.info(

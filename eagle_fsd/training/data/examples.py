@@ -100,8 +100,11 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
     content) instead of the answers alone.
 
     Raises NoSingleText if the template refuses the turns, or renders an earlier one differently, such as one
-    that drops the thinking of earlier answers: then no single token sequence holds all answers.
+    that drops the thinking of earlier answers: then no single token sequence holds all answers. Also raises
+    it for half a character, as broken files have them.
     """
+    if any("\ud800" <= letter <= "\udfff" for turn in turns for letter in turn["content"]):
+        raise NoSingleText("it holds half a character, which is no text")
     if not tokenizer.chat_template:
         return encode_plain(turns, tokenizer, learn_all)
     tokens: list[int] = []

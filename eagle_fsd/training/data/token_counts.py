@@ -67,8 +67,8 @@ def learned_tokens(
 def always_drafted(target: Vocabulary, tokenizer: Any = None) -> tuple[int, ...]:
     """Return the tokens that every draft vocabulary must have; see LearnedTokens."""
     named = {*target.eos_token_ids, *(getattr(tokenizer, "all_special_ids", None) or ())}
-    # A token beyond lm_head's rows has no logit: nobody can draft it.
-    return tuple(sorted(token for token in named if token < target.vocab_size))
+    # A token beyond lm_head's rows, or -1 for none, has no logit: nobody can draft it.
+    return tuple(sorted(token for token in named if 0 <= token < target.vocab_size))
 
 
 def require_size(size: int, always: Sequence[int], vocab_size: int) -> None:
