@@ -29,7 +29,7 @@ HOSTILE: list[Any] = [
     {"content": b"x" * 3_000},
     {"json": {"messages": [], "n": -1}},
     {"json": {"messages": [{"role": "user", "content": "x" * 900}]}},
-    {"json": {"messages": [{"role": "user", "content": "x"}], "logprobs": True}},
+    {"json": {"messages": [{"role": "user", "content": "x"}], "logprobs": "some"}},
 ]
 
 

@@ -378,13 +378,13 @@ def test_what_a_row_asks(row: dict[str, Any], prompt: str | None) -> None:
 
 def test_prompts_come_from_files_once_each(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(
-        '{"prompt": "x"}\n{"prompt": " "}\n{"question": "y"}\n{"prompt": "z"}\n'
+        '{"prompt": "x"}\n{"prompt": " "}\n{"prompt": "\\ud83d"}\n{"question": "y"}\n{"prompt": "z"}\n'
     )
     (tmp_path / "b.txt").write_text("x\n")
     (tmp_path / "c.jsonl").write_text('{"turns": ["y"]}\n{"prompt": "v"}\n')
     files = [tmp_path / name for name in ("a.jsonl", "b.txt", "c.jsonl")]
     assert gather_prompts(files) == ["x", "y", "z", "v"]
-    assert gather_prompts(files, limit=3) == ["x", "y", "v"]
+    assert gather_prompts(files, limit=4) == ["x", "y", "v"]
     with pytest.raises(ValueError, match=r"gone\.jsonl: cannot be read"):
         gather_prompts([tmp_path / "gone.jsonl"])
 
@@ -542,7 +542,7 @@ def test_the_command_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SystemExit, match=": no prompts: give --prompts, --dataset or --self-prompts"):
         run_command("synthesize", f"--output {output}")
     before = output.read_text()
-    held = sole(output.with_name(".answers.jsonl.lock"), "held")
+    held = sole(output.with_name(".answers.lock"), "held")
     with (
         held,
         pytest.raises(SystemExit, match=r"answers\.jsonl is in use: two runs would write each row twice"),

@@ -112,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(args: argparse.Namespace) -> None:
     require_file("--output", args.output)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    with sole(args.output.with_name(f".{args.output.name}.lock"), f"{args.output} is in use: {TWICE}"):
+    lock = beside(args.output.with_name(f".{args.output.name}"), ".lock")
+    with sole(lock, f"{args.output} is in use: {TWICE}"):
         write(args)
 
 

@@ -24,7 +24,7 @@ from eagle_fsd.files.jsonl import drop_torn_line, read_jsonl
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import encode_as_trained, plain_text
 from eagle_fsd.text.prompt_files import find_prompt, read_prompts
-from eagle_fsd.training.data.examples import banned_runs, overlap, turns_of
+from eagle_fsd.training.data.examples import HALF, banned_runs, overlap, turns_of
 from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,10 @@ def gather_prompts(
         prompts += read_prompts(path)[:limit]
     if dataset is not None:
         prompts += dataset_prompts(dataset, split or "train", limit, config)
-    return list(dict.fromkeys(prompt for prompt in prompts if prompt.strip()))
+    whole = [prompt for prompt in prompts if not HALF.search(prompt)]
+    if len(whole) < len(prompts):
+        logger.warning("%d prompts left out: they hold half a character", len(prompts) - len(whole))
+    return list(dict.fromkeys(prompt for prompt in whole if prompt.strip()))
 
 
 def dataset_prompts(name: str, split: str, limit: int | None, config: str | None = None) -> list[str]:
