@@ -166,8 +166,7 @@ def find_calibration(
     for one in mine:
         if one.sampling == sampling:
             return one
-    alike = [one for one in mine if one.sampling.greedy == sampling.greedy]
-    warmer = [one for one in alike if one.sampling.keeps_all_of(sampling)]
+    warmer = [one for one in mine if one.sampling.keeps_all_of(sampling)]
     if not warmer:
         known = ", ".join(format_sampling(one.sampling) for one in mine)
         if sampling.greedy:

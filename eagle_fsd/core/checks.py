@@ -21,6 +21,15 @@ def one_line(error: object, limit: int | None = None) -> str:
     return text if limit is None or len(text) <= limit else text[: limit - 3] + "..."
 
 
+def find_half_character(text: str) -> int | None:
+    """Return the place of the first half of a character, which UTF-8 cannot hold; None: all are whole."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
+
+
 def report_interrupt() -> int:
     """Say on one line that Ctrl-C has ended the program, and return its exit code."""
     sys.stderr.write("interrupted\n")

@@ -187,10 +187,15 @@ class SamplingConfig:
         return self.temperature >= WARM
 
     def keeps_all_of(self, other: SamplingConfig) -> bool:
-        """Return whether it is as warm as another sampling, and leaves every token that the other leaves."""
+        """Return whether it is as warm as another sampling, and leaves every token that the other leaves.
+
+        Greedy text is a kind of its own.
+        """
+        if self.greedy or other.greedy:
+            return self.greedy and other.greedy
         mine, others = (one.top_k or math.inf for one in (self, other))
         warm = self.temperature >= other.temperature and self.min_p <= other.min_p
-        return other.greedy or (warm and mine >= others and self.top_p >= other.top_p)
+        return warm and mine >= others and self.top_p >= other.top_p
 
 
 class Kind(NamedTuple):

@@ -80,13 +80,19 @@ def hold_lock(path: Path, patience: float | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def sole(lock: Path, message: str) -> Iterator[None]:
-    """Hold a lock file in a folder that exists. Raises ValueError with this message if another one has it."""
+def sole(lock: Path, named: Path, harm: str) -> Iterator[None]:
+    """Hold a lock file, in a folder that is made if needed. Raises ValueError if another process has it.
+
+    named: what a command's --output names. harm: what two runs would do there.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
     held = FileLock(lock, blocking=False)
     try:
         held.acquire()
     except Timeout as error:
-        raise ValueError(message) from error
+        raise ValueError(
+            f"{named} is in use: two runs would {harm}; wait for the other one, or name another --output"
+        ) from error
     try:
         yield
     finally:

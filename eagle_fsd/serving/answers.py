@@ -248,7 +248,7 @@ class Answer:
 
 
 def json_in_parts(data: object, levels: int) -> str:
-    """Return the JSON of this data. What lies below so many levels is encoded piece by piece.
+    """Return the JSON of this data. levels: of it that are taken apart, so that json.dumps gets small parts.
 
     No other thread runs while json.dumps encodes, which may take seconds where it gets all at once.
     """

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from eagle_fsd.core.checks import format_value, one_line
+from eagle_fsd.core.checks import find_half_character, format_value, one_line
 from eagle_fsd.serving.choices import Chooser
 from eagle_fsd.serving.errors import wrong_value
 from eagle_fsd.serving.protocol import ChatRequest, CompletionRequest, TokenizeRequest
@@ -90,8 +90,5 @@ def field_at_fault(
 
 
 def require_unicode(text: str, name: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        message = f"{name} is not Unicode text at character {error.start}: send whole characters"
-        raise wrong_value(message, name) from error
+    if (place := find_half_character(text)) is not None:
+        raise wrong_value(f"{name} is not Unicode text at character {place}: send whole characters", name)

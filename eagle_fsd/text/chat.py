@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from eagle_fsd.core.checks import find_half_character
+
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
@@ -73,13 +75,11 @@ def plain_text(messages: Sequence[Mapping[str, str]]) -> str:
 
 def require_utf8(text: str) -> None:
     """Raise ValueError for text that UTF-8 cannot hold: half a character of a broken file or terminal."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
+    if (place := find_half_character(text)) is not None:
         raise ValueError(
-            f"the prompt or its system message is not UTF-8 at character {error.start}: retype it, or give a "
+            f"the prompt or its system message is not UTF-8 at character {place}: retype it, or give a "
             "file of UTF-8 text"
-        ) from error
+        )
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:

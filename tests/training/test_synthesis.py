@@ -542,7 +542,7 @@ def test_the_command_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SystemExit, match=": no prompts: give --prompts, --dataset or --self-prompts"):
         run_command("synthesize", f"--output {output}")
     before = output.read_text()
-    held = sole(output.with_name(".answers.lock"), "held")
+    held = sole(output.with_name(".answers.lock"), output, "write each row twice")
     with (
         held,
         pytest.raises(SystemExit, match=r"answers\.jsonl is in use: two runs would write each row twice"),

@@ -42,7 +42,6 @@ from eagle_fsd.training.data.conversations import (
 )
 
 logger = logging.getLogger(__name__)
-TWICE = "two runs would write each row twice; wait for the other one, or name another --output"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -111,9 +110,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(args: argparse.Namespace) -> None:
     require_file("--output", args.output)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     lock = beside(args.output.with_name(f".{args.output.name}"), ".lock")
-    with sole(lock, f"{args.output} is in use: {TWICE}"):
+    with sole(lock, args.output, "write each row twice"):
         write(args)
 
 

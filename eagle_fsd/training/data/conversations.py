@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.core.checks import one_line, require_integer
+from eagle_fsd.core.checks import find_half_character, one_line, require_integer
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.files.atomic import read_records, write_atomically
 from eagle_fsd.files.fingerprints import differences, digest_json
@@ -24,7 +24,7 @@ from eagle_fsd.files.jsonl import drop_torn_line, read_jsonl
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import encode_as_trained, plain_text
 from eagle_fsd.text.prompt_files import find_prompt, read_prompts
-from eagle_fsd.training.data.examples import HALF, banned_runs, overlap, turns_of
+from eagle_fsd.training.data.examples import banned_runs, overlap, turns_of
 from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def gather_prompts(
         prompts += read_prompts(path)[:limit]
     if dataset is not None:
         prompts += dataset_prompts(dataset, split or "train", limit, config)
-    whole = [prompt for prompt in prompts if not HALF.search(prompt)]
+    whole = [prompt for prompt in prompts if find_half_character(prompt) is None]
     if len(whole) < len(prompts):
         logger.warning("%d prompts left out: they hold half a character", len(prompts) - len(whole))
     return list(dict.fromkeys(prompt for prompt in whole if prompt.strip()))

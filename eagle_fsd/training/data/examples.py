@@ -17,12 +17,11 @@ from typing import Any
 
 import jinja2
 
-from eagle_fsd.core.checks import one_line, require_integer
+from eagle_fsd.core.checks import find_half_character, one_line, require_integer
 from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.text.chat import plain_text
 from eagle_fsd.text.prompt_files import read_asked
 
-HALF = re.compile("[\ud800-\udfff]")  # half a character, as broken files have them: no tokenizer takes it
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names, beside the roles' own
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
     that drops the thinking of earlier answers: then no single token sequence holds all answers. Also raises
     it for half a character, as broken files have them.
     """
-    if any(HALF.search(turn["content"]) for turn in turns):
+    if any(find_half_character(turn["content"]) is not None for turn in turns):
         raise NoSingleText("it holds half a character, which is no text")
     if not tokenizer.chat_template:
         return encode_plain(turns, tokenizer, learn_all)

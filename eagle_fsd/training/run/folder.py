@@ -31,10 +31,7 @@ DAMAGE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, LookupError, 
 @contextmanager
 def sole_run(folder: Path) -> Iterator[None]:
     """Keep other runs out of a folder, until this process ends. Raises ValueError if one is at work there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    overwritten = "two runs would overwrite each other's checkpoints"
-    message = f"{folder} is in use: {overwritten}; wait for the other one, or name another --output"
-    with sole(folder / ".lock", message):
+    with sole(folder / ".lock", folder, "overwrite each other's checkpoints"):
         yield
 
 
