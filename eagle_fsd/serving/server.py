@@ -44,9 +44,9 @@ class Server(uvicorn.Server):
         if self.should_exit:
             self.hurried = self.hurried or sig == signal.SIGINT
             return
+        super().handle_exit(sig, frame)  # before the line: who answers it at once sends a second signal
         rest = f"answers under way have {SHUTDOWN_SECONDS} seconds; another Ctrl-C ends them now"
         sys.stderr.write(f"{self.service.settings.name} ends: {rest}\n")
-        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.ensure_future(self._end_answers())

@@ -118,6 +118,22 @@ def test_answers_end_as_usual_in_their_time_and_the_server_with_them(
     assert "another Ctrl-C ends them now" in said
 
 
+def test_a_signal_that_comes_while_the_end_is_announced_is_the_second_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever reads the line may answer it before the handler of the first signal is done."""
+    server = Server(create_app(tiny_engine(), settings()), "http://127.0.0.1:1")
+    said: list[str] = []
+
+    def answer(line: str) -> None:
+        said.append(line)
+        server.handle_exit(signal.SIGINT, None)
+
+    monkeypatch.setattr(sys.stderr, "write", answer)
+    server.handle_exit(signal.SIGINT, None)
+    assert server.hurried and len(said) == 1
+
+
 def test_who_reads_nothing_does_not_hold_up_the_end(
     ending: Callable[[], Ending], monkeypatch: pytest.MonkeyPatch
 ) -> None:
