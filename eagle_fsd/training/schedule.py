@@ -17,6 +17,9 @@ def option(name: str) -> str:
     return name.replace("_", "-")
 
 
+MOST_SEEDS = 1_000_000_000_000  # a batch's is the run's times 1,000,003 plus its place, and has 63 bits
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """The settings of one run.
@@ -59,6 +62,11 @@ class TrainConfig:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}: it must be above 0; change --{option(name)}"
                 )
+        if not 0 <= self.seed < MOST_SEEDS:
+            raise ValueError(
+                f"seed is {self.seed}: it must be in 0..{MOST_SEEDS - 1}, so that every batch has a seed of "
+                "its own; change --seed"
+            )
         if math.isinf(self.learning_rate):
             raise ValueError("learning_rate is inf: it must be finite; change --learning-rate")
         if not (math.isfinite(self.epochs) or self.minutes):

@@ -315,7 +315,7 @@ class Trainer:
         path = self.folder / CHECKPOINT
         if not path.is_file():
             return False
-        state = read_checkpoint(path)
+        state = read_checkpoint(path, "run", "head", "optimizer", "step", "seconds", "best")
         refuse_other_run(path, state["run"], self.identity)
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))

@@ -44,7 +44,7 @@ AT_WORK = {
     "eval/sweep": (f"{EVAL}.commands.sweep:run", f"{PROMPTS} {ROWS}"),
     "eval/weight_formats": (f"{EVAL}.weight_formats.command:jobs_of", f"{PROMPTS} {ROWS}"),
     "train/evaluate_head": (f"{TRAIN}.evaluate:observe", f"{PROMPTS} {OUT}"),
-    "train/export_vllm": (f"{TRAIN}.export_vllm:export_head", f"{OUT} --ea-model {{0}}/head"),
+    "train/export_vllm": (f"{TRAIN}.export_vllm:read_plain_head", f"{OUT} --ea-model {{0}}/head"),
     "train/extract_features": ("eagle_fsd.hub:resolve_target", f"--data {{0}}/prompts_one.jsonl {OUT}"),
     "train/fold_bias": (f"{TRAIN}.fold_bias:check_shards", f"--shards {{0}} {OUT}"),
     "train/make_text": (f"{TRAIN}.text:functions", f"--functions 1 {ROWS}"),

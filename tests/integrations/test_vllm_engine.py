@@ -29,7 +29,7 @@ from support.vllm_engines import DRAFTED, counts, engine, installed_plugin
 from eagle_fsd import EagleFSD, Fuzzy, TreeConfig, hub
 from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.core.padding import pad_left
-from eagle_fsd.training.commands.export_vllm import export_head, export_target
+from eagle_fsd.training.commands.export_vllm import read_plain_head, save_plain_head, save_target
 
 pytestmark = pytest.mark.slow
 
@@ -65,8 +65,10 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def real(tmp_path_factory: pytest.TempPathFactory, smollm2: EagleFSD) -> Path:
     """SmolLM2 and its shipped head, exported for vLLM."""
     folder = tmp_path_factory.mktemp("smollm2")
-    export_head(hub.resolve_head(None, hub.DEFAULT_TARGET), folder / "head")
-    export_target(hub.resolve_target(hub.DEFAULT_TARGET), folder / "target", "float32")
+    head = hub.resolve_head(None, hub.DEFAULT_TARGET)
+    save_plain_head(read_plain_head(head), head, folder / "head")
+    model, tokenizer = hub.load_target(hub.DEFAULT_TARGET, "float32", "cpu")
+    save_target(model, tokenizer, folder / "target")
     return folder
 
 

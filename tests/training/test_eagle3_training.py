@@ -159,6 +159,9 @@ def test_held_out_accuracy_is_counted_in_the_targets_tokens() -> None:
         right = drafted == TARGET.logits(one.features[1:]).argmax(-1)
         hits, total = hits + int(right[one.learn[1:]].sum()), total + int(one.learn[1:].sum())
     assert evaluate(head, held, TABLE)["top1"][0] == pytest.approx(hits / total, abs=1e-4)
+    drafted = len(head.draft_tokens)
+    of_all, of_more = evaluate(head, held, TABLE, k=drafted), evaluate(head, held, TABLE, k=drafted + 3)
+    assert of_more[f"top{drafted + 3}"] == of_all[f"top{drafted}"]
 
 
 # --- the trainer ---

@@ -12,7 +12,7 @@ from support.tiny_models import HIDDEN, VOCAB, tiny_head, tiny_model
 from eagle_fsd import hub
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.head_checkpoint import read_config
-from eagle_fsd.training.commands.export_vllm import export_head, export_target, main
+from eagle_fsd.training.commands.export_vllm import main, read_plain_head, save_plain_head
 
 
 def with_bias() -> DraftHead:
@@ -30,7 +30,8 @@ def source_of(head: DraftHead, folder: Path) -> hub.HeadSource:
 
 def test_a_head_loses_its_list_and_no_weight(tmp_path: Path) -> None:
     head = tiny_head().restrict(torch.arange(20))
-    made = export_head(source_of(head, tmp_path / "head"), tmp_path / "made")
+    source = source_of(head, tmp_path / "head")
+    made = save_plain_head(read_plain_head(source), source, tmp_path / "made")
     assert sorted(path.name for path in made.iterdir()) == ["config.json", "model.safetensors"]
     config = read_config(made, "draft head")
     assert "draft_vocab_size" not in config
@@ -47,9 +48,8 @@ def test_a_bias_is_refused_unless_it_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"bias of fc, up to 0\.055: vLLM's fc has none.*fold-bias.*--drop-bias"
     ):
-        export_head(source, tmp_path / "made")
-    assert not (tmp_path / "made").exists()
-    made = export_head(source, tmp_path / "made", drop_bias=True)
+        read_plain_head(source)
+    made = save_plain_head(read_plain_head(source, drop_bias=True), source, tmp_path / "made")
     assert "fc.bias" not in load_file(made / "model.safetensors")
     assert read_config(made, "draft head")["bias"] is False
 
@@ -101,5 +101,20 @@ def test_another_kind_of_head_ends_in_one_line(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_target_is_written_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
-    made = export_target(hub.resolve_target(str(tmp_path / "model")), tmp_path / "made", "bfloat16")
-    assert {value.dtype for value in load_file(made / "model.safetensors").values()} == {torch.bfloat16}
+    hub.save_head(tiny_head(), tmp_path / "head")
+    places = [f"--base-model={tmp_path}/model", f"--ea-model={tmp_path}/head"]
+    main([*places, f"--output={tmp_path}/out", "--dtype", "bfloat16"])
+    written = load_file(tmp_path / "out" / "target" / "model.safetensors")
+    assert {value.dtype for value in written.values()} == {torch.bfloat16}
+
+
+def test_nothing_is_written_of_a_head_and_a_target_that_do_not_fit(tmp_path: Path) -> None:
+    tiny_model("llama", vocab_size=VOCAB + 8).save_pretrained(tmp_path / "model")
+    hub.save_head(tiny_head(), tmp_path / "head")
+    places = [f"--base-model={tmp_path}/model", f"--ea-model={tmp_path}/head"]
+    with pytest.raises(SystemExit, match=f"has vocab_size {VOCAB}: the target's is {VOCAB + 8}"):
+        main([*places, f"--output={tmp_path}/out"])
+    (tmp_path / "model" / "config.json").write_text("{")
+    with pytest.raises(SystemExit, match=r"config\.json"):
+        main([*places, f"--output={tmp_path}/out"])
+    assert not (tmp_path / "out").exists()

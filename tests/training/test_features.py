@@ -65,6 +65,9 @@ def test_extraction_goes_on_at_the_first_missing_shard(tmp_path: Path) -> None:
         extract(target.base_model, examples, tmp_path, WHO, shard_examples=2)
     with pytest.raises(ValueError, match="no feature shards"):
         StoredFeatures([tmp_path / "none"], WHO)
+    (tmp_path / "manifest.json").write_text('{"target": {}, "count": "5"}')
+    with pytest.raises(ValueError, match=r"has no readable manifest\.json"):
+        StoredFeatures([tmp_path], WHO)
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"has shards and no manifest\.json: .*; remove the folder"):
         extract(target.base_model, examples, tmp_path, WHO, **settings)

@@ -122,6 +122,17 @@ def test_a_checkpoint_that_is_not_whole_is_named(tmp_path: Path, kept: float) ->
         assert "\n" not in str(error.value)
 
 
+def test_files_of_another_kind_are_named(tmp_path: Path) -> None:
+    trainer_for(tmp_path, replace(FAST, epochs=0.5)).run()
+    log = (tmp_path / LOG).read_text()
+    (tmp_path / LOG).write_text(log + '{"loss": 1.0}\n')
+    with pytest.raises(ValueError, match=rf"{LOG}:{log.count(chr(10)) + 1} has no step: .*; delete it"):
+        trainer_for(tmp_path, replace(FAST, epochs=0.5)).run()
+    torch.save({"run": {}}, tmp_path / CHECKPOINT)
+    with pytest.raises(ValueError, match=r"no checkpoint of a run: it has no head, optimizer, .*; remove it"):
+        trainer_for(tmp_path, replace(FAST, epochs=0.5)).run()
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -305,6 +316,8 @@ def test_the_schedule_warms_up_and_ends_at_zero() -> None:
         {"epochs": 0},
         {"epochs": float("inf")},
         {"learning_rate": float("inf")},
+        {"seed": -1},
+        {"seed": 2**63 // 1_000_003},
         {"unroll": 0},
         {"noise": -1.0},
         {"warmup": 1.0},

@@ -14,16 +14,28 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from eagle_fsd import hub
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.evaluation.cli import say
 from eagle_fsd.files.places import require_new_folder
 from eagle_fsd.hub.eagle3_checkpoint import is_eagle3
-from eagle_fsd.hub.head_checkpoint import extra_fields, read_config, read_head, save_head, stored_dtype
+from eagle_fsd.hub.head_checkpoint import (
+    check_target,
+    extra_fields,
+    read_config,
+    read_head,
+    save_head,
+    stored_dtype,
+)
 from eagle_fsd.training.cli import run_command
+
+if TYPE_CHECKING:
+    import transformers
+    from transformers import PreTrainedTokenizerBase
+
+    Target = tuple[transformers.PreTrainedModel, PreTrainedTokenizerBase | None]
 
 TARGET, HEAD = "target", "head"
 
@@ -59,16 +71,19 @@ def run(args: argparse.Namespace) -> None:
     for name in (HEAD,) if args.head_only else (HEAD, TARGET):
         require_new_folder("--output", args.output / name)
     source = hub.resolve_target(args.base_model)
-    head = hub.resolve_head(args.ea_model, source.name)
-    say(export_head(head, args.output / HEAD, args.drop_bias))
-    if not args.head_only:
-        say(export_target(source, args.output / TARGET, args.dtype or "float32"))
+    place = hub.resolve_head(args.ea_model, source.name)
+    head = read_plain_head(place, args.drop_bias)
+    # Nothing is written before all is read and found to fit.
+    target = None if args.head_only else load_target(source, args.dtype or "float32", place.name, head)
+    say(save_plain_head(head, place, args.output / HEAD))
+    if target is not None:
+        say(save_target(*target, args.output / TARGET))
 
 
-def export_head(source: hub.HeadSource, folder: Path, drop_bias: bool = False) -> Path:
-    """Write an EAGLE-1/2 head for vLLM into a folder, and return it. Raises ValueError for other kinds.
+def read_plain_head(source: hub.HeadSource, drop_bias: bool = False) -> DraftHead:
+    """Return an EAGLE-1/2 head as vLLM reads one. Raises ValueError for other kinds.
 
-    drop_bias: leave out the bias of `fc`; without it, a head that has one is refused.
+    It drafts all tokens. drop_bias: leave out the bias of `fc`; without it, a head that has one is refused.
     """
     if is_eagle3(source.file, source.name):
         raise ValueError(
@@ -76,7 +91,11 @@ def export_head(source: hub.HeadSource, folder: Path, drop_bias: bool = False) -
         )
     config = read_config(source.folder, "draft head")
     sizes = (config.get("hidden_size", 0), config.get("vocab_size", 0))
-    head = without_list_and_bias(read_head(source.file, source.name, *sizes), source.name, drop_bias)
+    return without_list_and_bias(read_head(source.file, source.name, *sizes), source.name, drop_bias)
+
+
+def save_plain_head(head: DraftHead, source: hub.HeadSource, folder: Path) -> Path:
+    """Write what `read_plain_head` made of a head into a folder, with its dtype, and return the folder."""
     return save_head(head, folder, extra_fields(source.folder, head.config), stored_dtype(source.file))
 
 
@@ -93,9 +112,18 @@ def without_list_and_bias(head: DraftHead, name: str, drop_bias: bool) -> DraftH
     return made
 
 
-def export_target(source: hub.TargetSource, folder: Path, dtype: str | torch.dtype) -> Path:
-    """Write a target's weights as safetensors, its config and tokenizer, into a folder, and return it."""
+def load_target(source: hub.TargetSource, dtype: str, name: str, head: DraftHead) -> Target:
+    """Load a target and its tokenizer. Raises ValueError unless the head of this name is of its sizes."""
     model, tokenizer = hub.load_target(source, dtype, "cpu")
+    vocab_size, hidden_size = model.get_input_embeddings().weight.shape
+    check_target(head.config, name, hidden_size, vocab_size)
+    return model, tokenizer
+
+
+def save_target(
+    model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path
+) -> Path:
+    """Write a target's weights as safetensors, its config and tokenizer, into a folder, and return it."""
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

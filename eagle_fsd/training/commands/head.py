@@ -279,7 +279,7 @@ def finish(
         record["stopped"] = True
         logger.warning("stopped at step %d: the same command continues from there", trainer.step)
     else:
-        best = read_checkpoint(args.output / BEST)
+        best = read_checkpoint(args.output / BEST, "head", "step", "held_out")
         record |= {"finished": time.strftime("%Y-%m-%d %H:%M"), "held_out": best["held_out"]}
         record["best_step"] = best["step"]
     write_record(args.output, record, trained=trainer.step > trainer.resumed_at)
@@ -330,7 +330,7 @@ def starting_head(
 def begun_with_bias(output: Path) -> bool:
     """Return whether the run in the folder trains a bias of `fc`, as runs of earlier versions do."""
     path = output / CHECKPOINT
-    return path.is_file() and FC_BIAS_KEY in read_checkpoint(path)["head"]
+    return path.is_file() and FC_BIAS_KEY in read_checkpoint(path, "head")["head"]
 
 
 def head_config(target: TargetModel) -> HeadConfig:

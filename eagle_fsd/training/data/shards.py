@@ -138,7 +138,10 @@ def finished_shards(folder: Path, target: Mapping[str, str], taps: Sequence[int]
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read what the features of a folder were made from. Raises ValueError if that cannot be read."""
     try:
-        return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+        manifest = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+        if not all(isinstance(manifest.get(name, 1), int) for name in ("count", "shard_examples")):
+            raise TypeError("its sizes are no numbers")
+        return manifest
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{folder} has no readable {MANIFEST}: a folder of features must have one; extract them again"

@@ -98,10 +98,14 @@ def own_readout(head: Eagle3Head) -> Readout:
 
 
 def best_drafted(head: Eagle3Head) -> Best:
-    """Return the function that ranks the head's states by its logits, as ids of the target's tokens."""
+    """Return the function that ranks the head's states by its logits, as ids of the target's tokens.
+
+    Where k is above the number of drafted tokens, all of them are returned.
+    """
 
     def best(states: Tensor, k: int) -> Tensor:
-        places = own_readout(head).logits(head.readout(states)).topk(k, dim=-1).indices
+        logits = own_readout(head).logits(head.readout(states))
+        places = logits.topk(min(k, logits.shape[-1]), dim=-1).indices
         return places if head.draft_tokens is None else head.draft_tokens[places]
 
     return best

@@ -35,15 +35,21 @@ def sole_run(folder: Path) -> Iterator[None]:
         yield
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a file of save_atomically. Raises ValueError if it is damaged or of another kind."""
+def read_checkpoint(path: Path, *names: str) -> dict[str, Any]:
+    """Read a file of save_atomically, with at least these entries.
+
+    Raises ValueError if it is damaged or of another kind.
+    """
     with path.open("rb") as file:
         try:
-            return dict(torch.load(file, map_location="cpu", weights_only=True))
+            state = dict(torch.load(file, map_location="cpu", weights_only=True))
         except DAMAGE as error:
             raise ValueError(
                 f"{path} is not a whole checkpoint ({one_line(error, 80)}); remove it to start again"
             ) from error
+    if missing := [name for name in names if name not in state]:
+        raise ValueError(f"{path} is no checkpoint of a run: it has no {', '.join(missing)}; remove it")
+    return state
 
 
 def save_atomically(state: dict[str, Any], path: Path) -> None:
@@ -63,9 +69,16 @@ def write_record(folder: Path, record: dict[str, Any], trained: bool) -> None:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Read the log's records. A last line that a killed run cut off is left out."""
+    """Read the log's records. A last line that a killed run cut off is left out.
+
+    Raises ValueError for a record without a step.
+    """
     path = folder / LOG
-    return [record for _, record in read_jsonl(path, torn=True)] if path.is_file() else []
+    rows = list(read_jsonl(path, torn=True)) if path.is_file() else []
+    for number, record in rows:
+        if not isinstance(record.get("step"), int):
+            raise ValueError(f"{path}:{number} has no step: every line of a run's log has one; delete it")
+    return [record for _, record in rows]
 
 
 def cut_log(folder: Path, step: int) -> None:
@@ -119,7 +132,7 @@ class Report:
 def stored_run(folder: Path) -> dict[str, Any] | None:
     """Return the identity of the run whose checkpoint is in the folder; None if there is none."""
     path = folder / CHECKPOINT
-    return dict(read_checkpoint(path)["run"]) if path.is_file() else None
+    return dict(read_checkpoint(path, "run")["run"]) if path.is_file() else None
 
 
 def refuse_other_run(path: Path, stored: dict[str, Any], run: dict[str, Any]) -> None:
