@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
+from eagle_fsd.drafting.draft_vocabulary import OwnTokens
 from eagle_fsd.drafting.drafter import NO_HEAD, Needs, Seen
 from eagle_fsd.drafting.eagle_drafter import commit_in_chunks
 from eagle_fsd.drafting.tree_growth import BeamDrafter, level_positions, read_view, slots_per_row
@@ -130,6 +131,7 @@ class DraftModelPredictor:
 
     needs = Needs()
     behind = 0
+    own = None
 
     def __init__(self, spec: DraftModelSpec, cache: KVCache, stepper: Stepper = EAGER) -> None:
         self.draft, self.tokens, self.cache = spec.draft, spec.tokens, cache
@@ -155,7 +157,7 @@ class DraftModelPredictor:
         positions = slots.clamp(max=self.longest - 1)  # nothing is drafted past it, and it must not fail
         return self.draft.features(tokens, positions, visible, slot_positions, self.cache)
 
-    def log_q(self, states: Tensor) -> Tensor:
+    def log_q(self, states: Tensor, own: OwnTokens | None = None) -> Tensor:
         """Return log-probabilities [..., W] at temperature 1, float32, from states [..., d]."""
         # Cut first, so that q sums to 1 over the tokens that can be drafted.
         return F.log_softmax(self.draft.logits(states)[..., : self.tokens], dim=-1)

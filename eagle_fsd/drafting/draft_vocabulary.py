@@ -8,9 +8,12 @@ This module knows tensors and token ids, and neither files nor the head.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_fsd.runtime.openvino.backend import OpenVINO
@@ -30,6 +33,21 @@ class TargetVocabulary(Protocol):
     def transform_logits(self, logits: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class OwnTokens:
+    """The tokens that the texts of a batch have drafted beside a list, as text_tokens finds them.
+
+    drafted: [K + E] int64, those of the list and behind them the E others. missing: [B, E] bool, which of
+    them a row has not; None if every row has all. weight: [E, d], their rows of lm_head, and bias: [E]; None
+    if lm_head is not a product with its rows.
+    """
+
+    drafted: Tensor
+    missing: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
 class DraftVocabulary:
     """A target's embeddings and lm_head for a head that drafts only the tokens token_ids [K].
 
@@ -44,14 +62,13 @@ class DraftVocabulary:
         dtype: torch.dtype | None = None,
         runtime: OpenVINO | None = None,
     ) -> None:
-        self.target = target
+        self.target, self.dtype = target, dtype
         self.token_ids = token_ids
         self.lm_head: Callable[[Tensor], Tensor] | None = None
         # Rows are copied only from a plain linear layer. Any other lm_head (quantised, adapted) may compute
         # more than a product with its rows, so it runs whole and its logits are indexed.
-        whole = target.lm_head
-        if isinstance(whole, nn.Linear) and type(whole) in (nn.Linear, PackedLinear):
-            rows = take_rows(whole, token_ids, target.device, dtype)
+        if has_plain_rows(target.lm_head):
+            rows = take_rows(target.lm_head, token_ids, target.device, dtype)
             self.lm_head = (
                 rows if runtime is None else runtime.product("draft_lm_head", rows.weight, rows.bias)
             )
@@ -60,11 +77,50 @@ class DraftVocabulary:
         """Return embeddings [..., d] of tokens [...] of the whole vocabulary: the head reads all of them."""
         return self.target.embed(tokens)
 
-    def logits(self, features: Tensor) -> Tensor:
-        """Return the target's logits [..., K] float32 of features [..., d], in the order of token_ids."""
-        if self.lm_head is None:
-            return self.target.logits(features)[..., self.token_ids]
-        return self.target.transform_logits(self.lm_head(features).float())
+    def logits(self, features: Tensor, own: OwnTokens | None = None) -> Tensor:
+        """Return the target's logits [..., K] float32 of features [..., d], in the order of token_ids.
+
+        own: tokens that are drafted beside these; then features are [B, n, d], and the result [B, n, K + E]
+        is in the order of own.drafted, -inf at tokens that a row has not.
+        """
+        if own is None:
+            if self.lm_head is None:
+                return self.target.logits(features)[..., self.token_ids]
+            return self.target.transform_logits(self.lm_head(features).float())
+        if self.lm_head is None or own.weight is None:
+            logits = self.target.logits(features)[..., own.drafted]
+        else:
+            more = F.linear(features.to(own.weight.dtype), own.weight, own.bias).float()
+            logits = torch.cat((self.lm_head(features).float(), more), dim=-1)
+            logits = self.target.transform_logits(logits)
+        if own.missing is not None:
+            logits[..., len(self.token_ids) :].masked_fill_(own.missing[:, None], -torch.inf)
+        return logits
+
+    @cached_property
+    def listed(self) -> frozenset[int]:
+        return frozenset(self.token_ids.tolist())
+
+    @property
+    def split(self) -> bool:
+        """Whether ranks hold parts of lm_head: then its rows cannot be had one by one."""
+        return any(hasattr(weight, "full_tensor") for weight in self.target.lm_head.parameters())
+
+    def rows_of(self, token_ids: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the rows [E, d] of lm_head for a few other tokens [E], and their biases [E]; None: none."""
+        lm_head = self.target.lm_head
+        if not has_plain_rows(lm_head):
+            return None, None
+        bias = None if lm_head.bias is None else self._rows(lm_head.bias, token_ids)
+        return self._rows(lm_head.weight, token_ids), bias
+
+    def _rows(self, weight: Tensor, token_ids: Tensor) -> Tensor:
+        return weight.detach()[token_ids.to(weight.device)].to(self.target.device, self.dtype)
+
+
+def has_plain_rows(lm_head: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether an lm_head is a product with its rows, and no more."""
+    return type(lm_head) in (nn.Linear, PackedLinear)
 
 
 def check_draft_tokens(token_ids: Tensor, vocab_size: int, name: str, remedy: str) -> None:

@@ -21,8 +21,9 @@ class HeadConfig:
     fc_bias: whether `fc` adds a bias. New heads have none: vLLM's `fc` has none either, see `to_dict`.
     qkv_bias: whether q, k and v have biases, as in heads for Qwen2.
     trained_positions: the longest text it was trained on; None if unknown. draft_vocab_size: the number of
-    the target's tokens that it drafts; None for all. EAGLE's own files have neither field. Loaders that do
-    not know them draft over the whole vocabulary.
+    the target's tokens that it drafts; None for all. draft_text_tokens: how many tokens beside these it
+    drafts that a text itself has had; see text_tokens. EAGLE's own files have none of these fields. Loaders
+    that do not know them draft over the whole vocabulary.
     """
 
     hidden_size: int
@@ -39,6 +40,7 @@ class HeadConfig:
     qkv_bias: bool = False
     trained_positions: int | None = None
     draft_vocab_size: int | None = None
+    draft_text_tokens: int | None = None
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -50,6 +52,8 @@ class HeadConfig:
             require_integer("trained_positions", self.trained_positions, 1, CHECK, LARGEST)
         if self.draft_vocab_size is not None:
             require_integer("draft_vocab_size", self.draft_vocab_size, 1, CHECK, LARGEST)
+        if self.draft_text_tokens is not None:
+            require_integer("draft_text_tokens", self.draft_text_tokens, 0, CHECK, LARGEST)
         require_consistent(
             self.num_attention_heads,
             self.num_key_value_heads,
@@ -134,6 +138,7 @@ class HeadConfig:
             qkv_bias=qkv_bias,
             trained_positions=data.get("trained_positions"),
             draft_vocab_size=data.get("draft_vocab_size"),
+            draft_text_tokens=data.get("draft_text_tokens"),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,7 +151,8 @@ class HeadConfig:
         is written with `bias: true` all the same, since EAGLE's own code drops the bias otherwise. Such a
         head works only with EAGLE and this package, until training.folding has removed the bias.
         """
-        notes = {"trained_positions": self.trained_positions, "draft_vocab_size": self.draft_vocab_size}
+        names = ("trained_positions", "draft_vocab_size", "draft_text_tokens")
+        notes = {name: getattr(self, name) for name in names}
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

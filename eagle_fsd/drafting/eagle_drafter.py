@@ -3,7 +3,8 @@
 Pair j is (feature f_j, token x_{j+1}). It is stored in slot j, at position j. For a text whose last token,
 the root, is x_L, pairs 0..L-1 are committed. The root's pair is the last of them, so a tree node of depth
 i >= 1 is read at position L - 1 + i. A predictor's state is the feature that the head predicts.
-Shapes: B rows, d hidden size, K top_k, V vocabulary, W drafted tokens: all V, or the head's draft vocabulary.
+Shapes: B rows, d hidden size, K top_k, V vocabulary, W drafted tokens: all V, or those of the head's draft
+vocabulary, and behind them what the texts have beside it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import on_device
-from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, TargetVocabulary
+from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, OwnTokens, TargetVocabulary
 from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle_head import DraftHead
+from eagle_fsd.drafting.text_tokens import TextTokens
 from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter, slots_per_row
 from eagle_fsd.files.fingerprints import digest_tensors
 from eagle_fsd.runtime.grouped_attention import grouped_attention
@@ -104,7 +106,8 @@ class EagleSpec:
     @property
     def identity(self) -> str:
         """A digest of the head's weights and draft vocabulary."""
-        return digest_tensors([*self.head.parameters(), *self.head.buffers()])
+        weights = digest_tensors([*self.head.parameters(), *self.head.buffers()])
+        return f"{weights}-text{self.most_own}" if self.most_own else weights
 
     def make(self, batch: int, tokens: int, tree: TreeConfig) -> BeamDrafter:
         slots = slots_per_row(tokens, tree)
@@ -113,7 +116,15 @@ class EagleSpec:
         else:
             cache = BlockCache(batch, slots, cache_members(self.head))
         predictor = EaglePredictor(self.head, self.vocabulary, cache, self.stepper, self.graph)
+        if self.most_own and isinstance(self.vocabulary, DraftVocabulary) and not self.vocabulary.split:
+            sizes = (self.head.config.vocab_size, batch, self.most_own)
+            predictor.own = TextTokens(self.vocabulary, *sizes, fixed=self.stepper.records)
         return BeamDrafter(predictor, self.stepper)
+
+    @property
+    def most_own(self) -> int:
+        """How many tokens of its own each text has drafted beside the list."""
+        return self.head.config.draft_text_tokens or 0
 
 
 class EaglePredictor:
@@ -136,6 +147,7 @@ class EaglePredictor:
         self.vocabulary = vocabulary
         self.cache = cache
         self.drafted = head.draft_tokens
+        self.own: TextTokens | None = None
         self.width = head.config.hidden_size
         self._read = stepper.wrap(self._read_pairs, cache)
 
@@ -143,6 +155,9 @@ class EaglePredictor:
         """Commit pairs with the target's features and return the features [B, d] predicted at the roots."""
         assert seen.features is not None
         features, tokens, counts = seen.features, seen.tokens, seen.counts
+        if self.own is not None:
+            rows = zip(tokens.tolist(), counts, strict=True)
+            self.own.add([row[:count] for row, count in rows])
         if first and not any(self.cache.row_lengths):  # else it is a later part of a prompt
             features, tokens, counts = pair_prompts(seen)
         return self.commit_pairs(features, tokens, counts, first)
@@ -166,8 +181,11 @@ class EaglePredictor:
         visible = torch.arange(self.cache.view, device=slots.device) <= slots[:, :, None]
         return self._forward(features, tokens, slots, visible)
 
-    def log_q(self, states: Tensor) -> Tensor:
+    def log_q(self, states: Tensor, own: OwnTokens | None = None) -> Tensor:
         """Return log-probabilities [..., W] at temperature 1 of predicted features [..., d]."""
+        if own is not None:
+            assert isinstance(self.vocabulary, DraftVocabulary)
+            return F.log_softmax(self.vocabulary.logits(states, own), dim=-1)
         logits = self.vocabulary.logits(states)
         drafted = self.head.config.drafted_tokens
         assert logits.shape[-1] == drafted, "the vocabulary is not the head's: see DraftVocabulary"

@@ -51,9 +51,10 @@ class DraftHead(nn.Module):
         # collide).
         self.inverse_frequencies = frequencies.float()
 
-    def restrict(self, token_ids: Tensor | None) -> DraftHead:
+    def restrict(self, token_ids: Tensor | None, text_tokens: int | None = None) -> DraftHead:
         """Draft only the target's tokens token_ids [K] (FR-Spec, arXiv 2502.14856), or all of them for None.
 
+        text_tokens: how many that a text has had itself are drafted for it beside these, see text_tokens.py.
         This changes the head in place, except its weights; call it before an engine takes the head.
         training.data.token_counts.rank_tokens chooses tokens. Raises ValueError unless they are int64,
         distinct and in the vocabulary. Returns self.
@@ -64,7 +65,9 @@ class DraftHead(nn.Module):
             )
             token_ids = token_ids.detach().to(self.fc.weight.device, copy=True)
         self.draft_tokens = token_ids
-        self.config = replace(self.config, draft_vocab_size=None if token_ids is None else len(token_ids))
+        size = None if token_ids is None else len(token_ids)
+        more = None if token_ids is None else text_tokens
+        self.config = replace(self.config, draft_vocab_size=size, draft_text_tokens=more)
         return self
 
     def forward(self, features: Tensor, embeddings: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:

@@ -20,7 +20,9 @@ from eagle_fsd.core.long_rows import topk
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import Candidates, DraftTree, build_tree, root_only
+from eagle_fsd.drafting.draft_vocabulary import OwnTokens
 from eagle_fsd.drafting.drafter import Drafter, Needs, Seen
+from eagle_fsd.drafting.text_tokens import TextTokens
 from eagle_fsd.runtime.kv_cache import KVCache, SavedRow
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper, moved
 
@@ -33,6 +35,7 @@ class Predictor(Protocol):
 
     A state [..., d] is its output at one token; `log_q` reads the next token's distribution from it.
     needs: see Needs. drafted: the target's ids [W] of the tokens that it proposes; None: all, in order.
+    own: remembers what each text has drafted beside these; None: nothing.
     cache: its own cache, which holds the committed text and after it a growing tree. behind: how many slots
     fewer it takes than a text has tokens. width: d. longest: how many tokens it can read; nothing is drafted
     for a text that has more.
@@ -45,13 +48,19 @@ class Predictor(Protocol):
     width: int
 
     @property
+    def own(self) -> TextTokens | None: ...
+
+    @property
     def longest(self) -> int: ...
 
     def commit(self, seen: Seen, first: bool) -> Tensor:
         """Read committed text and return the state [B, d] at each row's root. first: prompts, or parts."""
 
-    def log_q(self, states: Tensor) -> Tensor:
-        """Return log-probabilities [..., W] at temperature 1, float32, from states [..., d]."""
+    def log_q(self, states: Tensor, own: OwnTokens | None = None) -> Tensor:
+        """Return log-probabilities [..., W] at temperature 1, float32, from states [..., d].
+
+        own: what `own.now()` returned, of as many rows as states [B, n, d] have; W is then own.drafted's.
+        """
 
     def step(self, tokens: Tensor, parents: Tensor, level: int, visible: Tensor) -> Tensor:
         """Read one level of drafted tokens [B, K], `level` tokens below the root, and return their states.
@@ -134,16 +143,21 @@ class BeamDrafter:
         some = None if all(fits) else on_device(fits, self.cache.device).bool()
         if noise is not None and roots.device != self.cache.device:
             noise = moved(noise, self.cache.device)
-        made = grow(roots.to(self.cache.device), self.root_states, config, some, noise)
+        own = None if self.predictor.own is None else self.predictor.own.now()
+        made = grow(roots.to(self.cache.device), self.root_states, config, some, noise, own)
         return made if roots.device == self.cache.device else moved(made, roots.device)
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)
+        if self.predictor.own is not None:
+            self.predictor.own.select(rows)
         self.root_states = self.root_states[on_device(rows, self.root_states.device)]
 
     def replace(self, rows: Sequence[int], other: Drafter) -> None:
         assert isinstance(other, BeamDrafter)
         self.cache.replace(rows, other.cache)
+        if self.predictor.own is not None and other.predictor.own is not None:
+            self.predictor.own.replace(rows, other.predictor.own)
         self.root_states = self.root_states.to(other.root_states.dtype)  # those of no text yet are float32
         self.root_states[on_device(rows, self.root_states.device)] = other.root_states
 
@@ -156,9 +170,13 @@ class BeamDrafter:
 
     def load_row(self, row: int, saved: tuple[SavedRow, ...], tokens: Sequence[int]) -> None:
         self.cache.load_row(row, saved[0], len(tokens) - self.predictor.behind)
+        if self.predictor.own is not None:
+            self.predictor.own.load_row(row, tokens)
 
     def reset(self, longest: int, tree: TreeConfig) -> None:
         self.cache.reset(slots_per_row(longest, tree))
+        if self.predictor.own is not None:
+            self.predictor.own.reset()
 
     def grow(
         self,
@@ -167,9 +185,10 @@ class BeamDrafter:
         config: TreeConfig,
         fits: Tensor | None = None,
         noise: DraftNoise | None = None,
+        own: OwnTokens | None = None,
     ) -> DraftTree:
         """Grow candidates below root_states [B, d], and keep the best nodes of all; see grow_candidates."""
-        grown = self.grow_candidates(roots, root_states, config, fits, noise)
+        grown = self.grow_candidates(roots, root_states, config, fits, noise, own)
         return build_tree(
             roots,
             grown.pool,
@@ -177,7 +196,7 @@ class BeamDrafter:
             grown.depth,
             grown.log_q,
             grown.expanded,
-            self.predictor.drafted,
+            self.predictor.drafted if own is None else own.drafted,
             config.min_score if fits is None else max(config.min_score, LOWEST),
         )
 
@@ -188,21 +207,23 @@ class BeamDrafter:
         config: TreeConfig,
         fits: Tensor | None = None,
         noise: DraftNoise | None = None,
+        own: OwnTokens | None = None,
     ) -> Grown:
         """Grow levels of `top_k` beam nodes by cumulative log-probability.
 
         root_states: [B, d]. fits: [B] bool, whether the predictor can read a row's text; other rows get no
-        nodes. None: it reads all. noise: see `Drafter.draft`. The ancestors of a kept node are kept, so no
-        node beyond level `config.reach` could be in the tree.
+        nodes. None: it reads all. noise: see `Drafter.draft`. own: see `Predictor.log_q`. The ancestors of a
+        kept node are kept, so no node beyond level `config.reach` could be in the tree.
         """
         predictor, cache = self.predictor, self.cache
+        drafted = predictor.drafted if own is None else own.drafted
         top_k, depth, batch = config.top_k, config.reach, len(roots)
         committed = torch.arange(cache.view, device=roots.device) < cache.lengths[:, None]  # [B, S]
         first_of_row = torch.arange(batch, device=roots.device)[:, None] * top_k  # in beams of all rows
 
         def log_q_of(states: Tensor, level: int) -> Tensor:
-            log_q = predictor.log_q(states)
-            return log_q if noise is None else noise.condition(log_q, level, predictor.drafted)
+            log_q = predictor.log_q(states, own)
+            return log_q if noise is None else noise.condition(log_q, level, drafted)
 
         log_q = log_q_of(root_states[:, None], 0)  # [B, 1, W]
         scores, columns = (best[:, 0] for best in best_children(log_q, top_k))  # [B, K] of the beam
@@ -222,7 +243,8 @@ class BeamDrafter:
             # that the next commit overwrites them. Each node sees what its parent sees, and itself.
             slots = cache.place(top_k, offset=(level - 1) * top_k)  # [B, K]
             visible = seen.scatter(2, slots[:, :, None], True)
-            states = predictor.step(self._tokens(columns), parents, level, visible)  # [B, K, d]
+            tokens = columns if drafted is None else drafted.take(columns)
+            states = predictor.step(tokens, parents, level, visible)  # [B, K, d]
 
             log_q = log_q_of(states, level)  # [B, K, W]
             child_scores, children = best_children(log_q, top_k)  # [B, K, K]
@@ -256,11 +278,6 @@ class BeamDrafter:
             depths=(torch.arange(parents.shape[1], device=roots.device) - top_k) // top_k**2 + 2,
         )
         return Grown(pool, tuple(log_q for level in log_qs for log_q in level.unbind(1)), expanded, depth)
-
-    def _tokens(self, columns: Tensor) -> Tensor:
-        """Return the target's token ids for columns, which are places among the W drafted tokens."""
-        drafted = self.predictor.drafted
-        return columns if drafted is None else drafted.take(columns)
 
 
 def slots_per_row(tokens: int, tree: TreeConfig) -> int:

@@ -36,7 +36,7 @@ SAFETENSORS_NAME = "model.safetensors"
 BIN_NAME = "pytorch_model.bin"
 VOCABULARY_NAME = "draft_vocabulary.safetensors"
 TOKENS_KEY = "token_ids"
-VOCABULARY_FIELD = "draft_vocab_size"
+VOCABULARY_FIELD, TEXT_FIELD = "draft_vocab_size", "draft_text_tokens"
 EMBEDDING_KEY = "embed_tokens.weight"
 FC_BIAS_KEY = "fc.bias"
 EAGLE12 = "EAGLE-1/2"
@@ -183,7 +183,7 @@ def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> Draft
     head = DraftHead(replace(config, draft_vocab_size=None))
     head.load_state_dict(tensors, strict=True)
     if config.draft_vocab_size is not None:
-        head.restrict(read_draft_tokens(path.parent / VOCABULARY_NAME, config))
+        head.restrict(read_draft_tokens(path.parent / VOCABULARY_NAME, config), config.draft_text_tokens)
     return head.eval()
 
 
@@ -215,7 +215,7 @@ def stored_dtype(file: Path) -> torch.dtype:
 
 def extra_fields(folder: Path, config: HeadConfig) -> dict[str, Any]:
     """Return the fields of a head's config.json that save_head does not write itself: its `extra`."""
-    written = {*config.to_dict(), VOCABULARY_FIELD, "torch_dtype", "dtype"}
+    written = {*config.to_dict(), VOCABULARY_FIELD, TEXT_FIELD, "torch_dtype", "dtype"}
     return {key: value for key, value in read_config(folder, "draft head").items() if key not in written}
 
 

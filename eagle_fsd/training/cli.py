@@ -13,12 +13,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
-from eagle_fsd.core.checks import one_line, report_interrupt
+from eagle_fsd.core.checks import one_line, report_interrupt, require_integer
 from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.training.data.examples import Example, load_examples, require_cut
 from eagle_fsd.training.data.shards import finished_shards
 
 LONGEST = 512  # tokens of a row, unless --max-length says otherwise
+TEXT_TOKENS = 256  # a text of some thousand tokens has fewer that a list lacks
 
 
 def run_command(
@@ -76,6 +77,33 @@ def add_compute_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("bfloat16", "float32"),
         help="the dtype that the target computes in and features are stored in; default: %(default)s",
     )
+
+
+def add_text_tokens(parser: argparse.ArgumentParser) -> None:
+    """Add the option of what a text has drafted beside a list."""
+    parser.add_argument(
+        "--draft-text-tokens",
+        type=int,
+        metavar="N",
+        help="draft for each text, beside the list, the latest N tokens that it has had itself and the list "
+        f"lacks; 0: none (default: {TEXT_TOKENS})",
+    )
+
+
+def text_tokens(args: argparse.Namespace) -> int | None:
+    """Return how many tokens of its own each text has drafted beside a new head's list; None: none.
+
+    Raises ValueError for an option that is no such number, or goes with no list.
+    """
+    given = args.draft_text_tokens
+    if given is not None and (args.draft_vocab_size is None or getattr(args, "eagle3", False)):
+        raise ValueError(
+            f"--draft-text-tokens is {given}: it goes with an EAGLE-1/2 head that drafts a list; give "
+            "--draft-vocab-size without --eagle3, or leave it out"
+        )
+    most = TEXT_TOKENS if given is None else given
+    require_integer("draft_text_tokens", most, 0, "change --draft-text-tokens")
+    return most or None
 
 
 def check_text(args: argparse.Namespace) -> None:

@@ -135,6 +135,6 @@ def fold_bias(head: DraftHead, true: Moments, predicted: Moments, ridge: float =
         weight = head.fc.weight.detach().double() + torch.outer(head.fc.bias.detach().double(), direction)
         tensors["fc.weight"] = weight.to(head.fc.weight.dtype)
     made.load_state_dict(tensors)
-    made.restrict(copy.deepcopy(head.draft_tokens)).train(head.training)
+    made.restrict(copy.deepcopy(head.draft_tokens), head.config.draft_text_tokens).train(head.training)
     count = true.count + predicted.count
     return Folded(made, true.residual(direction), predicted.residual(direction), count)

@@ -32,6 +32,7 @@ from eagle_fsd.target.model import TargetModel
 TARGET = TargetModel(tiny_model())
 TREE, CONFIDENT = TreeConfig(10, 4, 3), TreeConfig(12, 5, 4, 0.05)
 SAMPLING = SamplingConfig(0.7, 12)
+FEW = torch.arange(0, VOCAB, 2)  # every other token
 
 
 def head_spec(head: object) -> DrafterSpec:
@@ -47,16 +48,18 @@ def draft_model_spec(model: object, name: str = "draft-model") -> DrafterSpec:
 SPECS: dict[str, Callable[[], DrafterSpec]] = {
     "none": lambda: NoDrafter(VOCAB),
     "eagle": lambda: head_spec(tiny_head(4)),
-    "eagle, some tokens": lambda: head_spec(tiny_head(4).restrict(torch.arange(0, VOCAB, 2))),
+    "eagle, some tokens": lambda: head_spec(tiny_head(4).restrict(FEW)),
+    "eagle, some tokens and the text's": lambda: head_spec(tiny_head(4).restrict(FEW, 6)),
     "eagle3": lambda: head_spec(eagle3_head(4)),
     "draft model": lambda: draft_model_spec(tiny_model("mistral", seed=5)),
     "narrow draft model": lambda: draft_model_spec(tiny_model(seed=5, vocab_size=VOCAB - 6)),
     "first layers": lambda: draft_model_spec(first_layers(TARGET.model, 1), "first-layers"),
     "lookup": lambda: LookupSpec.for_target(TARGET, worth=0.0),
     "lookup where it pays": lambda: LookupSpec.for_target(TARGET, worth=0.3),
-    "merged": lambda: with_lookup(head_spec(tiny_head(4).restrict(torch.arange(0, VOCAB, 2))), TARGET),
+    "merged": lambda: with_lookup(head_spec(tiny_head(4).restrict(FEW)), TARGET),
+    "merged with the text's": lambda: with_lookup(head_spec(tiny_head(4).restrict(FEW, 6)), TARGET),
 }
-LEARNING = ("lookup", "lookup where it pays", "merged")
+LEARNING = ("lookup", "lookup where it pays", "merged", "merged with the text's")
 SLOW = ("eagle, some tokens", "narrow draft model")
 every_drafter = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SPECS]

@@ -84,7 +84,7 @@ class ChainPredictor:
     """A predictor on a Chain of its own, which remembers two tokens instead of keys and values."""
 
     needs = Needs(features=True)
-    drafted = None
+    drafted = own = None
     width = 2
     longest = NO_LIMIT
     behind = 1
@@ -97,7 +97,7 @@ class ChainPredictor:
         rows = torch.arange(len(last))
         return torch.stack((seen.features[rows, last, 1], seen.tokens[rows, last].float()), dim=-1)
 
-    def log_q(self, states: Tensor) -> Tensor:
+    def log_q(self, states: Tensor, own: object = None) -> Tensor:
         before, last = states.long().unbind(-1)
         return self.chain.table[before, last].log_softmax(-1)
 

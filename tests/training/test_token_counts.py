@@ -125,7 +125,7 @@ def test_the_weights_are_the_heads_own(rank: Ranking, dtype: torch.dtype) -> Non
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[key]) and value.dtype == dtype for key, value in before.items())
     configs = [json.loads((rank.folder / name / "config.json").read_text()) for name in ("theirs", "ranked")]
-    assert configs[1] == configs[0] | {"draft_vocab_size": 9}
+    assert configs[1] == configs[0] | {"draft_vocab_size": 9, "draft_text_tokens": 256}
     original, found = rank.load("theirs"), rank.load("ranked").restrict(None)
     assert found.config == original.config and found.draft_tokens is None
     assert all(torch.equal(value, found.state_dict()[key]) for key, value in original.state_dict().items())
@@ -145,7 +145,7 @@ def test_a_bin_head_with_an_embedding_gets_a_list_and_so_does_one_that_has_anoth
 
 def test_rare_tokens_are_never_drafted_and_the_text_stays(rank: Ranking) -> None:
     """With half of the text's tokens: what is drafted is in the list, tau falls, the greedy text does not."""
-    rank("ranked", "8")
+    rank("ranked", "8 --draft-text-tokens 0")
     prompts, target = random_tokens(4, 12), TargetModel(exact_pair()[0])
     whole = EagleFSD(target, rank.load("head")).generate(prompts, max_new_tokens=40, tree=TREE)
     engine = EagleFSD(target, rank.load("ranked"))
@@ -159,6 +159,23 @@ def test_rare_tokens_are_never_drafted_and_the_text_stays(rank: Ranking) -> None
         tree = drafter.draft(prompts[0, -1:], TREE)
     drafted = set(tree.tokens[0, 1:].tolist())
     assert drafted and drafted <= set(plain_list(8))
+
+
+def test_a_texts_own_tokens_are_drafted_beside_a_short_list(rank: Ranking) -> None:
+    """Its text stays, tau rises; the number is in config.json, where 0 is left out."""
+    rank("none", "3 --draft-text-tokens 0")
+    rank("own", "3 --draft-text-tokens 30")
+    assert [rank.load(name).config.draft_text_tokens for name in ("none", "own")] == [None, 30]
+    prompts, target = random_tokens(4, 12), TargetModel(exact_pair()[0])
+    none, own = (
+        EagleFSD(target, rank.load(name)).generate(prompts, max_new_tokens=40, tree=TREE)
+        for name in ("none", "own")
+    )
+    assert none.new_tokens == own.new_tokens == target_texts()
+    assert sum(row.steps for row in own.stats) < sum(row.steps for row in none.stats)
+    with pytest.raises(SystemExit, match=r"draft_text_tokens is -1: .*; change --draft-text-tokens"):
+        rank("wrong", "3 --draft-text-tokens -1")
+    assert not (rank.folder / "wrong").exists()
 
 
 def test_shards_are_counted_as_their_rows(rank: Ranking) -> None:

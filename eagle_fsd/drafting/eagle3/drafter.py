@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import within_window
+from eagle_fsd.drafting.draft_vocabulary import OwnTokens
 from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import Verifier, commit_in_chunks, pair_prompts, require_equal
@@ -115,6 +116,7 @@ class Eagle3Predictor:
 
     longest = NO_LIMIT
     behind = 1  # no pair ends with a text's first token
+    own = None
 
     def __init__(
         self, head: Eagle3Head, vocabulary: Eagle3Vocabulary, cache: KVCache, stepper: Stepper = EAGER
@@ -148,7 +150,7 @@ class Eagle3Predictor:
         states = self.head.project(features.to(self.head.dtype))
         return self.forward(states, tokens, slots, visible, slot_positions)
 
-    def log_q(self, states: Tensor) -> Tensor:
+    def log_q(self, states: Tensor, own: OwnTokens | None = None) -> Tensor:
         """Return log-probabilities [..., W] at temperature 1 from states [..., d]."""
         return F.log_softmax(self.vocabulary.logits(states.to(self.head.dtype)), dim=-1)
 

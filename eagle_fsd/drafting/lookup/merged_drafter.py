@@ -19,6 +19,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.devices import host_can_read
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.drafting.draft_vocabulary import OwnTokens
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, Seen
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupDrafter, LookupSpec, Verifier
 from eagle_fsd.drafting.lookup.merging import (
@@ -34,6 +35,7 @@ from eagle_fsd.drafting.lookup.merging import (
 )
 from eagle_fsd.drafting.lookup.packing import Vocabulary, pack_trees
 from eagle_fsd.drafting.lookup.text_memory import Sources
+from eagle_fsd.drafting.text_tokens import TextTokens
 from eagle_fsd.drafting.tree_growth import BeamDrafter, Grown
 from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.runtime.kv_cache import SavedRow
@@ -102,7 +104,9 @@ class MergedDrafter:
     def __init__(self, head: BeamDrafter, lookup: LookupDrafter) -> None:
         self.head, self.lookup = head, lookup
         self.needs = replace(head.needs, next_tokens=lookup.needs.next_tokens)
-        self.vocabulary = Vocabulary(head.predictor.drafted, lookup.spec.tokens)
+        self.listed = Vocabulary(head.predictor.drafted, lookup.spec.tokens)
+        self.vocabulary = self.listed
+        self._own: OwnTokens | None = None  # those that the vocabulary has beside the list
 
     @property
     def rows(self) -> int:
@@ -125,6 +129,10 @@ class MergedDrafter:
         memories = self.lookup.memories
         sure = [is_sure(memory, config) for memory in memories]
         grown = None if all(sure) else self.head.candidates(roots, config, noise)
+        if (own := self.head.predictor.own) is not None and (now := own.now()) is not self._own:
+            self._own = now
+            drafted = self.listed.drafted if now is None else now.drafted
+            self.vocabulary = Vocabulary(drafted, self.listed.size, self.listed)
         drafts = [NOTHING] * len(sure) if grown is None else self.to_host(grown)
         trees = [
             merge(memory, memory.store.text[-1], NOTHING if alone else draft, config)
@@ -146,11 +154,12 @@ class MergedDrafter:
     def to_host(self, grown: Grown) -> list[HeadDraft]:
         """Return what the head drafted for each text."""
         pool, width = grown.pool, grown.pool.scores.shape[1] // grown.expanded.shape[1]
-        columns = self.vocabulary.tokens(pool.columns).tolist()
+        vocabulary, own = self.vocabulary, self.head.predictor.own
+        columns = vocabulary.tokens(pool.columns).tolist()
         scores = torch.nan_to_num(pool.scores, nan=-math.inf).tolist()
         rows = zip(columns, scores, grown.expanded.tolist(), strict=True)
         return [
-            HeadDraft(tokens, values, width, places_of(expanded), Prob(grown.log_q, row, self.vocabulary))
+            HeadDraft(tokens, values, width, places_of(expanded), Prob(grown.log_q, row, vocabulary, own))
             for row, (tokens, values, expanded) in enumerate(rows)
         ]
 
@@ -177,14 +186,17 @@ class MergedDrafter:
 
 @dataclass(frozen=True)
 class Prob:
-    """The head's probabilities for one row; see HeadDraft.prob."""
+    """The head's probabilities for one row; see HeadDraft.prob. own: see Predictor."""
 
     log_q: Sequence[Tensor]
     row: int
     vocabulary: Vocabulary
+    own: TextTokens | None = None
 
     def __call__(self, place: int, token: int) -> float | None:
         column = self.vocabulary.column(token)
+        if column is not None and self.own is not None and not self.own.drafts(self.row, token):
+            column = None  # another text of the batch has it
         return None if column is None else math.exp(float(self.log_q[place][self.row, column]))
 
 

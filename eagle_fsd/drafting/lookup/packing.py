@@ -6,7 +6,8 @@ Where a head drafted too, its own rows of q are taken, and copies are mixed in.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import MutableMapping, Sequence
 
 import numpy as np
 import torch
@@ -21,15 +22,19 @@ STEP = 64  # with fixed shapes, the number of tokens that no head drafts is a mu
 class Vocabulary:
     """The tokens that a head drafts.
 
-    drafted: their ids [W], empty where there is no head; None: all of vocab_size, in order.
+    drafted: their ids [W], empty where there is no head; None: all of vocab_size, in order. listed: a
+    vocabulary of the first ones of them.
     """
 
-    def __init__(self, drafted: Tensor | None, vocab_size: int) -> None:
+    def __init__(self, drafted: Tensor | None, vocab_size: int, listed: Vocabulary | None = None) -> None:
         self.drafted, self.size = drafted, vocab_size
         self.width = vocab_size if drafted is None else len(drafted)
-        self.columns: dict[int, int] | None = None
+        self.columns: MutableMapping[int, int] | None = None
         if drafted is not None:
-            self.columns = {token: column for column, token in enumerate(drafted.tolist())}
+            first = 0 if listed is None else listed.width
+            places = {token: column for column, token in enumerate(drafted[first:].tolist(), first)}
+            known = None if listed is None else listed.columns
+            self.columns = places if known is None else ChainMap(places, known)
 
     def column(self, token: int) -> int | None:
         """Return the place of a token in the head's rows, None if it has none."""

@@ -107,7 +107,7 @@ def without_list_and_bias(head: DraftHead, name: str, drop_bias: bool) -> DraftH
             "vLLM's fc has none and would drop it in silence; fold it with `eagle-fsd train fold-bias`, or "
             "give --drop-bias"
         )
-    made = DraftHead(replace(head.config, fc_bias=False, draft_vocab_size=None))
+    made = DraftHead(replace(head.config, fc_bias=False, draft_vocab_size=None)).restrict(None)
     made.load_state_dict({key: value for key, value in head.state_dict().items() if key != "fc.bias"})
     return made
 

@@ -46,10 +46,12 @@ from eagle_fsd.training.cli import (
     add_compute_arguments,
     add_shards,
     add_text_arguments,
+    add_text_tokens,
     check_text,
     read_examples,
     require_tracker,
     run_command,
+    text_tokens,
 )
 from eagle_fsd.training.data.shards import Features
 from eagle_fsd.training.data.sources import Sources
@@ -97,11 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--online", action="store_true", help="compute features batch by batch and store none")
     add("--features", type=Path, help="folder of stored features (default: OUTPUT/features)")
     add("--output", type=Path, required=True, help="the run's folder: checkpoint, best head, log, curves")
-    add(
-        "--export",
-        type=Path,
-        help="write the best head there in EAGLE's layout at the end, over no head but the run's own",
-    )
+    text = "write the best head there in EAGLE's layout at the end, over no head but the run's own"
+    add("--export", type=Path, help=text)
     add(
         "--layout",
         default=LAYOUTS[0],
@@ -128,10 +127,10 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--draft-vocab-size",
         type=int,
-        help="tokens that the exported head drafts, those learned most often (FR-Spec); a finished run "
-        "exports again without training (default: all tokens). With --eagle3: the tokens that the head knows "
-        f"at all (default: {LARGEST_VOCABULARY}, or all if there are fewer)",
+        help="tokens that the exported head drafts, the most frequent ones (FR-Spec); a finished run exports "
+        f"again without training (default: all). --eagle3: all that it knows (default: {LARGEST_VOCABULARY})",
     )
+    add_text_tokens(parser)
     add("--threads", type=int, default=0, help="torch's threads; 0: torch's own number")
     add("--report-to", default="none", choices=("none", *TRACKERS), help="a tracker; default: %(default)s")
     add_settings(parser)
@@ -250,6 +249,7 @@ def check(args: argparse.Namespace, config: TrainConfig) -> None:
     if args.online and args.features is not None:
         raise ValueError("--features with --online: no features are stored then; drop one")
     check_training(args)
+    text_tokens(args)
     if args.draft_vocab_size is not None and args.export is None and not args.eagle3:
         raise ValueError(
             "--draft-vocab-size without --export: it says what an exported head drafts; add --export"
@@ -290,7 +290,7 @@ def finish(
             half = torch.float16
             hub.save_eagle3_head(trainer.head, args.export, layers, args.layout, half, args.base_model)
         else:
-            hub.save_head(trainer.head.restrict(drafted), args.export, dtype=torch.float16)
+            hub.save_head(trainer.head.restrict(drafted, text_tokens(args)), args.export, dtype=torch.float16)
         note_export(args.output, run, args.export, best["step"])
         logger.info("exported step %d to %s", best["step"], args.export)
 

@@ -8,6 +8,7 @@ Works on any EAGLE-1/2 head. The head's weights stay as they are, the target's a
 text at threshold 0 does not change. The tokens that `eagle-fsd train head` would learn from the same rows are
 counted: the answers of --data, all of --text, and either in --shards. OUTPUT is the new head's folder, or
 holds one folder per size. The share covered is of the counted text; it is a little less of other text.
+Beside the list, tokens that a text has had itself are drafted for it (--draft-text-tokens).
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from eagle_fsd.files.places import require_new_folder
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.hub.head_checkpoint import extra_fields, stored_dtype
 from eagle_fsd.hub.target_loader import TargetText
-from eagle_fsd.training.cli import add_shards, add_text_arguments, check_text, read_examples, run_command
+from eagle_fsd.training.cli import (
+    add_shards,
+    add_text_arguments,
+    add_text_tokens,
+    check_text,
+    read_examples,
+    run_command,
+    text_tokens,
+)
 from eagle_fsd.training.data.shards import StoredFeatures
 from eagle_fsd.training.data.token_counts import always_drafted, learned_tokens, require_size
 
@@ -50,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="how many tokens the head drafts; each size makes a head",
     )
+    add_text_tokens(parser)
     parser.add_argument("--output", type=Path, required=True, help="a folder that does not exist yet")
     return parser
 
@@ -69,19 +79,20 @@ def run(args: argparse.Namespace) -> None:
     head = hub.load_head(found, target.hidden_size, target.vocab_size)
     learned = learned_tokens(texts(args, target, source.name), target, target.tokenizer)
     lists = {folder: learned.best(size) for folder, size in folders.items()}  # all, before one is written
-    dtype, extra = stored_dtype(found.file), extra_fields(found.folder, head.config)
+    dtype, extra, own = stored_dtype(found.file), extra_fields(found.folder, head.config), text_tokens(args)
     for folder, tokens in lists.items():
         record = {
             "base_model": source.name,
             "ea_model": found.name,
             "draft_vocab_size": len(tokens),
+            "draft_text_tokens": own or 0,
             "vocab_size": target.vocab_size,
             "counted": int(learned.counts.sum()),
             "distinct": int((learned.counts > 0).sum()),
             "coverage": learned.coverage(tokens),
             **provenance(),
         }
-        hub.save_head(head.restrict(tokens), folder, extra, dtype)
+        hub.save_head(head.restrict(tokens, own), folder, extra, dtype)
         write_atomically(folder / "draft_vocabulary.json", json.dumps(record, indent=1) + "\n")
         say(format_head(folder, record))
 
@@ -89,6 +100,7 @@ def run(args: argparse.Namespace) -> None:
 def output_folders(args: argparse.Namespace) -> dict[Path, int]:
     """Return each head's folder and size. Raises ValueError for mistakes that need no model to be found."""
     check_text(args)
+    text_tokens(args)
     sizes = list(dict.fromkeys(args.draft_vocab_size))
     folders = {args.output / str(size): size for size in sizes} if len(sizes) > 1 else {args.output: sizes[0]}
     for folder in folders:

@@ -264,4 +264,5 @@ def plain_copy(head: DraftHead) -> DraftHead:
     """Return a copy of a head in float32 on the host, with plain layers, that can be trained."""
     made = DraftHead(replace(head.config, draft_vocab_size=None))
     made.load_state_dict({name: value.detach().cpu().float() for name, value in head.state_dict().items()})
-    return made.restrict(None if head.draft_tokens is None else head.draft_tokens.cpu())
+    drafted = None if head.draft_tokens is None else head.draft_tokens.cpu()
+    return made.restrict(drafted, head.config.draft_text_tokens)

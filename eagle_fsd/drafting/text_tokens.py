@@ -1,0 +1,99 @@
+"""The tokens of a text itself, which are drafted beside a list of frequent ones.
+
+A draft vocabulary lacks the names and the rare words of a text, and these are the very tokens that the text
+has again. So each text of a batch has its own ones drafted too: those of its prompt and of its answer so far
+that the list lacks, the latest `most` of them. Their rows of lm_head are few, so they cost next to nothing.
+Shapes: B rows, d hidden size, K tokens of the list, E tokens that any of the texts has beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+import numpy as np
+import torch
+
+from eagle_fsd.core.padding import on_device
+from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, OwnTokens
+
+STEP = 64  # with fixed shapes, E is a multiple of this
+
+
+class TextTokens:
+    """Remembers which tokens the texts of a batch have had that a draft vocabulary lacks.
+
+    most: how many each text has drafted. fixed: whether few shapes may occur.
+    """
+
+    def __init__(
+        self, vocabulary: DraftVocabulary, vocab_size: int, rows: int, most: int, fixed: bool = False
+    ) -> None:
+        self.vocabulary, self.most, self.fixed = vocabulary, most, fixed
+        free = (token for token in range(vocab_size) if token not in vocabulary.listed)
+        self._free = list(islice(free, most * rows + STEP if fixed else 0))
+        self._rows: list[dict[int, None]] = [{} for _ in range(rows)]  # the latest token is last
+        self._known: OwnTokens | None = None
+        self._stale = True
+
+    def add(self, texts: Sequence[Iterable[int]]) -> None:
+        """Read the next tokens of every row."""
+        for row, tokens in zip(self._rows, texts, strict=True):
+            for token in tokens:
+                if token not in self.vocabulary.listed:
+                    self._stale |= token not in row
+                    row.pop(token, None)
+                    row[token] = None
+            while len(row) > self.most:
+                del row[next(iter(row))]
+
+    def load_row(self, row: int, tokens: Sequence[int]) -> None:
+        """Let a row hold a text's first tokens."""
+        self._rows[row], self._stale = {}, True
+        self.add([tokens if number == row else () for number in range(len(self._rows))])
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows of the batch, in this order."""
+        self._rows, self._stale = [self._rows[row] for row in rows], True
+
+    def replace(self, rows: Sequence[int], other: TextTokens) -> None:
+        """Replace these rows, one by one, by those of another batch."""
+        for row, tokens in zip(rows, other._rows, strict=True):
+            self._rows[row] = dict(tokens)
+        self._stale = True
+
+    def reset(self) -> None:
+        """Forget the texts."""
+        self._rows, self._stale = [{} for _ in self._rows], True
+
+    def drafts(self, row: int, token: int) -> bool:
+        """Return whether a token is drafted for a text."""
+        return token in self.vocabulary.listed or token in self._rows[row]
+
+    def now(self) -> OwnTokens | None:
+        """Return the texts' own tokens at this time; None if there are none."""
+        if self._stale:
+            self._known, self._stale = self._make(), False
+        return self._known
+
+    def _make(self) -> OwnTokens | None:
+        tokens = sorted({token for row in self._rows for token in row})
+        if self.fixed:
+            tokens += self._others(tokens)
+        if not tokens:
+            return None
+        listed = self.vocabulary.token_ids
+        ids = on_device(tokens, listed.device)
+        lacking = None
+        if self.fixed or any(len(row) < len(tokens) for row in self._rows):
+            places, missing = {token: place for place, token in enumerate(tokens)}, []
+            for row in self._rows:
+                missing.append(np.ones(len(tokens), dtype=bool))
+                missing[-1][[places[token] for token in row]] = False
+            lacking = torch.from_numpy(np.stack(missing)).to(listed.device, non_blocking=True)
+        return OwnTokens(torch.cat((listed, ids)), lacking, *self.vocabulary.rows_of(ids))
+
+    def _others(self, tokens: Sequence[int]) -> list[int]:
+        """Return tokens that no text has, as many as fill up the next multiple of STEP, or all there are."""
+        wanted, taken = -(-max(len(tokens), 1) // STEP) * STEP - len(tokens), set(tokens)
+        return list(islice((token for token in self._free if token not in taken), wanted))
