@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-import numpy as np
 import torch
 
 from eagle_fsd.core.padding import on_device
@@ -82,16 +81,15 @@ class TextTokens:
             tokens += self._others(tokens)
         if not tokens:
             return None
-        listed = self.vocabulary.token_ids
+        listed, missing = self.vocabulary.token_ids, None
         ids = on_device(tokens, listed.device)
-        lacking = None
         if self.fixed or any(len(row) < len(tokens) for row in self._rows):
-            places, missing = {token: place for place, token in enumerate(tokens)}, []
-            for row in self._rows:
-                missing.append(np.ones(len(tokens), dtype=bool))
-                missing[-1][[places[token] for token in row]] = False
-            lacking = torch.from_numpy(np.stack(missing)).to(listed.device, non_blocking=True)
-        return OwnTokens(torch.cat((listed, ids)), lacking, *self.vocabulary.rows_of(ids))
+            places = {token: place for place, token in enumerate(tokens)}
+            rows = [number for number, row in enumerate(self._rows) for _ in row]
+            columns = [places[token] for row in self._rows for token in row]
+            missing = torch.ones(len(self._rows), len(tokens), dtype=torch.bool, device=listed.device)
+            missing[on_device(rows, listed.device), on_device(columns, listed.device)] = False
+        return OwnTokens(torch.cat((listed, ids)), missing, *self.vocabulary.rows_of(ids))
 
     def _others(self, tokens: Sequence[int]) -> list[int]:
         """Return tokens that no text has, as many as fill up the next multiple of STEP, or all there are."""
