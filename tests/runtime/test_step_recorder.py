@@ -82,7 +82,8 @@ def text(model: EagleFSD, lengths: list[int], rule: AcceptanceRule, **options: o
 @pytest.mark.parametrize("warm", [{}, {"temperature": 0.9, "top_k": 20, "top_p": 0.95}, {"temperature": 1.0}])
 def test_every_rule_gives_the_same_text(rule: AcceptanceRule, warm: dict[str, float]) -> None:
     """Twice, the second time with the recordings of the first; with one row and with ragged ones."""
-    recorder, own = OpRecorder(), 6 if warm else None
+    # Where top-k cuts a draft that knows its noise, which of the impossible tokens fill a tree is arbitrary.
+    recorder, own = OpRecorder(), None if "top_k" in warm else 6
     recorded, plain = engine(recorder, drafted=24, own=own), engine(None, drafted=24, own=own)
     for lengths in ([5], [5], [7, 3, 12], [9]):
         found, wanted = text(recorded, lengths, rule, **warm), text(plain, lengths, rule, **warm)
