@@ -2,7 +2,7 @@
 
 Node 0 is the root, parents come before their children, and every tensor has a leading batch dimension.
 Shapes: B rows, N nodes (TreeConfig.total_tokens), C candidates, M rows of draft distributions, V vocabulary,
-W the tokens that are drafted (all V, or a list of frequent ones), S cache slots in view.
+W the tokens that are drafted (all V, or a list of some), S cache slots in view.
 """
 
 from __future__ import annotations

@@ -107,7 +107,10 @@ class DraftVocabulary:
         return any(hasattr(weight, "full_tensor") for weight in self.target.lm_head.parameters())
 
     def rows_of(self, token_ids: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the rows [E, d] of lm_head for a few other tokens [E], and their biases [E]; None: none."""
+        """Return the rows [E, d] of lm_head for a few other tokens [E], and their biases [E] or None.
+
+        Both are None if lm_head is not a product with its rows.
+        """
         lm_head = self.target.lm_head
         if not has_plain_rows(lm_head):
             return None, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -66,6 +67,11 @@ class Seen:
     counts: Sequence[int]
     features: Tensor | None = None
     next_tokens: NextTokens | None = None
+
+    @cached_property
+    def on_host(self) -> list[list[int]]:
+        """The tokens of each row without padding, as lists: read from the device once."""
+        return [row[:count] for row, count in zip(self.tokens.tolist(), self.counts, strict=True)]
 
 
 class Drafter(Protocol):

@@ -105,7 +105,7 @@ class EagleSpec:
 
     @property
     def identity(self) -> str:
-        """A digest of the head's weights and draft vocabulary."""
+        """A digest of the head's weights and draft vocabulary, and the number of texts' own tokens."""
         weights = digest_tensors([*self.head.parameters(), *self.head.buffers()])
         return f"{weights}-text{self.most_own}" if self.most_own else weights
 
@@ -116,7 +116,7 @@ class EagleSpec:
         else:
             cache = BlockCache(batch, slots, cache_members(self.head))
         predictor = EaglePredictor(self.head, self.vocabulary, cache, self.stepper, self.graph)
-        if self.most_own and isinstance(self.vocabulary, DraftVocabulary) and not self.vocabulary.split:
+        if self.most_own and isinstance(self.vocabulary, DraftVocabulary):
             sizes = (self.head.config.vocab_size, batch, self.most_own)
             predictor.own = TextTokens(self.vocabulary, *sizes, fixed=self.stepper.records)
         return BeamDrafter(predictor, self.stepper)
@@ -124,7 +124,8 @@ class EagleSpec:
     @property
     def most_own(self) -> int:
         """How many tokens of its own each text has drafted beside the list."""
-        return self.head.config.draft_text_tokens or 0
+        listed = isinstance(self.vocabulary, DraftVocabulary) and not self.vocabulary.split
+        return (self.head.config.draft_text_tokens or 0) if listed else 0
 
 
 class EaglePredictor:
@@ -156,8 +157,7 @@ class EaglePredictor:
         assert seen.features is not None
         features, tokens, counts = seen.features, seen.tokens, seen.counts
         if self.own is not None:
-            rows = zip(tokens.tolist(), counts, strict=True)
-            self.own.add([row[:count] for row, count in rows])
+            self.own.add(seen.on_host)
         if first and not any(self.cache.row_lengths):  # else it is a later part of a prompt
             features, tokens, counts = pair_prompts(seen)
         return self.commit_pairs(features, tokens, counts, first)

@@ -2,7 +2,8 @@
 
 A draft vocabulary lacks the names and the rare words of a text, and these are the very tokens that the text
 has again. So each text of a batch has its own ones drafted too: those of its prompt and of its answer so far
-that the list lacks, the latest `most` of them. Their rows of lm_head are few, so they cost next to nothing.
+that the list lacks, the latest `most` of them. Their rows of lm_head are few. But every text of a batch is
+multiplied with those of all, so that they cost little in small batches only.
 Shapes: B rows, d hidden size, K tokens of the list, E tokens that any of the texts has beside it.
 """
 
@@ -16,7 +17,7 @@ import torch
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, OwnTokens
 
-STEP = 64  # with fixed shapes, E is a multiple of this
+LEAST = 64  # of E where few shapes may occur
 
 
 class TextTokens:
@@ -28,9 +29,7 @@ class TextTokens:
     def __init__(
         self, vocabulary: DraftVocabulary, vocab_size: int, rows: int, most: int, fixed: bool = False
     ) -> None:
-        self.vocabulary, self.most, self.fixed = vocabulary, most, fixed
-        free = (token for token in range(vocab_size) if token not in vocabulary.listed)
-        self._free = list(islice(free, most * rows + STEP if fixed else 0))
+        self.vocabulary, self.vocab_size, self.most, self.fixed = vocabulary, vocab_size, most, fixed
         self._rows: list[dict[int, None]] = [{} for _ in range(rows)]  # the latest token is last
         self._known: OwnTokens | None = None
         self._stale = True
@@ -43,8 +42,8 @@ class TextTokens:
                     self._stale |= token not in row
                     row.pop(token, None)
                     row[token] = None
-            while len(row) > self.most:
-                del row[next(iter(row))]
+            for token in list(islice(row, max(len(row) - self.most, 0))):
+                del row[token]
 
     def load_row(self, row: int, tokens: Sequence[int]) -> None:
         """Let a row hold a text's first tokens."""
@@ -53,7 +52,8 @@ class TextTokens:
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""
-        self._rows, self._stale = [self._rows[row] for row in rows], True
+        # A row may be there twice, and its texts go on each by itself.
+        self._rows, self._stale = [dict(self._rows[row]) for row in rows], True
 
     def replace(self, rows: Sequence[int], other: TextTokens) -> None:
         """Replace these rows, one by one, by those of another batch."""
@@ -92,6 +92,11 @@ class TextTokens:
         return OwnTokens(torch.cat((listed, ids)), missing, *self.vocabulary.rows_of(ids))
 
     def _others(self, tokens: Sequence[int]) -> list[int]:
-        """Return tokens that no text has, as many as fill up the next multiple of STEP, or all there are."""
-        wanted, taken = -(-max(len(tokens), 1) // STEP) * STEP - len(tokens), set(tokens)
-        return list(islice((token for token in self._free if token not in taken), wanted))
+        """Return tokens that no text has, to fill up the next of few numbers: LEAST, or twice another one."""
+        wanted = LEAST
+        while wanted < len(tokens):
+            wanted *= 2
+        taken, listed = set(tokens), self.vocabulary.listed
+        # From the end: rare tokens, which no list has.
+        free = (one for one in reversed(range(self.vocab_size)) if one not in taken and one not in listed)
+        return list(islice(free, wanted - len(tokens)))

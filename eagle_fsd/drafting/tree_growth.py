@@ -197,7 +197,8 @@ class BeamDrafter:
             grown.log_q,
             grown.expanded,
             self.predictor.drafted if own is None else own.drafted,
-            config.min_score if fits is None else max(config.min_score, LOWEST),
+            # Which tokens would fill up a tree without probability may depend on what other texts have.
+            config.min_score if fits is None and own is None else max(config.min_score, LOWEST),
         )
 
     def grow_candidates(

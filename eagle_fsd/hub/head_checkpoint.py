@@ -182,8 +182,10 @@ def read_head(path: Path, name: str, hidden_size: int, vocab_size: int) -> Draft
     tensors.pop(EMBEDDING_KEY, None)
     head = DraftHead(replace(config, draft_vocab_size=None))
     head.load_state_dict(tensors, strict=True)
+    drafted = None
     if config.draft_vocab_size is not None:
-        head.restrict(read_draft_tokens(path.parent / VOCABULARY_NAME, config), config.draft_text_tokens)
+        drafted = read_draft_tokens(path.parent / VOCABULARY_NAME, config)
+    head.restrict(drafted, config.draft_text_tokens)
     return head.eval()
 
 

@@ -6,21 +6,24 @@ from pathlib import Path
 
 from eagle_fsd.files.fingerprints import digest_json, digest_tensors
 from eagle_fsd.files.tensor_files import read_tensors
-from eagle_fsd.hub.head_checkpoint import VOCABULARY_NAME
+from eagle_fsd.hub.head_checkpoint import TEXT_FIELD, VOCABULARY_NAME, read_config
 
 WEIGHTS, VOCABULARY = "weights", "draft_vocabulary"
 
 
-def head_digests(file: Path) -> dict[str, str | None]:
+def head_digests(file: Path) -> dict[str, str | int | None]:
     """Return the digests of a head's weights file and of the draft vocabulary beside it, None if it has none.
 
-    They say nothing of config.json. A list of tokens changes the second one alone.
+    Where texts have tokens of their own drafted beside it, their number is there too. Nothing else of
+    config.json is. A list of tokens changes the second one alone.
     """
     vocabulary = file.parent / VOCABULARY_NAME
-    return {
-        WEIGHTS: digest_file(file),
-        VOCABULARY: digest_file(vocabulary) if vocabulary.is_file() else None,
-    }
+    found: dict[str, str | int | None] = {WEIGHTS: digest_file(file), VOCABULARY: None}
+    if vocabulary.is_file():
+        found[VOCABULARY] = digest_file(vocabulary)
+        if own := read_config(file.parent, "draft head").get(TEXT_FIELD):
+            found[TEXT_FIELD] = own
+    return found
 
 
 def digest_file(path: Path) -> str:

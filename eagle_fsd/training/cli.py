@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_fsd import hub
 from eagle_fsd.core.checks import one_line, report_interrupt, require_integer
+from eagle_fsd.drafting.eagle_config import LARGEST
 from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.training.data.examples import Example, load_examples, require_cut
 from eagle_fsd.training.data.shards import finished_shards
@@ -102,7 +103,7 @@ def text_tokens(args: argparse.Namespace) -> int | None:
             "--draft-vocab-size without --eagle3, or leave it out"
         )
     most = TEXT_TOKENS if given is None else given
-    require_integer("draft_text_tokens", most, 0, "change --draft-text-tokens")
+    require_integer("draft_text_tokens", most, 0, "change --draft-text-tokens", LARGEST)
     return most or None
 
 

@@ -93,6 +93,13 @@ def test_texts_keep_their_tokens_as_rows_come_and_go() -> None:
     tokens.add([[5], [6, 7], [8]])
     tokens.select([2, 1])
     torch.testing.assert_close(whole(tokens, features[:2]), plain_logits(target, features[:2], [{8}, {6, 7}]))
+    twice = start(1)[0]
+    twice.add([[5]])
+    twice.select([0, 0])
+    twice.add([[7], [9]])  # two answers to one prompt share nothing
+    torch.testing.assert_close(
+        whole(twice, features[:2]), plain_logits(target, features[:2], [{5, 7}, {5, 9}])
+    )
     other = start(1)[0]
     other.add([[30, 31]])
     tokens.replace([0], other)

@@ -12,7 +12,7 @@ from eagle_fsd.hub import save_head
 from eagle_fsd.hub.head_digest import head_digests
 
 
-def digests(folder: Path) -> dict[str, str | None]:
+def digests(folder: Path) -> dict[str, str | int | None]:
     return head_digests(folder / "model.safetensors")
 
 
@@ -34,5 +34,7 @@ def test_every_value_counts_and_a_list_of_tokens_counts_alone(tmp_path: Path) ->
     assert digests(save_head(tiny_head(), tmp_path / "half", dtype=torch.float16)) != first
     listed = digests(save_head(tiny_head().restrict(torch.arange(9)), tmp_path / "listed"))
     assert listed["weights"] == first["weights"] and listed["draft_vocabulary"] is not None
+    own = digests(save_head(tiny_head().restrict(torch.arange(9), 4), tmp_path / "own"))
+    assert own == listed | {"draft_text_tokens": 4}
     turned = digests(save_head(tiny_head().restrict(torch.arange(9).flip(0)), tmp_path / "turned"))
     assert turned["draft_vocabulary"] != listed["draft_vocabulary"]

@@ -157,8 +157,7 @@ class LookupDrafter:
 
 def to_host(seen: Seen) -> tuple[list[list[int]], list[list[NextList]]]:
     """Return the tokens of each row without padding, and its lists, if any were asked for."""
-    tokens = [row[:count] for row, count in zip(seen.tokens.tolist(), seen.counts, strict=True)]
-    return tokens, lists_of(seen.next_tokens, len(tokens))
+    return seen.on_host, lists_of(seen.next_tokens, len(seen.counts))
 
 
 def lists_of(found: NextTokens | None, rows: int) -> list[list[NextList]]:
