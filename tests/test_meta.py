@@ -122,7 +122,7 @@ def step(target: TargetModel, drafted: int | None = None) -> None:
         logits, features = session.verify(tree)
         verdict = judged(Fuzzy(0.5), SAMPLINGS[3], 40, tree, logits)
         assert logits.shape == (BATCH, 8, VOCAB) and verdict.path.shape == (BATCH, 4)
-        newest = keep(session, drafter, verdict, features, counts)
+        newest = keep(session, drafter, verdict, features, [[0] * count for count in counts])
     assert session.cache.row_lengths == [8, 2, 7] and session.cache.lengths.device == META
     for part in (session, drafter):
         part.select([0, 2])

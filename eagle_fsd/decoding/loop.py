@@ -130,8 +130,8 @@ class Batch:
                 self.observer(verified, part, {text.number: count for text, count in counts.items()})
         with watch("keep"):
             if self.active:
-                kept = [0 if text.done else steps[text].count for text in self.texts]
-                self.roots = keep(self.target, self.drafter, verdict, features, kept, logits)
+                shown = [[] if text.done else steps[text].tokens for text in self.texts]
+                self.roots = keep(self.target, self.drafter, verdict, features, shown, logits)
                 if not keep_done:
                     self.drop_done_rows()
         return emitted
@@ -244,13 +244,15 @@ def keep(
     drafter: Drafter,
     verdict: Verdict,
     features: Tensor,
-    counts: Sequence[int],
+    tokens: Sequence[Sequence[int]],
     logits: Tensor | None = None,
 ) -> Tensor:
     """Commit the path, show the drafter what it needs of the step, and return the next roots [B].
 
-    features: [B, N, d], and logits: [B, N, V], of all nodes. counts: the nodes of each row's path to commit.
+    features: [B, N, d], and logits: [B, N, V], of all nodes. tokens: those that each row emits, one for each
+    node of its path to commit.
     """
+    counts = [len(row) for row in tokens]
     target.keep(verdict.path, counts)
     before = None
     if drafter.needs.features:
@@ -260,7 +262,7 @@ def keep(
     lists = None
     if drafter.needs.next_tokens and logits is not None:
         lists = NextTokens.from_logits(logits, drafter.needs.next_tokens)
-    drafter.extend(Seen(verdict.tokens.clamp(min=0), counts, before, lists))
+    drafter.extend(Seen(verdict.tokens.clamp(min=0), counts, before, lists, tokens))
     return verdict.next_token
 
 

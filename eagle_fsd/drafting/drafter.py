@@ -60,17 +60,20 @@ class Seen:
     is the target's feature at the token before tokens[:, j], from which tokens[:, j] was chosen; zero for a
     text's first token. next_tokens: None unless the drafter needs them. At first, the lists after the X
     tokens before each root, in order; a text of fewer tokens has meaningless lists first. Later, those at all
-    nodes of the step's tree.
+    nodes of the step's tree. known: the tokens of each row without padding, if the host has them.
     """
 
     tokens: Tensor
     counts: Sequence[int]
     features: Tensor | None = None
     next_tokens: NextTokens | None = None
+    known: Sequence[Sequence[int]] | None = None
 
     @cached_property
-    def on_host(self) -> list[list[int]]:
-        """The tokens of each row without padding, as lists: read from the device once."""
+    def on_host(self) -> Sequence[Sequence[int]]:
+        """The tokens of each row without padding; read from the device if the host has none."""
+        if self.known is not None:
+            return self.known
         return [row[:count] for row, count in zip(self.tokens.tolist(), self.counts, strict=True)]
 
 

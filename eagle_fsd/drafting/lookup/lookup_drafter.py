@@ -155,7 +155,7 @@ class LookupDrafter:
         self.memories = [TextMemory(self.spec.sources, self.priors) for _ in self.memories]
 
 
-def to_host(seen: Seen) -> tuple[list[list[int]], list[list[NextList]]]:
+def to_host(seen: Seen) -> tuple[Sequence[Sequence[int]], list[list[NextList]]]:
     """Return the tokens of each row without padding, and its lists, if any were asked for."""
     return seen.on_host, lists_of(seen.next_tokens, len(seen.counts))
 
