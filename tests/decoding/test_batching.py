@@ -243,8 +243,8 @@ def state_of(name: str, read: Callable[[Scheduler, torch.Tensor], Workspace], pr
         logits, features = session.verify(tree)
         found.append((tree.tokens, tree.parents, logits))
         verdict = greedy_verdict(tree, logits)
-        count = [int(verdict.length[0])]
-        roots = keep(session, drafter, verdict, features, count, logits)
+        emitted = [verdict.tokens[0, : int(verdict.length[0])].tolist()]
+        roots = keep(session, drafter, verdict, features, emitted, logits)
     return found
 
 
