@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from conftest import PROMPT_SETS
 
 from eagle_fsd import EagleFSD, Lossless, TreeConfig
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.evaluation.commands.greedy import compare, reference
+from eagle_fsd.target.admission import small_tree, tree_difference
 from eagle_fsd.text.chat import encode
 
 PROMPTS = (
@@ -82,3 +84,21 @@ def test_shared_noise_saves_steps(smollm2: EagleFSD) -> None:
         rows = [one for stats in runs for one in stats]
         tau.append(sum(one.new_tokens for one in rows) / sum(one.steps for one in rows))
     assert tau[0] > 1.1 * tau[1] > 1.5
+
+
+def test_admission_reads_ordinary_tokens(smollm2: EagleFSD) -> None:
+    prefix, tokens, _ = small_tree(smollm2.target)
+    assert smollm2.tokenizer is not None
+    assert not {*prefix, *tokens} & set(smollm2.tokenizer.all_special_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight_format", ["bfloat16", "int8", "packed"])
+def test_admission_is_far_from_its_tolerance(weight_format: str) -> None:
+    """A wrong mask moves logits by more than a tenth, and what the formats round must not come near that."""
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    engine = EagleFSD.from_pretrained(
+        "smollm2-135m", ea_model="none", runtime="openvino", weight_format=weight_format, lookup=True
+    )
+    with torch.inference_mode():
+        assert tree_difference(engine.target) < 0.03

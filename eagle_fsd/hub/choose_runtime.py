@@ -22,15 +22,14 @@ from eagle_fsd.runtime.timing import BUSY, Call, disagreement, time_in_turn
 from eagle_fsd.target.graph_decoder import CONVERTER
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
+from eagle_fsd.version import __version__
 
 logger = logging.getLogger(__name__)
 
 AUTO, TORCH, OPENVINO = "auto", "torch", "openvino"
 RUNTIMES = (AUTO, TORCH, OPENVINO)
 USUAL = "EAGLE_FSD_RUNTIME"  # the environment variable that names the runtime where auto is asked for
-LEAST = (
-    2**26
-)  # weights of a model below which there is little to gain: torch computes it, without a measurement
+LEAST = 2**26  # weights of a model; torch computes smaller ones, unmeasured: there is little to gain
 NODES, CONTEXT = (1, 8), 256  # what is timed
 
 
@@ -118,7 +117,8 @@ def settle(
     """
     if sum(map(math.prod, shapes)) < LEAST:
         return torch_target()
-    here = [processor(), cores(), torch.get_num_threads(), torch.__version__, library.version(), CONVERTER]
+    releases = [__version__, torch.__version__, library.version(), CONVERTER]
+    here = [processor(), cores(), torch.get_num_threads(), *releases]
     key = record_key("runtime", here, plan.weight_format, plan.keeps_blocks, shapes)
     known = recall(key, str, BACKENDS_FILE)
     if known == TORCH:
@@ -126,7 +126,7 @@ def settle(
     try:
         graphs = graph_target()
     except ValueError as error:  # this model cannot be converted
-        logger.info("%s", error)
+        logger.info("OpenVINO is not used: %s", error)
         if not may_pass(error):
             remember(key, TORCH, BACKENDS_FILE)
         return torch_target()
