@@ -67,6 +67,10 @@ class TargetSession:
         self._forward = target.stepper.wrap(self._verify, self.cache)
         self._compact = target.stepper.wrap(self.cache.compact, self.cache, repeatable=False, by_view=False)
 
+    def another(self, batch: int, capacity: int) -> TargetSession:
+        """Return a session of its own on this target."""
+        return TargetSession(self.target, batch, capacity, self.taps)
+
     @property
     def vocab_size(self) -> int:
         return self.target.vocab_size

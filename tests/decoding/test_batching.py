@@ -15,6 +15,7 @@ from support.tiny_models import VOCAB, prompts_of, tiny_head, tiny_model
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Verdict
 from eagle_fsd.acceptance.accept_step import AcceptStep
+from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.loop import keep
@@ -314,6 +315,40 @@ def test_a_prompt_after_a_kept_text_is_a_prompt_at_once(name: str, monkeypatch: 
             return made
 
         require_same(state_of(name, read, prompt), state_of(name, read_whole, prompt))
+
+
+@every_drafter
+@torch.inference_mode()
+def test_what_all_prompts_begin_with_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go on differently for any number of tokens, for none, or are one prompt several times."""
+    monkeypatch.setattr(prefill_module, "LISTED", 6)
+    start, *ends = prompts_of([14, 1, 4, 9], seed=1)
+    read_at_once, scheduler = TargetSession.prefill, scheduler_of(name)
+    numbers: list[int] = []
+
+    def counted(session: TargetSession, tokens: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        if session.target is scheduler.target:
+            numbers.append(tokens.numel())
+        return read_at_once(session, tokens, counts)
+
+    def read(prompts: Sequence[Sequence[int]], least: int) -> tuple[State, int]:
+        made = make_workspace(scheduler.target, scheduler.drafter, len(prompts), 1, 100, TREE)
+        numbers.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(prefill_module, "SHARED", least)
+            patched.setattr(TargetSession, "prefill", counted)
+            roots = prefill(pad_right(prompts, 0), [len(one) for one in prompts], made.session, made.drafter)
+        tree = made.drafter.draft(roots, TREE)
+        return [(tree.tokens, tree.parents, made.session.verify(tree)[0])], sum(numbers)
+
+    for rows, shared in (
+        ([start, start + ends[1], start + ends[2]], 13),  # the last token of a prompt is the root
+        ([start + ends[0], start + ends[2]], 14),
+        ([start] * 3, 13),
+    ):
+        (mine, once), (wanted, apart) = read(rows, 8), read(rows, 1000)
+        require_same(mine, wanted)
+        assert apart - once == (len(rows) - 1) * shared
 
 
 def test_a_long_prompt_stalls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

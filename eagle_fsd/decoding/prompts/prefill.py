@@ -19,16 +19,46 @@ from eagle_fsd.target.session import TargetSession
 # Tokens at the end of a prompt whose next-token lists are shown to a drafter that needs lists. More of them
 # were measured to bring little, and each costs a row of logits over the vocabulary.
 LISTED = 64
+# From so many tokens on, what all prompts begin with is read once. For fewer, a forward more costs as much.
+SHARED = 64
 
 
 def prefill(tokens: Tensor, lengths: Sequence[int], target: TargetSession, drafter: Drafter) -> Tensor:
     """Run prompts [B, L] except the last token of each, and return those tokens, the first roots [B]."""
     counts = [length - 1 for length in lengths]
-    features = target.prefill(tokens[:, :-1], counts)
+    features = read_prompts(tokens[:, :-1], counts, target)
     lists = list_next_tokens(target, features, counts, drafter.needs.next_tokens)
     drafter.begin(Seen(tokens, lengths, features_before(features, drafter), lists))
     last = on_device(counts, tokens.device)[:, None]
     return tokens.gather(1, last)[:, 0]
+
+
+def read_prompts(tokens: Tensor, counts: Sequence[int], target: TargetSession) -> Tensor:
+    """Let an empty target read the first counts[row] of tokens [B, L]; return their features [B, L, d].
+
+    What all rows begin with is read once, in a row of its own, and copied: the example questions of a task,
+    a long system prompt, or one prompt that gets several answers.
+    """
+    shared = count_shared(tokens[:, : min(counts)])
+    if shared < SHARED:
+        return target.prefill(tokens, counts)
+    alone = target.another(1, shared)
+    features = alone.prefill(tokens[:1, :shared], [shared]).expand(len(tokens), -1, -1)
+    saved = alone.save_row(0, shared)
+    for row in range(len(tokens)):
+        target.load_row(row, saved, shared)
+    if shared == tokens.shape[1]:
+        return features
+    own = target.prefill(tokens[:, shared:], [count - shared for count in counts])
+    return torch.cat((features, own), dim=1)
+
+
+def count_shared(tokens: Tensor) -> int:
+    """Return with how many tokens all rows [B, L] begin alike; 0 for a single row."""
+    if len(tokens) == 1:
+        return 0
+    alike = (tokens[1:] == tokens[:1]).all(0)
+    return int(alike.long().cumprod(0).sum())
 
 
 class PromptReader:
