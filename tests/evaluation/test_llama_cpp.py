@@ -16,7 +16,7 @@ from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.commands import speed as script
 from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP, LlamaCpp, gguf_file
-from eagle_fsd.evaluation.measure.observers import likelihood
+from eagle_fsd.evaluation.measure.observers import likelihoods
 from eagle_fsd.evaluation.measure.speed import Setting, method
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import encode
@@ -188,11 +188,11 @@ def test_the_real_one_answers_as_the_target_does(smollm2: EagleFSD) -> None:
     ends = smollm2.target.eos_token_ids
     (tokens,), (stats,) = peer.answer([ids], 32, SamplingConfig(), 0, ends)
     assert tokens[:8] == wanted[:8] and len(tokens) == stats.new_tokens == stats.steps == 32
-    least = likelihood(smollm2.target, ids, wanted) - 0.2
-    assert likelihood(smollm2.target, ids, tokens) > least
+    likely = likelihoods(smollm2.target, [ids] * 2, [wanted, tokens])
+    assert likely[1] > likely[0] - 0.2
     assert peer.answer([ids], 32, SamplingConfig(), 0, ends)[0] == [tokens]
     (first, again, other) = (peer.answer([ids], 32, SAMPLED, seed, ends)[0][0] for seed in (1, 1, 2))
     assert first == again != other
-    assert likelihood(smollm2.target, ids, first) > -2.0
+    assert likelihoods(smollm2.target, [ids], [first])[0] > -2.0
     (short,), (stopped,) = peer.answer([ids], 32, SamplingConfig(), 0, tokens[3:4])
     assert short == tokens[: tokens.index(tokens[3]) + 1] and stopped.finish_reason == "stop"

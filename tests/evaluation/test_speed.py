@@ -17,7 +17,7 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation import repeating_prompts
 from eagle_fsd.evaluation.commands import speed as script
-from eagle_fsd.evaluation.measure.observers import likelihood
+from eagle_fsd.evaluation.measure.observers import likelihoods
 from eagle_fsd.evaluation.measure.speed import Answers, Method, Setting, method, race, stretched, with_lookup
 from eagle_fsd.evaluation.report.speed_ratios import quartiles, results, table
 from eagle_fsd.files import provenance
@@ -147,15 +147,18 @@ def test_a_method_may_have_a_tree_of_its_own() -> None:
         assert one(prompts_of([5])).tree == tree
 
 
-def test_a_likelihood_is_the_plain_forwards() -> None:
-    model = tiny_model()
-    prompt, tokens = prompts_of([7])[0], [3, 1, 4, 1, 5]
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
-    log_p = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-    wanted = log_p[range(5), tokens].mean().item()
-    assert likelihood(TargetModel(model), prompt, tokens) == pytest.approx(wanted, rel=1e-4)
-    assert likelihood(TargetModel(model), prompt, []) is None
+@pytest.mark.parametrize("shared", [3, 1000], ids=["beginnings read once", "read apart"])
+def test_likelihoods_are_the_plain_forwards(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle_fsd.decoding.prompts.prefill.SHARED", shared)
+    model, wanted = tiny_model(), []
+    start, other = prompts_of([7, 4])
+    prompts, answers = [start, start + other, start], [[3, 1, 4, 1, 5], [9, 2], []]
+    for prompt, tokens in zip(prompts[:2], answers, strict=False):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
+        log_p = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        wanted.append(pytest.approx(log_p[range(len(tokens)), tokens].mean().item(), rel=1e-4))
+    assert likelihoods(TargetModel(model), prompts, answers) == [*wanted, None]
 
 
 def test_the_script_end_to_end(

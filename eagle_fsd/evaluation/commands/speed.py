@@ -28,7 +28,7 @@ from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.cli import check_sizes, encoded_prompts, load_engine, parsed, parser_of, say
 from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP, build
-from eagle_fsd.evaluation.measure.observers import likelihood
+from eagle_fsd.evaluation.measure.observers import likelihoods
 from eagle_fsd.evaluation.measure.speed import Setting, method, race, tree_of
 from eagle_fsd.evaluation.report.plots import require_matplotlib
 from eagle_fsd.evaluation.report.speed_ratios import plot_speed, results, table
@@ -110,8 +110,7 @@ def mean_likelihood(
     engine: EagleFSD, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> Mapping[str, Any]:
     """Score a batch of answers by the target: the mean of their log-probabilities per token."""
-    scored = [likelihood(engine.target, *pair) for pair in zip(prompts, answers, strict=True)]
-    known = [log_p for log_p in scored if log_p is not None]
+    known = [log_p for log_p in likelihoods(engine.target, prompts, answers) if log_p is not None]
     return {"log_likelihood": sum(known) / len(known) if known else None}
 
 

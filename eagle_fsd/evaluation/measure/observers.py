@@ -13,6 +13,8 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import Verdict, Verified
 from eagle_fsd.acceptance.output_distribution import output_distribution
+from eagle_fsd.core.padding import pad_right
+from eagle_fsd.decoding.prompts.prefill import read_prompts
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -81,16 +83,26 @@ class DistanceMeter(Meter):
 
 
 @torch.inference_mode()
-def likelihood(target: TargetModel, prompt: Sequence[int], tokens: Sequence[int]) -> float | None:
-    """Return the mean log-probability of a text's new tokens (ids), by the target at temperature 1, in nats.
+def likelihoods(
+    target: TargetModel, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> list[float | None]:
+    """Return the mean log-probability of every answer's tokens, by the target at temperature 1, in nats.
 
     It flatters a rule that picks likely tokens: text sharper than the target's own scores higher than it.
-    None for no tokens.
+    None for an answer without tokens.
     """
-    if not tokens:
-        return None
-    log_p = read_at_once(target, prompt, tokens).log_softmax(-1)
-    return float(log_p.gather(1, torch.tensor(tokens, device=target.device)[:, None]).mean())
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    counts = [len(text) - 1 for text in texts]
+    session = TargetSession(target, len(texts), max(counts))
+    features = read_prompts(pad_right(texts, 0)[:, :-1].to(target.device), counts, session)
+    found: list[float | None] = []
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):  # logits are large
+        if not answer:
+            found.append(None)
+            continue
+        log_p = target.logits(features[row, len(prompt) - 1 : counts[row]]).log_softmax(-1)
+        found.append(float(log_p.gather(1, torch.tensor(answer, device=target.device)[:, None]).mean()))
+    return found
 
 
 @torch.inference_mode()
