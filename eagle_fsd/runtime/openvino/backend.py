@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_fsd.core.checks import require_choice
+from eagle_fsd.files.provenance import cores
 from eagle_fsd.runtime.openvino import library
 from eagle_fsd.runtime.openvino.kept.graph_store import constant_bytes, find_or_make, read, root_folder
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START, Compiling, shapes_of
@@ -58,6 +59,12 @@ class OpenVINO:
     def __post_init__(self) -> None:
         require_choice("weight_format", self.weight_format, FORMATS)
         library.require()
+        if self.weight_format == BFLOAT16 and min(self.threads, cores() or 1) == 1 and has_amx():
+            # OpenVINO 2026.4 divides by zero where it compiles a decoder for that, which ends the process.
+            raise ValueError(
+                "weight_format is 'bfloat16' with one thread on a processor with AMX: OpenVINO cannot compile "
+                "that; use runtime torch (--runtime torch), two threads, or another format"
+            )
 
     @property
     def rounds(self) -> bool:
@@ -155,6 +162,12 @@ class OpenVINO:
             if (ahead := HEAD_START.take(one)) is not None:
                 return ahead
         return library.compile_graph(graph, precision, self.rounds, self.threads, folder)
+
+
+def has_amx() -> bool:
+    """Return whether the processor has units that multiply tiles of bfloat16."""
+    asks = getattr(torch.cpu, "_is_amx_tile_supported", None)  # torch has no public name for it
+    return asks is not None and bool(asks())
 
 
 def variants_of(
