@@ -62,8 +62,8 @@ class OpenVINO:
         if self.weight_format == BFLOAT16 and min(self.threads, cores() or 1) == 1 and has_amx():
             # OpenVINO 2026.4 divides by zero where it compiles a decoder for that, which ends the process.
             raise ValueError(
-                "weight_format is 'bfloat16' with one thread on a processor with AMX: OpenVINO cannot compile "
-                "that; use runtime torch (--runtime torch), two threads, or another format"
+                "weight_format is 'bfloat16' with one thread on a processor with AMX: OpenVINO cannot compile"
+                " that; use runtime torch (--runtime torch), two threads, or another format"
             )
 
     @property

@@ -21,7 +21,7 @@ def test_bfloat16_is_refused_where_openvino_would_end_the_process(
     monkeypatch.setattr(backend, "has_amx", lambda: amx)
     for weight_format in FORMATS:
         if weight_format == "bfloat16" and amx and 1 in (cores, threads):
-            with pytest.raises(ValueError, match="with one thread .* use runtime torch"):
+            with pytest.raises(ValueError, match=r"with one thread .* use runtime torch"):
                 OpenVINO(weight_format, threads=threads)
         else:
             assert OpenVINO(weight_format, threads=threads).threads == threads
