@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 
@@ -21,8 +22,8 @@ from eagle_fsd.core.devices import ran_out_of_memory
 from eagle_fsd.core.stats import Stopwatch
 from eagle_fsd.decoding.loop import Batch
 from eagle_fsd.decoding.prompts.cache_budget import CacheBudget, longest
-from eagle_fsd.decoding.prompts.prefill import LISTED
-from eagle_fsd.decoding.prompts.prefix_cache import KeptText, PrefixCache, host_tokens
+from eagle_fsd.decoding.prompts.prefill import LISTED, SHARED
+from eagle_fsd.decoding.prompts.prefix_cache import KeptText, PrefixCache, count_agreed, host_tokens
 from eagle_fsd.decoding.prompts.reading import Reading, unique_prompts
 from eagle_fsd.decoding.request import Observer, Text
 from eagle_fsd.decoding.workspace import Workspace, make_workspace
@@ -244,8 +245,12 @@ class Scheduler:
         self._unkept |= set(joining.texts)
         if self.batch is None:
             self.batch = joining
-            return
-        self.batch.join(joining)
+        else:
+            self.batch.join(joining)
+        for text in joining.texts:
+            if self._saves_reading(text):
+                row = self.batch.texts.index(text)
+                self._keep(text.prompt, self.batch.target, self.batch.drafter, row)
 
     def _tighten(self) -> None:
         """Move the unfinished texts into a new, smaller workspace, which frees what finished ones took."""
@@ -294,6 +299,20 @@ class Scheduler:
         """Return a kept text that the prompt begins with, and how many of its tokens need not be read."""
         # One token is read in any case, and so are those whose next-token lists the drafter needs.
         return self.prefixes.find(text.prompt, len(text.prompt) - (LISTED if self._needs.next_tokens else 1))
+
+    def _saves_reading(self, read: Text) -> bool:
+        """Return whether one of the next prompts goes on from a prompt that was read, and from no kept text.
+
+        So of texts that arrive together, a long beginning that they share is read once.
+        """
+        if not self.prefixes.limit:
+            return False
+        tokens = host_tokens(read.prompt)
+        for text in islice(self.waiting, self.rows):
+            found = self._find_prefix(text)
+            if count_agreed(tokens, host_tokens(text.prompt)) >= SHARED + (found[1] if found else 0):
+                return True
+        return False
 
     def _keep(self, tokens: Sequence[int], session: TargetSession, drafter: Drafter, row: int) -> None:
         """Keep a row's text, of these tokens, if there is room for it and other texts can go on from it."""

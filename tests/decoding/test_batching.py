@@ -351,6 +351,26 @@ def test_what_all_prompts_begin_with_is_read_once(name: str, monkeypatch: pytest
         assert apart - once == (len(rows) - 1) * shared
 
 
+@every_drafter
+def test_what_waiting_prompts_begin_with_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kinds of prompts take turns; none of their texts has ended when the next one is read."""
+    monkeypatch.setattr(prefix_cache, "LEAST", 4)
+    monkeypatch.setattr("eagle_fsd.decoding.scheduler.SHARED", 10)
+    monkeypatch.setattr(prefill_module, "LISTED", 2)
+    monkeypatch.setattr("eagle_fsd.decoding.scheduler.LISTED", 2)
+    starts, ends = prompts_of([24, 18], seed=1), prompts_of([3, 7, 2, 5, 4, 6], seed=2)
+    texts = [text(number, starts[number % 2] + end, 12) for number, end in enumerate(ends)]
+    wanted = [alone(name, one) for one in texts]
+    for kept in (0, 4096):
+        scheduler, found = scheduler_of(name, rows=6, slice_tokens=8, prefix_tokens=kept), {}
+        again = [text(one.number, one.prompt, one.limit) for one in texts]
+        for one in again:
+            scheduler.admit(one)
+        drain(scheduler, found)
+        assert [found[one] for one in again] == wanted
+        assert [one.reused for one in again] == ([0, 0, 24, 18, 24, 18] if kept else [0] * 6)
+
+
 def test_a_long_prompt_stalls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, found = scheduler_of("eagle", slice_tokens=4), {}
     first = [text(number, prompt, 40) for number, prompt in enumerate(prompts_of([3, 4]))]
