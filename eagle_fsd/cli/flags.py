@@ -113,7 +113,7 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
         "--divergence",
         metavar="D",
         help="js, reverse_kl, forward_kl, tv, ag, or over the target's ten likeliest tokens: js_top10 ... "
-        "(default: js)",
+        "(default: js); with --lookup: js, tv or reverse_kl",
     )
     group.add_argument(
         "--mode",
@@ -219,7 +219,7 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=256,
         metavar="N",
-        help="stop after N new tokens (default: 256)",
+        help="stop after N new tokens (default: %(default)s)",
     )
 
     add_processing_flags(parser)

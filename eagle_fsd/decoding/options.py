@@ -108,8 +108,8 @@ class GenerationOptions:
         """Return the algorithm of the FSD paper as published, with the settings of its experiments.
 
         A chain of five greedy drafts, accepted while divergence(p, q) <= threshold on raw distributions; the
-        first failure ends the step. The paper drafts with a draft model. fields: others of this class, which
-        override these settings.
+        first failure ends the step. The paper drafts with a draft model, and looks nothing up: that is the
+        engine's lookup=False. fields: others of this class, which override these settings.
         """
         sampling = asdict(FSD_PAPER_SAMPLING)
         rule = PublishedFSD(threshold, divergence)
