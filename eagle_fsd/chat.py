@@ -154,10 +154,10 @@ class Chat:
 
     def run(self) -> None:
         """Answer messages and obey commands until the end of the input."""
-        for message in read_messages(self.read_line):
+        for message, pasted in read_messages(self.read_line):
             try:
                 text = as_utf8("the message", message)
-                if text.startswith("/"):
+                if text.startswith("/") and not pasted:
                     sys.stderr.write(f"{self.conversation.command(text)}\n")
                 else:
                     self.answer(text)

@@ -257,7 +257,22 @@ def test_mistakes_in_the_flags_end_in_one_line(
 def test_messages_of_several_lines() -> None:
     lines = iter(["one", "  ", "a\\", "b\\", "c", "/paste", "x", "", "/exit", "/end", "/paste", "open"])
     read = list(read_messages(lambda goes_on: next(lines, None)))
-    assert read == ["one", "a\nb\nc", "x\n\n/exit", "open"]
+    assert read == [("one", False), ("a\nb\nc", False), ("x\n\n/exit", True), ("open", True)]
+
+
+def test_a_pasted_message_is_no_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say(monkeypatch, "/paste\n/exit\n/end\n/nonsense\n") == 0
+    told = capsys.readouterr()
+    assert told.out.strip() and "/nonsense is no command" in told.err
+
+
+def test_a_calibrated_threshold_is_refused_for_a_head_that_adapts() -> None:
+    conversation = Conversation(chat.build_parser().parse_args(["--adapt", "--threshold", "0.3"]))
+    with pytest.raises(ValueError, match="auto with --adapt"):
+        conversation.command("/threshold auto")
+    assert conversation.args.threshold == 0.3
 
 
 def test_the_end_of_a_chat() -> None:

@@ -234,7 +234,9 @@ def test_system_and_raw(model: ScriptedModel, capsys: pytest.CaptureFixture) -> 
 def test_stdin(model: ScriptedModel, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufeffWhy?\r\nWhy not?\r\n".encode())))
     assert run(capsys, "--raw", "-")[0] == 0
-    assert prompts_seen(model) == ["Why?\nWhy not?"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"And now?")))
+    assert run(capsys, "--raw", "--prompt", "-")[0] == 0
+    assert prompts_seen(model) == ["Why?\nWhy not?", "And now?"]
 
 
 def test_prompt_files(model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -514,6 +516,7 @@ def test_template_arguments_reach_the_template(model: ScriptedModel, capsys: pyt
     for flags, message in (
         (["--chat-template-args", "{", "x"], "'{' is no JSON"),
         (["--chat-template-args", "[]", "x"], "'[]' is no JSON object"),
+        (["--chat-template-args", "[" * 100_000, "x"], "is no JSON: maximum recursion depth"),
         (["--chat-template-args", '{"tokenize": false}', "x"], "tokenize is no argument of a chat template"),
         (["--chat-template-args", '{"a": 1}', "--raw", "x"], "--chat-template-args with --raw"),
         (["--logprobs", "2", "x"], "--logprobs without --json"),

@@ -225,15 +225,15 @@ def read_prompt_arguments(args: argparse.Namespace) -> list[str]:
     """
     if args.prompt_file is not None:
         prompts, origin = read_prompts(Path(args.prompt_file)), args.prompt_file
-    elif args.text == "-":
-        if sys.stdin is None:
-            raise ValueError("stdin is closed: pipe a prompt into it, or give a TEXT")
-        prompts, origin = [decode_text(sys.stdin.buffer.read(), "stdin")], "stdin"
     else:
         given = args.prompt if args.prompt is not None else args.text
         if given is None:
             raise ValueError("no prompt: give a TEXT, --prompt TEXT, --prompt-file FILE, or - for stdin")
         prompts, origin = [given], "the command line"
+        if given == "-":
+            if sys.stdin is None:
+                raise ValueError("stdin is closed: pipe a prompt into it, or give a TEXT")
+            prompts, origin = [decode_text(sys.stdin.buffer.read(), "stdin")], "stdin"
     if not prompts:
         raise ValueError(f"{origin} holds no prompt: it must hold at least one")
     for number, prompt in enumerate(prompts, 1):

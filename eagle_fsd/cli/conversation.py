@@ -82,6 +82,10 @@ class Conversation:
                 self.args.threshold = AUTO
             else:  # it takes a budget's place
                 self.args.threshold, self.args.quality_budget = float(text), None
+            if text == AUTO and self.args.adapt:
+                raise ValueError(
+                    "threshold is auto with --adapt: it holds for the head as it was; give a number"
+                )
             self.options  # noqa: B018  # raises ValueError if the rule takes no such threshold
         except ValueError as error:
             self.args.threshold, self.args.quality_budget = before
@@ -90,9 +94,12 @@ class Conversation:
                     f"threshold is {text!r}: it must be a number of at least 0, or auto"
                 ) from error
             raise
-        return (
-            f"threshold {text}: {'exact' if self.args.threshold == 0 else 'larger is faster and less exact'}"
-        )
+        means = "larger is faster and less exact"
+        if text == AUTO:
+            means = "the calibrated one of the budget"
+        elif self.args.threshold == 0:
+            means = "exact"
+        return f"threshold {text}: {means}"
 
     def save(self, name: str) -> str:
         if not name:
@@ -118,15 +125,15 @@ def as_utf8(name: str, text: str) -> str:
         ) from error
 
 
-def read_messages(read_line: Callable[[bool], str | None]) -> Iterator[str]:
-    """Yield messages and commands of one or several lines, without blank ones.
+def read_messages(read_line: Callable[[bool], str | None]) -> Iterator[tuple[str, bool]]:
+    """Yield messages and commands of one or several lines, without blank ones, and whether it was pasted.
 
-    read_line: returns the next line without its end, None at the end of the input. It is told whether the
-    line goes on with a message.
+    What was pasted is a message, whatever it begins with. read_line: returns the next line without its end,
+    None at the end of the input. It is told whether the line goes on with a message.
     """
     while (line := read_line(False)) is not None:
-        lines = [line]
-        if line.strip() == PASTE:
+        lines, pasted = [line], line.strip() == PASTE
+        if pasted:
             lines = []
             while (line := read_line(True)) is not None and line.strip() != END:
                 lines.append(line)
@@ -136,4 +143,4 @@ def read_messages(read_line: Callable[[bool], str | None]) -> Iterator[str]:
                 lines.append(read_line(True) or "")
         message = "\n".join(lines)
         if message.strip():
-            yield message
+            yield message, pasted

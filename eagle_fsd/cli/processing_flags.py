@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle_fsd.core.checks import format_value
+
 if TYPE_CHECKING:
     from eagle_fsd.decoding.options import GenerationOptions
     from eagle_fsd.engine import EagleFSD
@@ -144,10 +146,11 @@ def parse_object(text: str) -> dict[str, Any]:
     """Return a JSON object; an argparse type."""
     try:
         found = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # the latter for thousands of levels
+        raise argparse.ArgumentTypeError(f"{format_value(text)} is no JSON: {error}") from error
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object, such as {{"enable_thinking": false}}')
+        example = '{"enable_thinking": false}'
+        raise argparse.ArgumentTypeError(f"{format_value(text)} is no JSON object, such as {example}")
     return found
 
 

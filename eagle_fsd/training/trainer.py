@@ -258,9 +258,10 @@ class Trainer:
                 if saves:
                     self.save()
         self.log_steps()
+        self.save()  # now: whoever interrupts the last evaluation loses no step
         if not self.stop:
             result = self.known_result() or self.evaluate_and_keep()
-        self.save()
+            self.save()
         return result
 
     def agree(self) -> None:

@@ -126,6 +126,9 @@ class FakeApi:
     def upload_folder(self, **options: Any) -> None:
         files = sorted(path.name for path in Path(options["folder_path"]).iterdir())
         self.calls.append((options["repo_id"], {"files": files}))
+        # What an earlier head may have left there, and never the card.
+        assert {"draft_vocabulary.safetensors", "custom_generate/*"} <= set(options["delete_patterns"])
+        assert "README.md" not in options["delete_patterns"]
 
 
 def test_a_dry_run_writes_the_repository_and_pushes_nothing(

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from jinja2 import TemplateError
 from support.tiny_models import VOCAB, greedy_alone, prompts_of, tiny_model
 from support.training_world import ends_in_one_line, run_command
 from torch import Tensor
@@ -434,6 +435,19 @@ def test_prompts_that_overlap_with_an_evaluation_set_are_left_out(tmp_path: Path
     held.write_text('{"text": "one two three four five six seven eight"}\n')
     with pytest.raises(ValueError, match=r"held.jsonl:1: has no prompt"):
         without_overlap(prompts, [held])
+
+
+def test_a_template_that_refuses_a_system_message_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = LetterTokenizer()
+
+    def refuse(*_: object, **__: object) -> str:
+        raise TemplateError("System role not supported")
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", refuse)
+    with pytest.raises(ValueError, match=r"\(System role not supported\); leave --system out"):
+        user_opening(tokenizer, system="S")
+    with pytest.raises(ValueError, match=r"\(System role not supported\); give --prompts"):
+        user_opening(tokenizer, None)
 
 
 def test_the_target_writes_prompts_in_the_users_place(tmp_path: Path) -> None:

@@ -378,6 +378,10 @@ def test_mistakes_of_a_user_are_one_line_before_a_model_is_loaded(
             "data": "--shards {} --rows 5"
         },
         r"--features with --online: .*; drop one": {"more": "--online --features {}/kept"},
+        r"--features with --shards alone: .*; drop one": {
+            "data": "--shards {}",
+            "more": "--features {}/kept",
+        },
         r"--draft-vocab-size without --export: .*": {"more": "--draft-vocab-size 9"},
         r"two files are named 'rows'.*": {"data": "--data {}/rows.jsonl --data {}/rows.jsonl"},
         r"decay is nan: .*": {"more": "--decay nan"},

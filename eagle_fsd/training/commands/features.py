@@ -33,7 +33,7 @@ from eagle_fsd.training.cli import (
     read_examples,
     run_command,
 )
-from eagle_fsd.training.data.features import estimate, extract_all
+from eagle_fsd.training.data.features import estimate, extract_all, require_own_folder
 from eagle_fsd.training.eagle3.new_head import choose_taps
 from eagle_fsd.training.eagle3.options import add_eagle3, taps_need_eagle3
 
@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> None:
     files = {args.output / name: examples for name, examples in read.items()}
     taps = choose_taps(target, args.taps) if args.eagle3 else ()
     settings = {"dtype": target.dtype, "batch_tokens": args.batch_tokens, "taps": taps}
+    for folder, examples in files.items():
+        require_own_folder(folder, examples, identity, dtype=target.dtype, taps=taps)
     if state.is_main_process:
         logger.info("features: %s", estimate(target.decoder, files, **settings))
     if not args.dry_run:

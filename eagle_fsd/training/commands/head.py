@@ -243,11 +243,12 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
 
 def check(args: argparse.Namespace, config: TrainConfig) -> None:
     """Raise ValueError for mistakes that can be found before any model is loaded."""
+    if args.features is not None and (args.online or not (args.data or args.text)):
+        other = "--online" if args.online else "--shards alone"
+        raise ValueError(f"--features with {other}: no features are stored then; drop one")
     check_text(args)
     if args.online and args.shards:
         raise ValueError("--online with --shards: stored features need no target in the loop; drop one")
-    if args.online and args.features is not None:
-        raise ValueError("--features with --online: no features are stored then; drop one")
     check_training(args)
     text_tokens(args)
     if args.draft_vocab_size is not None and args.export is None and not args.eagle3:

@@ -59,6 +59,8 @@ def functions(most_lines: int = 40) -> Iterator[dict[str, str]]:
             lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
             if len(lines) > most_lines:
                 continue
+            if any(line[: node.col_offset].strip() for line in lines):
+                continue  # a docstring of another margin
             lines = [line[node.col_offset :] for line in lines]
             head = "\n".join(lines[: (node.body[0].end_lineno or node.lineno) - node.lineno + 1])
             whole = "\n".join(lines)

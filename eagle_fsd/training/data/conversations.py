@@ -22,7 +22,7 @@ from eagle_fsd.files.atomic import read_records, write_atomically
 from eagle_fsd.files.fingerprints import differences, digest_json
 from eagle_fsd.files.jsonl import drop_torn_line, read_jsonl
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.text.chat import encode_as_trained, plain_text
+from eagle_fsd.text.chat import REFUSALS, encode_as_trained, plain_text
 from eagle_fsd.text.prompt_files import find_prompt, read_prompts
 from eagle_fsd.training.data.examples import banned_runs, overlap, turns_of
 from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
@@ -99,7 +99,7 @@ def dataset_prompts(name: str, split: str, limit: int | None, config: str | None
         ) from error
     try:
         rows = load_dataset(name, config, split=split, streaming=True)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # the last for a data set that has a script
         raise ValueError(
             f"data set {name!r}, configuration {config!r}, split {split!r} cannot be read "
             f"({one_line(error, 200)}): it must have both; change --dataset, --dataset-config or --split"
@@ -138,7 +138,13 @@ def user_opening(tokenizer: PreTrainedTokenizerBase, system: str | None) -> list
         )
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": MARK})
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    except REFUSALS as error:
+        remedy = "leave --system out" if system is not None else "give --prompts"
+        raise ValueError(
+            f"the target's chat template refuses the chat ({one_line(error, 100)}); {remedy}"
+        ) from error
     opening, mark, _ = rendered.partition(MARK)
     if not mark:
         raise ValueError(

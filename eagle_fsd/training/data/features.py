@@ -141,6 +141,42 @@ def estimate(
     return cost
 
 
+def require_own_folder(
+    folder: Path,
+    examples: Sequence[Example],
+    target: Mapping[str, str],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    shard_examples: int = 128,
+    taps: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Return the manifest of the features of `examples`; see `extract`.
+
+    Raises ValueError if the folder has other features, or shards of which nothing says what they are.
+    """
+    manifest = {
+        "target": dict(target),
+        "examples": digest_json(*([one.tokens, [int(flag) for flag in one.learn]] for one in examples)),
+        "count": len(examples),
+        "shard_examples": shard_examples,
+        "stored": str(dtype).removeprefix("torch."),
+        **({"taps": list(taps)} if taps else {}),
+    }
+    orphans = any(folder.glob("shard_*"))  # looked for first: a manifest is written before its shards
+    if (folder / MANIFEST).is_file():
+        if changed := differences(read_manifest(folder), manifest):
+            raise ValueError(
+                f"features in {folder} belong to another target, other data or settings ({changed}); "
+                "remove the folder or name another"
+            )
+    elif orphans:
+        raise ValueError(
+            f"{folder} has shards and no {MANIFEST}: nothing says what they are of; remove the folder or "
+            "name another"
+        )
+    return manifest
+
+
 def extract(
     base_model: nn.Module,
     examples: Sequence[Example],
@@ -161,27 +197,9 @@ def extract(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = {
-        "target": dict(target),
-        "examples": digest_json(*([one.tokens, [int(flag) for flag in one.learn]] for one in examples)),
-        "count": len(examples),
-        "shard_examples": shard_examples,
-        "stored": str(dtype).removeprefix("torch."),
-        **({"taps": list(taps)} if taps else {}),
-    }
-    orphans = any(folder.glob("shard_*"))  # checked first: a manifest is written before its shards
-    if (folder / MANIFEST).is_file():
-        if changed := differences(read_manifest(folder), manifest):
-            raise ValueError(
-                f"features in {folder} belong to another target, other data or settings ({changed}); "
-                "remove the folder or name another"
-            )
-    elif orphans:
-        raise ValueError(
-            f"{folder} has shards and no {MANIFEST}: nothing says what they are of; remove the folder or "
-            "name another"
-        )
-    else:  # processes that start together all write the same whole file
+    settings = {"dtype": dtype, "shard_examples": shard_examples, "taps": taps}
+    manifest = require_own_folder(folder, examples, target, **settings)
+    if not (folder / MANIFEST).is_file():  # processes that start together all write the same whole file
         write_atomically(folder / MANIFEST, json.dumps(manifest))
     starts = list(enumerate(range(0, len(examples), shard_examples)))[share[0] :: share[1]]
     for number, start in tqdm(starts, desc=f"features of {folder.name}", unit="shard", mininterval=5):

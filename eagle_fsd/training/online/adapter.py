@@ -27,7 +27,7 @@ from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.head_checkpoint import save_head
 from eagle_fsd.training.batching import collate, features_std, input_sizes, tokens_of_batch
-from eagle_fsd.training.data.examples import Example
+from eagle_fsd.training.data.examples import Example, batches_by_length
 from eagle_fsd.training.data.features import OnlineFeatures
 from eagle_fsd.training.data.shards import FeatureSequence
 from eagle_fsd.training.held_out import HeldOut, best_tokens, evaluate
@@ -240,16 +240,22 @@ class HeadAdapter:
             self._memory.popleft()
         if self._optimizer is None:
             self._optimizer = HeadOptimizer(self._copy, 0.0, input_sizes(lesson, self._embedding))
-        batch = collate(lesson)
-        readout = self._readout.restrict(tokens_of_batch(self._drafted, batch))
+        learned = [int(one.learn.sum()) for one in lesson]
         self._copy.zero_grad()
-        parts = (batch, self._embedding, readout, features_std(lesson), self.config.unroll)
-        loss, _ = head_loss(self._copy, *parts, LossWeights())
-        loss.backward()
+        total, deviation = 0.0, features_std(lesson)
+        # Padded to the longest text, a short one would cost as much as that.
+        for group in batches_by_length([len(one.tokens) for one in lesson], LONGEST):
+            batch = collate([lesson[place] for place in group])
+            readout = self._readout.restrict(tokens_of_batch(self._drafted, batch))
+            parts = (batch, self._embedding, readout, deviation, self.config.unroll)
+            loss, _ = head_loss(self._copy, *parts, LossWeights())
+            loss = loss * (sum(learned[place] for place in group) / max(sum(learned), 1))
+            loss.backward()
+            total += loss.item()
         norm = nn.utils.clip_grad_norm_(self._copy.parameters(), CLIP)
-        if math.isfinite(loss.item() + norm.item()):
+        if math.isfinite(total + norm.item()):
             self._optimizer.step(self.config.learning_rate)
-        return sum(int(one.learn.sum()) for one in lesson)
+        return sum(learned)
 
     def _chain(self, head: DraftHead, text: HeldOut) -> float:
         """Return the expected tokens per step of a chain of drafts on a held-back text."""

@@ -231,7 +231,11 @@ def push(folder: Path, repo_id: str, private: bool = False) -> str:
     api = HfApi()
     try:
         address = api.create_repo(repo_id, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload draft head")
+        # A file of an earlier head, such as its list of tokens, would make this one unreadable.
+        old = [*sorted(KINDS - {CARD}), f"{FOLDER}/*"]
+        api.upload_folder(
+            repo_id=repo_id, folder_path=folder, commit_message="Upload draft head", delete_patterns=old
+        )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ValueError(
             f"repository {repo_id!r} cannot be written ({one_line(error, 120)}): it must be OWNER/NAME that "

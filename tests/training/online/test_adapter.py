@@ -16,6 +16,9 @@ from eagle_fsd.hub.resolve import load_head
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.packed_linear import PackedLinear, pack_linears
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.training.batching import Batch, collate
+from eagle_fsd.training.data.shards import FeatureSequence
+from eagle_fsd.training.online import adapter as adapter_module
 from eagle_fsd.training.online.adapter import AdaptConfig, HeadAdapter
 
 TREE = TreeConfig(8, 3, 3)
@@ -107,6 +110,32 @@ def test_a_loss_that_is_not_finite_teaches_nothing(monkeypatch: pytest.MonkeyPat
         adapter.update()
     assert adapter.updates and not adapter.updates[-1].used
     assert all(torch.equal(value, before[name]) for name, value in adapter._copy.state_dict().items())
+
+
+def test_texts_of_other_lengths_are_learned_apart_to_the_same_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text does not pad the short ones, and all have the weight that they have in one batch."""
+    gradients, shapes = [], []
+    sizes: list[int] = []
+
+    def counted(lesson: list[FeatureSequence]) -> Batch:
+        sizes.append(len(lesson))
+        return collate(lesson)
+
+    monkeypatch.setattr(adapter_module, "collate", counted)
+    for most in (2048, 40):
+        monkeypatch.setattr(adapter_module, "LONGEST", 2048)  # which also cuts texts that are added
+        model = engine()
+        adapter = HeadAdapter(model, replace(QUICK, every=60, unroll=1))
+        for number, prompt in enumerate(prompts_of([6, 30, 4], seed=5)):
+            adapter.add(prompt, answer(model, prompt)[: 24 - number])
+        lesson = adapter._sort_in()
+        monkeypatch.setattr(adapter_module, "LONGEST", most)
+        sizes.clear()
+        adapter._learn(lesson)
+        gradients.append([one.grad for one in adapter._copy.parameters()])
+        shapes.append(list(sizes))
+    assert len(shapes[0]) == 1 < len(shapes[1]) and sum(shapes[0]) == sum(shapes[1])
+    torch.testing.assert_close(*gradients)
 
 
 def test_held_back_texts_are_never_learned_from() -> None:
