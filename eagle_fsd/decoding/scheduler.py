@@ -309,8 +309,11 @@ class Scheduler:
             return False
         tokens = host_tokens(read.prompt)
         for text in islice(self.waiting, self.rows):
+            agreed = count_agreed(tokens, host_tokens(text.prompt))
+            if agreed < SHARED:
+                continue
             found = self._find_prefix(text)
-            if count_agreed(tokens, host_tokens(text.prompt)) >= SHARED + (found[1] if found else 0):
+            if found is None or agreed - found[1] >= SHARED:
                 return True
         return False
 

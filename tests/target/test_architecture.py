@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig
 
+from eagle_fsd.target import admission
 from eagle_fsd.target.architecture import (
     PLAIN,
     LogitsTransform,
@@ -67,3 +69,18 @@ def test_a_text_config_that_is_none_is_named_in_a_line(inner: Any) -> None:
         ValueError, match=r"target is a 'llama' model whose text_config is .*: it must be a config"
     ):
         check_supported(LlamaConfig(text_config=inner))
+
+
+@pytest.mark.parametrize(
+    ("differences", "wanted", "tried"),
+    [([0.05], 0.05, 1), ([0.4, 0.01], 0.01, 2), ([0.4, 0.2, 0.3], 0.2, 3), ([0.4, math.nan], math.nan, 2)],
+)
+def test_a_mistake_must_show_in_every_text(
+    differences: list[float], wanted: float, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some texts magnify rounding. A logit that is no number counts at once."""
+    target = SimpleNamespace(dtype=torch.bfloat16, weight_format="bfloat16")
+    left = list(differences)
+    monkeypatch.setattr(admission, "difference_on", lambda *_: left.pop(0))
+    assert admission.tree_difference(target) == pytest.approx(wanted, nan_ok=True)
+    assert len(differences) - len(left) == tried == len(differences)

@@ -19,7 +19,8 @@ from eagle_fsd.target.session import TargetSession
 # Tokens at the end of a prompt whose next-token lists are shown to a drafter that needs lists. More of them
 # were measured to bring little, and each costs a row of logits over the vocabulary.
 LISTED = 64
-# From so many tokens on, what all prompts begin with is read once. For fewer, a forward more costs as much.
+# Prompts that begin with so many tokens alike have these read once. With fewer, the forward that this takes
+# more costs what it saves.
 SHARED = 64
 
 

@@ -91,24 +91,23 @@ def likelihoods(
     It flatters a rule that picks likely tokens: text sharper than the target's own scores higher than it.
     None for an answer without tokens.
     """
-    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-    counts = [len(text) - 1 for text in texts]
-    session = TargetSession(target, len(texts), max(counts))
-    features = read_prompts(pad_right(texts, 0)[:, :-1].to(target.device), counts, session)
     found: list[float | None] = []
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):  # logits are large
-        if not answer:
-            found.append(None)
-            continue
-        log_p = target.logits(features[row, len(prompt) - 1 : counts[row]]).log_softmax(-1)
-        found.append(float(log_p.gather(1, torch.tensor(answer, device=target.device)[:, None]).mean()))
+    for answer, features in zip(answers, answer_features(target, prompts, answers), strict=True):
+        log_p = target.logits(features).log_softmax(-1)  # of one answer at a time: they are large
+        mine = log_p.gather(1, torch.tensor(answer, dtype=torch.int64, device=target.device)[:, None])
+        found.append(float(mine.mean()) if answer else None)
     return found
 
 
 @torch.inference_mode()
-def read_at_once(target: TargetModel, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
-    """Return the logits [n, V] float32 of the answer's n tokens, which are read as a part of the prompt."""
-    text = torch.tensor([[*prompt, *answer[:-1]]], device=target.device)
-    session = TargetSession(target, 1, text.shape[1])
-    features = session.prefill(text, [text.shape[1]])[0, len(prompt) - 1 :]
-    return target.logits(features)
+def answer_features(
+    target: TargetModel, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """Return the features [n, d] before each of an answer's n tokens, which are read as parts of prompts."""
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    counts = [len(text) - 1 for text in texts]
+    session = TargetSession(target, len(texts), max(counts))
+    features = read_prompts(pad_right(texts, 0)[:, :-1].to(target.device), counts, session)
+    return [
+        mine[len(prompt) - 1 : count] for mine, prompt, count in zip(features, prompts, counts, strict=True)
+    ]

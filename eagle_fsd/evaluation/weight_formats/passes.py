@@ -28,7 +28,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.measure.hardware_limits import memory
-from eagle_fsd.evaluation.measure.observers import read_at_once
+from eagle_fsd.evaluation.measure.observers import answer_features
 from eagle_fsd.evaluation.prompt_sets import answer
 from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import append_row
@@ -141,6 +141,12 @@ def load_reference(base_model: str) -> TargetModel:
 
 def prompt_ids(engine: EagleFSD, question: Question) -> list[int]:
     return encode_as_trained(engine.tokenizer, question.text)
+
+
+@torch.inference_mode()
+def read_at_once(target: TargetModel, prompt: Tokens, answer: Tokens) -> Tensor:
+    """Return the logits [n, V] float32 of the answer's n tokens, which are read as a part of the prompt."""
+    return target.logits(answer_features(target, [prompt], [answer])[0])
 
 
 @torch.inference_mode()

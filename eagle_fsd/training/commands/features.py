@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
     files = {args.output / name: examples for name, examples in read.items()}
     taps = choose_taps(target, args.taps) if args.eagle3 else ()
     settings = {"dtype": target.dtype, "batch_tokens": args.batch_tokens, "taps": taps}
-    for folder, examples in files.items():
+    for folder, examples in files.items() if args.dry_run else ():  # else `extract` looks
         require_own_folder(folder, examples, identity, dtype=target.dtype, taps=taps)
     if state.is_main_process:
         logger.info("features: %s", estimate(target.decoder, files, **settings))
