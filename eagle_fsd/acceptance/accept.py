@@ -10,7 +10,7 @@ draft distributions, V vocabulary, W drafted tokens. Knows no model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from eagle_fsd.core.checks import require_choice, require_integer
 from eagle_fsd.core.config import HYBRID, PAPER, SamplingConfig
 from eagle_fsd.core.long_rows import first_largest
+from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.sampling import Warped
 from eagle_fsd.core.tree import DraftTree
 
@@ -47,6 +48,12 @@ class Verdict:
     chances: Tensor | None = None
     weak: Tensor | None = None
 
+    def select(self, rows: Sequence[int]) -> Verdict:
+        """Return the verdict on these rows of the batch."""
+        index = on_device(rows, self.path.device)
+        of_rows = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Verdict(**{name: None if one is None else one[index] for name, one in of_rows.items()})
+
 
 @dataclass(frozen=True)
 class Verified:
@@ -60,6 +67,11 @@ class Verified:
     logits: Tensor
     sampling: SamplingConfig
     eos: Tensor
+
+    def select(self, rows: Sequence[int]) -> Verified:
+        """Return what was verified in these rows of the batch."""
+        index = on_device(rows, self.logits.device)
+        return replace(self, tree=self.tree.select(rows), logits=self.logits[index])
 
     @cached_property
     def probs(self) -> Tensor | None:

@@ -126,8 +126,12 @@ class Batch:
             note_logprobs(self.texts, emitted, logits, verdict)
         if self.observer is not None:
             for rows, verified, part in groups:
-                counts = {self.texts[row]: len(emitted.get(self.texts[row], ())) for row in rows}
-                self.observer(verified, part, {text.number: count for text, count in counts.items()})
+                texts = [self.texts[row] for row in rows]
+                going = [place for place, text in enumerate(texts) if text in emitted]
+                if 0 < len(going) < len(rows):
+                    verified, part = verified.select(going), part.select(going)
+                if going:
+                    self.observer(verified, part, {texts[at].number: len(emitted[texts[at]]) for at in going})
         with watch("keep"):
             if self.active:
                 shown = [[] if text.done else steps[text].tokens for text in self.texts]
@@ -216,8 +220,7 @@ class Batch:
 
     def drop_done_rows(self, few_sizes: bool = False) -> None:
         """Drop rows whose texts are done; see `choose_rows`. few_sizes: as if steps were recorded."""
-        recorded = few_sizes or (self.accept_step.stepper.records and self.observer is None)
-        kept = choose_rows([text.done for text in self.texts], recorded)
+        kept = choose_rows([text.done for text in self.texts], few_sizes or self.accept_step.stepper.records)
         if len(kept) < len(self.texts):
             self.select(kept)
 

@@ -106,7 +106,10 @@ class Drafter(Protocol):
         """Replace these rows, one by one, by the texts of another drafter of the same spec."""
 
     def reset(self, longest: int, tree: TreeConfig) -> None:
-        """Forget the texts. longest: the most tokens that one of the next texts may have."""
+        """Forget the texts, and make all rows ready for new ones, those that have left as well.
+
+        longest: the most tokens that one of the next texts may have.
+        """
 
 
 @runtime_checkable

@@ -61,9 +61,9 @@ class TextTokens:
             self._rows[row] = dict(tokens)
         self._stale = True
 
-    def reset(self) -> None:
-        """Forget the texts."""
-        self._rows, self._stale = [{} for _ in self._rows], True
+    def reset(self, rows: int) -> None:
+        """Forget the texts, and make ready for as many new ones as there are rows."""
+        self._rows, self._stale = [{} for _ in range(rows)], True
 
     def drafts(self, row: int, token: int) -> bool:
         """Return whether a token is drafted for a text."""

@@ -176,7 +176,7 @@ class BeamDrafter:
     def reset(self, longest: int, tree: TreeConfig) -> None:
         self.cache.reset(slots_per_row(longest, tree))
         if self.predictor.own is not None:
-            self.predictor.own.reset()
+            self.predictor.own.reset(self.cache.rows)
 
     def grow(
         self,

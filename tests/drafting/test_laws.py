@@ -272,6 +272,21 @@ def test_the_state_after_any_accepts_is_that_of_a_fresh_drafter(name: str) -> No
                 )
 
 
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "none"])
+def test_rows_that_have_left_are_there_for_the_next_batch(name: str) -> None:
+    """A drafter that forgets its texts takes as many again, and drafts for each as a new one does."""
+    recorded = run_recorded(name, texts())
+    first, drafter = recorded.trees[0], recorded.inner
+    assert len(recorded.trees[-1].tokens) < len(texts()) == len(first.tokens), "no row left early"
+    assert drafter.rows == len(texts())
+    drafter.reset(64, TREE)
+    with torch.inference_mode():
+        drafter.begin(recorded.shown[0])
+        again = drafter.draft(first.tokens[:, 0], TREE)
+    assert torch.equal(again.tokens, first.tokens) and torch.equal(again.parents, first.parents)
+    torch.testing.assert_close(again.log_q, first.log_q, atol=1e-4, rtol=1e-4)
+
+
 def test_the_pages_drafter_keeps_the_pages_rules() -> None:
     """That of docs/adding-a-drafter.md: rows do not depend on their batch, nor on prompts that come twice."""
     page = (Path(__file__).parents[2] / "docs" / "adding-a-drafter.md").read_text(encoding="utf-8")

@@ -107,8 +107,10 @@ def test_texts_keep_their_tokens_as_rows_come_and_go() -> None:
     other.add([[32]])  # they share nothing
     own = [{30, 31}, {34, 35, 36}]
     torch.testing.assert_close(whole(tokens, features[:2]), plain_logits(target, features[:2], own))
-    tokens.reset()
+    tokens.reset(3)
     assert tokens.now() is None
+    tokens.add([[5], [6], [7]])  # the row that had left as well
+    torch.testing.assert_close(whole(tokens, features), plain_logits(target, features, [{5}, {6}, {7}]))
 
 
 def test_the_number_belongs_to_a_heads_identity_and_needs_a_list() -> None:

@@ -208,14 +208,17 @@ def test_a_rule_that_cannot_be_named_is_not_recorded() -> None:
 BATCHES = [(2, [4, 6]), (4, [4, 6, 8, 7]), (8, [1, 20, 8, 1, 24, 10, 24, 7])]
 
 
+@pytest.mark.parametrize("own", [None, 6], ids=["all", "text-tokens"])
 @pytest.mark.parametrize(("batch", "lengths"), BATCHES)
-def test_rows_that_finish_cost_few_recordings_and_none_in_the_end(batch: int, lengths: list[int]) -> None:
+def test_rows_that_finish_cost_few_recordings_and_none_in_the_end(
+    batch: int, lengths: list[int], own: int | None
+) -> None:
     """Rows end one after the other, in three generations: all texts and counts as without recording.
 
     A recording serves one number of rows, which is halved at most, and what was recorded serves again.
     """
-    recorder = OpRecorder()
-    recorded, plain = engine(recorder), engine(None)
+    recorder, drafted = OpRecorder(), None if own is None else 24
+    recorded, plain = engine(recorder, drafted=drafted, own=own), engine(None, drafted=drafted, own=own)
     prompts = list(range(5, 5 + batch))
     whole = text(plain, prompts, Lossless()).new_tokens
     ends = sorted({words[min(3 + 2 * row, 20)] for row, words in enumerate(whole)})[:3]
@@ -271,21 +274,39 @@ def test_a_row_that_is_done_stays_as_it_is_beside_the_others() -> None:
         assert mine.accept_histogram == its.accept_histogram and mine.finish_reason == its.finish_reason
 
 
-def test_an_observer_sees_the_rows_that_go_on_only() -> None:
-    sizes = []
+@pytest.mark.parametrize("rule", [Lossless(), Fuzzy(0.3)], ids=str)
+def test_an_observer_sees_the_rows_that_go_on_only(rule: AcceptanceRule) -> None:
+    """What it sees of them is what it sees without recording, where rows that are done leave at once."""
+    prompts, seen = [6, 9, 7, 8, 5], list[tuple[dict[int, int], list[list[int]], Tensor]]()
 
     def watch(verified: Verified, verdict: Verdict, emitted: dict[int, int]) -> None:
         assert len(verified.logits) == len(verdict.path) == len(emitted) and all(emitted.values())
-        sizes.append(len(emitted))
+        tokens = [
+            words[:count] for words, count in zip(verdict.tokens.tolist(), emitted.values(), strict=True)
+        ]
+        chances = verified.logits.new_zeros(1) if verdict.chances is None else verdict.chances.sum(-1)
+        seen.append((emitted, tokens, torch.cat((chances, verified.largest[:, 0]))))
 
-    recorded, plain = engine(OpRecorder()), engine(None)
-    stop = text(plain, [6, 9, 7], Lossless()).new_tokens[1][2]
+    recorder = OpRecorder()
+    recorded, plain = engine(recorder), engine(None)
+    stop = text(plain, prompts, rule).new_tokens[1][2]
     options = {"eos_token_id": [stop], "observer": watch}
-    found = text(recorded, [6, 9, 7], Lossless(), **options)
-    recorded_sizes = sizes.copy()
-    sizes.clear()
-    assert found.new_tokens == text(plain, [6, 9, 7], Lossless(), **options).new_tokens
-    assert recorded_sizes == sizes and 2 in sizes
+    made = []
+    for _ in range(3):
+        seen.clear()
+        before = recorder.recordings
+        found = text(recorded, prompts, rule, **options)
+        made.append(recorder.recordings - before)
+    with_recordings = seen.copy()
+    seen.clear()
+    assert found.new_tokens == text(plain, prompts, rule, **options).new_tokens
+    assert len({len(emitted) for emitted, *_ in seen}) > 2, "rows left together"
+    assert [(emitted, tokens) for emitted, tokens, _ in with_recordings] == [
+        (emitted, tokens) for emitted, tokens, _ in seen
+    ]
+    for (*_, mine), (*_, its) in zip(with_recordings, seen, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-3, rtol=1e-3)
+    assert made[2] == 0, "what was recorded serves again, observed or not"
 
 
 def test_the_accept_step_reads_logits_where_verify_left_them() -> None:

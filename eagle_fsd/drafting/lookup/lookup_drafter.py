@@ -91,18 +91,14 @@ class LookupSpec:
 class LookupDrafter:
     """Looks tokens up in the texts of one batch and in the target's earlier lists of next tokens.
 
-    priors: the confidences of a text at first, by cell.
+    priors: the confidences of a text at first, by cell. rows: how many texts it is for; some may have left.
     """
 
     def __init__(self, spec: LookupSpec, batch: int, priors: Sequence[float] = confidences.PRIORS) -> None:
-        self.spec, self.priors = spec, priors
+        self.spec, self.priors, self.rows = spec, priors, batch
         self.needs = Needs(next_tokens=min(LENGTH, spec.tokens) if spec.sources.recycled else 0)
         self.memories = [TextMemory(spec.sources, priors) for _ in range(batch)]
         self.vocabulary = Vocabulary(torch.empty(0, dtype=torch.int64, device=spec.device), spec.tokens)
-
-    @property
-    def rows(self) -> int:
-        return len(self.memories)
 
     def begin(self, seen: Seen) -> None:
         rows = zip(self.memories, *to_host(seen), strict=True)
@@ -133,7 +129,7 @@ class LookupDrafter:
     def select(self, rows: Sequence[int]) -> None:
         taken: set[int] = set()
         # A row may be taken more than once, and its texts go on separately.
-        before, self.memories = self.memories, []
+        before, self.memories, self.rows = self.memories, [], max(self.rows, len(rows))
         for row in rows:
             self.memories.append(before[row].copy() if row in taken else before[row])
             taken.add(row)
@@ -152,7 +148,7 @@ class LookupDrafter:
         self.memories[row].begin(tokens, [])
 
     def reset(self, longest: int, tree: TreeConfig) -> None:
-        self.memories = [TextMemory(self.spec.sources, self.priors) for _ in self.memories]
+        self.memories = [TextMemory(self.spec.sources, self.priors) for _ in range(self.rows)]
 
 
 def to_host(seen: Seen) -> tuple[Sequence[Sequence[int]], list[list[NextList]]]:

@@ -23,6 +23,7 @@ from eagle_fsd.target.model import TargetModel
 
 OFF, ON = "graphs off", "graphs on"
 VOCAB = 96
+OWN = 6  # tokens of its own that each text has drafted
 WINDOW = {"sliding_window": 8}
 SOFT = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}
 # Family -> what its config has beside the sizes. One each of plain rotary positions, norms of q and k, a
@@ -121,13 +122,16 @@ class Bench:
 
 
 def engine_of(model: transformers.PreTrainedModel, stepper: Stepper) -> EagleFSD:
-    """Return a model with a random head as EAGLE trains one for it, the same for the same shape."""
+    """Return a model with a random head as EAGLE trains one for it, the same for the same shape.
+
+    It drafts every other token of the vocabulary, and each text's own ones, as the shipped head does.
+    """
     target = TargetModel(model, stepper)
     shape = HeadConfig.for_target(target.config, target.hidden_size, target.vocab_size)
     with target.device:
         head = DraftHead(shape).float().eval()
     randomize(head, seed=1)
-    return EagleFSD(target, head)
+    return EagleFSD(target, head.restrict(torch.arange(0, target.vocab_size, 2, device=target.device), OWN))
 
 
 def tiny_model(
