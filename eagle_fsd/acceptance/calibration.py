@@ -27,7 +27,7 @@ from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.fingerprints import differences
 
 FILE = "calibration.json"
-VERSION = 2  # version 1 held a single calibration
+VERSION = 3  # older ones name the models by digests that only one dtype has
 OPEN = "inf"
 REMEDY = "calibrate it with eval/calibrate.py, or give a number"
 AGAIN = "make the file again"
@@ -143,8 +143,8 @@ class Calibration:
         return self.shared_ratio > max(inside, default=0.0)
 
     def is_for(self, models: Mapping[str, Any]) -> bool:
-        """Return whether it was made with this target and this way to draft, whatever the target's name."""
-        return drop_target_name(self.models) == drop_target_name(models)
+        """Return whether it was made with this target and this way to draft, whatever name and dtypes."""
+        return weights_alone(self.models) == weights_alone(models)
 
 
 def find_calibration(
@@ -157,7 +157,7 @@ def find_calibration(
     """
     mine = [one for one in calibrations if one.is_for(models)]
     if not mine:
-        found = [differences(drop_target_name(one.models), drop_target_name(models)) for one in calibrations]
+        found = [differences(weights_alone(one.models), weights_alone(models)) for one in calibrations]
         nearest = min(found, key=len, default="it is empty")
         raise ValueError(
             f"threshold is auto: {FILE} was made for another target or head ({one_line(nearest, 300)}); "
@@ -202,10 +202,10 @@ def read_calibrations(path: Path) -> list[Calibration]:
         raise ValueError(f"threshold is auto: there is no {FILE} beside the head ({path.parent}); {REMEDY}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        version = data.pop("version", None)
-        if version not in (1, VERSION):
-            raise ValueError(f"its version is {version!r}: it must be 1 or {VERSION}")
-        return [read_one(one) for one in ([data] if version == 1 else data["calibrations"])]
+        version = data.get("version")
+        if version != VERSION:
+            raise ValueError(f"its version is {format_value(version)}: it must be {VERSION}")
+        return [read_one(one) for one in data["calibrations"]]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: is not a calibration ({one_line(error, 200)}); {REMEDY}") from error
 
@@ -220,10 +220,9 @@ def read_one(data: dict[str, Any]) -> Calibration:
     return Calibration(**{**data, "sampling": sampling, "tree": tree, "thresholds": thresholds})
 
 
-def drop_target_name(models: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an identity without the target's name: the same weights may be loaded under another name."""
-    target = {key: value for key, value in models["target"].items() if key != "name"}
-    return {**models, "target": target}
+def weights_alone(models: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the digests of an identity: weights may be loaded under another name and in another dtype."""
+    return {"target": {"weights": models["target"].get("weights")}, "head": models.get("head")}
 
 
 def format_sampling(sampling: SamplingConfig) -> str:

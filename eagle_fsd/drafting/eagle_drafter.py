@@ -25,7 +25,7 @@ from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.text_tokens import TextTokens
 from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter, slots_per_row
-from eagle_fsd.files.fingerprints import digest_tensors
+from eagle_fsd.files.fingerprints import digest_weights
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
@@ -106,7 +106,7 @@ class EagleSpec:
     @property
     def identity(self) -> str:
         """A digest of the head's weights and draft vocabulary, and the number of texts' own tokens."""
-        weights = digest_tensors([*self.head.parameters(), *self.head.buffers()])
+        weights = digest_weights([*self.head.parameters(), *self.head.buffers()])
         return f"{weights}-text{self.most_own}" if self.most_own else weights
 
     def make(self, batch: int, tokens: int, tree: TreeConfig) -> BeamDrafter:

@@ -16,11 +16,12 @@ SAMPLE = 64  # values of each weight that a target's digest reads
 def target_identity(name: str, model: nn.Module) -> dict[str, str]:
     """Return what features and answers depend on: a target's name, a digest of its weights, and its dtype.
 
-    The digest reads a few values of every weight, so that tuning only some layers changes it.
+    The digest reads a few values of every weight, so that tuning only some layers changes it. It is the same
+    in float32 and in bfloat16.
     """
     weights = [sample_values(whole(weight), SAMPLE) for weight in model.parameters() if not weight.is_meta]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return {"name": name, "weights": digest_tensors(weights), "dtype": dtype}
+    return {"name": name, "weights": digest_weights(weights), "dtype": dtype}
 
 
 def whole(weight: Any) -> Tensor:
@@ -29,9 +30,19 @@ def whole(weight: Any) -> Tensor:
     return full
 
 
-def models_identity(target: dict[str, str], drafter: str | None) -> dict[str, Any]:
-    """Return what identifies a pair of target and drafter by their own identities."""
-    return {"target": target, "head": drafter}
+def models_identity(target: dict[str, str], drafter: str | None, network: nn.Module | None) -> dict[str, Any]:
+    """Return what identifies a pair of target and drafter by their own identities.
+
+    network: the drafter's weights, whose dtype is a part of it; None if it has none.
+    """
+    first = None if network is None else next(network.parameters(), None)
+    dtype = None if first is None else str(first.dtype).removeprefix("torch.")
+    return {"target": target, "head": drafter, "head_dtype": dtype}
+
+
+def digest_weights(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of weights that is the same for float32 and for bfloat16."""
+    return digest_tensors(one.bfloat16() if one.is_floating_point() else one for one in tensors)
 
 
 def digest_tensors(tensors: Iterable[Tensor]) -> str:

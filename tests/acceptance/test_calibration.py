@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product, starmap
 from pathlib import Path
@@ -296,12 +296,6 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert '"threshold": "inf"' in text and "Infinity" not in text  # which no other reader of JSON knows
 
 
-def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
-    calibration = a_calibration(engine())
-    (tmp_path / FILE).write_text(json.dumps({"version": 1, **asdict(calibration)}))
-    assert read_calibrations(tmp_path / FILE) == [calibration]
-
-
 def test_each_sampling_has_its_own(tmp_path: Path) -> None:
     model = engine()
     greedy, warm = a_calibration(model, sampling=SamplingConfig(), prompts=7), a_calibration(model)
@@ -481,6 +475,22 @@ def test_another_name_is_the_same_target(tmp_path: Path) -> None:
     assert find_calibration([a_calibration(model, models=other)], models, WARM)
 
 
+def test_it_serves_the_same_weights_in_another_dtype() -> None:
+    """In bfloat16, which is the default on a GPU, budgets are those of float32; other weights have none."""
+
+    def of_dtype(dtype: torch.dtype, head_seed: int = 0) -> EagleFSD:
+        return EagleFSD(TargetModel(tiny_model().to(dtype)), tiny_head(head_seed).to(dtype))
+
+    found, half = a_calibration(of_dtype(torch.float32)), of_dtype(torch.bfloat16)
+    assert found.models != half.identity(), "rows of a sweep are of one dtype"
+    assert find_calibration([found], half.identity(), WARM) is found
+    mixed = EagleFSD(TargetModel(tiny_model()), tiny_head().bfloat16())
+    assert find_calibration([found], mixed.identity(), WARM) is found
+    assert mixed.identity() not in (found.models, half.identity())
+    with pytest.raises(ValueError, match=r"made for another target or head .head was"):
+        find_calibration([found], of_dtype(torch.bfloat16, head_seed=9).identity(), WARM)
+
+
 @pytest.mark.parametrize(
     ("spoil", "line"),
     [
@@ -490,7 +500,7 @@ def test_another_name_is_the_same_target(tmp_path: Path) -> None:
         ("target", "was made for another target or head"),
         ("sampling", "it was calibrated at 0.9/20/0.95, none of which is as warm as 0.6/50/0.9"),
         ("broken", "is not a calibration"),
-        ("old", "is not a calibration .its version is 0: it must be 1 or 2"),
+        ("old", "is not a calibration .its version is 2: it must be 3"),
         ("fields", "is not a calibration"),
     ],
 )
@@ -506,7 +516,7 @@ def test_what_does_not_fit_is_refused(spoil: str, line: str, tmp_path: Path) -> 
     if spoil == "broken":
         file.write_text(file.read_text()[:90])
     if spoil == "old":
-        file.write_text(json.dumps({**data, "version": 0}))
+        file.write_text(json.dumps({**data, "version": 2}))
     if spoil == "fields":
         file.write_text(json.dumps({**data, "calibrations": [{"thresholds": [{"threshold": 0.3}]}]}))
     sampling = SamplingConfig(0.6, 50, 0.9) if spoil == "sampling" else WARM

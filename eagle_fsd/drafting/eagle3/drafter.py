@@ -23,7 +23,7 @@ from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import Verifier, commit_in_chunks, pair_prompts, require_equal
 from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter, level_positions, read_view, slots_per_row
-from eagle_fsd.files.fingerprints import digest_json, digest_tensors
+from eagle_fsd.files.fingerprints import digest_json, digest_weights
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
@@ -102,7 +102,7 @@ class Eagle3Spec:
     @property
     def identity(self) -> str:
         """A digest of the head's weights, its draft vocabulary and the way it is read."""
-        weights = digest_tensors([*self.head.parameters(), *self.head.buffers()])
+        weights = digest_weights([*self.head.parameters(), *self.head.buffers()])
         return digest_json(weights, asdict(self.head.config))
 
     def make(self, batch: int, tokens: int, tree: TreeConfig) -> BeamDrafter:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of the files
+VERSION = 2  # of the files
 NONE = "none"  # the only field of a file for a target without an outline
 
 
