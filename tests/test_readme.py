@@ -325,6 +325,7 @@ SOURCES = {  # the log that has a table's rows
     "repeating": "eval/SPEED.md",
     "formats": "eval/RUNTIMES.md",
     "warm": "eval/SPEED.md",
+    "gpu": "eval/SPEED.md",
     "tau": "eval/results/tau.md",
     "second_halves": "eval/results/tau.md",
     "sampled_children": "eval/results/sampled_children.md",
