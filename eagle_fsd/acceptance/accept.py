@@ -51,8 +51,8 @@ class Verdict:
     def select(self, rows: Sequence[int]) -> Verdict:
         """Return the verdict on these rows of the batch."""
         index = on_device(rows, self.path.device)
-        of_rows = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Verdict(**{name: None if one is None else one[index] for name, one in of_rows.items()})
+        whole = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: one[index] for name, one in whole.items() if one is not None})
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Thresholds by quality budget: reads, checks and writes the `calibration.json` beside a draft head.
 
 The file holds a calibration for each way to draft with the head, alone or with looked-up drafts beside it,
-and for each sampling that was measured.
+for each sampling that was measured, and for each kind of device, since a GPU has larger trees.
 
 The budget bounds TV: the total variation distance between the rule's distribution of the next token and the
 target's (after the user's warpers), averaged over the tokens of the text. It is the share of tokens that an
@@ -21,12 +21,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle_fsd.core.checks import format_value, one_line, require_integer, require_number
+from eagle_fsd.core.checks import format_value, one_line, require_choice, require_integer, require_number
 from eagle_fsd.core.config import AutoThreshold, Kind, SamplingConfig, TreeConfig
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.fingerprints import differences
 
 FILE = "calibration.json"
+DEVICES = ("cpu", "cuda")
 VERSION = 3  # older ones name the models by digests that only one dtype has
 OPEN = "inf"
 REMEDY = "calibrate it with eval/calibrate.py, or give a number"
@@ -81,7 +82,8 @@ class Calibration:
 
     models: `models_identity` of the target and head. shared_ratio: tau of lossless texts whose draft knows
     the noise of the draws, over tau of those whose draft does not (see core/randomness/noise.py); 0: it was
-    not measured. made: how, when and from which prompts it was made.
+    not measured. device: "cpu" or "cuda", the kind of device that its tree is for, wherever it was made.
+    made: how, when and from which prompts it was made.
     """
 
     models: Mapping[str, Any]
@@ -92,8 +94,10 @@ class Calibration:
     thresholds: Sequence[CalibratedThreshold]
     made: Mapping[str, Any] = field(default_factory=dict)
     shared_ratio: float = 0.0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
+        require_choice("device", self.device, DEVICES)
         require_number("confidence", self.confidence, 0.0, 1.0, AGAIN)
         require_number("shared_ratio", self.shared_ratio, 0.0, math.inf, AGAIN)
         require_integer("prompts", self.prompts, 0, AGAIN)
@@ -148,14 +152,17 @@ class Calibration:
 
 
 def find_calibration(
-    calibrations: Sequence[Calibration], models: Mapping[str, Any], sampling: SamplingConfig
+    calibrations: Sequence[Calibration],
+    models: Mapping[str, Any],
+    sampling: SamplingConfig,
+    device: str = "cpu",
 ) -> Calibration:
     """Return the calibration of these models with this sampling, or with the next warmer one.
 
-    Greedy text has only its own. Raises TooWarm if there is none so warm, and ValueError if there is none of
-    these models at all, or none of greedy text.
+    One for this kind of device comes before one for another. Greedy text has only its own. Raises TooWarm if
+    there is none so warm, and ValueError if there is none of these models at all, or none of greedy text.
     """
-    mine = [one for one in calibrations if one.is_for(models)]
+    mine = sorted((one for one in calibrations if one.is_for(models)), key=lambda one: one.device != device)
     if not mine:
         found = [differences(weights_alone(one.models), weights_alone(models)) for one in calibrations]
         nearest = min(found, key=len, default="it is empty")
@@ -182,8 +189,11 @@ def find_calibration(
 
 
 def with_calibration(calibrations: Sequence[Calibration], new: Calibration) -> list[Calibration]:
-    """Return the calibrations with a new one, in the place of that of the same models and sampling."""
-    others = [one for one in calibrations if not (one.is_for(new.models) and one.sampling == new.sampling)]
+    """Return the calibrations with a new one, in the place of that of its models, sampling and device."""
+    setting = (new.sampling, new.device)
+    others = [
+        one for one in calibrations if not (one.is_for(new.models) and (one.sampling, one.device) == setting)
+    ]
     return [*others, new]
 
 

@@ -162,7 +162,8 @@ class Settler:
                 "threshold is auto: it is read from the calibration in a draft head's folder, and no head "
                 "was loaded from one; give a number"
             )
-        found = find_calibration(read_calibrations(self.folder / FILE), self.identity(), sampling)
+        known, device = read_calibrations(self.folder / FILE), self.target.device.type
+        found = find_calibration(known, self.identity(), sampling, device)
         if found.sampling != sampling:
             logger.warning(
                 "no calibration at %s: the threshold is that of %s, the next warmer sampling that was "

@@ -26,6 +26,7 @@ from eagle_fsd.acceptance.calibration import (
     Calibration,
     find_calibration,
     read_calibrations,
+    with_calibration,
     write_calibrations,
 )
 from eagle_fsd.core.config import AutoThreshold, AutoTree, Kind
@@ -475,6 +476,24 @@ def test_another_name_is_the_same_target(tmp_path: Path) -> None:
     assert find_calibration([a_calibration(model, models=other)], models, WARM)
 
 
+def test_each_kind_of_device_has_its_own_if_there_is_one(tmp_path: Path) -> None:
+    """A GPU has larger trees. What it has no calibration of is as on a CPU, and the other way round."""
+    model = engine()
+    small, large = (a_calibration(model, device=device) for device in ("cpu", "cuda"))
+    hot = a_calibration(model, sampling=SamplingConfig(1.0))
+    models, both = model.identity(), [hot, large, small]
+    for device, mine in (("cpu", small), ("cuda", large)):
+        assert find_calibration(both, models, WARM, device) is mine
+        assert find_calibration(both, models, SamplingConfig(0.6, 20, 0.9), device) is mine
+        assert find_calibration(both, models, SamplingConfig(1.0), device) is hot
+        assert find_calibration([mine], models, WARM, "cuda" if device == "cpu" else "cpu") is mine
+    assert with_calibration(both, replace(large, prompts=7)) == [hot, small, replace(large, prompts=7)]
+    write_calibrations(tmp_path / FILE, both)
+    assert [one.device for one in read_calibrations(tmp_path / FILE)] == ["cpu", "cuda", "cpu"]
+    with pytest.raises(ValueError, match="device is 'tpu': it must be one of cpu, cuda; choose one"):
+        a_calibration(model, device="tpu")
+
+
 def test_it_serves_the_same_weights_in_another_dtype() -> None:
     """In bfloat16, which is the default on a GPU, budgets are those of float32; other weights have none."""
 
@@ -484,7 +503,7 @@ def test_it_serves_the_same_weights_in_another_dtype() -> None:
     found, half = a_calibration(of_dtype(torch.float32)), of_dtype(torch.bfloat16)
     assert found.models != half.identity(), "rows of a sweep are of one dtype"
     assert find_calibration([found], half.identity(), WARM) is found
-    mixed = EagleFSD(TargetModel(tiny_model()), tiny_head().bfloat16())
+    mixed = EagleFSD(TargetModel(tiny_model()), tiny_head(), head_dtype=torch.bfloat16)
     assert find_calibration([found], mixed.identity(), WARM) is found
     assert mixed.identity() not in (found.models, half.identity())
     with pytest.raises(ValueError, match=r"made for another target or head .head was"):

@@ -6,8 +6,8 @@
 The budget bounds the mean total variation between the rule's next-token distribution and the target's: the
 share of tokens that would have to be other ones. Growing thresholds are run, and falling prices of plans, and
 the calibration keeps the boldest of each whose upper confidence bound is inside. --install writes it beside
-the head, where `--threshold auto` finds it; what is there for other samplings, or for drafting with or
-without --lookup, stays. A run that was stopped goes on where it was.
+the head, where `--threshold auto` finds it; what is there for other samplings, for another kind of device, or
+for drafting with or without --lookup, stays. A run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.acceptance.calibration import (
+    DEVICES,
     FILE,
     Calibration,
     read_calibrations,
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--splits", type=int, default=0, metavar="N", help=halves)
     add("--seed", type=int, default=0)
     add("--output", type=Path, required=True, help="folder of rows, calibration.json and splits.json")
+    add("--for-device", choices=DEVICES, help="kind of device that the tree is for (default: --device)")
     add("--install", action="store_true", help="write calibration.json beside the head, too")
     with parsed(parser, argv) as arguments:
         check_sizes(arguments, arguments.batch_size)
@@ -78,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         cell = Cell(questions, Lossless(share_noise=False), sampling, tree, most, arguments.seed)
         made = {**provenance(engine.device), "weight_format": engine.weight_format}
         work = search.Work(engine, cell, arguments.output, arguments.batch_size, arguments.confidence, made)
-        calibration, trials = search.calibrate(
-            work, kinds, sorted(arguments.quality_budget), arguments.splits
-        )
+        device = arguments.for_device or ("cpu" if engine.device.type == "cpu" else "cuda")
+        budgets = sorted(arguments.quality_budget)
+        calibration, trials = search.calibrate(work, kinds, budgets, arguments.splits, device)
         write_calibrations(arguments.output / FILE, [calibration])
         if trials:
             write_atomically(arguments.output / "splits.json", json.dumps(trials, indent=1) + "\n")
@@ -108,7 +110,7 @@ def kinds_of(arguments: argparse.Namespace) -> list[Kind]:
 
 
 def install(folder: Path | None, calibration: Calibration) -> None:
-    """Add the calibration to those beside the head, in the place of one for the same models and sampling.
+    """Add the calibration to those beside the head, in the place of one for the same setting.
 
     A file that cannot be read is not written over. Raises ValueError if no threshold was found.
     """

@@ -225,9 +225,12 @@ def tv_of(rows: Sequence[Row]) -> Sums:
 
 
 def calibrate(
-    work: Work, kinds: Sequence[Kind], budgets: Sequence[float], split_count: int
+    work: Work, kinds: Sequence[Kind], budgets: Sequence[float], split_count: int, device: str = "cpu"
 ) -> tuple[Calibration, list[dict[str, Any]]]:
-    """Find the boldest setting of every dial for every budget, and what splits of the prompts say of it."""
+    """Find the boldest setting of every dial for every budget, and what splits of the prompts say of it.
+
+    device: see Calibration.
+    """
     dials = dials_of(kinds)
     records = work.record([setting for dial in dials for setting in dial])
     search = Search(records, functools.cache(work.run), work.confidence)  # budgets and splits share runs
@@ -257,6 +260,7 @@ def calibrate(
             **work.provenance,
         },
         shared_ratio=work.shared_ratio(records),
+        device=device,
     )
     return calibration, trials
 
