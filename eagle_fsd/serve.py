@@ -114,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model_flags(parser)
     add_adapt_flags(parser)
-    add_generation_flags(parser)
+    add_generation_flags(parser, of_one_text=False)
     parser.set_defaults(max_new_tokens=1024)
     add_verbose_flag(parser.add_argument_group("output"))
     return parser

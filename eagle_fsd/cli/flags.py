@@ -83,8 +83,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_generation_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of rule, sampling and draft tree."""
+def add_generation_flags(parser: argparse.ArgumentParser, of_one_text: bool = True) -> None:
+    """Add the flags of rule, sampling and draft tree.
+
+    of_one_text: whether --help shows those that a server leaves to each request: its seed and its form.
+    """
     tree = TreeConfig()
     group = parser.add_argument_group("acceptance")
     group.add_argument(
@@ -211,7 +214,9 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S[/N]",
         help="the same seed and tree give the same texts. Prompt n, counted from 0 (or from N), draws from "
         "the stream S/n, so one of many prompts can be repeated alone; --json and the summary show it "
-        "(default: a new seed each time)",
+        "(default: a new seed each time)"
+        if of_one_text
+        else argparse.SUPPRESS,
     )
     group.add_argument(
         "--max-new-tokens",
@@ -222,7 +227,7 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
         help="stop after N new tokens (default: %(default)s)",
     )
 
-    add_processing_flags(parser)
+    add_processing_flags(parser, of_one_text)
 
     group = parser.add_argument_group("draft tree")
     group.add_argument(

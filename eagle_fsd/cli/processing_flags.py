@@ -21,8 +21,13 @@ SAME_NAME = (
 )  # fmt: skip
 
 
-def add_processing_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that change which tokens may come, and where a text ends."""
+def add_processing_flags(parser: argparse.ArgumentParser, of_one_text: bool = True) -> None:
+    """Add the flags that change which tokens may come, and where a text ends.
+
+    of_one_text: whether --help shows those of a text's form.
+    """
+    schema = "the answer is JSON of this schema, in a file or written out; needs the extra schema"
+    pattern = "the whole answer fits this regular expression; needs the extra schema"
     group = parser.add_argument_group(
         "penalties and bans", "They change the target's distribution; lossless then means lossless to that."
     )
@@ -88,12 +93,12 @@ def add_processing_flags(parser: argparse.ArgumentParser) -> None:
         "--json-schema",
         type=parse_schema,
         metavar="FILE",
-        help="the answer is JSON of this schema, in a file or written out; needs the extra schema",
+        help=schema if of_one_text else argparse.SUPPRESS,
     )
     group.add_argument(
         "--regex",
         metavar="PATTERN",
-        help="the whole answer fits this regular expression; needs the extra schema",
+        help=pattern if of_one_text else argparse.SUPPRESS,
     )
 
 

@@ -86,6 +86,12 @@ def test_every_code_of_an_error_is_described() -> None:
     assert [code for code in get_args(Code) if f"`{code}`" not in PAGE] == []
 
 
+def test_the_help_lists_no_flag_that_is_always_refused() -> None:
+    shown = serve.build_parser().format_help()
+    assert "--temperature" in shown and "--stop" in shown
+    assert not any(flag in shown for flag in ("--seed", "--json-schema", "--regex"))
+
+
 def test_mistakes_end_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
