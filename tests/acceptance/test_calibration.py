@@ -519,7 +519,7 @@ def test_it_serves_the_same_weights_in_another_dtype() -> None:
         ("target", "was made for another target or head"),
         ("sampling", "it was calibrated at 0.9/20/0.95, none of which is as warm as 0.6/50/0.9"),
         ("broken", "is not a calibration"),
-        ("old", "is not a calibration .its version is 2: it must be 3"),
+        ("old", "is not a calibration .its version is 2: it must be 3; delete the file"),
         ("fields", "is not a calibration"),
     ],
 )
