@@ -147,7 +147,7 @@ class Calibration:
         return self.shared_ratio > max(inside, default=0.0)
 
     def is_for(self, models: Mapping[str, Any]) -> bool:
-        """Return whether it was made with this target and this way to draft, whatever name and dtypes."""
+        """Return whether it was made with this target and this way to draft, in float32 or bfloat16."""
         return weights_alone(self.models) == weights_alone(models)
 
 
@@ -155,17 +155,20 @@ def find_calibration(
     calibrations: Sequence[Calibration],
     models: Mapping[str, Any],
     sampling: SamplingConfig,
-    device: str = "cpu",
+    device: str,
 ) -> Calibration:
     """Return the calibration of these models with this sampling, or with the next warmer one.
 
-    One for this kind of device comes before one for another. Greedy text has only its own. Raises TooWarm if
-    there is none so warm, and ValueError if there is none of these models at all, or none of greedy text.
+    device: one of DEVICES. A calibration for this kind comes before one for the other. Greedy text has only
+    its own. Raises TooWarm if there is none so warm, and ValueError if there is none of these models at all,
+    or none of greedy text.
     """
     mine = sorted((one for one in calibrations if one.is_for(models)), key=lambda one: one.device != device)
     if not mine:
         found = [differences(weights_alone(one.models), weights_alone(models)) for one in calibrations]
         nearest = min(found, key=len, default="it is empty")
+        if models["target"].get("dtype") == "float16":
+            nearest += "; float16 rounds weights in another way, so load them in float32 or bfloat16"
         raise ValueError(
             f"threshold is auto: {FILE} was made for another target or head ({one_line(nearest, 300)}); "
             f"{REMEDY}"
@@ -186,6 +189,11 @@ def find_calibration(
             f"{format_sampling(sampling)}; sample as it was calibrated, {REMEDY}"
         )
     return min(warmer, key=lambda one: (one.sampling.temperature, one.sampling.top_p))
+
+
+def device_kind(device: str) -> str:
+    """Return which of DEVICES a type of device, such as "cuda" or "mps", counts as."""
+    return "cpu" if device == "cpu" else "cuda"
 
 
 def with_calibration(calibrations: Sequence[Calibration], new: Calibration) -> list[Calibration]:
@@ -231,7 +239,7 @@ def read_one(data: dict[str, Any]) -> Calibration:
 
 
 def weights_alone(models: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the digests of an identity: weights may be loaded under another name and in another dtype."""
+    """Return the digests of an identity, which are the same under another name, in float32 and bfloat16."""
     return {"target": {"weights": models["target"].get("weights")}, "head": models.get("head")}
 
 

@@ -15,6 +15,7 @@ from eagle_fsd.acceptance.calibration import (
     FILE,
     Calibration,
     TooWarm,
+    device_kind,
     find_calibration,
     format_sampling,
     read_calibrations,
@@ -162,7 +163,7 @@ class Settler:
                 "threshold is auto: it is read from the calibration in a draft head's folder, and no head "
                 "was loaded from one; give a number"
             )
-        known, device = read_calibrations(self.folder / FILE), self.target.device.type
+        known, device = read_calibrations(self.folder / FILE), device_kind(self.target.device.type)
         found = find_calibration(known, self.identity(), sampling, device)
         if found.sampling != sampling:
             logger.warning(

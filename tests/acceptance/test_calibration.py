@@ -473,7 +473,7 @@ def test_another_name_is_the_same_target(tmp_path: Path) -> None:
     model = engine()
     models = a_calibration(model).models
     other = {**models, "target": {**models["target"], "name": "elsewhere"}}
-    assert find_calibration([a_calibration(model, models=other)], models, WARM)
+    assert find_calibration([a_calibration(model, models=other)], models, WARM, "cpu")
 
 
 def test_each_kind_of_device_has_its_own_if_there_is_one(tmp_path: Path) -> None:
@@ -494,6 +494,22 @@ def test_each_kind_of_device_has_its_own_if_there_is_one(tmp_path: Path) -> None
         a_calibration(model, device="tpu")
 
 
+def test_an_engine_asks_for_its_own_kind_of_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = engine()
+    small, large = (a_calibration(model, device=device) for device in ("cpu", "cuda"))
+    model.settler.folder = tmp_path
+    write_calibrations(tmp_path / FILE, [large, small])
+    for kind, found in (("cpu", small), ("cuda", large), ("mps", large)):
+        monkeypatch.setattr(model.target, "device", torch.device(kind))
+        assert model.calibration(WARM) == found
+
+
+def test_float16_says_what_serves_instead() -> None:
+    half = EagleFSD(TargetModel(tiny_model().half()), tiny_head().half())
+    with pytest.raises(ValueError, match=r"target.weights was .* float16 rounds weights in another way"):
+        find_calibration([a_calibration(engine())], half.identity(), WARM, "cpu")
+
+
 def test_it_serves_the_same_weights_in_another_dtype() -> None:
     """In bfloat16, which is the default on a GPU, budgets are those of float32; other weights have none."""
 
@@ -502,12 +518,12 @@ def test_it_serves_the_same_weights_in_another_dtype() -> None:
 
     found, half = a_calibration(of_dtype(torch.float32)), of_dtype(torch.bfloat16)
     assert found.models != half.identity(), "rows of a sweep are of one dtype"
-    assert find_calibration([found], half.identity(), WARM) is found
+    assert find_calibration([found], half.identity(), WARM, "cpu") is found
     mixed = EagleFSD(TargetModel(tiny_model()), tiny_head(), head_dtype=torch.bfloat16)
-    assert find_calibration([found], mixed.identity(), WARM) is found
+    assert find_calibration([found], mixed.identity(), WARM, "cpu") is found
     assert mixed.identity() not in (found.models, half.identity())
     with pytest.raises(ValueError, match=r"made for another target or head .head was"):
-        find_calibration([found], of_dtype(torch.bfloat16, head_seed=9).identity(), WARM)
+        find_calibration([found], of_dtype(torch.bfloat16, head_seed=9).identity(), WARM, "cpu")
 
 
 @pytest.mark.parametrize(

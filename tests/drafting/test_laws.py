@@ -305,6 +305,12 @@ def test_the_pages_drafter_keeps_the_pages_rules() -> None:
             first += [token for text, new in scheduler.step().items() for token in new if text.number == 0]
         return first
 
+    drafter = followers(target.vocab_size).make(3, 8, TREE)
+    for prompts in ([fresh, repeats, fresh], [repeats, fresh, repeats]):
+        drafter.begin(Seen(torch.tensor(prompts), [10] * 3, None, None))
+        drafter.select([1])
+        drafter.reset(8, TREE)
+    assert drafter.rows == len(drafter.memory) == 3, "a row that has left is there for the next batch"
     for seed in range(10):
         assert run([fresh], seed) == run([fresh, repeats], seed)
         assert run([repeats], seed) == run([repeats] * 3, seed)

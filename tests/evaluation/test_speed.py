@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.op_recorder import OpRecorder
 from support.tiny_models import prompts_of, tiny_head, tiny_model
 
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
@@ -22,6 +23,7 @@ from eagle_fsd.evaluation.measure.speed import Answers, Method, Setting, method,
 from eagle_fsd.evaluation.report.speed_ratios import quartiles, results, table
 from eagle_fsd.files import provenance
 from eagle_fsd.runtime.packed_linear import PackedLinear, pack_linears
+from eagle_fsd.runtime.step_recorder import Graphs
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.prompt_files import read_prompts
 
@@ -123,6 +125,20 @@ def test_methods_that_there_are_not(name: str, complaint: str) -> None:
             lambda: pytest.fail("no model is needed to refuse"),
             SETTING,
         )
+
+
+def test_no_method_undoes_what_another_one_recorded() -> None:
+    """On a GPU steps are recorded; in rotation every method must find its own recordings again."""
+    recorder, prompts = OpRecorder(), [prompts_of([length]) for length in (4, 6, 5)]
+    model = EagleFSD(TargetModel(tiny_model(), Graphs(recorder)), tiny_head())
+    names = ("plain", "lossless@6/3/2", "js:0.5@6/3/2", "lossless@8/3/3", "lossless+lookup@6/3/2")
+    methods = {name: method(name, model, lambda: model.target, SETTING) for name in names}
+    made = []
+    for _ in range(4):
+        before = recorder.recordings
+        list(race(methods, [row for one in prompts for row in one], 1, model.device, lambda part, _: {}))
+        made.append(recorder.recordings - before)
+    assert made[0] > 0 and made[-1] == 0, made
 
 
 def test_methods_deliver_the_targets_greedy_text() -> None:

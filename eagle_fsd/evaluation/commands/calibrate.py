@@ -23,6 +23,7 @@ from eagle_fsd.acceptance.calibration import (
     DEVICES,
     FILE,
     Calibration,
+    device_kind,
     read_calibrations,
     with_calibration,
     write_calibrations,
@@ -73,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         engine = load_engine(arguments)
         for rule in rules:
             engine.settler.require_rule(rule)
+        if arguments.install:
+            kept_in(engine.head_folder)  # before the work: what cannot be read ends it
         most = arguments.max_new_tokens
         questions = Questions.of_prompts(arguments.prompts, engine, arguments.limit, arguments.skip, most)
         if arguments.splits and len(questions.samples) < 2:
@@ -80,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cell = Cell(questions, Lossless(share_noise=False), sampling, tree, most, arguments.seed)
         made = {**provenance(engine.device), "weight_format": engine.weight_format}
         work = search.Work(engine, cell, arguments.output, arguments.batch_size, arguments.confidence, made)
-        device = arguments.for_device or ("cpu" if engine.device.type == "cpu" else "cuda")
+        device = arguments.for_device or device_kind(engine.device.type)
         budgets = sorted(arguments.quality_budget)
         calibration, trials = search.calibrate(work, kinds, budgets, arguments.splits, device)
         write_calibrations(arguments.output / FILE, [calibration])
@@ -116,7 +119,13 @@ def install(folder: Path | None, calibration: Calibration) -> None:
     """
     if not calibration.thresholds:
         raise ValueError("install: no threshold stays inside the budget, so none is; raise --quality-budget")
+    kept = kept_in(folder)
+    assert folder is not None
+    write_calibrations(folder / FILE, with_calibration(kept, calibration))
+
+
+def kept_in(folder: Path | None) -> list[Calibration]:
+    """Read the calibrations beside a head. Raises ValueError for no folder, or a file that is none."""
     if folder is None:
         raise ValueError("install: the head was not loaded from a folder; copy calibration.json by hand")
-    kept = read_calibrations(folder / FILE) if (folder / FILE).exists() else []
-    write_calibrations(folder / FILE, with_calibration(kept, calibration))
+    return read_calibrations(folder / FILE) if (folder / FILE).exists() else []

@@ -96,14 +96,24 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
     tree = TreeConfig(1) if name == "plain" else tree_of(size) if own else usual
     ours: dict[str, Any] = {"max_new_tokens": most, "rule": rule, "tree": tree, "seed": seed}
     ours["eos_token_id"] = () if endless else None
-    if alone or beside:
-        engine = with_lookup(engine, alone)
+    engine = with_lookup(engine, alone) if alone or beside else with_own_memory(engine)
 
     def run(prompts: Prompts) -> Answers:
         output = answer(engine, prompts, sampling, **ours)
         return Answers(output.new_tokens, output.stats, output.tree)
 
     return run
+
+
+def with_own_memory(engine: EagleFSD) -> EagleFSD:
+    """Return the engine with caches and recordings of its own.
+
+    One engine keeps those of its last drafter, so that on a GPU a method behind another one would record its
+    steps anew with every prompt.
+    """
+    mine = EagleFSD(engine.target, engine.drafter, engine.tokenizer, engine.base_model, engine.ea_model)
+    mine.settler = engine.settler  # which remembers the trees that it chose
+    return mine
 
 
 def with_lookup(engine: EagleFSD, alone: bool) -> EagleFSD:
