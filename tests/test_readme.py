@@ -387,7 +387,8 @@ def test_every_table_has_a_head(page: Path) -> None:
 
 
 def drafts_of(calibration: Calibration) -> str:
-    return "head+lookup" if str(calibration.models["head"]).startswith("merged-") else "head"
+    drafts = "head+lookup" if str(calibration.models["head"]).startswith("merged-") else "head"
+    return drafts + ", GPU" * (calibration.device == "cuda")
 
 
 def dial_of(found: CalibratedThreshold) -> str:

@@ -156,14 +156,20 @@ def find_calibration(
     models: Mapping[str, Any],
     sampling: SamplingConfig,
     device: str,
+    wanted: AutoThreshold | None = None,
 ) -> Calibration:
     """Return the calibration of these models with this sampling, or with the next warmer one.
 
-    device: one of DEVICES. A calibration for this kind comes before one for the other. Greedy text has only
-    its own. Raises TooWarm if there is none so warm, and ValueError if there is none of these models at all,
-    or none of greedy text.
+    device: one of DEVICES. A calibration for this kind comes before one for the other, unless only the other
+    has rules of the kind that is wanted. Greedy text has only its own. Raises TooWarm if there is none so
+    warm, and ValueError if there is none of these models at all, or none of greedy text.
     """
-    mine = sorted((one for one in calibrations if one.is_for(models)), key=lambda one: one.device != device)
+
+    def order(one: Calibration) -> tuple[bool, bool]:
+        lacking = wanted is not None and not any(wanted.takes(each.kind) for each in one.thresholds)
+        return lacking, one.device != device
+
+    mine = sorted((one for one in calibrations if one.is_for(models)), key=order)
     if not mine:
         found = [differences(weights_alone(one.models), weights_alone(models)) for one in calibrations]
         nearest = min(found, key=len, default="it is empty")

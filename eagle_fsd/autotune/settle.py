@@ -139,7 +139,7 @@ class Settler:
         """
         asked = format_sampling(sampling)
         try:
-            found = self.calibration(sampling)
+            found = self.calibration(sampling, wanted)
         except TooWarm:
             if not (wanted.free and sampling.warm):
                 raise
@@ -156,15 +156,15 @@ class Settler:
             return Lossless(), None
         return Fuzzy.from_calibration(found, **asdict(wanted)), found.tree
 
-    def calibration(self, sampling: SamplingConfig) -> Calibration:
-        """Return the thresholds found for this target and head with this sampling."""
+    def calibration(self, sampling: SamplingConfig, wanted: AutoThreshold | None = None) -> Calibration:
+        """Return the thresholds found for this target and head with this sampling; see find_calibration."""
         if self.folder is None:
             raise ValueError(
                 "threshold is auto: it is read from the calibration in a draft head's folder, and no head "
                 "was loaded from one; give a number"
             )
         known, device = read_calibrations(self.folder / FILE), device_kind(self.target.device.type)
-        found = find_calibration(known, self.identity(), sampling, device)
+        found = find_calibration(known, self.identity(), sampling, device, wanted)
         if found.sampling != sampling:
             logger.warning(
                 "no calibration at %s: the threshold is that of %s, the next warmer sampling that was "

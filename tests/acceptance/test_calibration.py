@@ -487,6 +487,9 @@ def test_each_kind_of_device_has_its_own_if_there_is_one(tmp_path: Path) -> None
         assert find_calibration(both, models, SamplingConfig(0.6, 20, 0.9), device) is mine
         assert find_calibration(both, models, SamplingConfig(1.0), device) is hot
         assert find_calibration([mine], models, WARM, "cuda" if device == "cpu" else "cpu") is mine
+    plan = replace(large, thresholds=(replace(large.thresholds[0], mode="swap", price=2.0),))
+    for asked, mine in ((AutoThreshold(price=0.0), small), (AutoThreshold(mode="swap"), plan)):
+        assert find_calibration([plan, small], models, WARM, "cuda", asked) is mine
     assert with_calibration(both, replace(large, prompts=7)) == [hot, small, replace(large, prompts=7)]
     write_calibrations(tmp_path / FILE, both)
     assert [one.device for one in read_calibrations(tmp_path / FILE)] == ["cpu", "cuda", "cpu"]
