@@ -160,7 +160,7 @@ def calibration(draw: random.Random, folder: Path) -> Callable[[], object]:
 
     def use() -> None:
         models = {"target": {"name": "x", "weights": "1"}, "head": "2"}
-        found = find_calibration(read_calibrations(path), models, SamplingConfig(0.6, 50, 0.9))
+        found = find_calibration(read_calibrations(path), models, SamplingConfig(0.6, 50, 0.9), "cpu")
         found.find(AutoThreshold(0.02))
 
     return use

@@ -243,9 +243,7 @@ def test_features_of_an_earlier_run_are_ready_shards(tmp_path: Path, monkeypatch
     first = train("first", "--features {}/kept")
     again = train("again", data="--shards {}/kept/rows")
     assert again["held_out"] == first["held_out"]
-    with pytest.raises(
-        SystemExit, match=r"another target \(target\.dtype was bfloat16, now float32, .*weights"
-    ):
+    with pytest.raises(SystemExit, match=r"another target \(target\.dtype was bfloat16, now float32\)"):
         train("other", "--extract-dtype float32", data="--shards {}/kept/rows")
     with pytest.raises(SystemExit, match=r"another target, .*target\.dtype was bfloat16, now float32"):
         train("first", "--features {}/kept --extract-dtype float32")
