@@ -189,8 +189,7 @@ class Settler:
         """
         if self._identity is not None:
             return self._identity
-        drafter = (None, None) if self.drafter is None else (self.drafter.identity, self.drafter.network)
-        found = models_identity(self.target.identity(self.name), *drafter)
+        found = models_identity(self.target.identity(self.name), self.drafter)
         if self.target.ranks.several:
             self._identity = found
         return found

@@ -71,7 +71,7 @@ class TreeChooser:
         device = target.device
         cpu = device.type == "cpu"
         self.host_reads = cpu  # elsewhere the host would have to wait for the device; see host_can_read
-        identity = models_identity(target.identity(name), drafting.identity, drafting.network)
+        identity = models_identity(target.identity(name), drafting)
         del identity["target"]["name"]  # the same weights may have been loaded from elsewhere
         self.models = [__version__, identity]
         name_of = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()

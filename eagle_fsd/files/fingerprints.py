@@ -5,12 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 SAMPLE = 64  # values of each weight that a target's digest reads
+
+
+class Identified(Protocol):
+    """A way to draft, with a digest of its weights and the weights themselves, None where it has none."""
+
+    @property
+    def identity(self) -> str | None: ...
+
+    @property
+    def network(self) -> nn.Module | None: ...
 
 
 def target_identity(name: str, model: nn.Module) -> dict[str, str]:
@@ -20,8 +30,12 @@ def target_identity(name: str, model: nn.Module) -> dict[str, str]:
     in float32 and in bfloat16.
     """
     weights = [sample_values(whole(weight), SAMPLE) for weight in model.parameters() if not weight.is_meta]
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return {"name": name, "weights": digest_weights(weights), "dtype": dtype}
+    return {"name": name, "weights": digest_weights(weights), "dtype": dtype_name(model)}
+
+
+def dtype_name(module: nn.Module) -> str:
+    """Return the name of the dtype of a module's first weight."""
+    return str(next(module.parameters()).dtype).removeprefix("torch.")
 
 
 def whole(weight: Any) -> Tensor:
@@ -30,14 +44,14 @@ def whole(weight: Any) -> Tensor:
     return full
 
 
-def models_identity(target: dict[str, str], drafter: str | None, network: nn.Module | None) -> dict[str, Any]:
-    """Return what identifies a pair of target and drafter by their own identities.
-
-    network: the drafter's weights, whose dtype is a part of it; None if it has none.
-    """
-    first = None if network is None else next(network.parameters(), None)
-    dtype = None if first is None else str(first.dtype).removeprefix("torch.")
-    return {"target": target, "head": drafter, "head_dtype": dtype}
+def models_identity(target: dict[str, str], drafter: Identified | None) -> dict[str, Any]:
+    """Return what identifies a pair of target and drafter by their own identities and the drafter's dtype."""
+    network = None if drafter is None else drafter.network
+    return {
+        "target": target,
+        "head": None if drafter is None else drafter.identity,
+        "head_dtype": None if network is None else dtype_name(network),
+    }
 
 
 def digest_weights(tensors: Iterable[Tensor]) -> str:
