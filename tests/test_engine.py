@@ -565,17 +565,13 @@ def test_a_text_ends_where_the_positions_do(drafting: str) -> None:
     assert alone.new_tokens == wanted[:1]
 
 
-def test_a_head_past_its_trained_positions_warns_and_stays_correct(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_past_its_trained_positions_stays_correct(caplog: pytest.LogCaptureFixture) -> None:
     ids, mask = padded("left")
     for sizes in ({"max_position_embeddings": 8}, {"trained_positions": 8}):
         short = EagleFSD(engine().target, tiny_head(**sizes))
         with caplog.at_level(logging.WARNING, logger="eagle_fsd"):
             assert short.generate(ids, mask, max_new_tokens=NEW_TOKENS).new_tokens == texts()
-        assert "trained up to position 8" in caplog.text
-        caplog.clear()
-    with caplog.at_level(logging.WARNING, logger="eagle_fsd"):
-        engine().generate(ids, mask, max_new_tokens=2)
-    assert not caplog.records
+        assert not caplog.records, "there is nothing to warn of"
 
 
 # --- bad input ---

@@ -206,19 +206,19 @@ class Settler:
             require_sparse(rule.divergence, self.tokens)
 
     def check_tree(self, tree: TreeConfig, lengths: Sequence[int]) -> None:
-        """Raise ValueError for a tree that cannot be drafted; warn about prompts longer than trained on."""
+        """Raise ValueError for a tree that cannot be drafted; warn of prompts too long for drafts."""
         if tree.total_tokens == 1:
             return
         if self.drafter is None:
             raise ValueError(f"there is no draft head to draft a tree with: {WITHOUT_HEAD}")
         self.check_beam(tree.top_k)
-        trained = self.drafter.trained_positions
-        if trained is not None and max(lengths) > trained:
+        longest = self.drafter.longest
+        if longest is not None and max(lengths) > longest:
             logger.warning(
-                "prompt of %d tokens: the head was trained up to position %d, so it may draft worse; the "
-                "text is not affected",
+                "prompt of %d tokens: the draft model reads up to %d, so nothing is drafted; the text is not "
+                "affected",
                 max(lengths),
-                trained,
+                longest,
             )
 
     def check_beam(self, top_k: int) -> None:

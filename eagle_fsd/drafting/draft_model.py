@@ -111,7 +111,7 @@ class DraftModelSpec:
         return self.draft.held
 
     @property
-    def trained_positions(self) -> int:
+    def longest(self) -> int:
         return self.draft.max_positions
 
     @property

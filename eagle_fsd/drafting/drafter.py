@@ -139,7 +139,7 @@ class DrafterSpec(Protocol):
     """A way to draft for one target.
 
     name: its kind, for reports. tokens: the number of tokens that it can propose, which limits a tree's
-    top_k. trained_positions: the longest text that it was trained on; None if there is no such limit.
+    top_k. longest: the longest text that it drafts for; None if there is no such limit.
     network: its weights; None if it has none. sparse: whether its q lists a few tokens of its own at every
     node. rests: whether many of its trees are a root alone, though they might have more nodes.
     """
@@ -151,7 +151,7 @@ class DrafterSpec(Protocol):
     def tokens(self) -> int: ...
 
     @property
-    def trained_positions(self) -> int | None: ...
+    def longest(self) -> int | None: ...
 
     @property
     def network(self) -> nn.Module | None: ...
@@ -175,7 +175,7 @@ class NoDrafter:
 
     name = "none"
     needs = Needs()
-    trained_positions = None
+    longest = None
     network = None
     identity = None
     sparse = rests = False

@@ -67,6 +67,11 @@ class HeadConfig:
             )
 
     @property
+    def longest_trained(self) -> int:
+        """The longest text that it was trained on, or that it has positions for where that is unknown."""
+        return self.trained_positions or self.max_position_embeddings
+
+    @property
     def drafted_tokens(self) -> int:
         """How many of the target's tokens the head drafts."""
         return self.draft_vocab_size or self.vocab_size

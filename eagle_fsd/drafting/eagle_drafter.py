@@ -36,6 +36,8 @@ from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 Head = TypeVar("Head", bound=nn.Module)
 
+SINKS = 4  # of a text's first tokens are seen from everywhere: attention rests on them (arXiv 2309.17453)
+
 
 class Vocabulary(Protocol):
     """Turns tokens into embeddings [..., d] and features into logits [..., W].
@@ -73,6 +75,7 @@ class EagleSpec:
     name: str = "eagle"
     sparse: ClassVar[bool] = False
     rests: ClassVar[bool] = False
+    longest: ClassVar[None] = None
 
     @classmethod
     def for_target(cls, head: DraftHead, target: Verifier) -> EagleSpec:
@@ -98,10 +101,6 @@ class EagleSpec:
     @property
     def tokens(self) -> int:
         return self.head.config.drafted_tokens
-
-    @property
-    def trained_positions(self) -> int:
-        return self.head.config.trained_positions or self.head.config.max_position_embeddings
 
     @property
     def identity(self) -> str:
@@ -200,6 +199,11 @@ class EaglePredictor:
     def _forward(self, features: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """Run the head on pairs [B, n] under the mask visible [B, n, S]; keys go to the placed slots."""
 
+        if self.cache.view > (longest := self.head.config.longest_trained):
+            # The number of a drafted slot is its position or more, so no drafted token is hidden.
+            slots = torch.arange(self.cache.view, device=positions.device)[None]
+            visible = narrowed(visible, positions, slots, longest)
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return grouped_attention(q, *self.cache.update(k, v, layer_idx=0), visible[:, None])
 
@@ -233,6 +237,19 @@ def commit_in_chunks(
     output = torch.cat(outputs, dim=1)
     cache.advance(counts)
     return output.gather(1, last.expand(-1, -1, output.shape[-1]))[:, 0]
+
+
+def narrowed(visible: Tensor, positions: Tensor, slot_positions: Tensor, longest: int) -> Tensor:
+    """Return visible [B, n, S], narrowed for positions [B, n] beyond the longest text of a head's training.
+
+    From there on a token sees the text's first tokens and half as far back as in training (a window with
+    sinks, StreamingLLM, arXiv 2309.17453). Positions are relative, so it sees nothing that training did not
+    show. Half, because few texts of a training are the longest: docs/performance.md has the figures.
+    slot_positions: [B, S], or [1, S] where all rows have the same.
+    """
+    distances = positions[:, :, None] - slot_positions[:, None, :]
+    near = (distances < max(longest // 2, 1)) | (slot_positions < SINKS)[:, None, :]
+    return visible & (near | (positions < longest)[:, :, None])
 
 
 def cache_members(head: DraftHead) -> list[tuple[int, int]]:

@@ -303,7 +303,7 @@ def test_the_identity_knows_weights_layers_and_vocabulary() -> None:
     assert len({spec.identity for spec in specs}) == 4
     again = DraftModelSpec.for_target(other_model(), TARGET)
     assert again.identity == specs[1].identity and specs[1] != again == replace(again)
-    assert specs[3].network is models[3].model and specs[0].trained_positions == 256
+    assert specs[3].network is models[3].model and specs[0].longest == 256
 
 
 def test_only_one_way_to_draft_may_be_asked_for() -> None:

@@ -78,16 +78,17 @@ def paths_of(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
 
 
 # What only the network knows is tested with the network; these differ in what the drafter does with it.
+HEADS = VARIANTS | {"short training": {"windows": (0, 3), "trained_positions": 6}}
 DRAFTED = ["plain", "norm_output", "whole vocabulary", "target's lm_head", "another width", "two layers"]
-DRAFTED += ["window", "no taps", "logit_scale"]
+DRAFTED += ["window", "short training", "no taps", "logit_scale"]
 
 
 @pytest.mark.parametrize("name", DRAFTED)
 @torch.no_grad()
 def test_trees_carry_the_distributions_of_the_plain_recursion(name: str) -> None:
     """log q at every node with children, the best children of the root, and only drafted tokens."""
-    head = eagle3_head(2, **VARIANTS[name])
-    rows = [random_pairs(head, count, count) for count in (7, 1)]
+    head = eagle3_head(2, **HEADS[name])
+    rows = [random_pairs(head, count, count) for count in (11, 1)]
     tree = start_drafter(head, rows).draft(torch.stack([tokens[-1] for _, tokens in rows]), TREE)
     drafted = torch.arange(VOCAB) if head.draft_tokens is None else head.draft_tokens
     for row, pairs in enumerate(rows):
@@ -101,7 +102,7 @@ def test_trees_carry_the_distributions_of_the_plain_recursion(name: str) -> None
                 torch.testing.assert_close(tree.log_q[row, place], wanted, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3.1", "window", "no taps"])
+@pytest.mark.parametrize("name", ["plain", "eagle3.1", "window", "short training", "no taps"])
 @pytest.mark.parametrize("chunk", [2, 512])
 @torch.no_grad()
 def test_the_state_after_any_steps_is_that_of_a_fresh_drafter(
@@ -109,7 +110,7 @@ def test_the_state_after_any_steps_is_that_of_a_fresh_drafter(
 ) -> None:
     """Whatever was drafted between, true features take its place; rows commit different counts, or none."""
     monkeypatch.setattr("eagle_fsd.runtime.kv_cache.WIDEST", chunk)
-    head = eagle3_head(3, **VARIANTS[name])
+    head = eagle3_head(3, **HEADS[name])
     rows = [random_pairs(head, count, count) for count in (5, 2, 1)]
     drafter = start_drafter(head, rows)
     for step in range(3):
@@ -133,7 +134,7 @@ def test_the_state_after_any_steps_is_that_of_a_fresh_drafter(
 
 def engine(name: str = "plain", recorded: bool = False, **options: Any) -> EagleFSD:
     target = TargetModel(tiny_model(), *([Graphs(OpRecorder())] if recorded else []))
-    return EagleFSD(target, eagle3_head(4, **VARIANTS[name]), **options)
+    return EagleFSD(target, eagle3_head(4, **HEADS[name]), **options)
 
 
 @pytest.mark.parametrize("name", ["plain", "eagle3.1", "window", "no taps", "target's lm_head"])

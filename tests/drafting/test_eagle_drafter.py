@@ -70,10 +70,20 @@ class PlainEagle2:
         features = torch.cat((features, *[f[None] for f in predicted]))
         tokens = torch.cat((tokens, torch.tensor(path, dtype=torch.int64)))
         positions = torch.arange(len(tokens))  # the root's pair at L - 1, a node of depth i at L - 1 + i
-        out = self.head(
-            features[None], self.vocabulary.embed(tokens)[None], positions[None], causal_attention
-        )[0]
-        return [*predicted, out[-1]]
+        inputs = features[None], self.vocabulary.embed(tokens)[None], positions[None]
+        return [*predicted, self.head(*inputs, self.attend)[0, -1]]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend to all before; past the longest text of training to its half, and to four first pairs."""
+        longest, count = self.head.config.trained_positions, q.shape[2]
+        if longest is None:
+            return causal_attention(q, k, v)
+        seen = torch.zeros(count, count, dtype=torch.bool)
+        for here in range(count):
+            for there in range(here + 1):
+                seen[here, there] = here < longest or here - there < longest // 2 or there < 4
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
     def log_q(self, path: tuple[int, ...]) -> Tensor:
         return F.log_softmax(self.vocabulary.logits(self.predictions(path)[-1]), dim=-1)
@@ -144,6 +154,23 @@ def test_trees_equal_the_plain_recursion(config: str, seed: int) -> None:
         assert tree.tokens.shape == (3, size.total_tokens) and tree.depth == size.reach
         for row, pairs in enumerate(rows):
             check_row(tree, row, int(roots[row]), PlainEagle2(head, vocabulary, pairs).draft(size))
+
+
+def test_beyond_the_longest_text_of_training_a_head_sees_a_window() -> None:
+    """Rows that are shorter than that, that reach it in the tree, and far behind it; read in two parts."""
+    head, vocabulary = tiny_head(VOCAB, HIDDEN, 5, trained=10), TinyVocabulary(VOCAB, HIDDEN, 5, peak=2.0)
+    rows, size = [random_pairs(count, count) for count in (4, 9, 30)], TreeConfig(12, 4, 3)
+    roots = torch.stack([tokens[-1] for _, tokens in rows])
+    with torch.no_grad():
+        drafter = start_drafter(head, vocabulary, [(f[:-2], t[:-2]) for f, t in rows])
+        features, tokens, counts = pad([(f[-2:], t[-2:]) for f, t in rows])
+        drafter.root_states = drafter.predictor.commit_pairs(features, tokens, counts)
+        tree = drafter.draft(roots, size)
+        for row, pairs in enumerate(rows):
+            check_row(tree, row, int(roots[row]), PlainEagle2(head, vocabulary, pairs).draft(size))
+        unlimited = start_drafter(tiny_head(VOCAB, HIDDEN, 5), vocabulary, rows).draft(roots, size)
+    assert torch.equal(unlimited.log_q[0], tree.log_q[0]), "a short text sees all"
+    assert not torch.allclose(unlimited.log_q[2, 0], tree.log_q[2, 0], atol=1e-2), "the window did nothing"
 
 
 @pytest.mark.parametrize("asks", [True, False], ids=["fitted", "static"])

@@ -50,6 +50,7 @@ SPECS: dict[str, Callable[[], DrafterSpec]] = {
     "eagle": lambda: head_spec(tiny_head(4)),
     "eagle, some tokens": lambda: head_spec(tiny_head(4).restrict(FEW)),
     "eagle, some tokens and the text's": lambda: head_spec(tiny_head(4).restrict(FEW, 6)),
+    "eagle, texts longer than its training's": lambda: head_spec(tiny_head(4, trained_positions=14)),
     "eagle3": lambda: head_spec(eagle3_head(4)),
     "draft model": lambda: draft_model_spec(tiny_model("mistral", seed=5)),
     "narrow draft model": lambda: draft_model_spec(tiny_model(seed=5, vocab_size=VOCAB - 6)),

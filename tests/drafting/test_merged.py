@@ -461,7 +461,7 @@ def test_lookup_beside_a_head() -> None:
     assert model.drafter == MergedSpec.for_target(alone.drafter, target)
     assert (model.ea_model, model.head, model.drafter.name) == ("mine", head, "eagle+lookup")
     assert model.drafter.tokens == alone.drafter.tokens
-    assert model.drafter.trained_positions == alone.drafter.trained_positions
+    assert model.drafter.longest == alone.drafter.longest
     identities = {
         one.identity()["drafter" if "drafter" in one.identity() else "head"] for one in (model, alone)
     }

@@ -58,7 +58,7 @@ class StandInSpec:
     maker: Callable[[int, int, TreeConfig], Drafter]
     tokens: int
     name: str = "stand-in"
-    trained_positions: int | None = None
+    longest: int | None = None
     network: None = None
     identity: str | None = "stand-in"
     sparse: bool = False

@@ -120,12 +120,18 @@ class Eagle3Twin:
         out = torch.zeros(len(positions), heads, size)
         for i, here in enumerate(positions):
             for h in range(heads):
-                seen = [j for j in range(i + 1) if not window or here - positions[j] < window]
+                seen = [j for j in range(i + 1) if self.sees(here, positions[j], window)]
                 turned = [self.turn(k[j, h // shared], positions[j]) for j in seen]
                 scores = [self.turn(q[i, h], here) @ key / math.sqrt(size) for key in turned]
                 weights = torch.stack(scores).softmax(0)
                 out[i, h] = sum(w * v[j, h // shared] for w, j in zip(weights, seen, strict=True))
         return self.linear(f"{at}.self_attn.o_proj", out.flatten(1))
+
+    def sees(self, here: int, there: int, window: int) -> bool:
+        longest = self.config.trained_positions
+        if window or longest is None or here < longest:
+            return not window or here - there < window
+        return here - there < longest // 2 or there < 4  # what it was trained on, and the first tokens
 
     def turn(self, x: Tensor, position: int) -> Tensor:
         """Rotate the pairs (x_i, x_{i + half}) by position * theta^(-2 i / D)."""

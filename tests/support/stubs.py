@@ -311,8 +311,14 @@ def tiny_llama(
     return model
 
 
-def tiny_head(vocab_size: int = 64, hidden_size: int = 32, seed: int = 0, kv_heads: int = 2) -> DraftHead:
-    """A random head of the width of `tiny_llama`."""
+def tiny_head(
+    vocab_size: int = 64,
+    hidden_size: int = 32,
+    seed: int = 0,
+    kv_heads: int = 2,
+    trained: int | None = None,
+) -> DraftHead:
+    """A random head of the width of `tiny_llama`. trained: the longest text of its training."""
     config = HeadConfig(
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -320,6 +326,7 @@ def tiny_head(vocab_size: int = 64, hidden_size: int = 32, seed: int = 0, kv_hea
         num_key_value_heads=kv_heads,
         head_dim=hidden_size // 4,
         vocab_size=vocab_size,
+        trained_positions=trained,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

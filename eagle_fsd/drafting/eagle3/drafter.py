@@ -21,7 +21,7 @@ from eagle_fsd.core.tree import within_window
 from eagle_fsd.drafting.draft_vocabulary import OwnTokens
 from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
-from eagle_fsd.drafting.eagle_drafter import Verifier, commit_in_chunks, pair_prompts, require_equal
+from eagle_fsd.drafting.eagle_drafter import Verifier, commit_in_chunks, narrowed, pair_prompts, require_equal
 from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter, level_positions, read_view, slots_per_row
 from eagle_fsd.files.fingerprints import digest_json, digest_weights
 from eagle_fsd.runtime.grouped_attention import grouped_attention
@@ -71,6 +71,7 @@ class Eagle3Spec:
     name: str = "eagle3"
     sparse: ClassVar[bool] = False
     rests: ClassVar[bool] = False
+    longest: ClassVar[None] = None
 
     @classmethod
     def for_target(cls, head: Eagle3Head, target: TappedVerifier) -> Eagle3Spec:
@@ -94,10 +95,6 @@ class Eagle3Spec:
     @property
     def tokens(self) -> int:
         return self.head.config.draft_vocab_size
-
-    @property
-    def trained_positions(self) -> int:
-        return self.head.config.trained_positions or self.head.config.max_position_embeddings
 
     @property
     def identity(self) -> str:
@@ -164,11 +161,12 @@ class Eagle3Predictor:
         self, states: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor, slot_positions: Tensor
     ) -> Tensor:
         """Run the head on pairs [B, n] under the mask visible [B, n, S]; keys go to the placed slots."""
-        windows = self.head.config.windows
-        masks = {
-            window: within_window(visible, positions, slot_positions, window) if window else visible
-            for window in set(windows)
-        }
+        windows, longest = self.head.config.windows, self.head.config.longest_trained
+        masks = {0: visible}
+        if self.cache.view > longest:
+            masks[0] = narrowed(visible, positions, slot_positions, longest)
+        for window in set(windows) - {0}:
+            masks[window] = within_window(visible, positions, slot_positions, window)
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             mask = masks[windows[number]][:, None]

@@ -53,7 +53,7 @@ class LookupSpec:
     sources: Sources = field(default_factory=Sources)
     worth: float = 0.0
     name: ClassVar[str] = "lookup"
-    trained_positions: ClassVar[None] = None
+    longest: ClassVar[None] = None
     network: ClassVar[None] = None
     sparse: ClassVar[bool] = True
 

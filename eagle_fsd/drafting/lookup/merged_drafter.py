@@ -70,8 +70,8 @@ class MergedSpec:
         return self.head.tokens
 
     @property
-    def trained_positions(self) -> int | None:
-        return self.head.trained_positions
+    def longest(self) -> int | None:
+        return self.head.longest
 
     @property
     def network(self) -> nn.Module | None:
