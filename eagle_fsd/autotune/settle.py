@@ -215,7 +215,7 @@ class Settler:
         longest = self.drafter.longest
         if longest is not None and max(lengths) > longest:
             logger.warning(
-                "prompt of %d tokens: the draft model reads up to %d, so nothing is drafted; the text is not "
+                "prompt of %d tokens: the draft model reads up to %d, so it drafts nothing; the text is not "
                 "affected",
                 max(lengths),
                 longest,

@@ -20,6 +20,7 @@ from eagle_fsd.core.padding import on_device
 # text (`copied` in drafting/lookup); or the target's likeliest tokens at an earlier place (`recycled`).
 HEAD, SUFFIX, RECYCLED = range(3)
 SOURCES = ("head", "suffix", "recycled")
+SINKS = 4  # first tokens of a text that a head sees from everywhere
 
 
 @dataclass(frozen=True)
@@ -272,6 +273,17 @@ def within_window(visible: Tensor, query_positions: Tensor, slot_positions: Tens
     key is seen if query position - key position < window.
     """
     return visible & (query_positions[:, :, None] - slot_positions[:, None, :] < window)
+
+
+def within_training(visible: Tensor, query_positions: Tensor, slot_positions: Tensor, longest: int) -> Tensor:
+    """Return visible [B, q, S], narrowed for queries beyond the longest text that a head was trained on.
+
+    From there on a token sees half as far back as in training, for few texts of a training are the longest,
+    and the text's first tokens, on which attention rests (StreamingLLM, arXiv 2309.17453; here they keep
+    their positions). Up to there it sees all. query_positions: [B, q]; slot_positions: [B, S].
+    """
+    queries, slots = query_positions[:, :, None], slot_positions[:, None, :]
+    return visible & ((slots > queries - max(longest // 2, 1)) | (slots < SINKS) | (queries < longest))
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

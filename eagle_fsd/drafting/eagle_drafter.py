@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import on_device
+from eagle_fsd.core.tree import within_training
 from eagle_fsd.drafting.draft_vocabulary import DraftVocabulary, OwnTokens, TargetVocabulary
 from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.text_tokens import TextTokens
-from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter, slots_per_row
+from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter, level_positions, read_view, slots_per_row
 from eagle_fsd.files.fingerprints import digest_weights
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.runtime.kv_cache import KVCache
@@ -35,8 +36,6 @@ from eagle_fsd.runtime.openvino.traced_attention import attend_blocks
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 Head = TypeVar("Head", bound=nn.Module)
-
-SINKS = 4  # of a text's first tokens are seen from everywhere: attention rests on them (arXiv 2309.17453)
 
 
 class Vocabulary(Protocol):
@@ -175,9 +174,10 @@ class EaglePredictor:
 
     def _read_pairs(self, features: Tensor, tokens: Tensor, start: int) -> Tensor:
         """Return the features [B, q, d] predicted at pairs [B, q], `start` slots past the committed ones."""
-        slots = self.cache.place(tokens.shape[1], offset=start)  # [B, q]
-        # Pair j is in slot j, so causal order is the order of the slots: each pair sees up to its own.
-        visible = torch.arange(self.cache.view, device=slots.device) <= slots[:, :, None]
+        # Pair j is in slot j, at position j.
+        slots, visible, slot_positions = read_view(self.cache, tokens.shape[1], start)
+        if self._outgrown:
+            visible = within_training(visible, slots, slot_positions, self.head.config.longest_trained)
         return self._forward(features, tokens, slots, visible)
 
     def log_q(self, states: Tensor, own: OwnTokens | None = None) -> Tensor:
@@ -194,15 +194,18 @@ class EaglePredictor:
         """Read a level of pairs: drafted tokens [B, K] with the features predicted at their parents."""
         # The root's pair is committed at position L - 1, so its children, level 1, are at position L.
         positions = (self.cache.lengths[:, None] + level - 1).expand_as(tokens)
+        if self._outgrown:
+            _, slot_positions = level_positions(self.cache, tokens, level)
+            visible = within_training(visible, positions, slot_positions, self.head.config.longest_trained)
         return self._forward(parents, tokens, positions, visible)
+
+    @property
+    def _outgrown(self) -> bool:
+        """Whether a text may be longer than those that the head was trained on."""
+        return self.cache.view > self.head.config.longest_trained
 
     def _forward(self, features: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """Run the head on pairs [B, n] under the mask visible [B, n, S]; keys go to the placed slots."""
-
-        if self.cache.view > (longest := self.head.config.longest_trained):
-            # The number of a drafted slot is its position or more, so no drafted token is hidden.
-            slots = torch.arange(self.cache.view, device=positions.device)[None]
-            visible = narrowed(visible, positions, slots, longest)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return grouped_attention(q, *self.cache.update(k, v, layer_idx=0), visible[:, None])
@@ -237,19 +240,6 @@ def commit_in_chunks(
     output = torch.cat(outputs, dim=1)
     cache.advance(counts)
     return output.gather(1, last.expand(-1, -1, output.shape[-1]))[:, 0]
-
-
-def narrowed(visible: Tensor, positions: Tensor, slot_positions: Tensor, longest: int) -> Tensor:
-    """Return visible [B, n, S], narrowed for positions [B, n] beyond the longest text of a head's training.
-
-    From there on a token sees the text's first tokens and half as far back as in training (a window with
-    sinks, StreamingLLM, arXiv 2309.17453). Positions are relative, so it sees nothing that training did not
-    show. Half, because few texts of a training are the longest: docs/performance.md has the figures.
-    slot_positions: [B, S], or [1, S] where all rows have the same.
-    """
-    distances = positions[:, :, None] - slot_positions[:, None, :]
-    near = (distances < max(longest // 2, 1)) | (slot_positions < SINKS)[:, None, :]
-    return visible & (near | (positions < longest)[:, :, None])
 
 
 def cache_members(head: DraftHead) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from eagle_fsd.core.checks import require_number
+from eagle_fsd.core.tree import within_training
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.target.architecture import PLAIN
@@ -81,9 +82,11 @@ class UnrollAttention:
 
     The scores [B, H, n, n] of a long sequence would take gigabytes at every step, all kept for the gradient.
     More than SCORES of them are computed in blocks of queries, and again in the backward pass.
+    longest: see within_training; online, texts may be longer than those that the head was trained on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -94,15 +97,25 @@ class UnrollAttention:
         batch, heads, length, _ = q.shape
         rows = max(SCORES // (batch * heads * length), 1)
         if rows >= length:
-            return attend_rows(q, 0, keys, values)
+            return attend_rows(q, 0, keys, values, self.longest)
         parts = [
-            checkpoint(attend_rows, q[:, :, start : start + rows], start, keys, values, use_reentrant=False)
+            checkpoint(
+                attend_rows,
+                q[:, :, start : start + rows],
+                start,
+                keys,
+                values,
+                self.longest,
+                use_reentrant=False,
+            )
             for start in range(0, length, rows)
         ]
         return torch.cat(parts, dim=2)
 
 
-def attend_rows(q: Tensor, start: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+def attend_rows(
+    q: Tensor, start: int, keys: Sequence[Tensor], values: Sequence[Tensor], longest: int
+) -> Tensor:
     """Compute UnrollAttention of the queries [B, H, m, D] from position `start` on: [B, H, m, D].
 
     keys, values: of all steps so far, [B, Hkv, n, D] each; the queries are of the last step.
@@ -116,7 +129,10 @@ def attend_rows(q: Tensor, start: int, keys: Sequence[Tensor], values: Sequence[
     q = q.reshape(batch, groups, heads // groups, count, width) * width**-0.5
     scores = torch.matmul(q.flatten(2, 3), first_keys.transpose(2, 3)).view(*q.shape[:4], end)
     time = torch.arange(end, device=q.device)
-    scores = scores.masked_fill(time > time[start:, None] - (step - 1), torch.finfo(scores.dtype).min)
+    visible = (time <= time[start:, None] - (step - 1))[None]  # [1, m, end]
+    if end > longest:
+        visible = within_training(visible, time[None, start:], time[None], longest)
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     later = range(1, step)
     diagonals = [
         (q * shift(keys[i], step - 1 - i)[:, :, None, start:end]).sum(-1, keepdim=True) for i in later
@@ -146,11 +162,12 @@ def unroll(head: Head, features: Tensor, embeddings: Tensor, steps: int) -> list
     j - k + 1. An EAGLE-3 head projects true features once, and its own states take their place.
     """
     positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
-    attend: Callable[..., Tensor] = UnrollAttention()
+    longest = head.config.longest_trained
+    attend: Callable[..., Tensor] = UnrollAttention(longest)
     inputs = first = features
     if isinstance(head, Eagle3Head):
         inputs = first = head.project(features)
-        layers = [UnrollAttention() for _ in head.layers]
+        layers = [UnrollAttention(longest) for _ in head.layers]
         attend = lambda number, q, k, v: layers[number](q, k, v)  # noqa: E731
     predictions: list[Tensor] = []
     for _ in range(steps):

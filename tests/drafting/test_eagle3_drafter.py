@@ -78,7 +78,7 @@ def paths_of(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
 
 
 # What only the network knows is tested with the network; these differ in what the drafter does with it.
-HEADS = VARIANTS | {"short training": {"windows": (0, 3), "trained_positions": 6}}
+HEADS = VARIANTS | {"short training": {"windows": (0, 3), "trained_positions": 4}}
 DRAFTED = ["plain", "norm_output", "whole vocabulary", "target's lm_head", "another width", "two layers"]
 DRAFTED += ["window", "short training", "no taps", "logit_scale"]
 
@@ -88,7 +88,7 @@ DRAFTED += ["window", "short training", "no taps", "logit_scale"]
 def test_trees_carry_the_distributions_of_the_plain_recursion(name: str) -> None:
     """log q at every node with children, the best children of the root, and only drafted tokens."""
     head = eagle3_head(2, **HEADS[name])
-    rows = [random_pairs(head, count, count) for count in (11, 1)]
+    rows = [random_pairs(head, count, count) for count in (11, 3, 1)]
     tree = start_drafter(head, rows).draft(torch.stack([tokens[-1] for _, tokens in rows]), TREE)
     drafted = torch.arange(VOCAB) if head.draft_tokens is None else head.draft_tokens
     for row, pairs in enumerate(rows):
@@ -162,13 +162,15 @@ def test_greedy_text_through_generate_with_padding_and_another_dtype() -> None:
         assert model.draft_vocab_size == 40
 
 
-def test_recorded_steps_give_the_same_text() -> None:
-    prompts = prompts_of([5, 8])
-    wanted = run_loop(TARGET, prompts, Eagle3Spec.for_target(eagle3_head(4), TARGET).make(2, 8, TREE), 12)
-    model = engine(recorded=True)
+@pytest.mark.parametrize("name", ["plain", "short training"])
+def test_recorded_steps_give_the_same_text(name: str) -> None:
+    prompts, head = prompts_of([5, 8]), eagle3_head(4, **HEADS[name])
+    wanted = run_loop(TARGET, prompts, Eagle3Spec.for_target(head, TARGET).make(2, 8, TREE), 12)
+    model = engine(name, recorded=True)
     assert model.drafter is not None
     found = run_loop(model.target, prompts, model.drafter.make(2, 8, TREE), 12)
     assert found.texts == wanted.texts
+    assert [row.steps for row in found.stats] == [row.steps for row in wanted.stats]
 
 
 def test_fuzzy_rules_ask_for_a_divergence_of_sparse_drafts() -> None:

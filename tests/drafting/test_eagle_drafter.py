@@ -157,9 +157,9 @@ def test_trees_equal_the_plain_recursion(config: str, seed: int) -> None:
 
 
 def test_beyond_the_longest_text_of_training_a_head_sees_a_window() -> None:
-    """Rows that are shorter than that, that reach it in the tree, and far behind it; read in two parts."""
-    head, vocabulary = tiny_head(VOCAB, HIDDEN, 5, trained=10), TinyVocabulary(VOCAB, HIDDEN, 5, peak=2.0)
-    rows, size = [random_pairs(count, count) for count in (4, 9, 30)], TreeConfig(12, 4, 3)
+    """Rows that are shorter, that outgrow it in the tree, and far behind it, in two parts; a deep tree."""
+    head, vocabulary = tiny_head(VOCAB, HIDDEN, 5, trained=8), TinyVocabulary(VOCAB, HIDDEN, 5, peak=2.0)
+    rows, size = [random_pairs(count, count) for count in (3, 6, 30)], TreeConfig(14, 6, 3)
     roots = torch.stack([tokens[-1] for _, tokens in rows])
     with torch.no_grad():
         drafter = start_drafter(head, vocabulary, [(f[:-2], t[:-2]) for f, t in rows])

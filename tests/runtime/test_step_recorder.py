@@ -62,11 +62,15 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine(
     recorder: OpRecorder | None, family: str = "llama", drafted: int | None = None, own: int | None = None
 ) -> EagleFSD:
-    """Return an engine. drafted: the tokens in the head's list; own: see HeadConfig.draft_text_tokens."""
+    """Return an engine whose head texts outgrow.
+
+    drafted: the tokens in the head's list; own: see HeadConfig.draft_text_tokens.
+    """
     stepper = EAGER if recorder is None else Graphs(recorder)
     tokens = None if drafted is None else torch.arange(0, 96, 96 // drafted)[:drafted]
     attention = "eager" if family == "gemma2" else "sdpa"
-    return EagleFSD(TargetModel(tiny_model(family, attention), stepper), tiny_head().restrict(tokens, own))
+    head = tiny_head(trained_positions=16).restrict(tokens, own)
+    return EagleFSD(TargetModel(tiny_model(family, attention), stepper), head)
 
 
 def recordings_of(piece: RecordedWork) -> list[Recording]:

@@ -129,9 +129,10 @@ class Eagle3Twin:
 
     def sees(self, here: int, there: int, window: int) -> bool:
         longest = self.config.trained_positions
-        if window or longest is None or here < longest:
-            return not window or here - there < window
-        return here - there < longest // 2 or there < 4  # what it was trained on, and the first tokens
+        if window and here - there >= window:
+            return False
+        # Beyond the longest text of its training: half as far back, and the first tokens.
+        return longest is None or here < longest or here - there < longest // 2 or there < 4
 
     def turn(self, x: Tensor, position: int) -> Tensor:
         """Rotate the pairs (x_i, x_{i + half}) by position * theta^(-2 i / D)."""

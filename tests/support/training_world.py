@@ -44,8 +44,11 @@ class LetterTokenizer:
         return text + ("<a>" if add_generation_prompt else "")
 
 
-def tiny_head(seed: int = 0, scale: float = 0.3, fc_bias: bool = False) -> DraftHead:
-    head = DraftHead(HeadConfig(WIDTH, 24, 4, 2, 4, VOCAB, fc_bias=fc_bias))
+def tiny_head(
+    seed: int = 0, scale: float = 0.3, fc_bias: bool = False, trained: int | None = None
+) -> DraftHead:
+    config = HeadConfig(WIDTH, 24, 4, 2, 4, VOCAB, fc_bias=fc_bias, trained_positions=trained)
+    head = DraftHead(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -127,6 +130,8 @@ def trainer_for(
 
 class Oracle(torch.nn.Module):
     """Predicts the feature of the token in the pair: right exactly if that is the next token."""
+
+    config = HeadConfig(WIDTH, 24, 4, 2, 4, VOCAB)
 
     def forward(self, features: Tensor, embeddings: Tensor, positions: Tensor, attend: object) -> Tensor:
         return world()[(embeddings @ lm_head().T).argmax(-1)]

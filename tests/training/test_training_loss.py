@@ -84,7 +84,11 @@ def test_padding_changes_neither_loss_nor_gradient() -> None:
 def draft_sequentially(
     head: DraftHead, features: Tensor, embeddings: Tensor, start: int, steps: int
 ) -> list[Tensor]:
-    """What a drafter does: run true pairs 0..start, then feed each prediction back at the next position."""
+    """What a drafter does: run true pairs 0..start, then feed each prediction back at the next position.
+
+    Past the longest text of its training a head sees half as far back, and the first four pairs.
+    """
+    longest = head.config.longest_trained
     keys: list[Tensor] = []
     values: list[Tensor] = []
 
@@ -94,6 +98,9 @@ def draft_sequentially(
         seen_k, seen_v = torch.cat(keys, 2), torch.cat(values, 2)
         groups = q.shape[1] // k.shape[1]
         scores = q @ seen_k.repeat_interleave(groups, 1).transpose(2, 3) * q.shape[-1] ** -0.5
+        last = len(keys) - 1
+        if last >= longest:
+            scores[..., 4 : last - longest // 2 + 1] = -torch.inf
         return scores.softmax(-1) @ seen_v.repeat_interleave(groups, 1)
 
     made: list[Tensor] = []
@@ -107,8 +114,13 @@ def draft_sequentially(
     return made
 
 
-def test_unroll_equals_drafting_one_position_at_a_time() -> None:
-    head, steps, length = tiny_head(), 4, 7
+@pytest.mark.parametrize("scores", [loss_module.SCORES, 2 * 4 * 18 * 3], ids=["at once", "in blocks"])
+@pytest.mark.parametrize(("trained", "length"), [(None, 7), (10, 18)])
+def test_unroll_equals_drafting_one_position_at_a_time(
+    trained: int | None, length: int, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_module, "SCORES", scores)
+    head, steps = tiny_head(trained=trained), 4
     features, embeddings = noise(2, length, WIDTH), noise(2, length, WIDTH, seed=1)
     with torch.no_grad():
         predictions = unroll(head, features, embeddings, steps)

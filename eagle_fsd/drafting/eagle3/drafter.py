@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.tree import within_window
+from eagle_fsd.core.tree import within_training, within_window
 from eagle_fsd.drafting.draft_vocabulary import OwnTokens
 from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
-from eagle_fsd.drafting.eagle_drafter import Verifier, commit_in_chunks, narrowed, pair_prompts, require_equal
+from eagle_fsd.drafting.eagle_drafter import Verifier, commit_in_chunks, pair_prompts, require_equal
 from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter, level_positions, read_view, slots_per_row
 from eagle_fsd.files.fingerprints import digest_json, digest_weights
 from eagle_fsd.runtime.grouped_attention import grouped_attention
@@ -162,11 +162,12 @@ class Eagle3Predictor:
     ) -> Tensor:
         """Run the head on pairs [B, n] under the mask visible [B, n, S]; keys go to the placed slots."""
         windows, longest = self.head.config.windows, self.head.config.longest_trained
-        masks = {0: visible}
         if self.cache.view > longest:
-            masks[0] = narrowed(visible, positions, slot_positions, longest)
-        for window in set(windows) - {0}:
-            masks[window] = within_window(visible, positions, slot_positions, window)
+            visible = within_training(visible, positions, slot_positions, longest)
+        masks = {
+            window: within_window(visible, positions, slot_positions, window) if window else visible
+            for window in set(windows)
+        }
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             mask = masks[windows[number]][:, None]
