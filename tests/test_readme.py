@@ -324,6 +324,7 @@ SOURCES = {  # the log that has a table's rows
     "float32": "eval/SPEED.md",
     "repeating": "eval/SPEED.md",
     "formats": "eval/RUNTIMES.md",
+    "long": "eval/SPEED.md",
     "warm": "eval/SPEED.md",
     "gpu": "eval/SPEED.md",
     "tau": "eval/results/tau.md",
