@@ -282,6 +282,8 @@ def within_training(visible: Tensor, query_positions: Tensor, slot_positions: Te
     and the text's first tokens, on which attention rests (StreamingLLM, arXiv 2309.17453; here they keep
     their positions). Up to there it sees all. query_positions: [B, q]; slot_positions: [B, S].
     """
+    if visible.shape[-1] <= longest:
+        return visible  # no position is beyond the number of slots
     queries, slots = query_positions[:, :, None], slot_positions[:, None, :]
     return visible & ((slots > queries - max(longest // 2, 1)) | (slots < SINKS) | (queries < longest))
 

@@ -176,8 +176,7 @@ class EaglePredictor:
         """Return the features [B, q, d] predicted at pairs [B, q], `start` slots past the committed ones."""
         # Pair j is in slot j, at position j.
         slots, visible, slot_positions = read_view(self.cache, tokens.shape[1], start)
-        if self._outgrown:
-            visible = within_training(visible, slots, slot_positions, self.head.config.longest_trained)
+        visible = within_training(visible, slots, slot_positions, self.head.config.longest_trained)
         return self._forward(features, tokens, slots, visible)
 
     def log_q(self, states: Tensor, own: OwnTokens | None = None) -> Tensor:
@@ -194,15 +193,10 @@ class EaglePredictor:
         """Read a level of pairs: drafted tokens [B, K] with the features predicted at their parents."""
         # The root's pair is committed at position L - 1, so its children, level 1, are at position L.
         positions = (self.cache.lengths[:, None] + level - 1).expand_as(tokens)
-        if self._outgrown:
+        if self.cache.view > (longest := self.head.config.longest_trained):  # else all of it is seen
             _, slot_positions = level_positions(self.cache, tokens, level)
-            visible = within_training(visible, positions, slot_positions, self.head.config.longest_trained)
+            visible = within_training(visible, positions, slot_positions, longest)
         return self._forward(parents, tokens, positions, visible)
-
-    @property
-    def _outgrown(self) -> bool:
-        """Whether a text may be longer than those that the head was trained on."""
-        return self.cache.view > self.head.config.longest_trained
 
     def _forward(self, features: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """Run the head on pairs [B, n] under the mask visible [B, n, S]; keys go to the placed slots."""

@@ -130,8 +130,7 @@ def attend_rows(
     scores = torch.matmul(q.flatten(2, 3), first_keys.transpose(2, 3)).view(*q.shape[:4], end)
     time = torch.arange(end, device=q.device)
     visible = (time <= time[start:, None] - (step - 1))[None]  # [1, m, end]
-    if end > longest:
-        visible = within_training(visible, time[None, start:], time[None], longest)
+    visible = within_training(visible, time[None, start:], time[None], longest)
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     later = range(1, step)
     diagonals = [

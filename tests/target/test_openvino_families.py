@@ -43,7 +43,7 @@ SUPPORTED = [
 
 @functools.lru_cache(maxsize=1)
 def engines_of(family: str) -> list[EagleFSD]:
-    """Return an engine on torch and one on OpenVINO, with the same weights; texts outgrow its training."""
+    """Return an engine on torch and one on OpenVINO, with the same weights, whose head texts outgrow."""
     head = tiny_head(trained_positions=2 * WINDOW)
     return [
         EagleFSD(TargetModel(tiny_model(family, attention_of(family)), runtime=runtime), head)

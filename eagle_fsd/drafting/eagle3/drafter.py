@@ -161,9 +161,8 @@ class Eagle3Predictor:
         self, states: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor, slot_positions: Tensor
     ) -> Tensor:
         """Run the head on pairs [B, n] under the mask visible [B, n, S]; keys go to the placed slots."""
-        windows, longest = self.head.config.windows, self.head.config.longest_trained
-        if self.cache.view > longest:
-            visible = within_training(visible, positions, slot_positions, longest)
+        windows = self.head.config.windows
+        visible = within_training(visible, positions, slot_positions, self.head.config.longest_trained)
         masks = {
             window: within_window(visible, positions, slot_positions, window) if window else visible
             for window in set(windows)
