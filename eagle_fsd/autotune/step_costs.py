@@ -10,7 +10,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.decoding.loop import decode
 from eagle_fsd.decoding.request import Observer, Request
 from eagle_fsd.drafting.drafter import DrafterSpec, NoDrafter, Seen
-from eagle_fsd.runtime.timing import RECORDED, Call, disagreement, synchronizer, time_in_turn
+from eagle_fsd.runtime.timing import RECORDED, Call, Key, disagreement, synchronizer, time_in_turn
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -39,6 +39,7 @@ TIMED_TOKENS = 32  # of each text that only times accept and keep
 TIMED_TREES = ((3, 2, 1), (16, 5, 8))  # nodes, depth, top_k: accept and keep take longer for more nodes
 LONGEST = 20.0  # seconds that texts are observed; the step that is running is finished
 SHORTEST = 128  # contexts up to this length cost the same
+REPEATS = 9  # of each forward that is timed
 
 
 def decode_sample(
@@ -107,15 +108,45 @@ def measure_costs(
     return forwards.with_overhead(overhead)
 
 
+class BesideOneNode:
+    """Times calls in turn with a forward over one node, as multiples of it.
+
+    A machine that others share may be half as fast for a second, in which all of a call's repeats are made.
+    """
+
+    def __init__(self, one_node: Call, target: TargetModel) -> None:
+        self.one_node, self.target = one_node, target
+        self._seconds: list[float] = []  # of one node, each time
+        self._spreads: list[float] = []
+
+    def __call__(self, calls: Mapping[Key, Call]) -> dict[Key, float]:
+        """Return the median seconds of each call over those of one node."""
+        untimed = RECORDED if self.target.stepper.view else 1
+        beside: dict[Key | None, Call] = {None: self.one_node, **calls}
+        repeats = time_in_turn(beside, self.target.device, untimed, REPEATS, agree=self.target.ranks.lead)
+        median = {key: statistics.median(seconds) for key, seconds in repeats.items()}
+        self._seconds.append(median[None])
+        self._spreads += map(disagreement, repeats.values())
+        return {key: median[key] / median[None] for key in calls}
+
+    @property
+    def one_node_seconds(self) -> float:
+        return statistics.median(self._seconds)
+
+    @property
+    def spread(self) -> float:
+        """How much the repeats of a call disagree in the median, or one node's from first to last."""
+        return max(statistics.median(self._spreads), disagreement(self._seconds))
+
+
 @torch.inference_mode()
 def measure_forwards(
     target: TargetModel, drafting: DrafterSpec, beams: Sequence[int], batch: int, context: int
 ) -> tuple[Forwards, float]:
     """Time the forwards of a step on a cache of `context` slots, whose contents do not matter.
 
-    The times depend neither on the rule nor on the sampling. The second value is the median disagreement of
-    the repeats (timing.disagreement): above timing.BUSY the machine was busy with other work, and the times
-    are unreliable.
+    The times depend neither on the rule nor on the sampling. The second value is BesideOneNode.spread: above
+    timing.BUSY the machine was busy with other work, and the times are unreliable.
     """
     deepest, widest = max(DEPTHS), max(WIDTHS)
     room = max(2, min(context, target.max_positions - deepest - 2))
@@ -138,26 +169,20 @@ def measure_forwards(
         verify_root = functools.partial(session.verify, root_only(roots, target.vocab_size))
         return Call(lambda: drafter.draft(roots, TreeConfig(1 + depth, depth, beam)), verify_root)
 
-    untimed, repeats = RECORDED if target.stepper.view else 1, {}
-    time_calls = functools.partial(
-        time_in_turn, device=target.device, untimed=untimed, agree=target.ranks.lead
-    )
+    times = BesideOneNode(verify(1), target)
+    verified = {1: 1.0}
     with target.stepper.running(batch):
-        for widths in in_pairs((1, *WIDTHS)):
-            for width in widths:
+        for width in WIDTHS:
+            for nodes in (1, width):
                 # A tree that is decoded with has a graph of its own size; only few are kept at a time.
-                target.expect(batch, width, again=False)
-            calls = {("verify", width): verify(width) for width in widths}
-            repeats |= time_calls(calls)
-        calls = {("draft", (beam, depth)): draft(beam, depth) for beam in beams for depth in (1, LEVELS)}
-        repeats |= time_calls(calls)
-    median = {key: statistics.median(seconds) for key, seconds in repeats.items()}
-    drafts = {}
+                target.expect(batch, nodes, again=False)
+            verified |= times({width: verify(width)})
+        drafted = times({(beam, depth): draft(beam, depth) for beam in beams for depth in (1, LEVELS)})
+    one, drafts = times.one_node_seconds, {}
     for beam in beams:
-        first, all_levels = (median["draft", (beam, depth)] for depth in (1, LEVELS))
+        first, all_levels = (one * drafted[beam, depth] for depth in (1, LEVELS))
         drafts[beam] = (first, max(all_levels - first, 0.0) / (LEVELS - 1))
-    forwards = Forwards({width: median["verify", width] for width in (1, *WIDTHS)}, drafts)
-    return forwards, statistics.median(map(disagreement, repeats.values()))
+    return Forwards({width: one * ratio for width, ratio in verified.items()}, drafts), times.spread
 
 
 def measure_overhead(
@@ -201,11 +226,6 @@ def star_tree(roots: Tensor, width: int, vocab_size: int) -> DraftTree:
         owners=tree.owners,
         depth=1,
     )
-
-
-def in_pairs(widths: Sequence[int]) -> list[Sequence[int]]:
-    """Return widths two by two, the last one perhaps alone."""
-    return [widths[start : start + 2] for start in range(0, len(widths), 2)]
 
 
 def round_context(tokens: int) -> int:

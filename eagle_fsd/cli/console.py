@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
+from eagle_fsd.core.checks import report_interrupt
+
 PROGRAM = "eagle-fsd"
 USAGE = 2  # the exit code of a user's mistake
 HELP = ("-h", "--help")
@@ -104,7 +106,10 @@ def show_commands(name: str, commands: Mapping[str, Command | Group]) -> NoRetur
 def run(name: str, command: Command, arguments: Sequence[str]) -> int:
     """Run a command under its full name: its usage, its errors and its records show that."""
     module, function = command.target.split(":")
-    main = getattr(import_module(module), function)
+    try:
+        main = getattr(import_module(module), function)
+    except KeyboardInterrupt:  # torch takes seconds to import
+        return report_interrupt()
     before = sys.argv
     sys.argv = [name, *arguments]  # argparse takes the program's name from here
     try:

@@ -37,12 +37,13 @@ def time_in_turn(
     calls: Mapping[Key, Call],
     device: torch.device,
     untimed: int = 1,
+    most: int = REPEATS,
     clock: Callable[[], float] = time.perf_counter,
     agree: Callable[[tuple[float, float]], tuple[float, float]] = lambda seconds: seconds,
 ) -> dict[Key, list[float]]:
     """Time each call and return the seconds of its repeats.
 
-    There are at most REPEATS of them, fewer once they took ENOUGH seconds, and at least one. The calls take
+    There are at most `most` of them, fewer once they took ENOUGH seconds, and at least one. The calls take
     turns, so that a disturbance hits a few repeats of every call instead of all repeats of one: the medians
     stay good, and `disagreement` shows it. untimed: how often each is called before the clock starts;
     RECORDED if the second call records it. If a single untimed call takes ENOUGH seconds, it counts as the
@@ -68,7 +69,7 @@ def time_in_turn(
             seconds, whole = once(call)
         if untimed == 1 and whole >= ENOUGH:
             found[key], spent[key] = [seconds], whole
-    for _ in range(REPEATS):
+    for _ in range(most):
         for key, call in calls.items():
             if spent[key] < ENOUGH:
                 seconds, whole = once(call)

@@ -16,6 +16,7 @@ import torch
 from support.tiny_models import tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD
+from eagle_fsd.cli import console
 from eagle_fsd.evaluation.serving import soak
 from eagle_fsd.evaluation.weight_formats.passes import send_result
 from eagle_fsd.hub import save_head
@@ -111,6 +112,14 @@ def test_ctrl_c_ends_the_harness_with_one_line(
     monkeypatch.setattr("sys.argv", ["harness.py"])
     with pytest.raises((SystemExit, KeyboardInterrupt), match="130"):
         runpy.run_path(str(ROOT / "eval" / "harness.py"), run_name="__main__")
+    require_one_line(capsys)
+
+
+def test_ctrl_c_while_a_command_is_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "import_module", press_ctrl_c)
+    assert console.main(["eval", "speed"]) == 130
     require_one_line(capsys)
 
 

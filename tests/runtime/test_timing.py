@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from support.tiny_models import tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.autotune import step_costs
+from eagle_fsd.autotune.step_costs import WIDTHS
 from eagle_fsd.runtime import timing
 from eagle_fsd.runtime.step_recorder import Graphs
 from eagle_fsd.runtime.timing import (
@@ -97,7 +99,31 @@ def test_every_width_is_timed_with_a_graph_of_its_own(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(TargetModel, "expect", expect)
     found, _ = step_costs.measure_forwards(model.target, model.drafter, [1], 2, 64)
-    assert expected == [(2, width, False) for width in found.verify], "only measured, and before the timing"
+    assert expected == [(2, nodes, False) for width in WIDTHS for nodes in (1, width)], "only measured"
+    assert set(found.verify) == {1, *WIDTHS}
+
+
+@pytest.mark.parametrize(("slow", "is_busy"), [(3, False), (4, True)])
+def test_slow_seconds_of_the_machine_change_no_time(
+    slow: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All repeats of a call fall into them, and so do those of the forward over one node beside it."""
+    clock, found, pace = Clock(), {}, 1.0
+    monkeypatch.setattr(step_costs, "time_in_turn", functools.partial(timing.time_in_turn, clock=clock))
+
+    def takes(seconds: float) -> Call:
+        def work() -> None:
+            clock.now += pace * seconds
+
+        return Call(work)
+
+    times = step_costs.BesideOneNode(takes(0.01), TargetModel(tiny_model()))
+    for width in range(12):
+        pace = 2.5 if width < slow else 1.0
+        found |= times({width: takes(0.01 + 0.001 * width)})
+    assert found == pytest.approx({width: 1 + 0.1 * width for width in range(12)})
+    assert times.one_node_seconds == pytest.approx(0.01)
+    assert (times.spread > BUSY) == is_busy
 
 
 def test_a_call_that_takes_long_is_made_once() -> None:
