@@ -332,7 +332,7 @@ SOURCES = {  # the log that has a table's rows
     "sampled_children": "eval/results/sampled_children.md",
     "frontier": "eval/QUALITY.md",
     "own": "train/EXPERIMENTS.md",
-    "vocabulary": "train/EXPERIMENTS.md",
+    "vocabulary": "eval/SPEED.md",
 }
 Row = list[tuple[str, str]]  # a table's row: heading and cell of every column
 
