@@ -40,6 +40,7 @@ TIMED_TREES = ((3, 2, 1), (16, 5, 8))  # nodes, depth, top_k: accept and keep ta
 LONGEST = 20.0  # seconds that texts are observed; the step that is running is finished
 SHORTEST = 128  # contexts up to this length cost the same
 REPEATS = 7  # of each forward that is timed
+SLOW = 0.1  # seconds of a forward over one node from which on it is timed once: it reads all weights anew
 
 
 def decode_sample(
@@ -112,6 +113,7 @@ class BesideOneNode:
     """Times calls in turn with a forward over one node, as multiples of it.
 
     A machine that others share may be half as fast for a second, in which all of a call's repeats are made.
+    A slow forward over one node is timed with the first calls only.
     """
 
     def __init__(self, one_node: Call, target: TargetModel) -> None:
@@ -122,12 +124,18 @@ class BesideOneNode:
     def __call__(self, calls: Mapping[Key, Call]) -> dict[Key, float]:
         """Return the median seconds of each call over those of one node."""
         untimed = RECORDED if self.target.stepper.view else 1
-        beside: dict[Key | None, Call] = {None: self.one_node, **calls}
-        repeats = time_in_turn(beside, self.target.device, untimed, REPEATS, agree=self.target.ranks.lead)
+        in_turn: dict[Key | None, Call] = {} if self.slow else {None: self.one_node}
+        in_turn.update(calls.items())
+        repeats = time_in_turn(in_turn, self.target.device, untimed, REPEATS, agree=self.target.ranks.lead)
         median = {key: statistics.median(seconds) for key, seconds in repeats.items()}
-        self._seconds.append(median[None])
+        if not self.slow:
+            self._seconds.append(median[None])
         self._spreads += map(disagreement, repeats.values())
-        return {key: median[key] / median[None] for key in calls}
+        return {key: median[key] / self._seconds[-1] for key in calls}
+
+    @property
+    def slow(self) -> bool:
+        return bool(self._seconds) and self._seconds[0] >= SLOW
 
     @property
     def one_node_seconds(self) -> float:
@@ -160,10 +168,10 @@ def measure_forwards(
     texts = (torch.arange(room, device=target.device) % target.vocab_size).expand(batch, -1)
     drafter.begin(Seen(texts, [room] * batch, features.new_zeros(*texts.shape, features.shape[-1])))
 
-    def verify(width: int) -> Call:
-        tree = star_tree(roots, width, target.vocab_size)
+    def verify(width: int, warm: bool = True) -> Call:
+        run = functools.partial(session.verify, star_tree(roots, width, target.vocab_size))
         # As in decoding, the same graph ran just before: what a large cache has of its weights is not read.
-        return Call(lambda: session.verify(tree), lambda: session.verify(tree))
+        return Call(run, run) if warm else Call(run)
 
     def draft(beam: int, depth: int) -> Call:
         # As in a step, a verify forward runs before the draft and evicts the head from a CPU's caches.
@@ -177,7 +185,7 @@ def measure_forwards(
             for nodes in (1, width):
                 # A tree that is decoded with has a graph of its own size; only few are kept at a time.
                 target.expect(batch, nodes, again=False)
-            verified |= times({width: verify(width)})
+            verified |= times({width: verify(width, warm=not times.slow)})
         drafted = times({(beam, depth): draft(beam, depth) for beam in beams for depth in (1, LEVELS)})
     one, drafts = times.one_node_seconds, {}
     for beam in beams:

@@ -51,7 +51,7 @@ from eagle_fsd.version import __version__
 logger = logging.getLogger(__name__)
 
 NARROW = 4  # a relaxed rule is observed separately with each beam up to this width
-METHOD = 7  # raise it when forwards are measured, or trees chosen, in another way: older values are dropped
+METHOD = 8  # raise it when forwards are measured, or trees chosen, in another way: older values are dropped
 
 Measured = TypeVar("Measured")
 

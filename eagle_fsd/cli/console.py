@@ -1,6 +1,7 @@
 """`eagle-fsd`: one command with subcommands. Where the first word names none, it is `eagle-fsd generate`.
 
-Nothing is imported before a command is known, so that every list of commands shows at once, without torch.
+Nothing large is imported before a command is known, so that every list of commands shows at once, without
+torch.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from support.tiny_models import tiny_head, tiny_model
 from eagle_fsd import EagleFSD
 from eagle_fsd.autotune import step_costs
 from eagle_fsd.autotune.step_costs import WIDTHS
+from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.runtime import timing
 from eagle_fsd.runtime.step_recorder import Graphs
 from eagle_fsd.runtime.timing import (
@@ -25,6 +26,7 @@ from eagle_fsd.runtime.timing import (
     time_in_turn,
 )
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.target.session import TargetSession
 
 CPU = torch.device("cpu")
 
@@ -124,6 +126,32 @@ def test_slow_seconds_of_the_machine_change_no_time(
     assert found == pytest.approx({width: 1 + 0.1 * width for width in range(12)})
     assert times.one_node_seconds == pytest.approx(0.01)
     assert (times.spread > BUSY) == is_busy
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_forward_is_timed_right_after_the_same_one_unless_that_takes_long(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, model = Clock(), EagleFSD(TargetModel(tiny_model()), tiny_head(), base_model="tiny")
+    widths: list[int] = []
+    real = TargetSession.verify
+
+    def verify(session: TargetSession, tree: DraftTree) -> object:
+        widths.append(tree.tokens.shape[1])
+        clock.now += 2 * step_costs.SLOW if slow else 0.001
+        return real(session, tree)
+
+    monkeypatch.setattr(TargetSession, "verify", verify)
+    monkeypatch.setattr(step_costs, "time_in_turn", functools.partial(timing.time_in_turn, clock=clock))
+    found, _ = step_costs.measure_forwards(model.target, model.drafter, [1], 1, 64)
+    assert found.verify == pytest.approx(dict.fromkeys(found.verify, 2 * step_costs.SLOW if slow else 0.001))
+    last = max(at for at, width in enumerate(widths) if width > 1) + 1
+    pairs = list(zip(widths[:last:2], widths[1:last:2], strict=True))
+    if slow:
+        assert 1 not in widths[widths.index(3) : last], "one node was timed with the first width only"
+    else:
+        assert all(before == timed for before, timed in pairs)
+        assert [pair[0] for pair in pairs[-2:]] == [1, 64], "in turn"
 
 
 def test_a_call_that_takes_long_is_made_once() -> None:

@@ -103,6 +103,16 @@ def test_sizes_that_are_measured_get_graphs_which_give_way_to_expected_sizes(com
     assert set(variants.compiled) == {(4, 8), (5, 8)} and variants.choose((6, 8)) == OPEN
 
 
+def test_two_sizes_that_are_measured_in_turn_both_have_graphs_whatever_was_kept(compiler):
+    variants = Variants(compiler, most=2)
+    variants.expect((1, 16))
+    for width in (2, 3, 4, 6):
+        for sizes in ((4, 1), (4, width)):
+            variants.expect(sizes, again=False)
+        assert [variants.choose(sizes) for sizes in ((4, 1), (4, width))] == [(4, 1), (4, width)]
+    assert [sizes for sizes, _ in compiler.made].count((4, 1)) == 1
+
+
 def test_sizes_that_are_only_measured_are_not_expected_in_the_next_process(compiler, tmp_path):
     variants = Variants(compiler, 4, tmp_path)
     variants.expect((1, 2), again=False)
