@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from support.browser import browser  # noqa: E402
 
-QUESTION, THRESHOLD, TOKENS = "Why is the sky blue?", "0.5", "90"
+QUESTION, THRESHOLD, TOKENS = "Why is the sky blue?", "0.3", "90"
 
 
 def ask(page: Any) -> None:
