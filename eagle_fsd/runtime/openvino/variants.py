@@ -46,7 +46,6 @@ class Variants:
         self._used: dict[tuple[int, ...], float] = {}
         self._measured: set[tuple[int, ...]] = set()  # graphs that were made for a measurement only
         self._unexpected: set[tuple[int, ...]] = set()  # large graphs that are not used before SWITCH
-        self._expected_last: tuple[int, ...] | None = None  # two that are measured in turn must both stay
         self._lock = threading.Lock()  # of these dictionaries; nobody compiles under it
         self._last_time = None if folder is None else read_first(folder)
         self._first: tuple[int, ...] | None = None
@@ -83,7 +82,6 @@ class Variants:
         if again:
             self._remember(sizes)
         self._compile_ahead(sizes, again)
-        self._expected_last = sizes
 
     def _compile_ahead(self, sizes: tuple[int, ...], again: bool = True) -> None:
         with self._lock:
@@ -107,9 +105,9 @@ class Variants:
         if sizes in self.compiled:
             return False, self.compiled[sizes]
         if len(self.compiled) >= self.most:
+            latest = max(self.compiled, key=self._used.__getitem__)  # two are measured in turn: both stay
             oldest = min(
-                self.compiled,
-                key=lambda one: (one == self._expected_last, one not in self._measured, self._used[one]),
+                self.compiled, key=lambda one: (one == latest, one not in self._measured, self._used[one])
             )
             del self.compiled[oldest]
             self._forget(oldest)
