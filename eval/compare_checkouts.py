@@ -66,7 +66,7 @@ def work() -> None:
             os._exit(1)
 
 
-def load(package: str, pack: bool) -> tuple[Any, dict[str, Any]]:
+def load(package: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Load the default models by the package in that folder, and say what computes."""
     import torch
 
@@ -74,7 +74,7 @@ def load(package: str, pack: bool) -> tuple[Any, dict[str, Any]]:
 
     if Path(eagle_fsd.__file__).resolve().parent != Path(package):
         raise ValueError(f"eagle_fsd is imported from {eagle_fsd.__file__}: it must be {package}")
-    engine = eagle_fsd.EagleFSD.from_pretrained(pack=pack)
+    engine = eagle_fsd.EagleFSD.from_pretrained(**options)
     about = {"version": eagle_fsd.__version__, "torch": torch.__version__}
     return engine, {**about, "threads": torch.get_num_threads(), "device": str(engine.device)}
 
@@ -115,19 +115,19 @@ def without_times(record: dict[str, Any]) -> dict[str, Any]:
 class Checkout:
     """One side of the comparison: a folder, and a worker that waits while nothing asks it."""
 
-    def __init__(self, path: Path, empty: str, pack: bool, tree: str = TREE) -> None:
+    def __init__(self, path: Path, empty: str, options: dict[str, Any], tree: str = TREE) -> None:
         """Start the worker in an empty folder, from which it can import nothing, and wait for its models.
 
         tree: of the race.
         """
-        self.path, self.pack, self.tree = path, pack, tree
+        self.path, self.options, self.tree = path, options, tree
         environment = {**os.environ, "PYTHONPATH": str(path), "TQDM_DISABLE": "1"}
         self.settings = {"cwd": empty, "env": environment, "stdout": subprocess.PIPE, "text": True}
         command = [sys.executable, str(Path(__file__).resolve()), WORKER]
         self.worker = subprocess.Popen(command, stdin=subprocess.PIPE, **self.settings)
         git = ["git", "-C", str(path), "describe", "--always", "--dirty"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-        self.about = {"path": str(path), "commit": commit, **self.ask(package=f"{path}/eagle_fsd", pack=pack)}
+        self.about = {"path": str(path), "commit": commit, **self.ask(package=f"{path}/eagle_fsd", **options)}
         print(", ".join(f"{name} {value}" for name, value in self.about.items()), flush=True)
         self.speeds: list[float] = []
 
@@ -149,7 +149,10 @@ class Checkout:
         """What `generate --json` prints for a prompt, without times and without the checkout's own path."""
         command = [sys.executable, "-m", "eagle_fsd.generate", "--json", f"--prompt={prompt}"]
         command += [f"--total-tokens={TREE.partition('/')[0]}", f"--max-new-tokens={most}"]
-        done = subprocess.run(command + ["--no-pack"] * (not self.pack), **self.settings)
+        command += ["--no-pack"] * (not self.options["pack"])
+        if "weight_format" in self.options:
+            command.append(f"--weight-format={self.options['weight_format']}")
+        done = subprocess.run(command, **self.settings)
         if done.returncode or not done.stdout.startswith("{"):
             raise RuntimeError(f"`generate` of {self.path} ended ({done.returncode}) without JSON: see above")
         inside = json.dumps(str(self.path))[1:-1]  # the shipped head is named by its folder
@@ -233,7 +236,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"{path} is no checkout of this project: it must hold eagle_fsd; check the path")
     with tempfile.TemporaryDirectory() as empty:
         pairs = zip((args.base, args.new), args.trees, strict=True)
-        base, new = [Checkout(path.resolve(), empty, args.pack, tree) for path, tree in pairs]
+        options: dict[str, Any] = {"pack": args.pack}
+        if args.weight_format is not None:  # commits before the runtimes know no formats
+            options["weight_format"] = args.weight_format
+        base, new = [Checkout(path.resolve(), empty, options, tree) for path, tree in pairs]
         with base.worker, new.worker:  # whose end closes their pipes, which ends them
             report = {"base": base.about, "new": new.about, "prompts": prompts, "differences": []}
             if not args.race_only:
@@ -268,6 +274,7 @@ def main() -> None:
     add(
         "--trees", nargs=2, default=(TREE, TREE), metavar=sides, help=f"of the race; default: {TREE} for both"
     )
+    add("--weight-format", help="of both sides; default: that of their dtype")
     add("--no-pack", dest="pack", action="store_false", help="leave the linear layers as they are")
     add("--output", type=Path, help="write answers, differences and speeds to this JSON file")
     args = parser.parse_args()

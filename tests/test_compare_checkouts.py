@@ -145,6 +145,20 @@ def test_a_race_alone(
     assert capsys.readouterr().out.endswith("\ndifferences: 1, the first: race: 2 of 2 texts\n")
 
 
+def test_both_sides_compute_in_the_format_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    need = ("cls, pack):", "cls, pack, weight_format): assert weight_format == 'packed';")
+    asserted = ('"--json" in', '"--weight-format=packed" in sys.argv and "--json" in')
+    sides = [checkout(tmp_path / name, package=need, generate=asserted) for name in ("base", "new")]
+    arguments = ["--base", sides[0], "--new", sides[1], "--max-new-tokens", 2, "--repeat", 0]
+    assert run(monkeypatch, *arguments, "--weight-format", "packed") == 0
+    assert capfd.readouterr().out.endswith("\nno differences\n")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *arguments)
+    assert "missing 1 required positional argument: 'weight_format'" in capfd.readouterr().err
+
+
 def test_two_equal_checkouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,7 +51,7 @@ from eagle_fsd.version import __version__
 logger = logging.getLogger(__name__)
 
 NARROW = 4  # a relaxed rule is observed separately with each beam up to this width
-METHOD = 8  # raise it when forwards are measured, or trees chosen, in another way: older values are dropped
+METHOD = 9  # raise it when forwards are measured, or trees chosen, in another way: older values are dropped
 
 Measured = TypeVar("Measured")
 
@@ -70,7 +70,8 @@ class TreeChooser:
         self.target, self.drafting = target, drafting
         device = target.device
         cpu = device.type == "cpu"
-        self.host_reads = cpu  # elsewhere the host would have to wait for the device; see host_can_read
+        # The host reads nothing where it would have to wait for the device; see host_can_read.
+        self.reading = {"host_reads": cpu, "whole_trees": target.stepper.records}
         identity = models_identity(target.identity(name), drafting)
         del identity["target"]["name"]  # the same weights may have been loaded from elsewhere
         self.models = [__version__, identity]
@@ -138,7 +139,7 @@ class TreeChooser:
         observed = {beam: self.observations(prompts, rule, sampling, beam) for beam in beams}
         forwards = self.forwards(beams, batch, context)
         costs = forwards.with_overhead(self.overhead(max(beams), batch, rule, sampling))
-        return choose(costs, observed, wanted, batch, self.host_reads)
+        return choose(costs, observed, wanted, batch, **self.reading)
 
     def observations(
         self,

@@ -5,8 +5,9 @@ smaller tree would have got accepted, since its nodes are the better-scored node
 that is nearly as wide and much shallower has a few nodes that the wide tree lacks, so it is rated slightly
 too low.) This holds when the target draws the tokens. A relaxed rule that misses one child may take another
 and do nearly as well with a narrow tree, so it is observed with each narrow beam separately. With a
-min_confidence, every observed step has a tree of its own size and a cost of its own. The size with the most
-tokens per second wins, or plain decoding if drafting does not pay. step_costs.py takes both measurements.
+min_confidence, every observed step has levels of its own, a size of its own unless all trees are whole, and
+so a cost of its own. The size with the most tokens per second wins, or plain decoding if drafting does not
+pay. step_costs.py takes both measurements.
 """
 
 from __future__ import annotations
@@ -120,11 +121,12 @@ def choose(
     wanted: AutoTree,
     batch: int = 1,
     host_reads: bool = False,
+    whole_trees: bool = False,
 ) -> Choice:
     """Choose the tree with the most tokens per second; ties go to the smaller one.
 
     observed: by beam. host_reads: whether the host may read the draft's scores in a step, so that a
-    min_confidence makes the tree smaller.
+    min_confidence saves levels. whole_trees: whether a tree has all its nodes nevertheless.
     """
     best = Choice(TreeConfig(1), 1.0, 1 / costs.plain, 1 / costs.plain)
     margin = MARGIN + MARGIN_OF_DOUBLING * math.log2(batch)
@@ -136,7 +138,8 @@ def choose(
     for depth, beam in product(depths, beams):
         drafts = [regrow(one, depth, beam) for one in observed[beam]]
         for confidence in confidences:
-            pruned = [draft.prune(TreeConfig(1, depth, beam, confidence), host_reads) for draft in drafts]
+            least = TreeConfig(1, depth, beam, confidence)
+            pruned = [draft.prune(least, host_reads, whole_trees) for draft in drafts]
             for width in costs.verify:
                 if not depth < width <= 1 + beam + (depth - 1) * beam**2:
                     continue  # too few nodes for the depth, or more nodes than candidates
@@ -152,7 +155,7 @@ def choose(
 class PrunedDraft:
     """A draft without the candidates that are not confident enough.
 
-    levels: how many levels are drafted. accepted: how many drafted tokens the step would have got accepted
+    levels: how many levels are paid for. accepted: how many drafted tokens the step would have got accepted
     from the best 0, 1, ... remaining candidates. whole: whether the tree always has its full size.
     """
 
@@ -182,15 +185,15 @@ class NarrowDraft:
     taken: list[bool]
     beams: list[float]
 
-    def prune(self, tree: TreeConfig, host_reads: bool = True) -> PrunedDraft:
-        """Drop candidates below the tree's min_confidence, whatever its size. host_reads: see `choose`."""
+    def prune(self, tree: TreeConfig, host_reads: bool = True, whole_trees: bool = False) -> PrunedDraft:
+        """Drop the candidates that the tree's min_confidence excludes, whatever its size; see `choose`."""
         levels = 1 + sum(score >= tree.min_parent_score for score in self.beams[:-1])
-        accepted = [0]
+        least, accepted = -math.inf if whole_trees else tree.min_score, [0]
         for score, depth, taken in zip(self.scores, self.depths, self.taken, strict=True):
-            if depth <= levels and score >= tree.min_score:
+            if depth <= levels and score >= least:
                 accepted.append(accepted[-1] + taken)
-        whole = not host_reads or not tree.min_confidence
-        return PrunedDraft(tree.depth if whole else levels, accepted, whole)
+        whole = whole_trees or not host_reads or not tree.min_confidence
+        return PrunedDraft(levels if host_reads else tree.depth, accepted, whole)
 
 
 def predict_step(

@@ -255,8 +255,9 @@ def add_generation_flags(parser: argparse.ArgumentParser, of_one_text: bool = Tr
         "--min-confidence",
         type=float,
         metavar="P",
-        help="verify only nodes that the draft gives at least this probability, so that the tree is larger "
-        f"where the draft is surer (default: {tree.min_confidence:g}, or measured with auto)",
+        help="draft no further below half as sure, and verify only nodes of at least this probability "
+        "(OpenVINO fills the tree up nevertheless), so that the tree is larger where the draft is surer "
+        f"(default: {tree.min_confidence:g}, or measured with auto)",
     )
 
     group.add_argument(

@@ -33,11 +33,12 @@ class TreeConfig:
     total_tokens: nodes in one verify forward, root included; 1 is plain decoding.
     depth: the most drafted tokens on a path (the paper's depth; EAGLE's code argument is one less).
     top_k: the beam width while the tree grows, and the most children of a node.
-    min_confidence: above 0, the other sizes are upper bounds and a tree is larger where the head is surer.
-    Only nodes of at least this confidence are verified (as in EAGLE-2, the product of the draft's
-    probabilities along the path), and a level is drafted only below nodes with twice this confidence. It is
-    written as a fourth part: 16/8/4/0.05. It saves time only on a CPU, where the host can read the
-    confidences without waiting.
+    min_confidence: above 0, the other sizes are upper bounds and a tree is larger where the head is surer. A
+    level is drafted only below nodes with twice this confidence (as in EAGLE-2, the product of the draft's
+    probabilities along the path), and only nodes that have it are verified. Runtimes that compute trees of
+    one size (OpenVINO, CUDA graphs) verify the next best nodes too, up to total_tokens. It is written as a
+    fourth part: 16/8/4/0.05. It saves time only on a CPU, where the host can read the confidences without
+    waiting.
     """
 
     FORM: ClassVar[str] = "total_tokens/depth/top_k[/min_confidence]"

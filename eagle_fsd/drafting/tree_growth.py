@@ -87,8 +87,9 @@ class Grown:
 class BeamDrafter:
     """A drafter that grows EAGLE-2 trees with a predictor, for one batch of texts.
 
-    stepper: runs the growth. whole_trees: whether all trees of a config must have the same shapes. If the
-    predictor is on another device than the roots, its trees are brought to theirs.
+    stepper: runs the growth. whole_trees: whether all trees of a config must have the same shapes. They are
+    filled with the next best nodes then, also with those below min_confidence. If the predictor is on another
+    device than the roots, its trees are brought to theirs.
     """
 
     def __init__(self, predictor: Predictor, stepper: Stepper = EAGER, whole_trees: bool = False) -> None:
@@ -189,6 +190,9 @@ class BeamDrafter:
     ) -> DraftTree:
         """Grow candidates below root_states [B, d], and keep the best nodes of all; see grow_candidates."""
         grown = self.grow_candidates(roots, root_states, config, fits, noise, own)
+        least = config.min_score
+        if self._whole_trees and config.min_confidence:
+            least = LOWEST  # all nodes are paid for, and unlikely ones do more than fillers
         return build_tree(
             roots,
             grown.pool,
@@ -198,7 +202,7 @@ class BeamDrafter:
             grown.expanded,
             self.predictor.drafted if own is None else own.drafted,
             # Which tokens would fill up a tree without probability may depend on what other texts have.
-            config.min_score if fits is None and own is None else max(config.min_score, LOWEST),
+            least if fits is None and own is None else max(least, LOWEST),
         )
 
     def grow_candidates(

@@ -185,6 +185,19 @@ def test_an_unsure_draft_is_cut_and_a_sure_one_is_not() -> None:
     assert promise([UNSURE], capped, price) == (2, 203.0)
 
 
+def test_a_whole_tree_saves_levels_and_no_nodes() -> None:
+    """Below the levels that are drafted nothing is accepted; in them the nodes below min_confidence are."""
+    price = Costs(
+        {width: float(width) for width in (1, *WIDTHS)}, {2: (100.0, 100.0)}, {3: 0.0, 16: 0.0}, plain=1.0
+    )
+    for confidence, levels, tokens in ((0.0, 3, 4), (0.04, 3, 4), (0.05, 2, 3), (0.1, 1, 2), (0.2, 1, 2)):
+        tree = TreeConfig(7, 3, 2, confidence)
+        draft = regrow(UNSURE, 3, 2)
+        for host_reads, paid in ((True, levels), (False, 3)):
+            pruned = [draft.prune(tree, host_reads, whole_trees=True)]
+            assert predict_step(pruned, tree, price) == (tokens, 100 * paid + 7), confidence
+
+
 def test_a_size_between_two_widths_costs_in_proportion() -> None:
     price = Costs({1: 1.0, 4: 4.0, 8: 6.0}, {1: (0.5, 0.25)}, {3: 0.125, 7: 0.625}, plain=1.0)
     assert [at_width(price.verify, nodes) for nodes in (1, 2, 4, 6, 8)] == [1.0, 2.0, 4.0, 5.0, 6.0]

@@ -104,10 +104,10 @@ class PlainEagle2:
             beam = sorted(level, key=lambda entry: -entry[1])[: config.top_k]  # sorted() is stable
         return found
 
-    def draft(self, config: TreeConfig) -> dict[tuple[int, ...], Tensor | None]:
+    def draft(self, config: TreeConfig, whole: bool = False) -> dict[tuple[int, ...], Tensor | None]:
         """Return the kept paths in order, the root () first, each with its log q if it has children."""
         found = self.candidates(config)
-        found = [one for one in found if math.exp(one[1]) >= config.min_confidence]
+        found = [one for one in found if whole or math.exp(one[1]) >= config.min_confidence]
         best = sorted(range(len(found)), key=lambda c: (-found[c][1], c))[: config.total_tokens - 1]
         kept = [(), *[found[c][0] for c in sorted(best)]]
         parents = {path[:-1] for path in kept if path}
@@ -206,6 +206,34 @@ def test_a_tree_is_as_large_as_the_draft_is_sure(
         parts = {name: getattr(tree, name)[:, :real] for name in ("tokens", "parents", "depths")}
         check_row(replace(tree, **parts), row, int(roots[row]), twin)
     assert len({len(twin) for twin in drafts}) > 1 or size.min_confidence == 1
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["host reads", "host does not"])
+@pytest.mark.parametrize("config", ["6/5/1/0.2", "16/4/3/0.03", "9/2/3/1", "12/6/2/0.3"])
+def test_a_whole_tree_has_the_next_best_nodes_of_the_levels_that_are_drafted(
+    config: str, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all trees have one size, min_confidence saves levels and no nodes, whatever the other rows do."""
+    for module in (tree_growth, tree_module):
+        monkeypatch.setattr(module, "host_can_read", lambda tensor: asks)
+    head, vocabulary = tiny_head(VOCAB, HIDDEN, 3), TinyVocabulary(VOCAB, HIDDEN, 3, peak=2.0)
+    size = TreeConfig.parse(config)
+    rows = [random_pairs(count, count) for count in (5, 1, 9, 12)]
+    roots = torch.stack([tokens[-1] for _, tokens in rows])
+    with torch.no_grad():
+        fitted = start_drafter(head, vocabulary, rows)
+        drafter = BeamDrafter(fitted.predictor, whole_trees=True)
+        drafter.root_states = fitted.root_states
+        tree = drafter.draft(roots, size)
+        twins = [PlainEagle2(head, vocabulary, pairs).draft(size, whole=True) for pairs in rows]
+        pruned = [PlainEagle2(head, vocabulary, pairs).draft(size) for pairs in rows]
+    assert tree.tokens.shape[1] == size.total_tokens
+    for row, twin in enumerate(twins):
+        real = len(twin)
+        assert (tree.parents[row, real:] == -1).all() and (tree.depths[row, real:] == 0).all()
+        parts = {name: getattr(tree, name)[:, :real] for name in ("tokens", "parents", "depths")}
+        check_row(replace(tree, **parts), row, int(roots[row]), twin)
+    assert sum(map(len, twins)) > sum(map(len, pruned))
 
 
 class Masked:

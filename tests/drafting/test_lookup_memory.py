@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,6 +228,16 @@ def test_the_trees_bounds_are_kept(seed: int) -> None:
         assert tree.depths[node] == (tree.depths[parent] + 1 if node else 0)
     again = memory.grow(memory.store.text[-1], config)
     assert (tree.tokens, tree.parents, tree.chances) == (again.tokens, again.parents, again.chances)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_whole_tree_goes_on_below_min_confidence(seed: int) -> None:
+    memory, config = memory_of(seed), TreeConfig(15, 4, 2, 0.4)
+    sure, whole = (memory.grow(memory.store.text[-1], config, whole=whole) for whole in (False, True))
+    loose = memory.grow(memory.store.text[-1], replace(config, min_confidence=0.0))
+    assert (whole.tokens, whole.parents, whole.chances) == (loose.tokens, loose.parents, loose.chances)
+    assert whole.tokens[: len(sure.tokens)] == sure.tokens and len(sure.tokens) < len(whole.tokens)
+    assert max(whole.chances[len(sure.tokens) :]) < 0.4
 
 
 @pytest.mark.parametrize("seed", SEEDS)

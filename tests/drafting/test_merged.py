@@ -396,6 +396,22 @@ def test_rows_leave_join_and_are_forgotten() -> None:
     assert not any(memory.store.text for memory in drafter.lookup.memories)
 
 
+@pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
+def test_a_whole_tree_goes_on_below_min_confidence(sources: Sources) -> None:
+    sure = TreeConfig(12, 3, 3, 0.3)
+    loose = replace(sure, min_confidence=0.0)
+    head, _ = random_head(3, sure)
+
+    def tree(config: TreeConfig, whole: bool) -> GrownTree:
+        memory = remembered(3, sources)
+        return merge(memory, memory.store.text[-1], head, config, whole)
+
+    whole, few = tree(sure, True), tree(sure, False)
+    assert (whole.tokens, whole.parents) == (tree(loose, False).tokens, tree(loose, False).parents)
+    assert whole.tokens[: len(few.tokens)] == few.tokens and len(few.tokens) < len(whole.tokens)
+    assert min(few.chances) >= 0.3 > max(whole.chances[len(few.tokens) :])
+
+
 @pytest.mark.parametrize("rule", [Lossless(), Fuzzy(0.45), Fuzzy(1.2, "reverse_kl", child="target")], ids=str)
 @pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
 def test_fixed_shapes_change_no_verdict(rule: AcceptanceRule, sources: Sources) -> None:

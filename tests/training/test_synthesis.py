@@ -411,6 +411,16 @@ def test_prompts_come_from_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match=r"'owner/set', configuration None, .*missing. Pick .* --dataset"):
         gather_prompts([], "owner/set")
     module.load_dataset = lambda *_, **__: iter(rows)
+
+    def torn() -> Iterator[dict[str, str]]:
+        yield from rows[:3]
+        raise ConnectionError("the line was cut")
+
+    module.load_dataset = lambda *_, **__: torn()
+    assert gather_prompts([], "owner/set", limit=2) == ["q0", "q1"]  # what was asked for came before
+    with pytest.raises(ValueError, match=r"broke off after 2 prompts \(.*cut\): .* lower --limit$"):
+        gather_prompts([], "owner/set", limit=3)
+    module.load_dataset = lambda *_, **__: iter(rows)
     rows[:] = [{"text": "none"}]
     with pytest.raises(ValueError, match=r"'owner/set', split 'train': no row has a prompt"):
         gather_prompts([], "owner/set")

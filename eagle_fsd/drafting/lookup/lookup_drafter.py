@@ -43,6 +43,7 @@ class LookupSpec:
     """A way to draft without a network. tokens: the target's vocabulary size.
 
     fixed_shapes: whether trees of one config always have the same shapes, for a target that records steps.
+    They are filled with the next best nodes then, also with those below min_confidence.
     worth: the drafted tokens that a tree must be expected to bring; a text that has no such tree takes a step
     of plain decoding.
     """
@@ -115,8 +116,8 @@ class LookupDrafter:
 
     def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:
         """Propose a tree below roots [B], from what the host knows: only its tensors go to the device."""
-        grown = [memory.grow(memory.store.text[-1], config) for memory in self.memories]
         fixed, most = self.spec.fixed_shapes, config.total_tokens
+        grown = [memory.grow(memory.store.text[-1], config, whole=fixed) for memory in self.memories]
         if self.spec.worth:
             grown = [
                 tree if sum(tree.chances[1:]) >= self.spec.worth else memory.prune()

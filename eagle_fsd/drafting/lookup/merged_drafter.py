@@ -134,11 +134,11 @@ class MergedDrafter:
             drafted = self.listed.drafted if now is None else now.drafted
             self.vocabulary = Vocabulary(drafted, self.listed.size, self.listed)
         drafts = [NOTHING] * len(sure) if grown is None else self.to_host(grown)
+        fixed = self.lookup.spec.fixed_shapes
         trees = [
-            merge(memory, memory.store.text[-1], NOTHING if alone else draft, config)
+            merge(memory, memory.store.text[-1], NOTHING if alone else draft, config, whole=fixed)
             for memory, alone, draft in zip(memories, sure, drafts, strict=True)
         ]
-        fixed = self.lookup.spec.fixed_shapes
         return pack_trees(
             trees,
             roots,

@@ -105,8 +105,17 @@ def dataset_prompts(name: str, split: str, limit: int | None, config: str | None
             f"({one_line(error, 200)}): it must have both; change --dataset, --dataset-config or --split"
         ) from error
     found: list[str] = []
-    for row in rows:
-        if limit is not None and len(found) >= limit:
+    stream = iter(rows)
+    while limit is None or len(found) < limit:
+        try:
+            row = next(stream, None)
+        except Exception as error:  # of the network, a parser or Arrow: they have no base class in common
+            raise ValueError(
+                f"data set {name!r}, split {split!r} broke off after {len(found)} prompts "
+                f"({one_line(error, 200)}): it must be read to its end or to --limit; run the command again, "
+                "or take a lower --limit"
+            ) from error
+        if row is None:
             break
         if (prompt := find_prompt(row)) is not None:
             found.append(prompt)
