@@ -127,7 +127,8 @@ class Checkout:
         self.worker = subprocess.Popen(command, stdin=subprocess.PIPE, **self.settings)
         git = ["git", "-C", str(path), "describe", "--always", "--dirty"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-        self.about = {"path": str(path), "commit": commit, **self.ask(package=f"{path}/eagle_fsd", **options)}
+        computes = self.ask(package=f"{path}/eagle_fsd", **options)
+        self.about = {"path": str(path), "commit": commit, **options, **computes}
         print(", ".join(f"{name} {value}" for name, value in self.about.items()), flush=True)
         self.speeds: list[float] = []
 

@@ -156,15 +156,20 @@ class PrunedDraft:
     """A draft without the candidates that are not confident enough.
 
     levels: how many levels are paid for. accepted: how many drafted tokens the step would have got accepted
-    from the best 0, 1, ... remaining candidates. whole: whether the tree always has its full size.
+    from the best 0, 1, ... remaining candidates. whole: whether the tree always has its full size. rests:
+    whether nothing was drafted, as where looked-up tokens were not worth a larger forward: the root is
+    verified alone.
     """
 
     levels: int
     accepted: list[int]
     whole: bool
+    rests: bool = False
 
     def nodes(self, tree: TreeConfig) -> int:
         """Return the number of verified nodes, root included."""
+        if self.rests:
+            return 1
         return tree.total_tokens if self.whole else min(tree.total_tokens, len(self.accepted))
 
     def tokens(self, tree: TreeConfig) -> int:
@@ -193,7 +198,7 @@ class NarrowDraft:
             if depth <= levels and score >= least:
                 accepted.append(accepted[-1] + taken)
         whole = whole_trees or not host_reads or not tree.min_confidence
-        return PrunedDraft(levels if host_reads else tree.depth, accepted, whole)
+        return PrunedDraft(levels if host_reads else tree.depth, accepted, whole, not self.scores)
 
 
 def predict_step(

@@ -255,8 +255,8 @@ def add_generation_flags(parser: argparse.ArgumentParser, of_one_text: bool = Tr
         "--min-confidence",
         type=float,
         metavar="P",
-        help="draft no further below half as sure, and verify only nodes of at least this probability "
-        "(OpenVINO fills the tree up nevertheless), so that the tree is larger where the draft is surer "
+        help="draft further only below paths of twice this probability, and verify only nodes that have it, "
+        "so that a tree is larger where the draft is surer; OpenVINO and GPUs fill the tree up nevertheless "
         f"(default: {tree.min_confidence:g}, or measured with auto)",
     )
 

@@ -33,12 +33,12 @@ class TreeConfig:
     total_tokens: nodes in one verify forward, root included; 1 is plain decoding.
     depth: the most drafted tokens on a path (the paper's depth; EAGLE's code argument is one less).
     top_k: the beam width while the tree grows, and the most children of a node.
-    min_confidence: above 0, the other sizes are upper bounds and a tree is larger where the head is surer. A
-    level is drafted only below nodes with twice this confidence (as in EAGLE-2, the product of the draft's
-    probabilities along the path), and only nodes that have it are verified. Runtimes that compute trees of
-    one size (OpenVINO, CUDA graphs) verify the next best nodes too, up to total_tokens. It is written as a
-    fourth part: 16/8/4/0.05. It saves time only on a CPU, where the host can read the confidences without
-    waiting.
+    min_confidence: above 0, depth is an upper bound, and a tree is deeper where the head is surer: a level is
+    drafted only below nodes with twice this confidence (as in EAGLE-2, the product of the draft's
+    probabilities along the path). On torch's CPU runtime total_tokens is an upper bound too: only nodes that
+    have this confidence are verified. OpenVINO and GPUs verify trees of one size, filled with the next best
+    nodes. It is written as a fourth part: 16/8/4/0.05. It saves time only on a CPU, where the host can read
+    the confidences without waiting.
     """
 
     FORM: ClassVar[str] = "total_tokens/depth/top_k[/min_confidence]"

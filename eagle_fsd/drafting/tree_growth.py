@@ -87,9 +87,10 @@ class Grown:
 class BeamDrafter:
     """A drafter that grows EAGLE-2 trees with a predictor, for one batch of texts.
 
-    stepper: runs the growth. whole_trees: whether all trees of a config must have the same shapes. They are
-    filled with the next best nodes then, also with those below min_confidence. If the predictor is on another
-    device than the roots, its trees are brought to theirs.
+    stepper: runs the growth. whole_trees: whether all trees of a config must have the same shapes, as they
+    have wherever the host cannot read scores. They are filled with the next best nodes then, also with those
+    below min_confidence. If the predictor is on another device than the roots, its trees are brought to
+    theirs.
     """
 
     def __init__(self, predictor: Predictor, stepper: Stepper = EAGER, whole_trees: bool = False) -> None:
@@ -191,7 +192,7 @@ class BeamDrafter:
         """Grow candidates below root_states [B, d], and keep the best nodes of all; see grow_candidates."""
         grown = self.grow_candidates(roots, root_states, config, fits, noise, own)
         least = config.min_score
-        if self._whole_trees and config.min_confidence:
+        if config.min_confidence and (self._whole_trees or not host_can_read(grown.pool.scores)):
             least = LOWEST  # all nodes are paid for, and unlikely ones do more than fillers
         return build_tree(
             roots,

@@ -198,6 +198,19 @@ def test_a_whole_tree_saves_levels_and_no_nodes() -> None:
             assert predict_step(pruned, tree, price) == (tokens, 100 * paid + 7), confidence
 
 
+def test_a_step_without_a_draft_verifies_the_root_alone() -> None:
+    """Of a batch all texts must rest, and a whole tree is paid for as soon as one of them does not."""
+    price = Costs(
+        {width: float(width) for width in (1, *WIDTHS)}, {2: (100.0, 0.0)}, {3: 0.0, 16: 0.0}, plain=1.0
+    )
+    tree, resting = TreeConfig(7, 3, 2), regrow(Observation([-1], [0], [0.0], []), 3, 2)
+    drafts = [regrow(UNSURE, 3, 2), resting, resting, resting]
+    pruned = [draft.prune(tree, whole_trees=True) for draft in drafts]
+    assert [one.nodes(tree) for one in pruned] == [7, 1, 1, 1]
+    assert predict_step(pruned, tree, price) == ((4 + 3) / 4, 100 + (7 + 3) / 4)
+    assert predict_step(pruned, tree, price, batch=2) == ((4 + 3) / 4, 100 + (7 + 1) / 2)
+
+
 def test_a_size_between_two_widths_costs_in_proportion() -> None:
     price = Costs({1: 1.0, 4: 4.0, 8: 6.0}, {1: (0.5, 0.25)}, {3: 0.125, 7: 0.625}, plain=1.0)
     assert [at_width(price.verify, nodes) for nodes in (1, 2, 4, 6, 8)] == [1.0, 2.0, 4.0, 5.0, 6.0]

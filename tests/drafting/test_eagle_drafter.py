@@ -173,67 +173,46 @@ def test_beyond_the_longest_text_of_training_a_head_sees_a_window() -> None:
     assert not torch.allclose(unlimited.log_q[2, 0], tree.log_q[2, 0], atol=1e-2), "the window did nothing"
 
 
-@pytest.mark.parametrize("asks", [True, False], ids=["fitted", "static"])
+@pytest.mark.parametrize(
+    ("asks", "one_size"), [(True, False), (True, True), (False, False)], ids=["fitted", "one size", "static"]
+)
 @pytest.mark.parametrize(
     "config", ["6/5/1/0.2", "16/4/3/0.03", "30/3/4/0.01", "33/4/4/0.1", "33/4/4/0.02", "9/2/3/1"]
 )
 def test_a_tree_is_as_large_as_the_draft_is_sure(
-    config: str, asks: bool, monkeypatch: pytest.MonkeyPatch
+    config: str, asks: bool, one_size: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The nodes are those of the plain recursion, with fillers after them up to the size of the largest row.
 
-    If the host must not read tensors, fillers go up to the size that the config allows.
+    If the host must not read tensors, or trees must have one size, the tree has the next best nodes of the
+    levels that are drafted as well, and fillers only where there are no more.
     """
     for module in (tree_growth, tree_module):
         monkeypatch.setattr(module, "host_can_read", lambda tensor: asks)
     head, vocabulary = tiny_head(VOCAB, HIDDEN, 3), TinyVocabulary(VOCAB, HIDDEN, 3, peak=2.0)
-    size = TreeConfig.parse(config)
+    size, whole = TreeConfig.parse(config), one_size or not asks
     rows = [random_pairs(count, count) for count in (5, 1, 9, 12)]
     roots = torch.stack([tokens[-1] for _, tokens in rows])
     with torch.no_grad():
-        tree = start_drafter(head, vocabulary, rows).draft(roots, size)
+        fitted = start_drafter(head, vocabulary, rows)
+        drafter = BeamDrafter(fitted.predictor, whole_trees=one_size)
+        drafter.root_states = fitted.root_states
+        tree = drafter.draft(roots, size)
         twins = [PlainEagle2(head, vocabulary, pairs) for pairs in rows]
         deepest = max(max(len(path) for path, _ in twin.candidates(size)) for twin in twins)
-        drafts = [twin.draft(size) for twin in twins]
+        drafts, sure = ([twin.draft(size, every) for twin in twins] for every in (whole, False))
     widest = max(map(len, drafts))
-    assert tree.tokens.shape[1] == (widest if asks else size.total_tokens)
+    assert tree.tokens.shape[1] == (size.total_tokens if whole else widest)
     assert tree.depth == (deepest if asks else size.reach) and tree.largest == size.total_tokens
-    assert min(map(len, drafts)) < size.total_tokens
+    assert min(map(len, sure)) < size.total_tokens
+    assert (sum(map(len, drafts)) > sum(map(len, sure))) == whole
     for row, twin in enumerate(drafts):
         real = len(twin)
         assert (tree.parents[row, real:] == -1).all() and (tree.depths[row, real:] == 0).all()
         assert (tree.owners[row] < real).all() and not tree.children[row, :, real:].any()
         parts = {name: getattr(tree, name)[:, :real] for name in ("tokens", "parents", "depths")}
         check_row(replace(tree, **parts), row, int(roots[row]), twin)
-    assert len({len(twin) for twin in drafts}) > 1 or size.min_confidence == 1
-
-
-@pytest.mark.parametrize("asks", [True, False], ids=["host reads", "host does not"])
-@pytest.mark.parametrize("config", ["6/5/1/0.2", "16/4/3/0.03", "9/2/3/1", "12/6/2/0.3"])
-def test_a_whole_tree_has_the_next_best_nodes_of_the_levels_that_are_drafted(
-    config: str, asks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where all trees have one size, min_confidence saves levels and no nodes, whatever the other rows do."""
-    for module in (tree_growth, tree_module):
-        monkeypatch.setattr(module, "host_can_read", lambda tensor: asks)
-    head, vocabulary = tiny_head(VOCAB, HIDDEN, 3), TinyVocabulary(VOCAB, HIDDEN, 3, peak=2.0)
-    size = TreeConfig.parse(config)
-    rows = [random_pairs(count, count) for count in (5, 1, 9, 12)]
-    roots = torch.stack([tokens[-1] for _, tokens in rows])
-    with torch.no_grad():
-        fitted = start_drafter(head, vocabulary, rows)
-        drafter = BeamDrafter(fitted.predictor, whole_trees=True)
-        drafter.root_states = fitted.root_states
-        tree = drafter.draft(roots, size)
-        twins = [PlainEagle2(head, vocabulary, pairs).draft(size, whole=True) for pairs in rows]
-        pruned = [PlainEagle2(head, vocabulary, pairs).draft(size) for pairs in rows]
-    assert tree.tokens.shape[1] == size.total_tokens
-    for row, twin in enumerate(twins):
-        real = len(twin)
-        assert (tree.parents[row, real:] == -1).all() and (tree.depths[row, real:] == 0).all()
-        parts = {name: getattr(tree, name)[:, :real] for name in ("tokens", "parents", "depths")}
-        check_row(replace(tree, **parts), row, int(roots[row]), twin)
-    assert sum(map(len, twins)) > sum(map(len, pruned))
+    assert len({len(twin) for twin in sure}) > 1 or size.min_confidence == 1
 
 
 class Masked:

@@ -33,7 +33,7 @@ from eagle_fsd.drafting import tree_growth
 from eagle_fsd.engine import GenerationOutput
 from eagle_fsd.runtime import flash_attention, kv_cache
 from eagle_fsd.runtime.grouped_attention import grouped_attention
-from eagle_fsd.runtime.step_recorder import EAGER, MOST, Graphs, RecordedWork, Recording, leaves
+from eagle_fsd.runtime.step_recorder import EAGER, MOST, FixedShapes, Graphs, RecordedWork, Recording, leaves
 from eagle_fsd.target import admission
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -130,17 +130,21 @@ def test_flash_attention_is_recorded_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("warm", [{}, {"temperature": 1.0}])
-def test_a_tree_as_large_as_the_draft_is_sure_gives_the_text_that_it_gives_on_a_cpu(
-    warm: dict[str, float], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_tree_as_deep_as_the_draft_is_sure_gives_the_text_that_it_gives_unrecorded(
+    reads: bool, warm: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recorded, with fillers in the place of what is cut, and where the tree's size varies."""
+    """Recorded, with all levels drafted, and where the host ends the draft of a tree of the same size."""
     recorder, sure = OpRecorder(), TreeConfig(14, 3, 4, 0.012)
     found = [text(engine(recorder), lengths, Fuzzy(0.5), tree=sure, **warm) for lengths in ([5], [7, 3, 12])]
     assert recorder.recordings >= 4
     for module in (kv_cache, tree_growth, sampling, tree, accept_step):
-        monkeypatch.setattr(module, "host_can_read", lambda tensor: True)
+        monkeypatch.setattr(module, "host_can_read", lambda tensor: reads)
     for output, lengths in zip(found, ([5], [7, 3, 12]), strict=True):
-        wanted = text(engine(None), lengths, Fuzzy(0.5), tree=sure, **warm)
+        unrecorded = engine(None)
+        if reads:  # as OpenVINO does
+            unrecorded = EagleFSD(TargetModel(unrecorded.target.held, FixedShapes()), unrecorded.head)
+        wanted = text(unrecorded, lengths, Fuzzy(0.5), tree=sure, **warm)
         assert output.new_tokens == wanted.new_tokens
         assert [one.steps for one in output.stats] == [one.steps for one in wanted.stats]
 
