@@ -71,7 +71,7 @@ class TreeChooser:
         device = target.device
         cpu = device.type == "cpu"
         # The host reads nothing where it would have to wait for the device; see host_can_read.
-        self.reading = {"host_reads": cpu, "whole_trees": not cpu or target.stepper.records}
+        self.reading = {"host_reads": cpu, "whole_trees": target.stepper.records}
         identity = models_identity(target.identity(name), drafting)
         del identity["target"]["name"]  # the same weights may have been loaded from elsewhere
         self.models = [__version__, identity]

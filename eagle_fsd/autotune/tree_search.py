@@ -126,7 +126,8 @@ def choose(
     """Choose the tree with the most tokens per second; ties go to the smaller one.
 
     observed: by beam. host_reads: whether the host may read the draft's scores in a step, so that a
-    min_confidence saves levels. whole_trees: whether a tree has all its nodes nevertheless.
+    min_confidence saves levels. whole_trees: whether a tree has all its nodes nevertheless; where the host
+    may not read, it always has.
     """
     best = Choice(TreeConfig(1), 1.0, 1 / costs.plain, 1 / costs.plain)
     margin = MARGIN + MARGIN_OF_DOUBLING * math.log2(batch)
@@ -193,11 +194,12 @@ class NarrowDraft:
     def prune(self, tree: TreeConfig, host_reads: bool = True, whole_trees: bool = False) -> PrunedDraft:
         """Drop the candidates that the tree's min_confidence excludes, whatever its size; see `choose`."""
         levels = 1 + sum(score >= tree.min_parent_score for score in self.beams[:-1])
-        least, accepted = -math.inf if whole_trees else tree.min_score, [0]
+        whole = whole_trees or not host_reads  # as trees are grown; see BeamDrafter
+        least, accepted = -math.inf if whole else tree.min_score, [0]
         for score, depth, taken in zip(self.scores, self.depths, self.taken, strict=True):
             if depth <= levels and score >= least:
                 accepted.append(accepted[-1] + taken)
-        whole = whole_trees or not host_reads or not tree.min_confidence
+        whole = whole or not tree.min_confidence
         return PrunedDraft(levels if host_reads else tree.depth, accepted, whole, not self.scores)
 
 

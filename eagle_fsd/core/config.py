@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from eagle_fsd.core.checks import format_value, require_choice, require_integer, require_number
@@ -98,6 +98,11 @@ class TreeConfig:
     def min_score(self) -> float:
         """min_confidence as a score, that is as a cumulative log-probability."""
         return math.log(self.min_confidence) if self.min_confidence else -math.inf
+
+    @property
+    def unpruned(self) -> TreeConfig:
+        """This size without min_confidence: a tree has all its nodes."""
+        return replace(self, min_confidence=0.0)
 
     @property
     def min_parent_score(self) -> float:

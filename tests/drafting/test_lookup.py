@@ -226,14 +226,14 @@ def test_all_tokens_that_a_row_does_not_list_are_one_outcome(name: str, seed: in
             assert whole == pytest.approx(wanted.item(), abs=1e-5) if exact else whole >= wanted - 1e-6
 
 
-def grown_tree(fixed_shapes: bool, rows: int = 2) -> tuple[DraftTree, Tensor]:
+def grown_tree(fixed_shapes: bool, rows: int = 2, config: TreeConfig = TREES[1]) -> tuple[DraftTree, Tensor]:
     """Return a tree of rows with copies and lists, and logits [B, N, V] by the tokens of its nodes."""
-    drafter = LookupSpec(96, CPU, fixed_shapes).make(rows, 64, TREES[1])
+    drafter = LookupSpec(96, CPU, fixed_shapes).make(rows, 64, config)
     tokens = torch.tensor([prompts()[3], [*range(40, 49), 5, 6, 5, 6, 7, 5, 6]])[-rows:]
     rng = torch.Generator().manual_seed(0)
     lists = NextTokens.from_logits(torch.randn(2, 15, 96, generator=rng)[-rows:] * 2, 8)
     drafter.begin(Seen(tokens, [16] * rows, None, lists))
-    tree = drafter.draft(tokens[:, -1], TREES[1])
+    tree = drafter.draft(tokens[:, -1], config)
     table = torch.randn(96, 96, generator=rng) * 2
     return tree, table[tree.tokens]
 
@@ -253,6 +253,17 @@ def test_fixed_shapes_change_no_verdict(rule: AcceptanceRule) -> None:
     tree, _ = grown_tree(True)
     assert tree.tokens.shape == (2, most) and tree.log_q.shape[1:] == (most - 1, 64)
     assert tree.depth == 5 and len(set(tree.drafted.tolist())) == 64
+
+
+def test_trees_of_one_size_go_on_below_min_confidence() -> None:
+    sure = TreeConfig(15, 4, 2, 0.05)
+    (whole, _), (few, _), (loose, _) = (
+        grown_tree(fixed, 1, config) for fixed, config in ((True, sure), (False, sure), (True, sure.unpruned))
+    )
+    assert torch.equal(whole.tokens, loose.tokens) and torch.equal(whole.parents, loose.parents)
+    nodes, real = few.tokens.shape[1], int((whole.parents >= 0).sum()) + 1
+    assert torch.equal(whole.tokens[:, :nodes], few.tokens) and 1 < nodes < real
+    assert few.scores[0, 1:].exp().min() >= 0.05 > whole.scores[0, nodes:real].exp().max()
 
 
 def test_a_threshold_means_the_same_whatever_the_other_rows_list() -> None:

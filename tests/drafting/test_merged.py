@@ -30,7 +30,7 @@ from eagle_fsd.drafting.lookup.recycled_lists import NextList
 from eagle_fsd.drafting.lookup.text_memory import GrownTree, Sources, TextMemory
 from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter
 from eagle_fsd.runtime.kv_cache import KVCache
-from eagle_fsd.runtime.step_recorder import FixedShapes
+from eagle_fsd.runtime.step_recorder import EAGER, FixedShapes
 from eagle_fsd.target.model import TargetModel
 
 CPU = torch.device("cpu")
@@ -397,19 +397,33 @@ def test_rows_leave_join_and_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
-def test_a_whole_tree_goes_on_below_min_confidence(sources: Sources) -> None:
+def test_a_tree_without_min_confidence_goes_on_where_one_with_it_ends(sources: Sources) -> None:
     sure = TreeConfig(12, 3, 3, 0.3)
-    loose = replace(sure, min_confidence=0.0)
     head, _ = random_head(3, sure)
 
-    def tree(config: TreeConfig, whole: bool) -> GrownTree:
+    def tree(config: TreeConfig) -> GrownTree:
         memory = remembered(3, sources)
-        return merge(memory, memory.store.text[-1], head, config, whole)
+        return merge(memory, memory.store.text[-1], head, config)
 
-    whole, few = tree(sure, True), tree(sure, False)
-    assert (whole.tokens, whole.parents) == (tree(loose, False).tokens, tree(loose, False).parents)
+    whole, few = tree(sure.unpruned), tree(sure)
     assert whole.tokens[: len(few.tokens)] == few.tokens and len(few.tokens) < len(whole.tokens)
     assert min(few.chances) >= 0.3 > max(whole.chances[len(few.tokens) :])
+
+
+def test_trees_of_one_size_go_on_below_min_confidence() -> None:
+    sure, trees = TreeConfig(12, 4, 3, 0.2), []
+    text = torch.tensor([[5, 6, 7, 8, 5, 6, 9, 5, 6]])
+    for stepper in (EAGER, FixedShapes()):
+        model = engine(drafted=30, target=TargetModel(tiny_model(), stepper))
+        drafter = model.drafter.make(1, 64, sure)
+        with torch.inference_mode():
+            drafter.begin(Seen(text, [9], torch.ones(1, 9, 32)))
+            trees.append(drafter.draft(text[:, -1], sure))
+    few, whole = trees
+    nodes, real = few.tokens.shape[1], int((whole.parents >= 0).sum()) + 1
+    assert whole.tokens.shape[1] == 12 and 1 < nodes < real
+    assert torch.equal(whole.tokens[:, :nodes], few.tokens)
+    assert few.scores[0, 1:].exp().min() >= 0.2 > whole.scores[0, nodes:real].exp().max()
 
 
 @pytest.mark.parametrize("rule", [Lossless(), Fuzzy(0.45), Fuzzy(1.2, "reverse_kl", child="target")], ids=str)

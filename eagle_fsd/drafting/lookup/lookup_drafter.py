@@ -117,7 +117,8 @@ class LookupDrafter:
     def draft(self, roots: Tensor, config: TreeConfig, noise: DraftNoise | None = None) -> DraftTree:
         """Propose a tree below roots [B], from what the host knows: only its tensors go to the device."""
         fixed, most = self.spec.fixed_shapes, config.total_tokens
-        grown = [memory.grow(memory.store.text[-1], config, whole=fixed) for memory in self.memories]
+        size = config.unpruned if fixed else config
+        grown = [memory.grow(memory.store.text[-1], size) for memory in self.memories]
         if self.spec.worth:
             grown = [
                 tree if sum(tree.chances[1:]) >= self.spec.worth else memory.prune()

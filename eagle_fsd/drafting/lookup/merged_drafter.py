@@ -135,8 +135,9 @@ class MergedDrafter:
             self.vocabulary = Vocabulary(drafted, self.listed.size, self.listed)
         drafts = [NOTHING] * len(sure) if grown is None else self.to_host(grown)
         fixed = self.lookup.spec.fixed_shapes
+        size = config.unpruned if fixed else config
         trees = [
-            merge(memory, memory.store.text[-1], NOTHING if alone else draft, config, whole=fixed)
+            merge(memory, memory.store.text[-1], NOTHING if alone else draft, size)
             for memory, alone, draft in zip(memories, sure, drafts, strict=True)
         ]
         return pack_trees(

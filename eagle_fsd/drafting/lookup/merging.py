@@ -123,15 +123,11 @@ def is_sure(memory: TextMemory, config: TreeConfig) -> bool:
     return True
 
 
-def merge(
-    memory: TextMemory, root: int, head: HeadDraft, config: TreeConfig, whole: bool = False
-) -> GrownTree:
+def merge(memory: TextMemory, root: int, head: HeadDraft, config: TreeConfig) -> GrownTree:
     """Return the tree of the likeliest paths among the head's candidates and the looked-up tokens.
 
     The best nodes of all come first, as EAGLE-2's rerank takes them, and a node has at most top_k children.
-    whole: whether nodes below min_confidence fill up the tree.
     """
-    least = 0.0 if whole else config.min_confidence
     tree, reach, store = GrownTree([root]), deepest(config), memory.store
     matches: dict[int, list[Match]] = {0: store.matches() if memory.sources.copied else []}
     candidate_of: list[int | None] = [-1]  # by node; None where the head drafted nothing
@@ -157,9 +153,9 @@ def merge(
         tree.proposals[node] = proposal
         children.sort(key=lambda child: -child[0])  # stable: of equal ones the head's come first
         for chance, token, candidate, source in children[: config.top_k]:
-            path = chance * tree.chances[node]
-            if path >= least and path > 0.0:
-                heapq.heappush(heap, (-path, next(order), node, token, candidate, source))
+            whole = chance * tree.chances[node]
+            if whole >= config.min_confidence and whole > 0.0:
+                heapq.heappush(heap, (-whole, next(order), node, token, candidate, source))
 
     def beside(
         node: int, place: int, long: list[Match]

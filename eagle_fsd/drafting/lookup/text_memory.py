@@ -191,13 +191,12 @@ class TextMemory:
             chances = {candidate: chance / whole for candidate, chance in chances.items()}
         return Proposal(chances, cells, copied, found)
 
-    def grow(self, root: int, config: TreeConfig, whole: bool = False) -> GrownTree:
+    def grow(self, root: int, config: TreeConfig) -> GrownTree:
         """Return the tree of the likeliest paths: best first, and at most top_k nodes of a level expanded.
 
-        These are the nodes that EAGLE-2's beam and rerank would choose with the same confidences. whole:
-        whether nodes below min_confidence fill up the tree.
+        These are the nodes that EAGLE-2's beam and rerank would choose with the same confidences.
         """
-        tree, reach, least = GrownTree([root]), config.reach, 0.0 if whole else config.min_confidence
+        tree, reach = GrownTree([root]), config.reach
         matches = {0: self.store.matches() if self.sources.copied else []}
         heap: list[tuple[float, int, int, int]] = []  # -confidence, order, parent, token
         expanded = [0] * (reach + 1)  # by level
@@ -214,8 +213,8 @@ class TextMemory:
             # The sort is stable: of equal chances, the longer match and the earlier place in a list win.
             best = sorted(proposal.chances.items(), key=lambda item: -item[1])[: config.top_k]
             for token, chance in best:
-                if (path := chance * tree.chances[node]) >= least:
-                    heapq.heappush(heap, (-path, next(order), node, token))
+                if (whole := chance * tree.chances[node]) >= config.min_confidence:
+                    heapq.heappush(heap, (-whole, next(order), node, token))
 
         expand(0)
         while heap and len(tree.tokens) < config.total_tokens:
