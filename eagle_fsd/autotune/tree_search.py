@@ -194,12 +194,12 @@ class NarrowDraft:
     def prune(self, tree: TreeConfig, host_reads: bool = True, whole_trees: bool = False) -> PrunedDraft:
         """Drop the candidates that the tree's min_confidence excludes, whatever its size; see `choose`."""
         levels = 1 + sum(score >= tree.min_parent_score for score in self.beams[:-1])
-        whole = whole_trees or not host_reads  # as trees are grown; see BeamDrafter
+        # As BeamDrafter grows trees.
+        whole = whole_trees or not host_reads or not tree.min_confidence
         least, accepted = -math.inf if whole else tree.min_score, [0]
         for score, depth, taken in zip(self.scores, self.depths, self.taken, strict=True):
             if depth <= levels and score >= least:
                 accepted.append(accepted[-1] + taken)
-        whole = whole or not tree.min_confidence
         return PrunedDraft(levels if host_reads else tree.depth, accepted, whole, not self.scores)
 
 
