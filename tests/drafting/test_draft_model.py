@@ -176,6 +176,19 @@ def test_a_text_longer_than_the_drafts_positions_gets_no_drafts() -> None:
     assert only.tokens.tolist() == [[prompts[2][-1]]] and only.largest == tree.largest
 
 
+def test_a_prompt_longer_than_the_draft_reads_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """The text is plain greedy decoding's, and a prompt that it reads is not spoken of."""
+    model = EagleFSD(TARGET, DraftModelSpec.for_target(other_model("gpt2", n_positions=12), TARGET))
+    short, long = prompts_of([5, 14])
+    model.generate([short], max_new_tokens=3, tree=TREE)
+    assert not caplog.messages
+    found = model.generate([long], max_new_tokens=3, tree=TREE)
+    assert found.new_tokens == greedy_alone(TARGET.model, [long], 3)
+    assert caplog.messages == [
+        "prompt of 14 tokens: the draft model reads up to 12, so it drafts nothing; the text is not affected"
+    ]
+
+
 def test_flash_attention_never_reads_a_level_of_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """A level is no run of text; a prompt is."""
     floats = (torch.float32, torch.float16, torch.bfloat16)
