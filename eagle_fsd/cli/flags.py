@@ -100,9 +100,9 @@ def add_generation_flags(parser: argparse.ArgumentParser, of_one_text: bool = Tr
         "--threshold",
         type=parse_auto_or(float, "a number"),
         metavar="T",
-        help="follow the draft where divergence(p, q) <= T (default: 0, lossless); auto: the T and the "
-        "--price that are fastest inside --quality-budget, by the head's calibration, or lossless text where "
-        "that is faster",
+        help="follow the draft where divergence(p, q) <= T (default: 0, lossless, and 0.3 with --rule "
+        "fsd_paper); auto: the T and the --price with the most tokens per step inside --quality-budget, by "
+        "the head's calibration, or lossless text where a warm sampling makes that faster",
     )
     group.add_argument(
         "--quality-budget",

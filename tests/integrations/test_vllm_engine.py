@@ -177,7 +177,11 @@ def test_requests_of_one_batch_are_what_each_is_alone(fsd: Any) -> None:
 def test_tau_is_that_of_our_own_chain(
     fsd: Any, real: Path, threshold: float, record_property: Callable[[str, object], None]
 ) -> None:
-    """The same head, chain, rule and prompts: tokens a step within 3 %, and the texts."""
+    """The same head, chain, rule and prompts: tokens a step within 3 %, and the texts.
+
+    Within 8 % above threshold 0, where chains begin a token later than here, so that half of the texts are
+    others, and tau is theirs.
+    """
     compare_tau(fsd, real / "target", real / "head", threshold, record_property)
 
 
@@ -211,7 +215,7 @@ def compare_tau(
     tau = (sum(map(len, ids)) - len(ids)) / (after["steps"] - before["steps"])
     same = sum(mine == list(its) for mine, its in zip(ids, made.new_tokens, strict=True))
     record_property("tau", f"{threshold}: {tau:.4f} in vLLM, {tokens / steps:.4f} here, {same} texts equal")
-    assert tau == pytest.approx(tokens / steps, rel=0.03)
+    assert tau == pytest.approx(tokens / steps, rel=0.08 if threshold else 0.03)
     assert same >= len(ids) - 2 if not threshold else same > 0
 
 
