@@ -6,6 +6,7 @@ import importlib
 import inspect
 import io
 import json
+import math
 import re
 import runpy
 import shlex
@@ -393,7 +394,9 @@ def drafts_of(calibration: Calibration) -> str:
 
 
 def dial_of(found: CalibratedThreshold) -> str:
-    return f"price {found.price:g}" if found.price else f"T {found.threshold:g}"
+    parts = [f"price {found.price:g}"] if found.price else []
+    parts += [f"T {found.threshold:g}"] if math.isfinite(found.threshold) else []
+    return ", ".join(parts)
 
 
 def test_the_thresholds_are_the_shipped_heads() -> None:
