@@ -35,8 +35,9 @@ from eagle_fsd.evaluation.rows import tau_of
 E12 = (1.0, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 3.9, 4.7, 5.6, 6.8, 8.2)
 LADDER = tuple(round(step * 10.0**power, 6) for power in range(-4, 2) for step in E12)
 # Finest below whole numbers: a draft that is all but certain is worth nearly as many tokens as it is long.
-PRICES = (5.0, 4.5, 4.0, 3.9, 3.75, 3.5, 3.35, 3.25, 3.1, 3.0, 2.95, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.3, 2.2)
-PRICES += (2.1, 2.0, 1.95, 1.9, 1.8, 1.7, 1.6, 1.5, 1.25, 1.0, 0.95, 0.9, 0.75, 0.5)
+PRICES: tuple[float, ...] = (5.0, 4.5, 4.0, 3.9, 3.75, 3.5, 3.35, 3.25, 3.1, 3.0)
+PRICES += (2.95, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.3, 2.2, 2.1)
+PRICES += (2.0, 1.95, 1.9, 1.8, 1.7, 1.6, 1.5, 1.25, 1.0, 0.95, 0.9, 0.75, 0.5)
 GATES = tuple(step for step in LADDER if 0.1 <= step < 0.7)
 ROUNDS = 4  # settings that are run for one budget
 Row = Mapping[str, Any]
