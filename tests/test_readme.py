@@ -6,7 +6,6 @@ import importlib
 import inspect
 import io
 import json
-import math
 import re
 import runpy
 import shlex
@@ -394,9 +393,7 @@ def drafts_of(calibration: Calibration) -> str:
 
 
 def dial_of(found: CalibratedThreshold) -> str:
-    parts = [f"price {found.price:g}"] if found.price else []
-    parts += [f"T {found.threshold:g}"] if math.isfinite(found.threshold) else []
-    return ", ".join(parts)
+    return f"price {found.price:g}" if found.price else f"T {found.threshold:g}"
 
 
 def test_the_thresholds_are_the_shipped_heads() -> None:

@@ -36,7 +36,6 @@ from eagle_fsd.evaluation.measure import sweep
 from eagle_fsd.evaluation.measure.expected_steps import expected_step
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
 from eagle_fsd.evaluation.measure.threshold_search import (
-    GATES,
     LADDER,
     Records,
     Search,
@@ -228,36 +227,6 @@ def test_a_plan_is_a_dial_of_falling_prices() -> None:
     found = Search(records, run, 0.9).boldest(prices, 0.03, range(8))
     assert found is not None and found.price == 2 and found.threshold == math.inf
     assert asked == [(2.0, math.inf)]
-
-
-def test_gates_fill_the_jump_below_a_whole_price() -> None:
-    """They come with the first price below it; gates that are slower than the price above are left out."""
-    (dial,) = dials_of([Kind("js", "swap", price=price) for price in (1.9, 3.0, 1.95, 2.0)])
-    assert [(kind.price, gate) for kind, gate in dial] == [
-        (3.0, math.inf), (2.0, math.inf), *((1.95, gate) for gate in GATES), (1.95, math.inf), (1.9, math.inf)
-    ]  # fmt: skip
-    strength = {3.0: (51.0, 0.005), 2.0: (53.0, 0.01), 1.95: (56.0, 0.06), 1.9: (57.0, 0.07)}  # at T = inf
-
-    def expected(kind: Kind, gate: float) -> tuple[float, float]:
-        tokens, tv = strength[kind.price]
-        return (tokens, 50 * tv) if math.isinf(gate) else (50 + 6 * gate, 50 * tv * gate)
-
-    table = np.array([expected(*one) for one in dial])
-    records, asked = records_of(dial, [table] * 8), []
-
-    def run(kind: Kind, threshold: float) -> list[dict[str, Any]]:
-        asked.append((kind.price, threshold))
-        return [{"law": {"tv": expected(kind, threshold)[1]}, "new_tokens": 50, "steps": 20}] * 8
-
-    search = Search(records, run, 0.9)
-    kept, bounds = search.in_order(dial, range(8))
-    assert [(kind.price, gate) for kind, gate in kept] == [
-        (3.0, math.inf), (2.0, math.inf), (1.95, 0.56), (1.95, 0.68), (1.95, math.inf), (1.9, math.inf)
-    ]  # fmt: skip
-    assert bounds == sorted(bounds)
-    found = search.boldest(dial, 0.05, range(8))
-    assert found is not None and (found.price, found.threshold) == (1.95, 0.68)
-    assert asked == [(1.95, 0.68)]
 
 
 def test_the_fastest_is_the_one_with_the_best_trees_not_with_the_luckiest_texts() -> None:

@@ -4,11 +4,10 @@
     python -m eagle_fsd.generate --threshold auto --temperature 0.6 --top-k 50 --top-p 0.9 "Tell me a story."
 
 The budget bounds the mean total variation between the rule's next-token distribution and the target's: the
-share of tokens that would have to be other ones. Growing thresholds are run, and falling prices of plans,
-with gates where TV jumps from one price to the next. The calibration keeps the boldest of each whose upper
-confidence bound is inside. --install writes it beside the head, where `--threshold auto` finds it; what is
-there for other samplings, for another kind of device, or for drafting with or without --lookup, stays. A run
-that was stopped goes on where it was.
+share of tokens that would have to be other ones. Growing thresholds are run, and falling prices of plans, and
+the calibration keeps the boldest of each whose upper confidence bound is inside. --install writes it beside
+the head, where `--threshold auto` finds it; what is there for other samplings, for another kind of device, or
+for drafting with or without --lookup, stays. A run that was stopped goes on where it was.
 """
 
 from __future__ import annotations

@@ -38,25 +38,17 @@ LADDER = tuple(round(step * 10.0**power, 6) for power in range(-4, 2) for step i
 PRICES: tuple[float, ...] = (5.0, 4.5, 4.0, 3.9, 3.75, 3.5, 3.35, 3.25, 3.1, 3.0)
 PRICES += (2.95, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.3, 2.2, 2.1)
 PRICES += (2.0, 1.95, 1.9, 1.8, 1.7, 1.6, 1.5, 1.25, 1.0, 0.95, 0.9, 0.75, 0.5)
-GATES = tuple(step for step in LADDER if 0.1 <= step < 0.7)
 ROUNDS = 4  # settings that are run for one budget
 Row = Mapping[str, Any]
 Setting = tuple[Kind, float]  # and its threshold
 
 
 def dials_of(kinds: Sequence[Kind]) -> list[list[Setting]]:
-    """Return a dial for every kind without a price, and one for all that differ in their price alone.
-
-    TV jumps where the price falls below a whole number, often by more than half of a budget. So the first
-    price below each, if it is no whole number, is also there with gates.
-    """
+    """Return a dial for every kind without a price, and one for all that differ in their price alone."""
     plans: dict[Kind, list[Setting]] = {}
     for kind in sorted(kinds, key=lambda kind: -kind.price):
         if kind.price:
-            dial = plans.setdefault(kind._replace(price=0.0), [])
-            if dial and math.ceil(kind.price) <= dial[-1][0].price and not kind.price.is_integer():
-                dial += ((kind, gate) for gate in GATES)
-            dial.append((kind, math.inf))
+            plans.setdefault(kind._replace(price=0.0), []).append((kind, math.inf))
     return [*([(kind, t) for t in LADDER] for kind in kinds if not kind.price), *plans.values()]
 
 
@@ -156,7 +148,7 @@ class Search:
         the ratio of what was run to what was predicted. None where even the mildest leaves the budget.
         """
         tried: dict[int, CalibratedThreshold] = {}
-        dial, bounds = self.in_order(dial, places)
+        bounds = [bound(self.records.predicted(*one, places), self.confidence)[1] for one in dial]
         aim = budget
         for _ in range(ROUNDS):
             step = max((step for step, one in enumerate(bounds) if one <= aim), default=-1)
@@ -174,21 +166,6 @@ class Search:
             tried[below] = self.measured(*dial[below], places)
         inside = [step for step, one in tried.items() if one.bound <= budget]
         return tried[max(inside)] if inside else None
-
-    def in_order(self, dial: Sequence[Setting], places: Sequence[int]) -> tuple[list[Setting], list[float]]:
-        """Sort settings by their predicted bound; returns them and their bounds.
-
-        A setting that is expected to be slower than one with a smaller bound is left out.
-        """
-        bounds = [bound(self.records.predicted(*one, places), self.confidence)[1] for one in dial]
-        kept: list[int] = []
-        fastest = 0.0
-        for step in sorted(range(len(dial)), key=bounds.__getitem__):
-            ratio = self.records.tau_ratio(*dial[step], places)
-            if ratio >= fastest:
-                kept.append(step)
-                fastest = ratio
-        return [dial[step] for step in kept], [bounds[step] for step in kept]
 
     def measured(self, kind: Kind, threshold: float, places: Sequence[int]) -> CalibratedThreshold:
         """Return what a run says of a setting on some of its prompts."""
