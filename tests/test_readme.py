@@ -87,7 +87,7 @@ TOY = {  # sizes at which a command does all that it does, in seconds; a later f
     "check_greedy": "--max-new-tokens 6 --tree 16/5/8",
     "publish": "",
     "export_vllm": "--head-only",
-    "speed": "--prompts prompts.jsonl --limit 1 --methods hf plain lossless --max-new-tokens 4",
+    "speed": "--prompts prompts.jsonl --skip 0 --limit 1 --methods hf plain lossless --max-new-tokens 4",
     "limits": "--context 16",
     "weight_formats": "--prompts prompts.jsonl --limit 1 --max-new-tokens 4 --formats torch/float32",
     "sampled_children": "--prompts prompts.jsonl --limit 1 --max-new-tokens 6 --sampling 1 --draws 2",
