@@ -28,7 +28,10 @@ PROMPTS = "--prompts {0}/prompts_one.jsonl"
 ROWS, OUT = "--output {0}/rows.jsonl", "--output {0}/out"
 # Of each script: what it is at work on when Ctrl-C comes, past the checks of its arguments; and these.
 AT_WORK = {
-    "eval/calibrate": (f"{EVAL}.commands.calibrate:folder_of", f"{PROMPTS} {OUT} --max-new-tokens 2 --install"),
+    "eval/calibrate": (
+        f"{EVAL}.commands.calibrate:folder_of",
+        f"{PROMPTS} {OUT} --max-new-tokens 2 --install",
+    ),
     "eval/check_greedy": (f"{EVAL}.commands.greedy:reference", PROMPTS),
     "eval/exchange": (f"{EVAL}.commands.exchange:read_raw_rows", "--rows x"),
     "eval/gpu_check": (f"{EVAL}.gpu.checks:run_part", "--device cpu --quick"),
