@@ -177,11 +177,7 @@ def test_requests_of_one_batch_are_what_each_is_alone(fsd: Any) -> None:
 def test_tau_is_that_of_our_own_chain(
     fsd: Any, real: Path, threshold: float, record_property: Callable[[str, object], None]
 ) -> None:
-    """The same head, chain, rule and prompts: tokens a step within 3 %, and the texts.
-
-    Within 8 % above threshold 0, where chains begin a token later than here, so that half of the texts are
-    others, and tau is theirs.
-    """
+    """The same head, chain, rule and prompts: tokens a step within 3 %, and the texts."""
     compare_tau(fsd, real / "target", real / "head", threshold, record_property)
 
 
@@ -206,17 +202,21 @@ def compare_tau(
     asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     rows = [own.tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"] for one in asked]
     tree = TreeConfig(DRAFTED + 1, DRAFTED, 1)
-    made = own.generate(*pad_left(rows, 0), rule=rule, tree=tree, temperature=0.0, max_new_tokens=96)
-    steps, tokens = sum(one.steps for one in made.stats), sum(one.new_tokens for one in made.stats)
     before = counts(llm)
     ids = chat(llm, PROMPTS, temperature=0.0, max_tokens=96, extra_args={"fsd_threshold": threshold})
     after = counts(llm)
-    # vLLM's first token comes of the prompt, without a chain.
     tau = (sum(map(len, ids)) - len(ids)) / (after["steps"] - before["steps"])
-    same = sum(mine == list(its) for mine, its in zip(ids, made.new_tokens, strict=True))
+    # vLLM's first token comes of the prompt, without a chain. So chains begin behind it here, too: a fuzzy
+    # text depends on where they do.
+    first = own.generate(*pad_left(rows, 0), tree=TreeConfig(1), temperature=0.0, max_new_tokens=1).new_tokens
+    rows = [[*row, *one] for row, one in zip(rows, first, strict=True)]
+    made = own.generate(*pad_left(rows, 0), rule=rule, tree=tree, temperature=0.0, max_new_tokens=95)
+    steps, tokens = sum(one.steps for one in made.stats), sum(one.new_tokens for one in made.stats)
+    texts = [[*one, *rest] for one, rest in zip(first, made.new_tokens, strict=True)]
+    same = sum(mine == its for mine, its in zip(ids, texts, strict=True))
     record_property("tau", f"{threshold}: {tau:.4f} in vLLM, {tokens / steps:.4f} here, {same} texts equal")
-    assert tau == pytest.approx(tokens / steps, rel=0.08 if threshold else 0.03)
-    assert same >= len(ids) - 2 if not threshold else same > 0
+    assert tau == pytest.approx(tokens / steps, rel=0.03)
+    assert same >= len(ids) - 2
 
 
 def test_guards_hold_across_the_steps_of_a_text(fsd: Any, plain_ids: list[list[int]]) -> None:
