@@ -82,10 +82,6 @@ COMMANDS: dict[str, Command | Group] = {
                 "eagle_fsd.evaluation.repeating_prompts:main",
                 "make prompts whose answers repeat most of the prompt",
             ),
-            "sampled-children": Command(
-                "eagle_fsd.evaluation.sampled_children.command:main",
-                "compare children drawn from q with its likeliest",
-            ),
             "weight-formats": Command(f"{FORMATS}.command:main", "compare weight formats with float32"),
             "gpu-check": Command(f"{GPU}.command:main", "check what only a GPU can show"),
             "harness": Command(f"{LM_EVAL}.command:main", "run lm-evaluation-harness with this engine"),

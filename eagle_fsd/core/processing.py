@@ -189,7 +189,7 @@ def as_biases(value: object) -> tuple[Bias, ...]:
         found = {as_tokens("logit_bias", tokens): bias for tokens, bias in pairs}
     except TypeError as error:
         raise ValueError(
-            f"logit_bias is {format_value(value)}: it must map tokens to numbers, such as {{42: -5.0}}; mend "
+            f"logit_bias is {format_value(value)}: it must map tokens to numbers, such as {{42: -5.0}}; fix "
             "it"
         ) from error
     for bias in found.values():

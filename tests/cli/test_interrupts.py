@@ -39,7 +39,6 @@ AT_WORK = {
     "eval/measure_tau": (f"{EVAL}.commands.tau:run", f"{PROMPTS} {ROWS}"),
     "eval/repeating_prompts": (f"{EVAL}.repeating_prompts:read", f"--data x {ROWS}"),
     "eval/report": (f"{EVAL}.commands.report:read_raw_rows", f"--rows x {OUT}"),
-    "eval/sampled_children": (f"{EVAL}.sampled_children.command:run", f"{PROMPTS} {ROWS}"),
     "eval/score": (f"{EVAL}.commands.score:score_file", "--rows x"),
     "eval/second_turn": (f"{EVAL}.second_turn:second_turn", "--history 65 --question 2"),
     "eval/serving_speed": (f"{EVAL}.serving.race_command:gguf_file", f"{PROMPTS} {OUT}"),
