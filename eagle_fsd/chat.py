@@ -21,6 +21,7 @@ from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags, begin_ea
 from eagle_fsd.cli.processing_flags import add_template_flag, with_bad_words
 from eagle_fsd.cli.ranks import on_every_rank
 from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.generate import (
     BROKEN_PIPE,
     UserError,
@@ -81,7 +82,8 @@ class Chat:
 
         self.model, self.conversation, self.out, self.coloured = model, conversation, out, coloured
         self.adapter = adapter
-        self.tree: TreeConfig | None = None  # settled with the first answer: measuring takes long
+        # Settled with the first answer, since measuring takes long: with a quality budget, and without.
+        self.trees: dict[bool, TreeConfig] = {}
         ((self.seed, self.number),) = conversation.options.seed or [(fresh_seed(), 0)]
 
     def answer(self, message: str) -> None:
@@ -99,16 +101,16 @@ class Chat:
         args = self.conversation.args
         options = with_bad_words(self.conversation.options, args, self.model)
         options = replace(options, seed=[(self.seed, self.number)])
-        options = replace(
-            options, observer=origins if self.coloured else None, tree=self.tree or options.tree
-        )
+        by_budget = isinstance(options.rule, AutoThreshold)
+        tree = self.trees.get(by_budget, options.tree)
+        options = replace(options, observer=origins if self.coloured else None, tree=tree)
         input_ids = encode_chat(self.model.tokenizer, turns, args.chat_template_args)
         written = StreamedText(self.model.tokenizer, options.stops)
         answer: Answer | None = None
         try:
             with defer_interrupt() as stop:
                 stream = self.model.stream(input_ids, options=options)  # measures the tree if it is auto
-                self.tree = stream.tree
+                self.trees[by_budget] = stream.tree
                 answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree), stream.rule)
                 answer.seed = f"{self.seed}/{self.number}" if stream.seed is not None else None
                 with contextlib.closing(iter(stream)) as steps:

@@ -12,13 +12,16 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.tiny_engine import CHAT, TREE, chat_ids, text_alone, tiny_engine
 
 from eagle_fsd import AutoThreshold, EagleFSD, Fuzzy, chat
+from eagle_fsd.acceptance.calibration import FILE, CalibratedThreshold, Calibration, write_calibrations
 from eagle_fsd.cli.conversation import Conversation, Exit, read_messages
+from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.text import streamed
 from eagle_fsd.text.streamed import Piece, StreamedText
 
@@ -94,6 +97,24 @@ def test_the_threshold_and_the_seed_change_what_follows(
         "/save needs the name of a file",
     ):
         assert message in told
+
+
+def test_a_budget_has_its_own_tree(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It holds for the calibration's tree, and not for one that was chosen for other rules before."""
+    model = tiny_engine()
+    one = CalibratedThreshold("js", "hybrid", "draft", 0.3, 0.01, 0.015, 2.5, 2.2)
+    made = Calibration(model.identity(), SamplingConfig(0.5), TreeConfig(6, 3, 2), 0.95, 40, (one,))
+    write_calibrations(tmp_path / FILE, [made])
+    model.settler.folder = tmp_path
+    monkeypatch.setattr(model.settler, "choose_tree", lambda *_: SimpleNamespace(tree=TreeConfig(12, 3, 4)))
+    monkeypatch.setattr(chat, "load_model", lambda args: model)
+    lines = "Hi\n/threshold auto\nHi\n/threshold 0.2\nHi\n/threshold auto\nHi\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert chat.main(["--temperature", "0.5", "--max-new-tokens", "4"]) == 0
+    told = capsys.readouterr().err
+    assert re.findall(r"tree ([0-9/]+)", told) == ["12/3/4", "6/3/2", "12/3/4", "6/3/2"]
 
 
 def test_a_chat_that_is_too_long_is_said_and_forgotten(

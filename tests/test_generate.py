@@ -633,6 +633,7 @@ MISTAKES = {
     "threshold no number": (["--threshold", "much", "x"], "'much'"),
     "price alone": (["--price", "1.5", "x"], "--price without --threshold: nothing is followed then"),
     "divergence alone": (["--divergence", "tv", "x"], "--divergence without --threshold"),
+    "price at 0": (["--threshold", "0", "--price", "2", "x"], "--price with --threshold 0: nothing is"),
     "unknown divergence": (["--divergence", "kl", "x"], "'kl'"),
     "unknown mode": (["--mode", "loose", "x"], "'loose'"),
     "threshold of another rule": (["--rule", "lossless", "--threshold", "0.3", "x"], "--threshold is 0.3"),

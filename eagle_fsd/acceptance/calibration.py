@@ -9,7 +9,8 @@ optimal coupling would have to change; 0 is lossless. A threshold is calibrated 
 sampling, and for one kind of rule: divergence, mode, child, min_gain, price and cost. It means nothing under
 another kind. Under a colder sampling it moves less as a rule, so that a sampling which was not measured takes
 the thresholds of the next warmer one. Greedy text does not: a token of it that changes counts whole, which
-may be more than sampled text was measured to move.
+may be more than sampled text was measured to move. The larger a tree, the more a threshold moves, so that a
+tree which was not measured takes the thresholds of the smallest one that covers it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FILE = "calibration.json"
 DEVICES = ("cpu", "cuda")
 VERSION = 3  # older ones name the models by digests that only one dtype has
 OPEN = "inf"
-REMEDY = "calibrate it with eval/calibrate.py, or give a number"
+REMEDY = "calibrate it with eval/calibrate.py, or give a threshold in its place"
 AGAIN = "make the file again"
 
 
@@ -122,7 +123,8 @@ class Calibration:
         if not mine:
             kinds = sorted({str(one.kind) for one in self.thresholds})
             raise ValueError(
-                f"threshold is auto for {wanted}: it was calibrated for {'; '.join(kinds)}; {REMEDY}"
+                f"quality_budget is {wanted.quality_budget:g} for {wanted}: it was calibrated for "
+                f"{'; '.join(kinds)}; ask for that, {REMEDY}"
             )
         inside = [one for one in mine if one.bound <= wanted.quality_budget]
         if not inside:
@@ -157,44 +159,47 @@ def find_calibration(
     sampling: SamplingConfig,
     device: str,
     wanted: AutoThreshold | None = None,
+    tree: TreeConfig | None = None,
 ) -> Calibration:
     """Return the calibration of these models with this sampling, or with the next warmer one.
 
     device: one of DEVICES. A calibration for this kind comes before one for the other, unless only the other
-    has rules of the kind that is wanted. Greedy text has only its own. Raises TooWarm if there is none so
-    warm, and ValueError if there is none of these models at all, or none of greedy text.
+    has rules of the kind that is wanted. Greedy text has only its own. tree: of the text, whatever the
+    device: the calibration with the smallest tree that covers it is taken, or with the largest if none does.
+    None: the text takes the calibration's. Raises TooWarm if there is none so warm, and ValueError if there
+    is none of these models at all, or none of greedy text.
     """
 
-    def order(one: Calibration) -> tuple[bool, bool]:
+    def order(one: Calibration) -> tuple[float, ...]:
         lacking = wanted is not None and not any(wanted.takes(each.kind) for each in one.thresholds)
-        return lacking, one.device != device
+        warmth = one.sampling != sampling, one.sampling.temperature, one.sampling.top_p
+        if tree is None:
+            return *warmth, lacking, one.device != device
+        covers, nodes = one.tree.covers(tree), one.tree.total_tokens
+        return lacking or not covers, *warmth, lacking, nodes if covers else -nodes
 
-    mine = sorted((one for one in calibrations if one.is_for(models)), key=order)
+    mine = [one for one in calibrations if one.is_for(models)]
     if not mine:
         found = [differences(weights_alone(one.models), weights_alone(models)) for one in calibrations]
         nearest = min(found, key=len, default="it is empty")
         if models["target"].get("dtype") == "float16":
             nearest += "; float16 rounds weights in another way, so load them in float32 or bfloat16"
         raise ValueError(
-            f"threshold is auto: {FILE} was made for another target or head ({one_line(nearest, 300)}); "
-            f"{REMEDY}"
+            f"quality_budget: {FILE} was made for another target or head ({one_line(nearest, 300)}); {REMEDY}"
         )
-    for one in mine:
-        if one.sampling == sampling:
-            return one
     warmer = [one for one in mine if one.sampling.keeps_all_of(sampling)]
     if not warmer:
         known = ", ".join(format_sampling(one.sampling) for one in mine)
         if sampling.greedy:
             raise ValueError(
-                f"threshold is auto: it was calibrated at {known}, and not for greedy text, where it may "
+                f"quality_budget: it was calibrated at {known}, and not for greedy text, where it may "
                 f"move more; sample as it was calibrated, {REMEDY}"
             )
         raise TooWarm(
-            f"threshold is auto: it was calibrated at {known}, none of which is as warm as "
+            f"quality_budget: it was calibrated at {known}, none of which is as warm as "
             f"{format_sampling(sampling)}; sample as it was calibrated, {REMEDY}"
         )
-    return min(warmer, key=lambda one: (one.sampling.temperature, one.sampling.top_p))
+    return min(warmer, key=order)
 
 
 def device_kind(device: str) -> str:
@@ -223,7 +228,7 @@ def write_calibrations(path: Path, calibrations: Sequence[Calibration]) -> None:
 def read_calibrations(path: Path) -> list[Calibration]:
     """Read a file of `write_calibrations`. Raises ValueError if it is missing, broken or another version."""
     if not path.is_file():
-        raise ValueError(f"threshold is auto: there is no {FILE} beside the head ({path.parent}); {REMEDY}")
+        raise ValueError(f"quality_budget: there is no {FILE} beside the head ({path.parent}); {REMEDY}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         version = data.get("version")

@@ -91,9 +91,10 @@ class Fuzzy:
                 "it out"
             )
         if self.mode == SWAP and (not self.price or self.cost == "kl"):
+            remedy = "take one of these" if self.price else "give a price such as 1.5"
             raise ValueError(
                 f"mode is 'swap' with a price of {self.price:g} of {self.cost}: it swaps children by a plan "
-                "whose cost is tokens or divergence; give a price such as 1.5, or take mode hybrid"
+                f"whose cost is tokens or divergence; {remedy}, or mode hybrid"
             )
         require_guards(self.mode, self.max_consecutive, self.exact_prefix, MODES)
 

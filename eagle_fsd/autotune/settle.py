@@ -80,16 +80,19 @@ class Settler:
 
     def settle(self, options: GenerationOptions, prompts: Prompts) -> tuple[AcceptanceRule, TreeConfig]:
         """Return the rule and tree for these prompts. Raises ValueError if the drafter cannot serve them."""
-        rule, tree, sampling = options.rule, options.tree or TreeConfig(), options.sampling
+        rule, tree, sampling, calibrated = options.rule, options.tree, options.sampling, None
         if isinstance(rule, AutoThreshold):
-            rule, calibrated = self.within_budget(rule, sampling)
-            if calibrated is not None and tree == AutoTree():  # sizes that are given are kept
-                tree = calibrated
-        rule = Lossless() if rule is None else rule
+            given = tree if isinstance(tree, TreeConfig) else None
+            rule, calibrated = self.within_budget(rule, sampling, given)
+            if tree in (None, AutoTree()):  # sizes that are given are kept
+                tree = calibrated or tree
+        rule, tree = Lossless() if rule is None else rule, tree or TreeConfig()
         self.require_rule(rule)
         if isinstance(tree, AutoTree):
             setting = (sampling, len(prompts), prompts.context, prompts.rows[:4])
             tree = self.choose_tree(tree, rule, *setting).tree
+            if isinstance(options.rule, AutoThreshold) and calibrated and not calibrated.covers(tree):
+                rule, _ = self.within_budget(options.rule, sampling, tree)
         self.check_tree(tree, prompts.lengths)
         return rule, tree
 
@@ -129,17 +132,17 @@ class Settler:
         return encode_example_prompts(self.tokenizer) or prompts
 
     def within_budget(
-        self, wanted: AutoThreshold, sampling: SamplingConfig
+        self, wanted: AutoThreshold, sampling: SamplingConfig, tree: TreeConfig | None = None
     ) -> tuple[AcceptanceRule, TreeConfig | None]:
         """Return the fastest rule that the calibration puts inside a budget, and the tree it was found with.
 
-        The rule is Lossless(), and the tree None, where lossless text is faster, since its draft knows the
-        noise (see core/randomness/noise.py), and at a warm sampling that no calibration covers. Raises
-        ValueError if there is no rule inside the budget.
+        tree: of the text; None: it will be the calibration's. The rule is Lossless(), and the tree None,
+        where lossless text is faster, since its draft knows the noise (see core/randomness/noise.py), and at
+        a warm sampling that no calibration covers. Raises ValueError if there is no rule inside the budget.
         """
         asked = format_sampling(sampling)
         try:
-            found = self.calibration(sampling, wanted)
+            found = self.calibration(sampling, wanted, tree)
         except TooWarm:
             if not (wanted.free and sampling.warm):
                 raise
@@ -156,15 +159,23 @@ class Settler:
             return Lossless(), None
         return Fuzzy.from_calibration(found, **asdict(wanted)), found.tree
 
-    def calibration(self, sampling: SamplingConfig, wanted: AutoThreshold | None = None) -> Calibration:
+    def calibration(
+        self, sampling: SamplingConfig, wanted: AutoThreshold | None = None, tree: TreeConfig | None = None
+    ) -> Calibration:
         """Return the thresholds found for this target and head with this sampling; see find_calibration."""
         if self.folder is None:
             raise ValueError(
-                "threshold is auto: it is read from the calibration in a draft head's folder, and no head "
-                "was loaded from one; give a number"
+                "quality_budget: it is looked up in the calibration in a draft head's folder, and no head "
+                "was loaded from one; give a threshold in its place"
             )
         known, device = read_calibrations(self.folder / FILE), device_kind(self.target.device.type)
-        found = find_calibration(known, self.identity(), sampling, device, wanted)
+        found = find_calibration(known, self.identity(), sampling, device, wanted, tree)
+        if tree is not None and not found.tree.covers(tree):
+            logger.warning(
+                "the quality budget was measured with trees of %s: in larger ones, such as %s, a text "
+                "changes more; leave the tree's size out, or measure it with eval/calibrate.py --tree %s",
+                *(found.tree, tree, tree),
+            )
         if found.sampling != sampling:
             logger.warning(
                 "no calibration at %s: the threshold is that of %s, the next warmer sampling that was "

@@ -43,14 +43,15 @@ def make_rule(args: argparse.Namespace) -> AcceptanceRule | AutoThreshold:
 
 def require_threshold(args: argparse.Namespace) -> None:
     """Raise ValueError for a flag of the rule fuzzy without a threshold, where none can come later."""
-    if args.rule != "fuzzy" or args.threshold is not None or args.quality_budget is not None:
+    if args.rule != "fuzzy" or args.threshold not in (None, 0.0) or args.quality_budget is not None:
         return
+    lack = "without --threshold" if args.threshold is None else "with --threshold 0"
     for name in RULE_FLAGS[2:]:
         if getattr(args, name) is not None:
             flag = "--" + name.replace("_", "-")
             raise ValueError(
-                f"{flag} without --threshold: nothing is followed then, and it would have no effect; give a "
-                "threshold, inf for a plan alone"
+                f"{flag} {lack}: nothing is followed then, and it would have no effect; give a threshold "
+                "above 0, inf for a plan alone"
             )
 
 

@@ -84,6 +84,10 @@ class TreeConfig:
         mine, its = ((one.total_tokens, one.reach, one.top_k) for one in (self, other))
         return other.total_tokens == 1 or all(size <= most for size, most in zip(its, mine, strict=True))
 
+    def covers(self, other: TreeConfig) -> bool:
+        """Whether trees of another size have no more nodes, and none deeper, than those of this size."""
+        return other.total_tokens <= self.total_tokens and other.reach <= self.reach
+
     @property
     def reach(self) -> int:
         """The depth that a tree of total_tokens nodes can reach; deeper levels would be wasted work."""
@@ -262,8 +266,10 @@ class AutoThreshold:
 
     def __str__(self) -> str:
         asked = Kind(self.divergence, self.mode or "any mode", self.child, self.min_gain, self.price or 0.0)
-        words = asked._replace(cost=self.cost or "any cost")
-        return f"{words}{', price 0' if self.price == 0 else ''}"
+        words = str(asked._replace(cost=self.cost or "any cost"))
+        if self.price == 0:
+            return f"{words}, price 0"
+        return words if self.price or self.cost is None else f"{words}, any price of {self.cost}"
 
 
 FORMS = ("json_schema", "regex", "grammar")

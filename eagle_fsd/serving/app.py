@@ -92,7 +92,9 @@ class Service:
             model, settings.tree, self.limits, self.metrics, settings.crowded, settings.learner
         )
         self.metrics.watch(self.worker)
-        self.choose = Chooser(model, self.limits, settings.defaults, adapts=settings.learner is not None)
+        self.choose = Chooser(
+            model, self.limits, settings.defaults, settings.tree, adapts=settings.learner is not None
+        )
         self.created = int(time.time())
         self.reader = PromptReader(model, self.choose)
 

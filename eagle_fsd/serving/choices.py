@@ -13,7 +13,7 @@ from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.rule_names import build_rule, describe, parse_rule, rule_fields
 from eagle_fsd.core.checks import format_value, one_line, require_integer
-from eagle_fsd.core.config import HYBRID, AutoThreshold, Kind, SamplingConfig
+from eagle_fsd.core.config import HYBRID, AutoThreshold, Kind, SamplingConfig, TreeConfig
 from eagle_fsd.core.processing import UNPROCESSED, Constraint, Processing, as_biases, as_sequences, as_tokens
 from eagle_fsd.core.randomness.streams import fresh_seed
 from eagle_fsd.decoding.logits.constrained import require_ends
@@ -85,10 +85,16 @@ class Choice:
 
 
 class Chooser:
-    """Settles requests for one engine. adapts: its head changes, so that no calibration holds for it."""
+    """Settles requests for one engine.
 
-    def __init__(self, model: EagleFSD, limits: Limits, defaults: Defaults, adapts: bool = False) -> None:
+    tree: of every text. adapts: whether its head changes, so that no calibration holds for it.
+    """
+
+    def __init__(
+        self, model: EagleFSD, limits: Limits, defaults: Defaults, tree: TreeConfig, adapts: bool = False
+    ) -> None:
         self.model, self.limits, self.defaults, self.adapts = model, limits, defaults, adapts
+        self.tree = tree
         self._calibrated: dict[tuple[AutoThreshold, SamplingConfig], AcceptanceRule] = {}
         self._calibrating = threading.Lock()
         self.encoding = threading.Lock()  # a tokenizer is not made for several threads
@@ -190,7 +196,7 @@ class Chooser:
         key = (wanted, sampling)
         if key not in self._calibrated:
             try:
-                found, _ = self.model.settler.within_budget(wanted, sampling)
+                found, _ = self.model.settler.within_budget(wanted, sampling, self.tree)
             except ValueError as error:
                 folder = str(self.model.head_folder)
                 raise ValueError(str(error).replace(folder, shown_name(folder))) from error
@@ -281,7 +287,10 @@ def auto_threshold(name: str, said: dict[str, Any], usual: AcceptanceRule | Auto
             'send "auto"'
         )
     if name not in (FUZZY, "lossless"):
-        raise ValueError(f"threshold is auto for the rule {name}: only fuzzy is calibrated; send that rule")
+        asked = "quality_budget" if "quality_budget" in said else "threshold"
+        raise ValueError(
+            f"{asked} is {said[asked]!r} for the rule {name}: only fuzzy is calibrated; send that rule"
+        )
     known = {one: getattr(usual, one) for one in field_names(AutoThreshold()) if hasattr(usual, one)}
     if not (isinstance(usual, AutoThreshold) or known.get("price")):
         known |= {"price": None, "cost": None}

@@ -353,10 +353,14 @@ def test_a_budget_takes_the_fastest_plan_unless_one_is_named() -> None:
     assert found(cost="kl") == Fuzzy(0.3, price=1.0, cost="kl")
     assert found(price=1.0, cost="tokens") == Fuzzy(0.3, price=1.0)
     assert Fuzzy.from_calibration(both, 0.02) == Fuzzy(0.1)  # the plans' bound is 0.0375
-    with pytest.raises(ValueError, match="auto for js, any mode, draft, price 4 of any cost: it was"):
+    with pytest.raises(ValueError, match=r"is 0\.04 for js, any mode, draft, price 4 of any cost: it was"):
         found(price=4.0)
+    with pytest.raises(
+        ValueError, match="draft, any price of kl: it was calibrated for js, hybrid, draft; ask"
+    ):
+        Fuzzy.from_calibration(calibration, 0.04, cost="kl")
     unplanned = replace(calibration, thresholds=plans)
-    with pytest.raises(ValueError, match="auto for js, any mode, draft, price 0: it was calibrated for js"):
+    with pytest.raises(ValueError, match="for js, any mode, draft, price 0: it was calibrated for js"):
         Fuzzy.from_calibration(unplanned, 0.04, price=0.0)
 
 
@@ -367,7 +371,8 @@ def test_the_largest_threshold_of_a_budget(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"quality_budget is 0\.01: the smallest bound .* is 0\.0125; raise"):
         Fuzzy.from_calibration(calibration, 0.01)
     with pytest.raises(
-        ValueError, match="for tv, any mode, draft: it was calibrated for js, hybrid, draft; cal"
+        ValueError,
+        match="for tv, any mode, draft: it was calibrated for js, hybrid, draft; ask for that, cal",
     ):
         Fuzzy.from_calibration(calibration, 0.05, "tv")
     with pytest.raises(ValueError, match="for js, paper, draft"):
@@ -390,6 +395,7 @@ def test_generate_reads_it_and_says_what_it_chose(tmp_path: Path) -> None:
     assert output.rule == Fuzzy(0.3) and output.tree == TREE
     plain = model.generate(prompt, rule=Fuzzy(0.3), tree=TREE, **sampling)
     assert output.new_tokens == plain.new_tokens
+    assert model.generate(prompt, rule=AutoThreshold(0.04), **sampling).tree == TREE
     named = model.generate(prompt, rule=AutoThreshold(0.04), tree=TreeConfig(4, 3, 2), **sampling)
     assert named.tree == TreeConfig(4, 3, 2)
     stream = model.stream(prompt, rule=AutoThreshold(0.04), tree=AutoTree(), **sampling)
@@ -413,6 +419,55 @@ def test_sizes_of_a_tree_that_are_given_are_kept_beside_a_budget(
         output = model.generate(prompts_of([5]), rule=AutoThreshold(0.04), tree=wanted, **sampling)
         assert output.tree == found and output.rule == Fuzzy(0.3)
     assert asked == [(AutoTree(depth=2), Fuzzy(0.3))]
+
+
+def test_a_budget_holds_for_trees_up_to_the_measured_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For a larger tree it is that of the smallest calibration that covers it, and else a warning comes."""
+    model, large = engine(), TreeConfig(20, 5, 4)
+    model.settler.folder = tmp_path
+    found = a_calibration(model)
+    bolder = tuple(replace(one, threshold=one.threshold / 2) for one in found.thresholds)
+    both = [replace(found, tree=large, thresholds=bolder, device="cuda"), found]
+    sampling = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "max_new_tokens": 2}
+
+    def rule_with(tree: TreeConfig | AutoTree | None, *known: Calibration) -> AcceptanceRule:
+        caplog.clear()
+        write_calibrations(tmp_path / FILE, known)
+        return model.generate(prompts_of([5]), rule=AutoThreshold(0.04), tree=tree, **sampling).rule
+
+    for tree, rule in (
+        *((one, Fuzzy(0.3)) for one in (None, TREE, TreeConfig(1), TreeConfig(4, 3, 2), TreeConfig(8, 2, 8))),
+        *((one, Fuzzy(0.15)) for one in (large, TreeConfig(9, 3, 3), TreeConfig(8, 4, 3))),
+    ):
+        assert rule_with(tree, *both) == rule and "larger ones" not in caplog.text
+    assert rule_with(TreeConfig(30, 5, 4), *both) == Fuzzy(0.15)
+    assert "measured with trees of 20/5/4: in larger ones, such as 30/5/4, a text" in caplog.text
+    assert rule_with(TreeConfig(9, 3, 3), found) == Fuzzy(0.3)
+    assert "measured with trees of 8/3/3" in caplog.text and "--tree 9/3/3" in caplog.text
+
+    def measure(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(tree=TreeConfig(9, 3, 3))
+
+    monkeypatch.setattr(model.settler, "choose_tree", measure)
+    assert rule_with(AutoTree(depth=3), *both) == Fuzzy(0.15) and "larger ones" not in caplog.text
+
+
+def test_a_tree_takes_no_calibration_of_another_kind() -> None:
+    """Nor one of a colder sampling; a warmer one comes before one whose trees are smaller."""
+    model, models, tree = engine(), engine().identity(), TreeConfig(20, 5, 4)
+    small = a_calibration(model)
+    plan = replace(small.thresholds[0], mode="swap", price=2.0)
+    plans = replace(small, tree=tree, thresholds=(plan,))
+    find = partial(find_calibration, models=models, sampling=WARM, device="cpu", tree=TreeConfig(16, 5, 8))
+    assert find([small, plans], wanted=AutoThreshold(price=0.0)) is small
+    assert find([small, plans], wanted=AutoThreshold()) is plans
+    hot = replace(plans, sampling=SamplingConfig(1.0))
+    cold = replace(plans, sampling=SamplingConfig(0.6, 20, 0.9))
+    assert find([cold, small, hot]) is hot and find([cold, small]) is small
+    greedy = replace(plans, sampling=SamplingConfig())
+    assert find([greedy, small], sampling=SamplingConfig()) is greedy
 
 
 def test_a_budget_takes_lossless_text_where_that_is_fastest(tmp_path: Path) -> None:

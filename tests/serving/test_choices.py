@@ -11,7 +11,7 @@ pytest.importorskip("prometheus_client", reason='the server needs the extra: pip
 
 from pydantic import ValidationError
 
-from eagle_fsd import AutoThreshold, Fuzzy, Lossless, Typical
+from eagle_fsd import AutoThreshold, Fuzzy, Lossless, TreeConfig, Typical
 from eagle_fsd.acceptance.other_rules import Cactus, PublishedFSD
 from eagle_fsd.acceptance.rule_names import RULES
 from eagle_fsd.serving.choices import Chooser, Defaults, Limits, requested_rule
@@ -198,7 +198,7 @@ def test_what_a_request_does_not_say_is_as_in_the_servers_rule(usual: Any, said:
         (HALF, {"rule": "exact"}, "^rule is 'exact': it must be one of lossless, fuzzy"),
         (HALF, {"rule": "typical", "threshold": 0.1}, "^threshold is 0.1 for the rule typical"),
         (HALF, {"rule": "lossless", "threshold": 0.1}, "^threshold is 0.1 for the rule lossless"),
-        (HALF, {"rule": "cactus", "threshold": "auto"}, "^threshold is auto for the rule cactus"),
+        (HALF, {"rule": "cactus", "threshold": "auto"}, "^threshold is 'auto' for the rule cactus"),
         (HALF, {"threshold": 0.1, "quality_budget": 0.1}, "^quality_budget is 0.1: it finds the threshold"),
         (HALF, {"quality_budget": 2}, "^quality_budget is 2"),
         (HALF, {"threshold": -1}, "^threshold is -1"),
@@ -223,7 +223,8 @@ def test_a_calibrated_threshold_is_looked_up_once() -> None:
 
         asked = 0
 
-        def within_budget(self, wanted: AutoThreshold, sampling: Any) -> Any:
+        def within_budget(self, wanted: AutoThreshold, sampling: Any, tree: TreeConfig) -> Any:
+            assert tree == TreeConfig(4, 3, 2), "a budget holds for a tree"
             self.asked += 1
             return Fuzzy(10 * wanted.quality_budget), None
 
@@ -235,7 +236,7 @@ def test_a_calibrated_threshold_is_looked_up_once() -> None:
             pass
 
     model: Any = Calibrated()
-    choose = Chooser(model, Limits(), Defaults())
+    choose = Chooser(model, Limits(), Defaults(), TreeConfig(4, 3, 2))
     choices = [choose(chat(quality_budget=budget, seed=4)) for budget in (0.02, 0.02, 0.05)]
     assert [choice.terms.rule.threshold for choice in choices] == [0.2, 0.2, 0.5]
     assert model.asked == 2
