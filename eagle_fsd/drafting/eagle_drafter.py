@@ -244,8 +244,13 @@ def cache_members(head: DraftHead) -> list[tuple[int, int]]:
 def head_graph(head: DraftHead, runtime: OpenVINO, kept: bool = True) -> Network:
     """Compile a head. The graph takes features and embeddings [B, n, d] and positions [B, n].
 
-    kept: on disk, for the next process.
+    kept: on disk, for the next process. Raises ValueError unless the head is in float32.
     """
+    if (dtype := head.fc.weight.dtype) != torch.float32:
+        raise ValueError(
+            f"the head is in {str(dtype).removeprefix('torch.')} and the target's runtime is {runtime.name}: "
+            "its graphs take a head in float32; leave head_dtype out, or use runtime torch (--runtime torch)"
+        )
 
     def work(
         inputs: Sequence[Tensor], masks: Sequence[Tensor], blocks: Sequence[tuple[Tensor, Tensor]]

@@ -124,6 +124,8 @@ def load_pair(
         head_source = ranks.together(lambda: resolve_head(ea_model, base_model), first=True)
     if head_source is not None and is_eagle3(head_source.file, head_source.name):
         runtime = runtime_for_taps(runtime, weight_format, head_source.name)
+    elif head_source is not None and head_dtype not in (None, torch.float32):
+        runtime = runtime_for_head_dtype(runtime, weight_format, head_dtype)
     find = functools.partial(resolve_target, trust_remote_code=trust_remote_code)
     source = ranks.together(functools.partial(find, base_model), first=True)
     draft_source = None
@@ -268,13 +270,34 @@ def errors_of_draft_model() -> Iterator[None]:
 
 def runtime_for_taps(runtime: str, weight_format: str | None, name: str) -> str:
     """Return the runtime that shows a target's layers: torch. Raises ValueError if another is asked for."""
-    asked = f"runtime is {runtime!r}" if runtime == OPENVINO else f"weight_format is {weight_format!r}"
-    if runtime == OPENVINO or weight_format in (INT8, PACKED):
+    if (asked := asks_for_openvino(runtime, weight_format)) is not None:
         raise ValueError(
             f"{asked} with the EAGLE-3 head {name!r}: it reads the target's layers, which only the runtime "
             "torch with plain weights shows; use runtime torch (--runtime torch), or an EAGLE-1/2 head"
         )
     return TORCH
+
+
+def runtime_for_head_dtype(runtime: str, weight_format: str | None, dtype: torch.dtype) -> str:
+    """Return the runtime that computes a head in another dtype than float32: torch.
+
+    Raises ValueError if another is asked for.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if (asked := asks_for_openvino(runtime, weight_format)) is not None:
+        raise ValueError(
+            f"{asked} with head_dtype {name!r}: only the runtime torch with plain weights computes a head in "
+            "another dtype than float32; use runtime torch (--runtime torch), or leave head_dtype out"
+        )
+    logger.info("runtime torch: OpenVINO computes no head in %s", name)
+    return TORCH
+
+
+def asks_for_openvino(runtime: str, weight_format: str | None) -> str | None:
+    """Return which argument asks for OpenVINO, and its value; None if none does."""
+    if runtime == OPENVINO:
+        return f"runtime is {runtime!r}"
+    return f"weight_format is {weight_format!r}" if weight_format in (INT8, PACKED) else None
 
 
 def use_full_vocabulary(head: DraftHead | Eagle3Head, name: str) -> None:
