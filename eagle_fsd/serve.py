@@ -223,12 +223,17 @@ def make_settings(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound there."""
+    """Return a socket that listens there.
+
+    It listens at once, since two sockets may be bound to one port as long as neither does. Clients that come
+    before the model is loaded wait.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((host, port))
+        found.listen()
     except OSError as error:
         found.close()
         raise UserError(

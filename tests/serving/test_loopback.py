@@ -1,4 +1,4 @@
-"""Whether a server is reached from its own machine only is decided by its address, not by its spelling."""
+"""Where a server listens: whether only its own machine reaches it, however that is spelt, and it alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from eagle_fsd.generate import UserError
 from eagle_fsd.serve import address_of, listen
 from eagle_fsd.serving.entry.loopback import is_loopback, own_names
 
@@ -37,3 +38,11 @@ def test_what_others_may_reach_has_no_names(asked: str) -> None:
         with listen(asked, 0) as place:
             bound, _ = address_of(place)
     assert not is_loopback(bound) and own_names(bound, asked) == ()
+
+
+def test_a_port_that_another_server_will_listen_at_is_refused_before_a_model_is_loaded() -> None:
+    with listen("127.0.0.1", 0) as place:
+        _, port = address_of(place)
+        with pytest.raises(UserError, match=rf"^127.0.0.1 port {port} cannot be listened at \(Address already"):
+            listen("127.0.0.1", port)
+    listen("127.0.0.1", port).close()  # it is free again
