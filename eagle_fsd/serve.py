@@ -288,10 +288,15 @@ def follow_rank_0(model: EagleFSD, settings: Settings) -> None:
     """Do on this rank what the server on rank 0 does, until it ends."""
     from eagle_fsd.decoding.on_ranks.following import follow
     from eagle_fsd.serving.work.worker import new_scheduler
+    from eagle_fsd.text.stop_strings import make_stopper
 
     # Rank 0 has the signal too, lets answers under way finish, and tells when to end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    follow(model.target.ranks, lambda: new_scheduler(model, settings.tree, settings.limits, settings.crowded))
+    follow(
+        model.target.ranks,
+        lambda: new_scheduler(model, settings.tree, settings.limits, settings.crowded),
+        lambda stopping: make_stopper(model.tokenizer, *stopping),
+    )
 
 
 def serve(model: EagleFSD, settings: Settings, place: socket.socket, verbose: bool = False) -> int:

@@ -33,7 +33,7 @@ from eagle_fsd.cli.ranks import show_memory
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.decoding.on_ranks.agreement import pack, unpack
 from eagle_fsd.decoding.on_ranks.following import FAREWELL, Leader, follow
-from eagle_fsd.decoding.request import Terms, Text
+from eagle_fsd.decoding.request import Stopper, Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.hub.head_checkpoint import save_head
 from eagle_fsd.hub.split.plan import check_split, require_splittable, require_weights_of_its_own
@@ -195,9 +195,11 @@ def test_rank_0_tells_what_its_scheduler_is_told() -> None:
 
     mine = new_scheduler()
     texts = [Text(n, 5, Terms(()), prompt=prompt) for n, prompt in enumerate(prompts_of([40, 36, 44, 50]))]
+    ends = {3: 2}  # by text, the tokens after which it stops
     for text in texts:
+        text.stopper = stop_after(ends.get(text.number))
         mine.admit(text)
-        told.admit(text)
+        told.admit(text, ends.get(text.number))
     for step in range(40):
         if step == 9:
             mine.retire(texts[2])
@@ -205,11 +207,20 @@ def test_rank_0_tells_what_its_scheduler_is_told() -> None:
         told.step()
         mine.step()
     told.stop()
-    follow(FakeRanks(1, 2, channel=channel), new_scheduler)
+    follow(FakeRanks(1, 2, channel=channel), new_scheduler, stop_after)
     assert all(text.done for text in texts) and texts[2].stats.finish_reason == "cancelled"
+    assert texts[3].stats.finish_reason == "stop" and len(texts[3].new_tokens) == 2
     kept = [[text.tokens.tolist() for text in scheduler.prefixes.texts] for scheduler in made]
     assert kept[0] == kept[1] and len(kept[0]) == 3
     assert not made[1].busy and not channel
+
+
+def stop_after(count: int | None) -> Stopper | None:
+    """Return what ends a text after so many steps of one token each."""
+    if count is None:
+        return None
+    left = iter(range(count - 1, -1, -1))
+    return lambda tokens: len(tokens) if next(left) == 0 else None
 
 
 @dataclass(frozen=True)

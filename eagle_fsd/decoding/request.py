@@ -148,7 +148,7 @@ class Stopper(Protocol):
     Returns how many of them to emit if the text ends in this step; None: it goes on.
     """
 
-    def __call__(self, tokens: Sequence[int]) -> int | None: ...
+    def __call__(self, tokens: Sequence[int], /) -> int | None: ...
 
 
 class TokenLogprob(NamedTuple):

@@ -23,10 +23,15 @@ def make_stoppers(
         return []
     if tokenizer is None:
         raise ValueError("stop_strings need a tokenizer: the target has none; name one that does")
-    return [stopper(StreamedText(tokenizer, stops, prompt[-CONTEXT:])) for prompt in prompts]
+    return [make_stopper(tokenizer, stops, prompt[-CONTEXT:]) for prompt in prompts]
 
 
-def stopper(written: StreamedText) -> Callable[[Sequence[int]], int | None]:
+def make_stopper(
+    tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], context: Sequence[int]
+) -> Callable[[Sequence[int]], int | None]:
+    """Return such a function for one text. context: token ids that it continues."""
+    written = StreamedText(tokenizer, stops, context)
+
     def take(tokens: Sequence[int]) -> int | None:
         before = written.tokens
         written.add(tokens)

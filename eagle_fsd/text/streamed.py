@@ -36,9 +36,9 @@ class StreamedText:
         self.stopped = False
         self.tokens = 0
         self.text = ""
-        self._stops = tuple(stop for stop in stops if stop)
-        self._ends = special_tokens(tokenizer, self._stops)
-        self._reach = max(map(len, self._stops), default=1) - 1
+        self.stops = tuple(stop for stop in stops if stop)
+        self._ends = special_tokens(tokenizer, self.stops)
+        self._reach = max(map(len, self.stops), default=1) - 1
         self._held: list[Piece] = []
         self._detokenizer = Detokenizer(tokenizer, context)
 
@@ -59,7 +59,7 @@ class StreamedText:
             origin = origins[place] if origins else ""
             text = self._detokenizer.add([token])
             shown += self._take(Piece(text, origin))
-            if not text and self._stops:
+            if not text and self.stops:
                 shown += self._take(Piece(self._detokenizer.whole_characters(), origin), waits=True)
         return merged(shown)
 
@@ -82,9 +82,7 @@ class StreamedText:
         whole = "".join(one.text for one in held)
         # Nothing before `before` is complete, so a stop string ends within the new piece.
         start = max(0, before - self._reach)
-        found = [
-            (place + len(stop), place) for stop in self._stops if (place := whole.find(stop, start)) >= 0
-        ]
+        found = [(place + len(stop), place) for stop in self.stops if (place := whole.find(stop, start)) >= 0]
         if waits and not found:
             return []
         self._held = held
@@ -96,7 +94,7 @@ class StreamedText:
     def _length_of_beginning(self, text: str) -> int:
         """Return the length of the longest end of the text with which a stop string begins."""
         for length in range(min(self._reach, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
+            if any(stop.startswith(text[-length:]) for stop in self.stops):
                 return length
         return 0
 

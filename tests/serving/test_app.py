@@ -140,6 +140,28 @@ def test_a_stop_string_ends_a_text_and_is_never_shown(client: TestClient) -> Non
     assert shown == expected
 
 
+@pytest.mark.parametrize("threshold", [0.0, 0.3])
+def test_what_a_step_emits_behind_a_stop_string_is_not_counted(client: TestClient, threshold: float) -> None:
+    """As `generate` counts: every stop inside a step's tokens, and streamed as well."""
+    text = text_alone(chat_ids(), max_new_tokens=24, rule=Fuzzy(threshold))
+    model, cut = tiny_engine(), 0
+    for place in range(2, 10):
+        stop = text[place - 2 : place + 1]
+        asked = {"max_tokens": 24, "stop": stop, "threshold": threshold}
+        (alone,) = model.generate(
+            [chat_ids()], max_new_tokens=24, rule=Fuzzy(threshold), tree=TREE, stop_strings=stop
+        ).stats
+        whole = post(client, **asked).json()["timings"]
+        *_, last = events(post(client, stream=True, **asked))
+        for timings in (whole, last["timings"]):
+            assert timings["predicted_n"] == alone.new_tokens and timings["steps"] == alone.steps
+            assert timings["tau"] == round(alone.tau, 3)
+            found = timings["exact_accepts"], timings["fuzzy_accepts"]
+            assert found == (alone.exact_accepts, alone.fuzzy_accepts)
+        cut += alone.new_tokens < alone.steps + alone.exact_accepts + alone.fuzzy_accepts
+    assert cut
+
+
 def test_an_end_token_ends_a_text_unless_it_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     text = text_alone(chat_ids(), max_new_tokens=20)
     end = tiny_engine().tokenizer.encode(text[7], add_special_tokens=False)[0]

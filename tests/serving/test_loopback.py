@@ -43,6 +43,8 @@ def test_what_others_may_reach_has_no_names(asked: str) -> None:
 def test_a_port_that_another_server_will_listen_at_is_refused_before_a_model_is_loaded() -> None:
     with listen("127.0.0.1", 0) as place:
         _, port = address_of(place)
-        with pytest.raises(UserError, match=rf"^127.0.0.1 port {port} cannot be listened at \(Address already"):
+        with pytest.raises(
+            UserError, match=rf"^127.0.0.1 port {port} cannot be listened at \(Address already"
+        ):
             listen("127.0.0.1", port)
     listen("127.0.0.1", port).close()  # it is free again

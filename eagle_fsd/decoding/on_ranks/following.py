@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.decoding.failures import NonFiniteLogits
-from eagle_fsd.decoding.request import Terms, Text
+from eagle_fsd.decoding.request import Stopper, Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.runtime.ranks import Ranks
 
@@ -28,15 +28,17 @@ class Leader:
     ranks: Ranks
     _told: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def admit(self, text: Text) -> None:
+    def admit(self, text: Text, stopping: object = None) -> None:
         """Tell that a text was admitted. Its rule and processing are not told: only rank 0 accepts.
 
         But every rank drafts, and all must draft alike: so they are told the sampling of a text whose draft
-        knows its noise.
+        knows its noise. And all must end it alike. stopping: what the other ranks make its stopper of.
         """
         prompt, ends = [int(token) for token in text.prompt], text.terms.eos_token_ids
         sampling = text.terms.sampling if text.terms.shares_noise else SamplingConfig()
-        self._tell(ADMIT, text.number, text.limit, Terms(ends, sampling=sampling), prompt, text.stream)
+        self._tell(
+            ADMIT, text.number, text.limit, Terms(ends, sampling=sampling), prompt, text.stream, stopping
+        )
 
     def retire(self, text: Text) -> None:
         self._tell(RETIRE, text.number)
@@ -66,14 +68,21 @@ class Leader:
             self._told.append(command)
 
 
-def follow(ranks: Ranks, new_scheduler: Callable[[], Scheduler]) -> None:
-    """Do on this rank what rank 0's scheduler is told, until it stops."""
+def follow(
+    ranks: Ranks, new_scheduler: Callable[[], Scheduler], new_stopper: Callable[[Any], Stopper] | None = None
+) -> None:
+    """Do on this rank what rank 0's scheduler is told, until it stops.
+
+    new_stopper: makes a text's stopper of what Leader.admit was told.
+    """
     scheduler, texts = new_scheduler(), dict[int, Text]()
     while True:
         for name, *rest in ranks.lead(list[Any]()):
             if name == ADMIT:
-                number, limit, terms, prompt, stream = rest
+                number, limit, terms, prompt, stream, stopping = rest
                 texts[number] = Text(number, limit, terms, prompt=prompt, stream=stream)
+                if stopping is not None and new_stopper is not None:
+                    texts[number].stopper = new_stopper(stopping)
                 scheduler.admit(texts[number])
             elif name == RETIRE:
                 if (text := texts.pop(rest[0], None)) is not None:  # else it is done

@@ -10,6 +10,8 @@ from eagle_fsd.decoding.request import Terms, TokenLogprob
 from eagle_fsd.serving.errors import ApiError
 from eagle_fsd.text.streamed import Piece, StreamedText
 
+Stopping = tuple[Sequence[str], Sequence[int]]  # stop strings, and the token ids that the text continues
+
 
 @dataclass(frozen=True)
 class News:
@@ -61,3 +63,8 @@ class Job:
     reused: int = 0  # tokens of the prompt, see Text
     ended: bool = False
     cancelled: bool = False
+
+    @property
+    def stopping(self) -> Stopping | None:
+        """Where the text ends early, for the decoder; None without stop strings."""
+        return (self.written.stops, self.written.context) if self.written.stops else None

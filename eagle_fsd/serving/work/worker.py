@@ -28,6 +28,7 @@ from eagle_fsd.serving.choices import Limits
 from eagle_fsd.serving.errors import SERVER, ApiError, impossible_text, lost_text, queue_full, wrong_value
 from eagle_fsd.serving.work.jobs import Job, News
 from eagle_fsd.serving.work.learning import IdleLearning, Learner
+from eagle_fsd.text.stop_strings import make_stopper
 
 if TYPE_CHECKING:
     from eagle_fsd.engine import EagleFSD
@@ -209,9 +210,11 @@ class Worker:
         job.stats = GenerationStats()
         text = Text(self._number, job.limit, job.terms, job.stats, job.prompt, job.stream)
         text.top_logprobs = job.top_logprobs
+        if job.stopping is not None:
+            text.stopper = make_stopper(job.written.tokenizer, *job.stopping)
         try:
             self._scheduler.admit(text)
-            self._leader.admit(text)
+            self._leader.admit(text, job.stopping)
         except ValueError as error:  # the prompt; whoever submits it checks that too
             self._end(job, News(error=wrong_value(one_line(error))))
             return
