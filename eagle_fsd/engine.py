@@ -26,6 +26,7 @@ from eagle_fsd.core.padding import as_ids
 from eagle_fsd.core.randomness.streams import RowRandom, fresh_seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.alone import run_alone
+from eagle_fsd.decoding.on_ranks.held_memory import held_memory
 from eagle_fsd.decoding.options import GenerationOptions, settle_options
 from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, Streamer, TokenStream, run_to_end
 from eagle_fsd.decoding.request import Text
@@ -319,8 +320,7 @@ class EagleFSD:
 
     def memory(self) -> list[dict[str, int]]:
         """Return the bytes that each rank holds; see docs/targets-and-heads.md. All ranks must call this."""
-        network = self.drafter and self.drafter.network
-        return self.target.ranks.memory(self.target.held, network, self._workspaces.cache_bytes)
+        return held_memory(self.target, self.drafter, self._workspaces.cache_bytes)
 
     def free_memory(self) -> None:
         """Drop the caches and recordings that are kept for the next batch (on a GPU, or with OpenVINO)."""

@@ -76,11 +76,6 @@ class Ranks:
         dist.all_gather_object(found, value, group=self.control)
         return found
 
-    def memory(self, model: nn.Module, head: nn.Module | None, cache_bytes: int) -> list[dict[str, int]]:
-        """Return the bytes that each rank holds of a target, of its head beside that, and of caches."""
-        held = {"weight_bytes": held_bytes(model), "head_bytes": held_bytes(head, besides=model)}
-        return self.gather({"rank": self.rank, **held, "cache_bytes": cache_bytes})
-
     def check(self, what: str, numbers: Sequence[int] = ()) -> None:
         """Raise RanksDiverged unless all ranks are at `what`, with the same numbers, fewer than NUMBERS.
 

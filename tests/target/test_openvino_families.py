@@ -176,3 +176,17 @@ def test_a_kept_graph_is_tested_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert load(model) == [True]
     # Whether a sliding window is real is found out on torch.
     assert load(tiny_model("gemma3")) == [False, True]
+
+
+def test_memory_counts_the_weights_of_the_graphs() -> None:
+    """Of torch's target every weight; of OpenVINO's the graphs', and the embeddings that torch looks up."""
+    torch_engine, graph_engine = engines_of("llama")
+    (plain,), (graphs,) = torch_engine.memory(), graph_engine.memory()
+    weights = sum(weight.nbytes for weight in tiny_model("llama").parameters())
+    assert plain["weight_bytes"] == weights
+    # Beside the weights a graph has some numbers of its own, such as the rotary frequencies.
+    assert weights <= graphs["weight_bytes"] < 1.1 * weights
+    target = graph_engine.target
+    embeddings = target.held.get_input_embeddings().weight.nbytes
+    assert graphs["weight_bytes"] == target.weight_bytes + embeddings
+    assert graphs["head_bytes"] == plain["head_bytes"] > 0
