@@ -91,9 +91,10 @@ def too_large(limit: int) -> ApiError:
 
 
 def queue_full(waiting: int, seconds: int) -> ApiError:
+    wait = "1 text waits" if waiting == 1 else f"{waiting} texts wait"
     return ApiError(
         429,
-        f"the server is busy, and {waiting} texts wait already: try again in {seconds} s",
+        f"the server is busy, and {wait} already: try again in {seconds} s",
         code="queue_full",
         kind="rate_limit_error",
         headers={"retry-after": str(seconds)},

@@ -21,10 +21,14 @@ from support.tiny_engine import CHAT, NAME, TREE, chat_ids, text_alone, tiny_eng
 from eagle_fsd import EagleFSD, Fuzzy, Typical
 from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.processing import Processing
+from eagle_fsd.decoding.request import Terms
 from eagle_fsd.serve import build_parser, check_arguments, make_settings
 from eagle_fsd.serving.app import create_app
 from eagle_fsd.serving.choices import Defaults, Limits
+from eagle_fsd.serving.errors import ApiError
+from eagle_fsd.serving.work.jobs import Job
 from eagle_fsd.target.model import TargetModel
+from eagle_fsd.text.streamed import StreamedText
 
 URL = "/v1/chat/completions"
 
@@ -589,3 +593,13 @@ def test_metrics_count_what_was_done() -> None:
     assert values["inter_token_latency_seconds_count",] + 3 >= 19
     assert values["num_requests_running",] == values["num_requests_waiting",] == 0
     assert values["step_seconds", "verify"] > 0
+
+
+def test_texts_that_have_a_place_do_not_wait_though_no_step_has_begun() -> None:
+    worker = client_of(limits=Limits(max_rows=2, max_queue=1)).app.state.service.worker  # not started
+    for number in range(3):
+        assert (worker.running, worker.waiting) == (number, 0)
+        worker.submit([Job([1], 1, Terms(()), (0, number), StreamedText(tiny_engine().tokenizer), print)])
+    assert (worker.running, worker.waiting) == (2, 1)
+    with pytest.raises(ApiError, match="busy, and 1 text waits already: try again in 10 s"):
+        worker.submit([Job([1], 1, Terms(()), (0, 3), StreamedText(tiny_engine().tokenizer), print)])

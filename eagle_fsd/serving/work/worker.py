@@ -100,7 +100,9 @@ class Worker:
 
     @property
     def running(self) -> int:
-        """How many texts are being decoded."""
+        """How many texts have a place: they are decoded, or will be from the next step on."""
+        if self.limits.cache_tokens is None:  # else texts wait for room too, as only a step finds out
+            return min(self._open, self.limits.max_rows)
         return sum(job.clock.started is not None for job in list(self._texts.values()))
 
     @property
