@@ -245,6 +245,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         return service.detokenize(body)
 
+    @app.head("/health", include_in_schema=False)  # as load balancers ask
     @app.get("/health")
     async def health() -> Response:
         if not service.worker.alive:

@@ -118,6 +118,32 @@ def test_answers_end_as_usual_in_their_time_and_the_server_with_them(
     assert "another Ctrl-C ends them now" in said
 
 
+def test_from_the_signal_on_nobody_new_is_answered(
+    ending: Callable[[], Ending], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New connections are refused, idle ones closed; a request that was being sent is answered."""
+    monkeypatch.setattr(serving, "SHUTDOWN_SECONDS", 60)
+    run = ending()
+    stream = ask(run.port, stream=True)
+    idle, sending = (socket.create_connection(("127.0.0.1", run.port), timeout=30) for _ in range(2))
+    idle.sendall(b"HEAD /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    health = idle.recv(4096)
+    assert health.startswith(b"HTTP/1.1 200 OK\r\n") and health.endswith(b"\r\n\r\n"), "HEAD has no body"
+    body = json.dumps({**LONG, "max_tokens": 2}).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    sending.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode())
+    until(lambda: len(run.server.server_state.tasks) == 2)
+    run.signal(signal.SIGTERM)
+    assert idle.recv(4096) == b""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", run.port), timeout=30)
+    sending.sendall(body)
+    assert sending.recv(4096).startswith(b"HTTP/1.1 200 OK\r\n")
+    run.signal(signal.SIGINT)
+    assert last_event(stream) == {"error": ENDED}
+    run.join()
+
+
 def test_a_signal_that_comes_while_the_end_is_announced_is_the_second_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
