@@ -29,6 +29,7 @@ from eagle_fsd.runtime.cuda_graphs import usual_stepper
 from eagle_fsd.runtime.matmul_backends import find_fastest_backend
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.gguf_blocks import GGUFBlocks
+from eagle_fsd.runtime.openvino.kept.graph_store import log_sizes
 from eagle_fsd.runtime.openvino.weight_formats import INT8, OWN_BLOCKS, PACKED
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.runtime.ranks import ALONE, join_ranks
@@ -209,7 +210,9 @@ def compile_target(
     own = None
     if source.gguf_file is not None and weight_format in OWN_BLOCKS:
         own = GGUFBlocks(source.folder / source.gguf_file)
-    return TargetModel(model, runtime=OpenVINO(weight_format, own), pages=pages)
+    target = TargetModel(model, runtime=OpenVINO(weight_format, own), pages=pages)
+    log_sizes()
+    return target
 
 
 # -- draft models ----------------------------------------

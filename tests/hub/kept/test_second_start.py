@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from support.tiny_models import EAGER_ONLY, FAMILIES, greedy_alone, tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 
 from eagle_fsd import EagleFSD, TreeConfig
-from eagle_fsd.files.kept_folders import OFF
+from eagle_fsd.files.kept_folders import OFF, folder_size
 from eagle_fsd.hub import choose_runtime, target_loader
 from eagle_fsd.hub.kept import second_start, weights_cache
 from eagle_fsd.hub.kept.second_start import same_tokenizer, stands_for
@@ -102,6 +103,25 @@ def test_it_is_the_first_start_over_again(gguf: Path, weight_format: str, tied: 
     for text in ("cab", " a  b\n\tc ", "aab abba", "<3><4>"):
         assert second.tokenizer.encode(text) == first.tokenizer.encode(text)
     assert stands_in(second)  # nothing above has asked for the layers
+
+
+def test_every_start_says_where_graphs_are_kept_and_how_large(
+    gguf: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = cache / "graphs" / "other-1"  # of another process
+    other.mkdir(parents=True)
+    (other / "graph.xml").write_bytes(bytes(3_000_000))
+    with caplog.at_level(logging.INFO, logger="eagle_fsd"):
+        for stands in (False, True):
+            assert stands_in(start(gguf)) == stands
+            mine = sum(folder_size(one) for one in (cache / "graphs").iterdir() if one != other) / 1e6
+            said = f"{mine:.1f} MB of this process, {mine + 3:.1f} MB in all"
+            assert f"compiled graphs are in {cache / 'graphs'}: {said}" in caplog.messages
+            caplog.clear()
+        monkeypatch.setenv(OFF, "1")
+        monkeypatch.setenv("EAGLE_FSD_CACHE", str(cache / "unused"))
+        start(gguf)
+    assert "graphs are in" not in caplog.text
 
 
 def test_it_is_so_for_a_folder_of_several_files(gguf: Path, tmp_path: Path) -> None:

@@ -124,6 +124,14 @@ def keep(graph: Any, folder: Path) -> None:
     shrink(folders(), _in_use, MOST)
 
 
+def log_sizes() -> None:
+    """Log where the graphs that this process uses are kept, and how large they are once compiled."""
+    root = root_folder()
+    if mine := [one for one in _in_use if one.parent == root]:
+        sizes = [sum(map(folder_size, some)) / 1e6 for some in (mine, folders())]
+        logger.info("compiled graphs are in %s: %.1f MB of this process, %.1f MB in all", root, *sizes)
+
+
 def constant_bytes(graph: Any) -> int:
     """Return the bytes of a graph's weights."""
     nodes = graph.get_ordered_ops()
