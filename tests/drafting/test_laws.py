@@ -13,11 +13,12 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from support.eagle3 import eagle3_head
+from support.tiny_engine import near_model
 from support.tiny_models import VOCAB, greedy_alone, prompts_of, run_loop, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import EagleFSD, Fuzzy, Lossless, SamplingConfig, TreeConfig
-from eagle_fsd.acceptance.accept import AcceptanceRule
+from eagle_fsd.acceptance.accept import AcceptanceRule, Verified
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding.request import Terms, Text
@@ -26,6 +27,7 @@ from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, NoDrafter, Seen
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec
 from eagle_fsd.drafting.specs import spec_for, with_lookup
+from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.target.first_layers import first_layers
 from eagle_fsd.target.model import TargetModel
 
@@ -156,29 +158,99 @@ def test_a_draft_that_is_the_target_knows_every_draw() -> None:
     assert all(row.steps > 6 for row in apart.stats)
 
 
-@every_drafter
-def test_sampled_tokens_have_the_targets_distribution(name: str) -> None:
-    """The first two tokens over 1200 texts, temperature 1, against the target's own product."""
-    prompt, count = prompts_of([5])[0], 1200
-    made = engine(name).generate(
-        torch.tensor([prompt]).expand(count, -1),
-        max_new_tokens=2,
-        temperature=1.0,
-        seed=3,
-        tree=TreeConfig(5, 3, 2),
-    )
+COUNT, SHALLOW, WIDE = 1200, TreeConfig(5, 3, 2), TreeConfig(12, 3, 4)
+
+
+def two_tokens(model: EagleFSD, rule: AcceptanceRule, tree: TreeConfig) -> list[list[int]]:
+    """Return the first two tokens of COUNT texts at temperature 1, all of one prompt."""
+    ids = torch.tensor(prompts_of([5])).expand(COUNT, -1)
+    options = {"max_new_tokens": 2, "temperature": 1.0, "seed": 3}
+    return model.generate(ids, rule=rule, tree=tree, **options).new_tokens
+
+
+def require_drawn_from(tokens: Sequence[int], law: Tensor) -> None:
+    """Assert by chi-square that tokens are drawn from a distribution [V] float64."""
+    expected = law * len(tokens)
+    seen = torch.tensor(tokens).bincount(minlength=VOCAB).double()
+    large = expected >= 5
+    observed, wanted = seen[large], expected[large]
+    if expected[~large].sum() < 0.01:  # no bin of its own for what never comes
+        assert not seen[~large].any()
+    else:
+        observed = torch.cat((observed, seen[~large].sum()[None]))
+        wanted = torch.cat((wanted, expected[~large].sum()[None]))
+    assert len(wanted) > 2 and chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-3
+
+
+def require_the_targets(made: Sequence[Sequence[int]]) -> None:
+    """Assert that the two tokens of these texts have the distributions that the target has on torch."""
+    (prompt,) = prompts_of([5])
     with torch.no_grad():
         first = TARGET.model(torch.tensor([prompt])).logits[0, -1].softmax(-1).double()
         likely = int(first.argmax())
         second = TARGET.model(torch.tensor([[*prompt, likely]])).logits[0, -1].softmax(-1).double()
-    follows = [row[1] for row in made.new_tokens if row[0] == likely]
-    for tokens, p in (([row[0] for row in made.new_tokens], first), (follows, second)):
-        expected = p * len(tokens)
-        seen = torch.tensor(tokens).bincount(minlength=VOCAB).double()
-        large = expected >= 5
-        observed = torch.cat((seen[large], seen[~large].sum()[None]))
-        wanted = torch.cat((expected[large], expected[~large].sum()[None]))
-        assert len(wanted) > 2 and chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-3
+    require_drawn_from([row[0] for row in made], first)
+    require_drawn_from([row[1] for row in made if row[0] == likely], second)
+
+
+@every_drafter
+def test_sampled_tokens_have_the_targets_distribution(name: str) -> None:
+    """The first two tokens over COUNT texts, against the target's own product."""
+    require_the_targets(two_tokens(engine(name), Lossless(), SHALLOW))
+
+
+# --- the same on OpenVINO ---
+
+LOOSE = Fuzzy(0.4)
+
+
+@cache
+def graph_engine() -> EagleFSD:
+    """Return an engine for TARGET and a draft model that is near it, both computed by OpenVINO."""
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    target = TargetModel(tiny_model(), runtime=OpenVINO("float32"))
+    draft = TargetModel(near_model(), runtime=OpenVINO("float32"), pages=False)
+    return EagleFSD(target, DraftModelSpec.for_target(draft, target))
+
+
+def test_sampled_tokens_have_the_targets_distribution_on_openvino() -> None:
+    require_the_targets(two_tokens(graph_engine(), Lossless(), WIDE))
+
+
+def test_fuzzy_tokens_have_the_rules_distribution_on_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the closed form, at the root and below it, of the tree and the chances that torch computes."""
+    made, seen = two_tokens(graph_engine(), LOOSE, WIDE), []
+    chances = Fuzzy.chances
+
+    def noting(rule: Fuzzy, verified: Verified) -> Any:
+        seen.append((verified, chances(rule, verified)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(Fuzzy, "chances", noting)
+    twin = EagleFSD(TARGET, draft_model_spec(near_model()))
+    twin.generate(prompts_of([5]), max_new_tokens=2, temperature=1.0, rule=LOOSE, tree=WIDE)
+    verified, follows = seen[0]
+    first, moved = hybrid_law(verified, follows, 0)
+    assert 0.3 < moved < 0.9, "the rule and the target must both show"
+    require_drawn_from([row[0] for row in made], first)
+    # The root's likeliest child has children, so that a walk that comes there goes on.
+    second, moved = hybrid_law(verified, follows, 1)
+    assert 0.3 < moved < 0.9
+    token = int(verified.tree.tokens[0, 1])
+    require_drawn_from([row[1] for row in made if row[0] == token], second)
+
+
+def hybrid_law(verified: Verified, follows: Tensor, node: int) -> tuple[Tensor, float]:
+    """Return the distribution [V] of the token after a node in hybrid mode, and its distance from p.
+
+    With C the node's children and f the rule's chances, it is p + (1 - p(C)) f on C, else (1 - f(C)) p.
+    """
+    p = verified.logits[0, node].double().softmax(-1)
+    children = [child for child, parent in enumerate(verified.tree.parents[0].tolist()) if parent == node]
+    drafted, f = verified.tree.tokens[0, children], follows[0, children].double()
+    law = (1 - f.sum()) * p
+    law[drafted] = p[drafted] + (1 - p[drafted].sum()) * f
+    return law.clamp(min=0), float((law - p).abs().sum() / 2)
 
 
 # --- trees and states ---
