@@ -125,8 +125,8 @@ class EagleFSD:
         Raises ValueError for anything that is missing, does not fit or is not supported.
         """
         pair = load_pair(
-            os.fspath(base_model),
-            None if ea_model is None else os.fspath(ea_model),
+            base_model,
+            ea_model,
             dtype=dtype,
             head_dtype=head_dtype,
             device=device,
@@ -141,7 +141,7 @@ class EagleFSD:
             weight_format=weight_format,
             head_taps=head_taps,
             norm_output=norm_output,
-            draft_model=None if draft_model is None else os.fspath(draft_model),
+            draft_model=draft_model,
             draft_layers=draft_layers,
             draft_device=draft_device,
             tp_plan=tp_plan,

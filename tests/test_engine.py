@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -618,8 +619,19 @@ BAD = {
     ),
     "no prompt": (generate(input_ids=[]), r"input_ids has shape \[0\]: .* tokenize a prompt"),
     "empty prompt": (generate(input_ids=[[]]), r"input_ids has shape \[1, 0\]: .* at least one token"),
-    "prompt without batch": (generate(input_ids=[1, 2]), r"input_ids has shape \[2\]: it must be \[B, L\]"),
-    "ragged lists": (generate(input_ids=[[1, 2], [3]]), "length 2"),
+    "prompt without batch": (
+        generate(input_ids=[1, 2]),
+        r"input_ids has shape \[2\]: it must be \[B, L\], .*; write \[ids\] for one prompt",
+    ),
+    "stream of a prompt without batch": (lambda: engine().stream([1, 2]), r"shape \[2\]: .* write \[ids\]"),
+    "ragged lists": (
+        generate(input_ids=[[1, 2], [3]]),
+        "input_ids has rows of 2 and 1 tokens: all must have one length; pad them, and say with attention_ma",
+    ),
+    "ragged tensors": (
+        generate(input_ids=[torch.tensor([1, 2]), torch.tensor([3])]),
+        "input_ids has rows of 2 and 1 tokens",
+    ),
     "empty row": (
         generate(input_ids=[[1, 2], [3, 4]], attention_mask=torch.tensor([[1, 1], [0, 0]])),
         "row 1 of the batch is empty: .* drop the row",
@@ -628,6 +640,27 @@ BAD = {
         generate(attention_mask=torch.ones(1, 2)),
         r"attention_mask has shape \[1, 2\]: .* \[1, 3\]",
     ),
+    "mask of other numbers": (
+        generate(attention_mask=[[1, 2, 1]]),
+        r"attention_mask holds 2: it must be \[B, L\], 1 where a token is text and 0 where .*; fix it",
+    ),
+    "mask of text": (
+        generate(attention_mask="x", num_return_sequences=2, temperature=1),
+        "attention_mask is a str, not a tensor .* 0 where it is padding",
+    ),
+    "observer that cannot be called": (
+        generate(observer=3),
+        "observer is 3: it must be a function .*; leave",
+    ),
+    "streamer of a number": (generate(streamer=3), "streamer is 3: it must have put and end, .*; leave it"),
+    "sampling by a word": (generate(do_sample="x"), "do_sample is 'x': it must be True or False; leave it"),
+    "base_model of a number": (
+        lambda: EagleFSD.from_pretrained(3),
+        "base_model is 3: it must be a Hub id, or the path .*; name one",
+    ),
+    "no base_model": (lambda: EagleFSD.from_pretrained(None), "base_model is None: it must be a Hub id"),
+    "ea_model of a number": (lambda: EagleFSD.from_pretrained(ea_model=3), "ea_model is 3: it must be a Hub"),
+    "draft_model of bytes": (lambda: EagleFSD.from_pretrained(draft_model=b"x"), "draft_model is b'x': it"),
     "token past the vocabulary": (
         generate(input_ids=[[1, VOCAB]]),
         "input_ids holds 1..96: .* 0..95; use the target's own tokenizer",
@@ -654,7 +687,12 @@ BAD = {
     "a truth for an end token": (generate(eos_token_id=True), "eos_token_id is True: it must be one token"),
     "two seeds for a row": (
         generate(seed=[1, 2]),
-        "seed has 2 values for 1 rows: give one int or one per row",
+        r"seed has 2 values for 1 rows: give one int or one per row, which may be .* \[\(seed, row\)\]",
+    ),
+    "a bare pair for a seed": (generate(seed=(1, 0)), r"seed has 2 values .* as in \[\(seed, row\)\]"),
+    "a seed of text": (
+        generate(seed="ab"),
+        r"seed 'ab' must be an int in .*, or a list with an int or a pair \(seed, row\) for every row;",
     ),
     "head of another width": (
         lambda: EagleFSD(engine().target, tiny_head(hidden_size=64)),
@@ -692,10 +730,7 @@ BAD = {
         generate(input_ids=[[1.7, 2.2]]),
         "input_ids holds torch.float32: .* integers; tokenize",
     ),
-    "ragged ids": (
-        generate(input_ids=[[1, 2], [3]]),
-        "input_ids is a list, not a tensor .*; tokenize a prompt",
-    ),
+    "ids in an object": (generate(input_ids=[{}]), "input_ids is a list, not a tensor .*; tokenize a prompt"),
     "end token of halves": (generate(eos_token_id=2.5), "eos_token_id is 2.5: it must be one token id or a"),
     "end token of text": (generate(eos_token_id="</s>"), "eos_token_id is '</s>'"),
     "end token past the vocabulary": (generate(eos_token_id=-1), "eos_token_id is -1"),
@@ -710,6 +745,20 @@ def test_bad_input_is_a_value_error_with_name_value_rule_and_remedy(name: str) -
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.filterwarnings("error")
+def test_rows_may_be_tensors_or_arrays_and_a_mask_truth_values() -> None:
+    wanted = engine().generate([[1, 2, 3]], max_new_tokens=3).new_tokens
+    for row in (torch.tensor([1, 2, 3]), np.array([1, 2, 3])):
+        assert engine().generate([row], max_new_tokens=3).new_tokens == wanted
+    padded_row = torch.tensor([[5, 1, 2, 3]])
+    for mask in (padded_row < 5, (padded_row < 5).float(), [[0, 1, 1, 1]]):
+        made = engine().generate(
+            padded_row, mask, max_new_tokens=3, num_return_sequences=2, temperature=1.0, seed=[1, 1]
+        )
+        assert made.new_tokens[0] == made.new_tokens[1]
+        assert engine().generate(padded_row, mask, max_new_tokens=3).new_tokens == wanted
+
+
 def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by `stream`, which starts lazily."""
     monkeypatch.setattr(engine().target, "features", lambda *_: pytest.fail("a forward was run"))
@@ -718,6 +767,7 @@ def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch)
         {"seed": -1},
         {"max_new_tokens": 0},
         {"tree": TreeConfig(16, 2, 97)},
+        {"observer": 3},
     ):
         with pytest.raises(ValueError):
             engine().stream([[1, 2]], **options)

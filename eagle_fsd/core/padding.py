@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,9 +33,15 @@ def on_device(values: Sequence[int], device: torch.device) -> Tensor:
 
 def as_ids(input_ids: object) -> Tensor:
     """Return token ids as an int64 tensor. Raises ValueError if they are not integers."""
+    rows = plain_rows(input_ids)
+    if len(widths := dict.fromkeys(len(row) for row in rows if isinstance(row, list | tuple))) > 1:
+        raise ValueError(
+            f"input_ids has rows of {' and '.join(map(str, list(widths)[:2]))} tokens: all must have one "
+            "length; pad them, and say with attention_mask which tokens are text"
+        )
     try:
         # Lists go to the CPU, whatever torch's default device is.
-        ids = input_ids if isinstance(input_ids, Tensor) else torch.as_tensor(input_ids, device="cpu")
+        ids = input_ids if isinstance(input_ids, Tensor) else torch.as_tensor(rows or input_ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         reason = one_line(error)
         raise ValueError(
@@ -45,7 +52,37 @@ def as_ids(input_ids: object) -> Tensor:
         if not ids.numel():
             return ids.to(torch.int64)
         raise ValueError(f"input_ids holds {ids.dtype}: token ids must be integers; tokenize a prompt")
+    if ids.ndim == 1 and ids.numel():
+        raise ValueError(
+            f"input_ids has shape {list(ids.shape)}: it must be [B, L], a row for every prompt; write [ids] "
+            "for one prompt"
+        )
     return ids.to(torch.int64)
+
+
+def plain_rows(input_ids: object) -> list[object]:
+    """Return the rows of lists with a list in place of each tensor or array; none for anything else.
+
+    torch refuses a list of tensors, and warns that a list of arrays is slow.
+    """
+    if not isinstance(input_ids, list | tuple):
+        return []
+    return [row.tolist() if isinstance(row, Tensor | np.ndarray) else row for row in input_ids]
+
+
+def as_mask(attention_mask: object, device: torch.device | None = None) -> Tensor:
+    """Return an attention_mask [B, L] as truth values. Raises ValueError if it holds anything but 0 and 1."""
+    remedy = "it must be [B, L], 1 where a token is text and 0 where it is padding; fix it"
+    try:
+        given = plain_rows(attention_mask) or attention_mask
+        mask = torch.as_tensor(given, device=device or getattr(attention_mask, "device", "cpu"))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"attention_mask is a {type(attention_mask).__name__}, not a tensor ({one_line(error)}): {remedy}"
+        ) from error
+    if bool((wrong := (mask != 0) & (mask != 1)).any()):
+        raise ValueError(f"attention_mask holds {mask[wrong][0].item()}: {remedy}")
+    return mask.bool()
 
 
 def infer_mask(input_ids: Tensor, pad: int | None, end_tokens: Sequence[int]) -> Tensor | None:
@@ -76,7 +113,7 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> 
         )
     if attention_mask is None:
         return input_ids, [input_ids.shape[1]] * len(input_ids)
-    mask = torch.as_tensor(attention_mask, device=input_ids.device).bool()
+    mask = as_mask(attention_mask, input_ids.device)
     if mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)}: it must be that of input_ids, "

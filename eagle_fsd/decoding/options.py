@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.other_rules import PublishedFSD
-from eagle_fsd.core.checks import require_integer
+from eagle_fsd.core.checks import format_value, require_integer
 from eagle_fsd.core.config import (
     FSD_PAPER_SAMPLING,
     FSD_PAPER_TREE,
@@ -22,7 +22,7 @@ from eagle_fsd.core.config import (
     SamplingConfig,
     TreeConfig,
 )
-from eagle_fsd.core.padding import as_ids
+from eagle_fsd.core.padding import as_mask
 from eagle_fsd.core.processing import Constraint, Processing, Processor
 from eagle_fsd.core.randomness.streams import Seed
 from eagle_fsd.decoding.logits.constrained import require_ends
@@ -126,6 +126,16 @@ class GenerationOptions:
             require_integer("min_new_tokens", self.min_new_tokens, 0, remedy, self.max_new_tokens)
         if self.logprobs is not None:
             require_integer("logprobs", self.logprobs, 0, "None returns none", MOST_LOGPROBS)
+        if not isinstance(self.do_sample, bool | None):
+            raise ValueError(
+                f"do_sample is {format_value(self.do_sample)}: it must be True or False; leave it out to let "
+                "the temperature say it"
+            )
+        if not (self.observer is None or callable(self.observer)):
+            raise ValueError(
+                f"observer is {format_value(self.observer)}: it must be a function that is shown every step; "
+                "leave it out"
+            )
         both = None not in (self.do_sample, self.temperature)
         if both and self.do_sample == (self.temperature == 0):
             raise ValueError(
@@ -262,6 +272,6 @@ def settle_options(
     if (copies := settled.num_return_sequences) > 1:
         input_ids = input_ids.repeat_interleave(copies, dim=0)
         if attention_mask is not None:
-            attention_mask = as_ids(attention_mask).repeat_interleave(copies, dim=0)
+            attention_mask = as_mask(attention_mask).repeat_interleave(copies, dim=0)
     ends = end_token_ids(target, settled.eos_token_id)
     return settled, Prompts.from_padded(target, input_ids, attention_mask, settled.max_new_tokens, ends)

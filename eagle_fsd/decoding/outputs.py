@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
+from eagle_fsd.core.checks import format_value
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.randomness.streams import Seed
@@ -120,12 +121,18 @@ class Streamer(Protocol):
 class Feed:
     """Shows one text to a streamer while it is made; without one it does nothing.
 
-    rows: of the batch. Raises ValueError if there are several.
+    rows: of the batch. Raises ValueError if there are several, or if it is no streamer.
     """
 
     def __init__(self, streamer: Streamer | None, input_ids: Tensor, rows: int) -> None:
         if streamer is not None and rows != 1:
             raise ValueError(f"streamer with {rows} texts: it can show one; give one prompt, or stream_batch")
+        methods = [getattr(streamer, name, None) for name in ("put", "end")]
+        if streamer is not None and not all(map(callable, methods)):
+            raise ValueError(
+                f"streamer is {format_value(streamer)}: it must have put and end, such as a TextStreamer of "
+                "transformers; leave it out"
+            )
         self.streamer = streamer
         if streamer is not None:
             streamer.put(input_ids.cpu())

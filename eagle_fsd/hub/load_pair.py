@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,14 @@ from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.choose_runtime import AUTO, OPENVINO, TORCH, plan_runtime, settle
 from eagle_fsd.hub.eagle3_checkpoint import is_eagle3
 from eagle_fsd.hub.kept.second_start import SecondStart
-from eagle_fsd.hub.resolve import is_shipped_head, load_any_head, load_target, resolve_head, resolve_target
+from eagle_fsd.hub.resolve import (
+    is_shipped_head,
+    load_any_head,
+    load_target,
+    name_of_source,
+    resolve_head,
+    resolve_target,
+)
 from eagle_fsd.hub.split.plan import ranks_device, require_splittable
 from eagle_fsd.hub.target_loader import Loaded, TargetSource, show_progress
 from eagle_fsd.runtime.cuda_graphs import usual_stepper
@@ -68,8 +76,8 @@ class Pair:
 
 
 def load_pair(
-    base_model: str,
-    ea_model: str | None,
+    base_model: str | os.PathLike[str],
+    ea_model: str | os.PathLike[str] | None,
     *,
     dtype: torch.dtype | str | None,
     head_dtype: torch.dtype | str | None,
@@ -85,13 +93,16 @@ def load_pair(
     weight_format: str | None,
     head_taps: Sequence[int] | None = None,
     norm_output: bool | None = None,
-    draft_model: str | None = None,
+    draft_model: str | os.PathLike[str] | None = None,
     draft_layers: int | None = None,
     draft_device: torch.device | str | None = None,
     tp_plan: str | None = None,
 ) -> Pair:
     """Load a target and what drafts for it; see EagleFSD.from_pretrained."""
     # First the checks that are faster than a download.
+    base_model = name_of_source("base_model", base_model)
+    ea_model = None if ea_model is None else name_of_source("ea_model", ea_model)
+    draft_model = None if draft_model is None else name_of_source("draft_model", draft_model)
     require_one_drafter(ea_model, draft_model, draft_layers)
     if draft_device is not None and draft_model is None:
         raise ValueError(

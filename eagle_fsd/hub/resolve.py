@@ -6,6 +6,7 @@ Every failure that a user can cause is a ValueError of one line that names the v
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.checks import format_value, one_line
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.tensor_files import BIN_SUFFIXES
@@ -77,6 +78,16 @@ def local_target(name: str) -> TargetSource | None:
         check_gguf(path)
         return TargetSource(name, path.parent, path.name)
     return None
+
+
+def name_of_source(argument: str, value: object) -> str:
+    """Return a model's source as text. Raises ValueError if it is neither a text nor a path."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(name := os.fspath(value), str):
+        raise ValueError(
+            f"{argument} is {format_value(value)}: it must be a Hub id, or the path of a folder or file, as "
+            "text; name one, or leave it out"
+        )
+    return name
 
 
 def local_path(name: str, kind: str) -> Path:

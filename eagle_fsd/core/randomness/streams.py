@@ -38,18 +38,22 @@ def row_streams(seed: Seed, batch: int) -> list[tuple[int, int]]:
         pairs = [(given, row) for row in range(batch)]
     else:
         try:
-            entries = list(given)
+            entries = [given] * batch if isinstance(given, str) else list(given)
         except TypeError:
             entries = [given] * batch  # the check below names it
         pairs = [tuple(one) if isinstance(one, (tuple, list)) else (one, 0) for one in entries]
     if len(pairs) != batch:
-        raise ValueError(f"seed has {len(pairs)} values for {batch} rows: give one int or one per row")
+        raise ValueError(
+            f"seed has {len(pairs)} values for {batch} rows: give one int or one per row, which may be a "
+            "pair, as in [(seed, row)]"
+        )
     for pair in pairs:
         whole = [isinstance(part, Integral) and not isinstance(part, bool) for part in pair]
         if len(pair) != 2 or not all(whole) or not all(0 <= part < SEED_LIMIT for part in pair):
             shown = pair[0] if pair[1:] == (0,) else pair
             raise ValueError(
-                f"seed {shown!r} must be an int in [0, 2**63), or a pair (seed, row) of such; choose another"
+                f"seed {shown!r} must be an int in [0, 2**63), or a list with an int or a pair (seed, row) "
+                "for every row; choose another"
             )
     return [(int(one), int(row)) for one, row in pairs]
 
