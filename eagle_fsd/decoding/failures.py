@@ -26,6 +26,9 @@ class NothingAllowed(NonFiniteLogits):
     def __init__(self, text: Text) -> None:
         constraint, failure = text.terms.processing.constraint, text.processor.failure
         why, remedy = "the options allow no token here", "take bans and biases away"
+        if text.terms.processing.own:
+            why = "the options leave no token with a finite logit here"
+            remedy = f"let logits_processor return finite logits, or {remedy}"
         if constraint is not None:
             why, remedy = f"{constraint.name} and the other {why[4:]}", f"make the form simpler, or {remedy}"
         if constraint is not None and failure:

@@ -302,9 +302,18 @@ def test_where_nothing_is_allowed_a_text_fails_alone(banned: dict[str, Any]) -> 
 
 
 def test_where_nothing_is_allowed_generate_raises() -> None:
-    model = schema_engine()
-    with pytest.raises(NothingAllowed, match=r"^step 1 of row 1: the options allow no token here; take bans"):
-        model.generate(prompts(2), max_new_tokens=3, tree=TREE, logits_processor=ban_all_of(prompts(2)[1]))
+    everything = list(range(VOCAB))
+    with pytest.raises(NothingAllowed, match=r"^step 1 of row 0: the options allow no token here; take bans"):
+        schema_engine().generate(prompts(2), max_new_tokens=3, tree=TREE, suppress_tokens=everything)
+
+
+def test_a_processor_that_leaves_nothing_is_named() -> None:
+    named = (
+        r"^step 1 of row \d: the options leave no token with a finite logit here; let logits_processor ret"
+    )
+    for spoils in (ban_all_of(prompts(2)[1]), lambda ids, logits: logits * float("nan")):
+        with pytest.raises(NothingAllowed, match=named):
+            schema_engine().generate(prompts(2), max_new_tokens=3, tree=TREE, logits_processor=spoils)
 
 
 TREES = [TreeConfig(1), TreeConfig(3, 2, 2), TreeConfig(8, 4, 2)]
