@@ -26,6 +26,7 @@ from eagle_fsd.acceptance.calibration import (
     read_calibrations,
 )
 from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.evaluation.repeating_prompts import PASSAGES
 from eagle_fsd.evaluation.weight_formats import command as weight_formats
 from eagle_fsd.hub import load_head
@@ -294,6 +295,15 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_linked_from_the_readme() -> None:
     text = read(README)
     assert [name for name in map(name_of, PAGES[1:]) if f"]({name})" not in text] == []
+
+
+def test_the_statistics_that_are_named_exist() -> None:
+    said = (
+        read(ROOT / "docs" / "python-api.md").partition("The statistics of a row")[2].partition("On a GPU")[0]
+    )
+    names = re.findall(r"`(\w+)`", said)
+    assert {"steps", "new_tokens", "sources", "tau"} <= set(names)
+    assert [name for name in names if not hasattr(GenerationStats(), name)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
