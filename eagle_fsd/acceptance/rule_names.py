@@ -27,7 +27,10 @@ NAMES = {rule: name for name, rule in RULES.items()}
 def build_rule(name: str, **parameters: Any) -> AcceptanceRule:
     """Build the rule of this name. Raises ValueError if RULES has no such name, or the rule no such field."""
     if name not in RULES:
-        raise ValueError(f"rule is {name!r}: it must be one of {', '.join(RULES)}; choose one")
+        raise ValueError(
+            f"rule is {name!r}: it must be one of {', '.join(RULES)}; choose one, or a divergence with "
+            "its threshold, such as js:0.3"
+        )
     takes = [field.name for field in dataclasses.fields(RULES[name])]
     for key, value in parameters.items():
         if key not in takes:
@@ -86,11 +89,17 @@ def parse_rule(text: str) -> AcceptanceRule:
     free = iter(fields)
     for value in values:
         key, equals, given = value.partition("=")
+        if not equals and name == "lossless":
+            raise ValueError(
+                f"rule is {text!r}: lossless text has no value {value!r}; leave it out, or name a divergence "
+                "with its threshold, such as js:0.3"
+            )
         if not equals:
             key, given = next(free, ""), value
         if key not in fields or key in fixed:
             raise ValueError(
-                f"rule is {text!r}: {value!r} fits no field of it; it has {', '.join(fields) or 'none'}"
+                f"rule is {text!r}: {value!r} fits no field of it; it has {', '.join(fields) or 'none'}; "
+                "leave it out, or write field=value"
             )
         fixed[key] = read_value(text, key, given, fields[key].default)
     if "divergence" in fixed and "threshold" not in fixed:
@@ -100,14 +109,15 @@ def parse_rule(text: str) -> AcceptanceRule:
 
 def read_value(text: str, key: str, given: str, default: object) -> object:
     """Parse a field's value; the field's default tells its type."""
-    kinds: dict[type, Any] = {
-        bool: {"true": True, "false": False}.__getitem__,
-        int: int,
-        float: float,
-        str: str,
-        type(None): int,  # the fields that are None by default count something
+    kinds: dict[type, tuple[Any, str]] = {
+        bool: ({"true": True, "false": False}.__getitem__, "true or false"),
+        int: (int, "a whole number"),
+        float: (float, "a number"),
+        str: (str, "a word"),
+        type(None): (int, "a whole number"),  # the fields that are None by default count something
     }
+    read, what = kinds[type(default)]
     try:
-        return kinds[type(default)](given)
+        return read(given)
     except (KeyError, ValueError) as error:
-        raise ValueError(f"rule is {text!r}: {key} is {given!r}, which is not a valid value") from error
+        raise ValueError(f"rule is {text!r}: {key} is {given!r}: it must be {what}; correct it") from error
