@@ -5,6 +5,8 @@ Values must have their JSON type: "5" is no number. null means that a field is a
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -13,9 +15,11 @@ from pydantic import (
     BeforeValidator,
     Field,
     ValidationInfo,
+    WrapValidator,
     model_validator,
 )
 
+from eagle_fsd.core.checks import format_value
 from eagle_fsd.core.config import Form
 from eagle_fsd.serving.tools.fields import (
     DEEPEST,
@@ -103,8 +107,32 @@ class Unsupported(Exception):
         self.name = name
 
 
-def as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+def as_stops(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError(
+            f"stop is {format_value(value)}: it must be a string, or a list of strings; send that, or leave "
+            "it out"
+        )
+    return stops
+
+
+def require_prompt(value: Any) -> Any:
+    rows = value if isinstance(value, list) else [value]
+    texts = all(isinstance(row, str) for row in rows)
+    if texts or (isinstance(value, list) and (are_ids(rows) or all(map(are_ids, rows)))):
+        return value
+    raise ValueError(
+        f"prompt is {format_value(value)}: it must be a text, several texts, token ids, or several lists of "
+        "token ids, and not a mixture; send one of these"
+    )
+
+
+def are_ids(value: Any) -> bool:
+    """Whether this is a list of integers, as token ids are."""
+    return isinstance(value, list) and all(
+        isinstance(one, int) and not isinstance(one, bool) for one in value
+    )
 
 
 def none_if_false(value: Any) -> Any:
@@ -112,10 +140,18 @@ def none_if_false(value: Any) -> Any:
     return None if value is False else value
 
 
-def require_threshold(value: Any) -> Any:
-    if isinstance(value, str) and value != "auto":
-        raise ValueError('threshold must be a number of at least 0, or "auto"')
-    return value
+def require_threshold(value: Any, _check: Any) -> Any:
+    """Take "inf" as well, since JSON has no number for it; timings write it so."""
+    if value is None or value == "auto":
+        return value
+    if value == "inf":
+        return math.inf
+    with contextlib.suppress(OverflowError):  # an integer may be larger than any float
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    raise ValueError(
+        f'threshold is {format_value(value)}: it must be a number of at least 0, "inf" or "auto"; send one'
+    )
 
 
 def require_template(value: Any) -> Any:
@@ -175,11 +211,11 @@ class Generation(Body):
     stop_token_ids: Annotated[list[int], Field(max_length=MOST_IDS)] = []
     min_tokens: int | None = None
     seed: int | None = Field(None, ge=0, lt=SEEDS)
-    stop: Annotated[list[Stop], BeforeValidator(as_list), Field(max_length=MOST_STOPS)] = []
+    stop: Annotated[list[Stop], BeforeValidator(as_stops), Field(max_length=MOST_STOPS)] = []
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    threshold: Annotated[float | str | None, BeforeValidator(require_threshold)] = None
+    threshold: Annotated[float | str | None, WrapValidator(require_threshold)] = None
     divergence: str | None = None
     rule: str | None = Field(None, max_length=200)
     quality_budget: float | None = None
@@ -263,7 +299,7 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """POST /v1/completions. prompt: a text, several, token ids, or several lists of them."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(require_prompt)]
     logprobs: Annotated[int | None, BeforeValidator(none_if_false)] = Field(None, ge=0, le=MOST_LOGPROBS)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -173,6 +174,8 @@ AUTO = AutoThreshold(0.05, "js", child="target")
         (Lossless(), {"threshold": "auto"}, AutoThreshold()),
         (Lossless(), {}, Lossless()),
         (Lossless(), {"threshold": 0.3}, Fuzzy(0.3)),
+        (Lossless(), {"threshold": "inf"}, Fuzzy(math.inf)),  # as timings write it
+        (AUTO, {"threshold": "inf"}, Fuzzy(math.inf, child="target")),
         (Lossless(), {"rule": "fuzzy"}, Fuzzy(0.0)),
         (Typical(), {"threshold": 0.3, "divergence": "tv"}, Fuzzy(0.3, "tv")),
         (AUTO, {}, AUTO),
@@ -195,7 +198,8 @@ def test_what_a_request_does_not_say_is_as_in_the_servers_rule(usual: Any, said:
         (HALF, {"divergence": "kl", "threshold": 0.1}, "^divergence 'kl' is not known"),
         (HALF, {"rule": "js:0.3", "threshold": 0.1}, "^threshold is 0.1: the rule 'js:0.3' has values"),
         (HALF, {"rule": "js:0.3:min_p=x"}, "min_p is 'x'"),
-        (HALF, {"rule": "exact"}, "^rule is 'exact': it must be one of lossless, fuzzy"),
+        (HALF, {"rule": "exact"}, "^rule is 'exact': it must be one of lossless, .*, such as js:0.3$"),
+        (HALF, {"rule": "lossless:0.3"}, "^rule is 'lossless:0.3': lossless text has no value '0.3'; leave"),
         (HALF, {"rule": "typical", "threshold": 0.1}, "^threshold is 0.1 for the rule typical"),
         (HALF, {"rule": "lossless", "threshold": 0.1}, "^threshold is 0.1 for the rule lossless"),
         (HALF, {"rule": "cactus", "threshold": "auto"}, "^threshold is 'auto' for the rule cactus"),

@@ -77,6 +77,52 @@ def test_a_lossless_rule_with_values_is_answered_and_told(client: TestClient) ->
 # -- values that cannot be read ----------------------------------------
 
 
+def test_an_endless_threshold_is_sent_as_it_is_told(client: TestClient) -> None:
+    asked = {"messages": CHAT, "max_tokens": 3, "threshold": "inf"}
+    assert client.post(CHATS, json=asked).json()["timings"]["threshold"] == "inf"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (CHATS, {"threshold": "high"}, "threshold is 'high': it must be a number of at least 0, \"inf\" or "),
+        (CHATS, {"threshold": [1]}, "threshold is [1]: it must be a number of at least 0, "),
+        (CHATS, {"threshold": True}, "threshold is True: it must be a number of at least 0, "),
+        (CHATS, {"threshold": 10**400}, "threshold is 1000"),
+        (
+            CHATS,
+            {"stop": 3},
+            "stop is 3: it must be a string, or a list of strings; send that, or leave it out",
+        ),
+        (CHATS, {"stop": ["a", 3]}, "stop is ['a', 3]: it must be a string, or a list of strings"),
+        (CHATS, {"rule": "js:x"}, "rule is 'js:x': threshold is 'x': it must be a number; correct it"),
+        (CHATS, {"rule": "foo"}, "rule is 'foo': it must be one of lossless"),
+        (
+            COMPLETIONS,
+            {"prompt": ["a", 1]},
+            "prompt is ['a', 1]: it must be a text, several texts, token ids",
+        ),
+        (COMPLETIONS, {"prompt": [1.5]}, "prompt is [1.5]: it must be a text"),
+        (COMPLETIONS, {"prompt": [[1], 2]}, "prompt is [[1], 2]: it must be a text"),
+        (COMPLETIONS, {"prompt": 3}, "prompt is 3: it must be a text"),
+        (COMPLETIONS, {"prompt": [True]}, "prompt is [True]: it must be a text"),
+    ],
+)
+def test_a_value_of_another_kind_is_told_the_whole_rule(
+    client: TestClient, path: str, body: Any, message: str
+) -> None:
+    error = refusal(client, path, **body)
+    assert error["message"].startswith(message) and error["param"] == next(iter(body))
+    assert "Input should" not in error["message"] and "; " in error["message"]
+
+
+@pytest.mark.parametrize("content", [3, {"type": "text", "text": "a"}, ["a"], [3]])
+def test_content_of_another_kind_is_told_the_whole_rule(client: TestClient, content: Any) -> None:
+    error = refusal(client, messages=[{"role": "user", "content": content}])
+    assert error["message"].startswith(f"content is {content!r}: it must be a text, or a list of parts such")
+    assert error["param"] == "messages.0.content" and error["message"].endswith("; send one of these")
+
+
 @pytest.mark.parametrize("schema", ["[1]", "{bad", "", '{"const": NaN}', '{"a":' * 100_000])
 def test_a_schema_that_is_none_is_refused(client: TestClient, schema: str) -> None:
     error = refusal(client, structured_outputs={"json": schema})

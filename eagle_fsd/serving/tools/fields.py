@@ -226,8 +226,15 @@ class Message(Strict):
     @field_validator("content", mode="before")
     @classmethod
     def require_text(cls, value: Any) -> Any:
-        for part in value if isinstance(value, list) else ():
-            if isinstance(part, dict) and part.get("type") not in ("text", None):
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+            raise ValueError(
+                f"content is {format_value(value)}: it must be a text, or a list of parts such as "
+                '{"type": "text", "text": "Hello"}; send one of these'
+            )
+        for part in value:
+            if part.get("type") not in ("text", None):
                 kind = format_value(part["type"])
                 raise ValueError(
                     f"content has a part of type {kind}: this server reads text only; leave it out"
