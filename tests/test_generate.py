@@ -577,7 +577,7 @@ def test_rules_and_their_defaults() -> None:
             "--fuzzy-min-p is 0.1 with --threshold auto: that rule has none",
         ),
         ("--threshold auto --rule cactus", "--threshold is auto with --rule cactus: that rule has none"),
-        ("--threshold auto --quality-budget 1.5", "quality_budget is 1.5"),
+        ("--threshold auto --quality-budget 1.5", "error: --quality-budget is 1.5"),
         ("--rule cactus --epsilon 0.1", "--epsilon is 0.1 with --rule cactus"),
     ],
 )
@@ -640,18 +640,36 @@ MISTAKES = {
     "epsilon of another rule": (["--epsilon", "0.3", "x"], "--epsilon is 0.3"),
     "negative temperature": (["--temperature", "-1", "x"], "temperature is -1"),
     "NaN temperature": (["--temperature", "nan", "x"], "temperature is nan"),
-    "top-p 0": (["--top-p", "0", "x"], "top_p is 0"),
-    "negative top-k": (["--top-k", "-1", "x"], "top_k is -1"),
-    "no new tokens": (["--max-new-tokens", "0", "x"], "max_new_tokens is 0"),
-    "negative new tokens": (["--max-new-tokens", "-3", "x"], "max_new_tokens is -3"),
+    "top-p 0": (["--top-p", "0", "x"], "error: --top-p is 0"),
+    "negative top-k": (["--top-k", "-1", "x"], "error: --top-k is -1"),
+    "no new tokens": (["--max-new-tokens", "0", "x"], "error: --max-new-tokens is 0"),
+    "negative new tokens": (["--max-new-tokens", "-3", "x"], "error: --max-new-tokens is -3"),
     "negative seed": (["--seed", "-1", "x"], "seed is -1"),
     "seed too large": (["--seed", str(2**63), "x"], "seed is"),
     "seed of words": (["--seed", "3/x", "x"], "seed is 3/x"),
     "tree of no size": (["--total-tokens", "many", "x"], "'many' is neither a number of nodes nor auto"),
-    "empty tree": (["--total-tokens", "0", "x"], "total_tokens is 0"),
+    "empty tree": (["--total-tokens", "0", "x"], "error: --total-tokens is 0"),
     "tree without depth": (["--depth", "0", "x"], "depth is 0"),
-    "tree that cannot be": (["--total-tokens", "99", "--depth", "1", "x"], "total_tokens is 99"),
-    "min-p above 1": (["--fuzzy-min-p", "2", "x"], "min_p is 2"),
+    "tree that cannot be": (["--total-tokens", "99", "--depth", "1", "x"], "error: --total-tokens is 99"),
+    "tree too narrow": (["--total-tokens", "2", "--tree-top-k", "0", "x"], "error: --tree-top-k is 0"),
+    "min-p above 1": (["--min-p", "2", "x"], "error: --min-p is 2"),
+    "min-p of the rule above 1": (
+        ["--threshold", "0.3", "--fuzzy-min-p", "2", "x"],
+        "error: --fuzzy-min-p is 2.0: it must be a number between 0 and 1; 0 turns the guard off",
+    ),
+    "negative in a row": (
+        ["--threshold", "0.3", "--max-consecutive", "-1", "x"],
+        "error: --max-consecutive is -1: it must be an integer between 0 and 2147483647; leave it out",
+    ),
+    "negative logprobs": (
+        ["--logprobs", "-1", "--json", "x"],
+        "error: --logprobs is -1: it must be an integer between 0 and 100; leave it out",
+    ),
+    "empty stop": (["--stop", "", "x"], "error: --stop has ''"),
+    "nothing drafts": (
+        ["--ea-model", "none", "x"],
+        "error: --ea-model is none with --total-tokens auto: nothing drafts a tree; add --lookup",
+    ),
 }  # fmt: skip
 
 
@@ -726,6 +744,28 @@ def test_what_the_engine_refuses_is_a_mistake(
     code, out, err = run(capsys, "--raw", "--prompt-file", str(path))
     assert (code, out) == (2, f"{REPLY}\n\n")
     assert "prompt 2 of 2: the prompt has 6" in err
+
+
+@pytest.mark.parametrize(
+    ("flag", "form", "words"),
+    [
+        ("--json-schema", '{"type": "nosuch"}', "--json-schema cannot be followed: Invalid type: nosuch"),
+        ("--regex", "(a", "--regex cannot be followed: "),
+    ],
+)
+def test_a_form_that_cannot_be_followed_is_refused_before_loading(
+    flag: str, form: str, words: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance", reason='forms need the extra: pip install "eagle-fsd[schema]"')
+    monkeypatch.setattr(generate, "load_model", lambda args: pytest.fail("it must be found before loading"))
+    code, out, err = run(capsys, flag, form, "x")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err and err.endswith("; change it\n")
+
+
+def test_one_node_or_lookup_needs_no_head(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
+    for more in (["--total-tokens", "1"], ["--lookup"]):
+        assert run(capsys, "--ea-model", "none", *more, "Hello?")[0] == 0
 
 
 def test_verbose_shows_where_a_mistake_was_found(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:

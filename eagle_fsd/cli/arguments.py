@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from eagle_fsd.cli.flag_types import AUTO
+from eagle_fsd.cli.flag_types import AUTO, NO_HEAD
 from eagle_fsd.cli.processing_flags import processing_options
 from eagle_fsd.core.config import AutoThreshold, AutoTree, TreeConfig
 from eagle_fsd.text.prompt_files import decode_text, read_prompts
@@ -25,7 +27,28 @@ RULE_FLAGS = (
     "max_consecutive", "exact_prefix", "epsilon", "delta", "candidates", "margin", "single", "acc", "weight",
 )  # fmt: skip
 
+# Flags whose names are not those of the engine's values.
+RENAMED = {"top_k of the tree": "tree_top_k", "stop_strings": "stop"}
+
 Value = TypeVar("Value")
+
+
+@contextlib.contextmanager
+def in_words_of_flags(args: argparse.Namespace, **renamed: str) -> Iterator[None]:
+    """Let the engine's errors name flags, and no None, which cannot be typed.
+
+    renamed: beside RENAMED, names of values and those of their flags.
+    """
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        flags = {**RENAMED, **renamed}
+        name = next((name for name in flags if text.startswith(f"{name} ")), text.partition(" ")[0])
+        flag = flags.get(name, name)
+        if hasattr(args, flag) and flag != "threshold":  # which a command of the chat sets as well
+            text = f"--{flag.replace('_', '-')}{text[len(name) :]}"
+        raise ValueError(re.sub(r"; None [^;]*$", "; leave it out", text)) from error
 
 
 def make_rule(args: argparse.Namespace) -> AcceptanceRule | AutoThreshold:
@@ -38,7 +61,8 @@ def make_rule(args: argparse.Namespace) -> AcceptanceRule | AutoThreshold:
     by_budget = args.threshold is None and args.quality_budget is not None
     auto = args.rule == "fuzzy" and (args.threshold == AUTO or by_budget)
     refuse_flags_of_others(args, AutoThreshold if auto else RULES[args.rule], auto)
-    return auto_threshold(args) if auto else MAKERS[args.rule](args)
+    with in_words_of_flags(args, min_p="fuzzy_min_p"):
+        return auto_threshold(args) if auto else MAKERS[args.rule](args)
 
 
 def require_threshold(args: argparse.Namespace) -> None:
@@ -196,7 +220,19 @@ def generation_options(args: argparse.Namespace) -> GenerationOptions:
     """Make the options of a generation. All are checked here, before a model is loaded."""
     from eagle_fsd.decoding.options import GenerationOptions
 
-    return GenerationOptions(
+    with in_words_of_flags(args):
+        options = options_of(args, GenerationOptions)
+        if (form := options.form) is not None:
+            from eagle_fsd.text.grammar import require_form
+
+            require_form(form)
+    return options
+
+
+def options_of(args: argparse.Namespace, kind: type[GenerationOptions]) -> GenerationOptions:
+    """Return the options that the flags set. kind: their class, which imports torch."""
+    require_drafter(args)
+    return kind(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
@@ -208,6 +244,16 @@ def generation_options(args: argparse.Namespace) -> GenerationOptions:
         num_return_sequences=getattr(args, "num_return_sequences", 1),
         **processing_options(args),
     )
+
+
+def require_drafter(args: argparse.Namespace) -> None:
+    """Raise ValueError for a draft tree where nothing drafts."""
+    drafts = args.lookup or args.draft_model is not None or args.draft_layers is not None
+    if args.ea_model == NO_HEAD and not drafts and args.total_tokens != 1:
+        raise ValueError(
+            f"--ea-model is {NO_HEAD} with --total-tokens {args.total_tokens}: nothing drafts a tree; add "
+            "--lookup, or take a tree of one node (--total-tokens 1)"
+        )
 
 
 def parse_stream(text: str) -> tuple[int, int]:

@@ -9,9 +9,11 @@ from typing import Any, NoReturn
 from eagle_fsd.core.config import FSD_PAPER_SAMPLING, FSD_PAPER_TREE
 
 AUTO = "auto"
-# The names in acceptance.planned and acceptance.rule_names, repeated here because these import torch.
+# The names in acceptance.planned, acceptance.rule_names and drafting.drafter, repeated here because these
+# import torch.
 COSTS = ("tokens", "kl", "divergence")
 RULE_NAMES = ("fuzzy", "lossless", "typical", "relaxed_topk", "sglang", "cactus", "ensemble", "fsd_paper")
+NO_HEAD = "none"
 USAGE = 2  # the exit code of a user's mistake
 
 # A preset is other defaults of some flags.

@@ -101,6 +101,15 @@ def compile_form(
     return Grammar(form, known, start)
 
 
+def require_form(form: Form) -> None:
+    """Raise ValueError for a form that cannot be followed, whatever the tokenizer is."""
+    require_library(form.kind)
+    from llguidance import LLMatcher
+
+    if wrong := LLMatcher.validate_grammar(to_grammar(form)):
+        raise ValueError(f"{form.kind} cannot be followed: {reason(wrong)}; change it")
+
+
 def require_library(name: str) -> None:
     """Raise ValueError unless the library is installed. name: of the option that needs it."""
     try:
