@@ -23,6 +23,7 @@ from eagle_fsd.files.tensor_files import BIN_SUFFIXES
 from eagle_fsd.hub.download import download_head, download_target
 from eagle_fsd.hub.eagle3_checkpoint import is_eagle3, read_eagle3_head
 from eagle_fsd.hub.head_checkpoint import CONFIG_NAME, find_head_file, read_head
+from eagle_fsd.hub.target_files import check_folder
 from eagle_fsd.hub.target_loader import TargetSource, load_model
 from eagle_fsd.runtime.ranks import ALONE, Ranks
 
@@ -163,10 +164,17 @@ def shipped_head(base_model: str) -> Path:
             folder_name = head
     remedy = "name a head (ea_model, --ea-model)"
     if folder_name is None:
-        if local_target(base_model) is None:  # a wrong path, not a missing head, is then what to say
+        here, known = local_target(base_model), ", ".join(SHIPPED_HEADS)
+        none = f"has no shipped draft head: only {known} has one"
+        if here is None:  # a wrong path, not a missing head, is then what to say
             split_hub_id(base_model, "target", TARGETS_HERE)
-        known = ", ".join(SHIPPED_HEADS)
-        raise ValueError(f"target {base_model!r} has no shipped draft head: only {known} has one; {remedy}")
+            raise ValueError(
+                f"target {base_model!r} is no folder or file here, and as a Hub id it {none}; check its "
+                f"spelling, or {remedy}"
+            )
+        if here.gguf_file is None:
+            check_folder(here.folder, base_model, trust_remote_code=True, weights=False)
+        raise ValueError(f"target {base_model!r} {none}; {remedy}")
     for folder in shipped_places(folder_name):
         if (folder / CONFIG_NAME).is_file():
             return folder

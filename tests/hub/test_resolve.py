@@ -317,7 +317,12 @@ def test_names_that_are_nothing(tmp_path: Path) -> None:
     one_line_error(lambda: hub.resolve_head(None, "none.gguf"), "none.gguf", "does not exist")
     one_line_error(lambda: hub.resolve_head(None, "./none"), "./none", "is not there")
     one_line_error(lambda: hub.resolve_head(None, ""), "is not there")
-    one_line_error(lambda: hub.resolve_head(None, "some/model"), "some/model", "no shipped draft head")
+    for name in ("some/model", "nosuch"):
+        said = (f"target {name!r} is no folder or file here", "no shipped draft head", "check its spelling")
+        one_line_error(lambda name=name: hub.resolve_head(None, name), *said)
+    one_line_error(lambda: hub.resolve_head(None, str(tmp_path)), "has no config.json")
+    (tmp_path / "config.json").write_text("{}")
+    one_line_error(lambda: hub.resolve_head(None, str(tmp_path)), f"{str(tmp_path)!r} has no shipped draft")
     (tmp_path / "text.txt").write_text("no model")
     one_line_error(lambda: hub.resolve_target(str(tmp_path / "text.txt")), "not a GGUF file")
 
