@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.devices import resolve_device, resolve_dtype
 from eagle_fsd.drafting.draft_model import DraftModelSpec, require_one_drafter
 from eagle_fsd.drafting.drafter import NO_HEAD, DrafterSpec
@@ -104,6 +104,8 @@ def load_pair(
     ea_model = None if ea_model is None else name_of_source("ea_model", ea_model)
     draft_model = None if draft_model is None else name_of_source("draft_model", draft_model)
     require_one_drafter(ea_model, draft_model, draft_layers)
+    if draft_layers is not None:
+        require_integer("draft_layers", draft_layers, 1, "the target's own first layers draft")
     if draft_device is not None and draft_model is None:
         raise ValueError(
             f"draft_device is {str(draft_device)!r} without a draft model: heads and the target's own layers "
@@ -179,6 +181,12 @@ def load_pair(
         target = settle(plan, shapes_of(held), on_torch, on_openvino)
     else:
         target = on_torch() if plan.runtime == TORCH else on_openvino()
+    if attn_implementation is not None and target.runtime is not None:
+        logger.warning(
+            "attn_implementation is %r: it has no effect on a target that OpenVINO computes, which has an "
+            "attention of its own; leave it out, or use runtime torch",
+            attn_implementation,
+        )
     if second is not None and target.runtime is not None and not isinstance(target.held, KeptModel):
         second.keep(target, tokenizer)
     pair = functools.partial(Pair, target, tokenizer=tokenizer, base_model=source.name)

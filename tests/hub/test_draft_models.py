@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.drafting.draft_model import DraftModelSpec
+from eagle_fsd.hub import load_pair
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.same_vocabulary import require_same_vocabulary
 
@@ -70,6 +72,25 @@ def test_layers_are_asked_for_by_number(folders: Path) -> None:
     assert found.new_tokens == greedy_alone(tiny_model(), prompt, 12)
     with pytest.raises(ValueError, match="draft_layers is 2: the target has 2 layers"):
         load(folders, draft_layers=2)
+
+
+@pytest.mark.parametrize("layers", [0, -1, 1.5, True])
+def test_a_wrong_number_of_layers_is_refused_before_loading(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, layers: object
+) -> None:
+    monkeypatch.setattr(load_pair, "load_target", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(ValueError, match=f"draft_layers is {layers}: it must be an integer of at least 1"):
+        load(folders, draft_layers=layers)
+
+
+def test_an_attention_without_effect_is_warned_of(folders: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    with caplog.at_level(logging.WARNING, logger="eagle_fsd"):
+        load(folders, ea_model="none", attn_implementation="eager", runtime="torch")
+        assert not caplog.records
+        load(folders, ea_model="none", attn_implementation="eager", runtime="openvino")
+    (said,) = caplog.messages
+    assert said.startswith("attn_implementation is 'eager': it has no effect on a target that OpenVINO")
 
 
 def test_what_cannot_draft_is_refused_in_one_line(folders: Path) -> None:
