@@ -183,8 +183,8 @@ def require_listed(name: str) -> None:
     if name not in LISTED_DIVERGENCES:
         raise ValueError(
             f"divergence is {name!r}: a looked-up draft lists only a few tokens, and nothing is known of the "
-            f"others; choose one of {', '.join(LISTED_DIVERGENCES)}, or draft with a head alone "
-            "(lookup=False, --no-lookup)"
+            f"others; choose one of {', '.join(LISTED_DIVERGENCES)}, or, where there is a head, "
+            "let it draft alone (lookup=False, --no-lookup)"
         )
 
 

@@ -15,6 +15,7 @@ from eagle_fsd.acceptance.divergence import (
     TOP_K,
     get_divergence,
     over_top_k,
+    require_listed,
     require_sparse,
     sparse_divergence,
 )
@@ -189,6 +190,11 @@ def test_a_draft_of_few_tokens_by_its_list(name: str) -> None:
         found = sparse_divergence(name, p, q.log_softmax(-1)[..., every], every)
         torch.testing.assert_close(found, DIVERGENCES[name](p, q), rtol=2e-5, atol=2e-6)
         assert torch.equal(sparse_divergence(name, p, q, None), DIVERGENCES[name](p, q))
+
+
+def test_looked_up_drafts_name_the_head_only_as_a_condition() -> None:
+    with pytest.raises(ValueError, match="choose one of reverse_kl, js, tv, or, where there is a head, let"):
+        require_listed("forward_kl")
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
