@@ -29,7 +29,7 @@ from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.cli import check_sizes, encoded_prompts, load_engine, parsed, parser_of, say
 from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP, build
 from eagle_fsd.evaluation.measure.observers import likelihoods
-from eagle_fsd.evaluation.measure.speed import Setting, method, race, tree_of
+from eagle_fsd.evaluation.measure.speed import PEERS, Setting, method, parse_own, race, tree_of
 from eagle_fsd.evaluation.report.plots import require_matplotlib
 from eagle_fsd.evaluation.report.speed_ratios import plot_speed, results, table
 from eagle_fsd.files.jsonl import append_row
@@ -97,6 +97,9 @@ def check(arguments: argparse.Namespace) -> None:
     check_sizes(arguments, *arguments.batch_size)
     for context in arguments.context or ():
         require_integer("context", context, 1, "leave --context out for the prompts as they are")
+    for name in arguments.methods:
+        if name not in PEERS:
+            parse_own(name)
     for name in ONE_AT_A_TIME.keys() & arguments.methods:
         if max(arguments.batch_size) > 1:
             raise ValueError(

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 from transformers import CompileConfig
 
-from eagle_fsd.acceptance.accept import Lossless
+from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.config import AutoTree, SamplingConfig, TreeConfig
 from eagle_fsd.core.stats import GenerationStats
@@ -85,7 +85,30 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
         peer = LlamaCpp(gguf_file(engine.base_model), capacity, threads)
         ends = () if endless else engine.target.eos_token_ids
         return lambda prompts: Answers(*peer.answer(prompts, most, sampling, seed, ends))
-    word, own, size = name.partition("@")
+    own = parse_own(name)
+    ours: dict[str, Any] = {"max_new_tokens": most, "rule": own.rule, "tree": own.tree or usual, "seed": seed}
+    ours["eos_token_id"] = () if endless else None
+    engine = with_lookup(engine, own.alone) if own.alone or own.beside else with_own_memory(engine)
+
+    def run(prompts: Prompts) -> Answers:
+        output = answer(engine, prompts, sampling, **ours)
+        return Answers(output.new_tokens, output.stats, output.tree)
+
+    return run
+
+
+class Own(NamedTuple):
+    """A method of ours, by its name. tree: None is the setting's. beside, alone: whether lookup drafts so."""
+
+    rule: AcceptanceRule
+    tree: TreeConfig | AutoTree | None
+    beside: bool
+    alone: bool
+
+
+def parse_own(name: str) -> Own:
+    """Read the name of a method that is no other program's; see `method`. Raises ValueError if it is none."""
+    word, sized, size = name.partition("@")
     beside, alone = word.endswith(BESIDE_HEAD), word == LOOKUP
     word = word.removesuffix(BESIDE_HEAD)
     try:
@@ -93,16 +116,8 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
     except ValueError as error:
         others = ", ".join((*PEERS, "plain"))
         raise ValueError(f"method is {name!r}: it is none of {others}, and {error}") from error
-    tree = TreeConfig(1) if name == "plain" else tree_of(size) if own else usual
-    ours: dict[str, Any] = {"max_new_tokens": most, "rule": rule, "tree": tree, "seed": seed}
-    ours["eos_token_id"] = () if endless else None
-    engine = with_lookup(engine, alone) if alone or beside else with_own_memory(engine)
-
-    def run(prompts: Prompts) -> Answers:
-        output = answer(engine, prompts, sampling, **ours)
-        return Answers(output.new_tokens, output.stats, output.tree)
-
-    return run
+    tree = TreeConfig(1) if name == "plain" else tree_of(size) if sized else None
+    return Own(rule, tree, beside, alone)
 
 
 def with_own_memory(engine: EagleFSD) -> EagleFSD:
