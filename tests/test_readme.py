@@ -25,11 +25,15 @@ from eagle_fsd.acceptance.calibration import (
     format_sampling,
     read_calibrations,
 )
+from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.core.stats import GenerationStats
+from eagle_fsd.evaluation.measure.speed import PEERS, parse_own
 from eagle_fsd.evaluation.repeating_prompts import PASSAGES
 from eagle_fsd.evaluation.weight_formats import command as weight_formats
-from eagle_fsd.hub import load_head
+from eagle_fsd.hub import load_head, load_pair
+from eagle_fsd.hub.resolve import resolve_head, resolve_target
+from eagle_fsd.hub.target_loader import TargetSource
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -158,6 +162,45 @@ def test_generate_commands(
     tree = [] if "--total-tokens" in line else ["--total-tokens", "16"]
     assert answer(line, *tree) == 0
     assert capsys.readouterr().out.strip()
+
+
+class Loading(Exception):
+    """Raised where a model would be loaded: all that is checked before has passed."""
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("line", GENERATE)
+def test_the_flags_that_load_a_model_go_together(
+    line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the page names must not be there: the shipped head stands in for heads, a folder for models."""
+    if "openvino" in line or "packed" in line:
+        pytest.importorskip("openvino", reason="the command needs the extra openvino")
+
+    def find(name: str, **_options: object) -> TargetSource:
+        is_default = name == hub.DEFAULT_TARGET
+        return resolve_target(name) if is_default else TargetSource(name, tmp_path)
+
+    def load(*_given: object, **_options: object) -> None:
+        raise Loading
+
+    monkeypatch.setattr(load_pair, "resolve_head", lambda *_: resolve_head(None, hub.DEFAULT_TARGET))
+    monkeypatch.setattr(load_pair, "resolve_target", find)
+    monkeypatch.setattr(load_pair, "load_target", load)
+    monkeypatch.setattr(load_pair.SecondStart, "of", lambda *_: None)
+    args = build_parser().parse_args(arguments(line))
+    args.verbose = False  # the level of the log would stay
+    generation_options(args)
+    with pytest.raises(Loading):
+        generate.load_model(args)
+
+
+def test_the_methods_of_the_speed_commands_are_read() -> None:
+    """The commands run below with fewer methods."""
+    races = [line.partition("--methods ")[2].partition(" --")[0] for line in SCRIPTS if "speed.py" in line]
+    assert len(races) >= 4 and all(races)
+    ours = [parse_own(name) for name in " ".join(races).split() if name not in PEERS]
+    assert any(one.beside for one in ours) and any(one.alone for one in ours)
 
 
 @pytest.mark.slow
