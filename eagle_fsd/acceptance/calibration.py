@@ -9,8 +9,9 @@ optimal coupling would have to change; 0 is lossless. A threshold is calibrated 
 sampling, and for one kind of rule: divergence, mode, child, min_gain, price and cost. It means nothing under
 another kind. Under a colder sampling it moves less as a rule, so that a sampling which was not measured takes
 the thresholds of the next warmer one. Greedy text does not: a token of it that changes counts whole, which
-may be more than sampled text was measured to move. The larger a tree, the more a threshold moves, so that a
-tree which was not measured takes the thresholds of the smallest one that covers it.
+may be more than sampled text was measured to move. And it belongs to a tree. The larger a tree is, the more a
+plan moves, which looks for paths that are worth it, and the less a rule without a plan does, which is asked
+where no child was drawn. So a plan holds for trees up to the measured one, and a rule without from there on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,12 @@ class CalibratedThreshold:
     @property
     def kind(self) -> Kind:
         return Kind(*(getattr(self, name) for name in Kind._fields))
+
+    def holds(self, measured: TreeConfig, tree: TreeConfig) -> bool:
+        """Return whether it moves about as much with a tree as with the one that was measured, or less."""
+        if self.price:
+            return measured.holds(tree)
+        return tree.total_tokens >= measured.total_tokens and tree.top_k >= measured.top_k
 
     def speed(self) -> tuple[float, float, float]:
         """Return how fast it is, as a key to sort by."""
@@ -136,6 +143,15 @@ class Calibration:
             )
         return max(inside, key=CalibratedThreshold.speed)
 
+    def fitting(self, wanted: AutoThreshold | None, tree: TreeConfig | None) -> list[CalibratedThreshold]:
+        """Return the thresholds of the kinds wanted that hold for a tree. None: of any kind, for mine."""
+        kinds = [one for one in self.thresholds if wanted is None or wanted.takes(one.kind)]
+        return [one for one in kinds if tree is None or one.holds(self.tree, tree)]
+
+    def for_tree(self, wanted: AutoThreshold, tree: TreeConfig | None) -> Calibration:
+        """Return it with the thresholds that hold for a tree alone, or whole if none does."""
+        return replace(self, thresholds=self.fitting(wanted, tree) or self.thresholds)
+
     def lossless_is_fastest(self, wanted: AutoThreshold, sampling: SamplingConfig) -> bool:
         """Return whether lossless text is faster than the best rule inside the budget.
 
@@ -165,18 +181,19 @@ def find_calibration(
 
     device: one of DEVICES. A calibration for this kind comes before one for the other, unless only the other
     has rules of the kind that is wanted. Greedy text has only its own. tree: of the text, whatever the
-    device: the calibration with the smallest tree that covers it is taken, or with the largest if none does.
-    None: the text takes the calibration's. Raises TooWarm if there is none so warm, and ValueError if there
-    is none of these models at all, or none of greedy text.
+    device: the calibration with the fastest rule that holds for it is taken. None: the text takes the
+    calibration's. Raises TooWarm if there is none so warm, and ValueError if there is none of these models at
+    all, or none of greedy text.
     """
 
     def order(one: Calibration) -> tuple[float, ...]:
-        lacking = wanted is not None and not any(wanted.takes(each.kind) for each in one.thresholds)
+        fitting = one.fitting(wanted, tree)
         warmth = one.sampling != sampling, one.sampling.temperature, one.sampling.top_p
         if tree is None:
-            return *warmth, lacking, one.device != device
-        covers, nodes = one.tree.covers(tree), one.tree.total_tokens
-        return lacking or not covers, *warmth, lacking, nodes if covers else -nodes
+            return *warmth, not fitting, one.device != device
+        budget = math.inf if wanted is None else wanted.quality_budget
+        fastest = max((each.tau_ratio for each in fitting if each.bound <= budget), default=0.0)
+        return not fitting, *warmth, -fastest, one.device != device
 
     mine = [one for one in calibrations if one.is_for(models)]
     if not mine:

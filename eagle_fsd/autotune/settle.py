@@ -91,7 +91,7 @@ class Settler:
         if isinstance(tree, AutoTree):
             setting = (sampling, len(prompts), prompts.context, prompts.rows[:4])
             tree = self.choose_tree(tree, rule, *setting).tree
-            if isinstance(options.rule, AutoThreshold) and calibrated and not calibrated.covers(tree):
+            if isinstance(options.rule, AutoThreshold) and calibrated is not None:
                 rule, _ = self.within_budget(options.rule, sampling, tree)
         self.check_tree(tree, prompts.lengths)
         return rule, tree
@@ -142,7 +142,7 @@ class Settler:
         """
         asked = format_sampling(sampling)
         try:
-            found = self.calibration(sampling, wanted, tree)
+            found = self.calibration(sampling, wanted, tree).for_tree(wanted, tree)
         except TooWarm:
             if not (wanted.free and sampling.warm):
                 raise
@@ -170,10 +170,10 @@ class Settler:
             )
         known, device = read_calibrations(self.folder / FILE), device_kind(self.target.device.type)
         found = find_calibration(known, self.identity(), sampling, device, wanted, tree)
-        if tree is not None and not found.tree.covers(tree):
+        if tree is not None and not found.fitting(wanted, tree):
             logger.warning(
-                "the quality budget was measured with trees of %s: in larger ones, such as %s, a text "
-                "changes more; leave the tree's size out, or measure it with eval/calibrate.py --tree %s",
+                "the quality budget was measured with trees of %s: with %s a text may change more; leave the "
+                "tree's size out, or measure it with eval/calibrate.py --tree %s",
                 *(found.tree, tree, tree),
             )
         if found.sampling != sampling:

@@ -80,13 +80,9 @@ class TreeConfig:
         return cls(min(total_tokens, cls(1, depth, top_k).candidates + 1), depth, top_k)
 
     def holds(self, other: TreeConfig) -> bool:
-        """Whether memory for trees of this size has room for those of another."""
+        """Whether another size has no more nodes, levels and children, so that it fits in this one."""
         mine, its = ((one.total_tokens, one.reach, one.top_k) for one in (self, other))
         return other.total_tokens == 1 or all(size <= most for size, most in zip(its, mine, strict=True))
-
-    def covers(self, other: TreeConfig) -> bool:
-        """Whether trees of another size have no more nodes, and none deeper, than those of this size."""
-        return other.total_tokens <= self.total_tokens and other.reach <= self.reach
 
     @property
     def reach(self) -> int:

@@ -51,7 +51,7 @@ class GenerationOptions:
       quality budget from the head's calibration.
     tree: the draft tree's size; None is TreeConfig(), and total_tokens=1 is plain decoding. AutoTree()
       measures which is fastest here. With an AutoThreshold both take the calibration's tree instead, since a
-      budget holds for trees up to its size.
+      budget holds for a tree.
     seed: the same seed and the same tree give the same texts; None draws a fresh one, which the output names.
       Row r of an int seed s draws from the stream (s, r), whatever else is in the batch. A sequence names
       each row's stream, so that seed=[(s, r)] gives row r again on its own.

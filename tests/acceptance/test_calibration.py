@@ -421,15 +421,25 @@ def test_sizes_of_a_tree_that_are_given_are_kept_beside_a_budget(
     assert asked == [(AutoTree(depth=2), Fuzzy(0.3))]
 
 
-def test_a_budget_holds_for_trees_up_to_the_measured_one(
+def plans_of(calibration: Calibration, price: float, **changes: Any) -> Calibration:
+    """Return the calibration with a plan of this price in place of each threshold."""
+    plans = (replace(one, mode="swap", price=price) for one in calibration.thresholds)
+    return replace(calibration, thresholds=tuple(plans), **changes)
+
+
+def test_a_budget_holds_for_the_tree_of_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For a larger tree it is that of the smallest calibration that covers it, and else a warning comes."""
+    """A plan up to the tree it was measured with, and a rule without a plan from there on; else it warns."""
     model, large = engine(), TreeConfig(20, 5, 4)
     model.settler.folder = tmp_path
     found = a_calibration(model)
-    bolder = tuple(replace(one, threshold=one.threshold / 2) for one in found.thresholds)
-    both = [replace(found, tree=large, thresholds=bolder, device="cuda"), found]
+    small_plan, large_plan = plans_of(found, 2.0), plans_of(found, 3.0, tree=large, device="cuda")
+    plan, larger_plan, rule = (
+        Fuzzy(0.3, mode="swap", price=2.0),
+        Fuzzy(0.3, mode="swap", price=3.0),
+        Fuzzy(0.3),
+    )
     sampling = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "max_new_tokens": 2}
 
     def rule_with(tree: TreeConfig | AutoTree | None, *known: Calibration) -> AcceptanceRule:
@@ -437,37 +447,54 @@ def test_a_budget_holds_for_trees_up_to_the_measured_one(
         write_calibrations(tmp_path / FILE, known)
         return model.generate(prompts_of([5]), rule=AutoThreshold(0.04), tree=tree, **sampling).rule
 
-    for tree, rule in (
-        *((one, Fuzzy(0.3)) for one in (None, TREE, TreeConfig(1), TreeConfig(4, 3, 2), TreeConfig(8, 2, 8))),
-        *((one, Fuzzy(0.15)) for one in (large, TreeConfig(9, 3, 3), TreeConfig(8, 4, 3))),
+    warned = "a text may change more"
+    for tree, known, taken in (
+        *((one, [small_plan, large_plan], plan) for one in (None, TREE, TreeConfig(1), TreeConfig(4, 2, 3))),
+        *(
+            (one, [small_plan, large_plan], larger_plan)
+            for one in (large, TreeConfig(8, 4, 3), TreeConfig(8, 3, 4))
+        ),
+        *((one, [found], rule) for one in (None, TREE, TreeConfig(8, 2, 4), TreeConfig(30, 5, 4))),
+        (TreeConfig(30, 5, 4), [small_plan, large_plan, found], rule),  # whose plans are smaller
+        (TreeConfig(4, 3, 2), [small_plan, found], plan),
     ):
-        assert rule_with(tree, *both) == rule and "larger ones" not in caplog.text
-    assert rule_with(TreeConfig(30, 5, 4), *both) == Fuzzy(0.15)
-    assert "measured with trees of 20/5/4: in larger ones, such as 30/5/4, a text" in caplog.text
-    assert rule_with(TreeConfig(9, 3, 3), found) == Fuzzy(0.3)
-    assert "measured with trees of 8/3/3" in caplog.text and "--tree 9/3/3" in caplog.text
+        assert rule_with(tree, *known) == taken and warned not in caplog.text
+    for tree, known, taken in (
+        (TreeConfig(30, 5, 4), [small_plan], plan),
+        (TreeConfig(8, 3, 2), [found], rule),
+        (TreeConfig(7, 3, 3), [found], rule),
+    ):
+        assert rule_with(tree, *known) == taken and warned in caplog.text
+    assert "measured with trees of 8/3/3: with 7/3/3 a text" in caplog.text and "--tree 7/3/3" in caplog.text
 
     def measure(*_: object) -> SimpleNamespace:
-        return SimpleNamespace(tree=TreeConfig(9, 3, 3))
+        return SimpleNamespace(tree=large)
 
     monkeypatch.setattr(model.settler, "choose_tree", measure)
-    assert rule_with(AutoTree(depth=3), *both) == Fuzzy(0.15) and "larger ones" not in caplog.text
+    assert rule_with(AutoTree(depth=5), small_plan, large_plan) == larger_plan and warned not in caplog.text
 
 
-def test_a_tree_takes_no_calibration_of_another_kind() -> None:
-    """Nor one of a colder sampling; a warmer one comes before one whose trees are smaller."""
-    model, models, tree = engine(), engine().identity(), TreeConfig(20, 5, 4)
-    small = a_calibration(model)
-    plan = replace(small.thresholds[0], mode="swap", price=2.0)
-    plans = replace(small, tree=tree, thresholds=(plan,))
-    find = partial(find_calibration, models=models, sampling=WARM, device="cpu", tree=TreeConfig(16, 5, 8))
-    assert find([small, plans], wanted=AutoThreshold(price=0.0)) is small
-    assert find([small, plans], wanted=AutoThreshold()) is plans
-    hot = replace(plans, sampling=SamplingConfig(1.0))
-    cold = replace(plans, sampling=SamplingConfig(0.6, 20, 0.9))
-    assert find([cold, small, hot]) is hot and find([cold, small]) is small
-    greedy = replace(plans, sampling=SamplingConfig())
-    assert find([greedy, small], sampling=SamplingConfig()) is greedy
+def test_a_tree_takes_the_fastest_rule_that_holds_for_it() -> None:
+    """Not of another kind, nor of a colder sampling; and a warmer one before one that does not hold."""
+    model, tree = engine(), TreeConfig(16, 5, 8)
+    rules = a_calibration(model)
+    slow, fast = (
+        replace(
+            rules,
+            tree=one,
+            thresholds=(replace(rules.thresholds[0], mode="swap", price=2.0, tau_ratio=ratio),),
+        )
+        for one, ratio in ((tree, 1.1), (TreeConfig(20, 5, 8), 1.2))
+    )
+    find = partial(find_calibration, models=model.identity(), sampling=WARM, device="cpu", tree=tree)
+    free = AutoThreshold()
+    assert find([rules, slow, fast], wanted=AutoThreshold(price=0.0)) is rules
+    assert find([rules, slow, fast], wanted=free) is fast and find([rules, slow], wanted=free) is slow
+    hot, cold = (replace(fast, sampling=one) for one in (SamplingConfig(1.0), SamplingConfig(0.6, 20, 0.9)))
+    small = plans_of(rules, 2.0)
+    assert find([cold, small, hot], wanted=free) is hot and find([cold, small], wanted=free) is small
+    greedy = replace(fast, sampling=SamplingConfig())
+    assert find([greedy, small], sampling=SamplingConfig(), wanted=free) is greedy
 
 
 def test_a_budget_takes_lossless_text_where_that_is_fastest(tmp_path: Path) -> None:
