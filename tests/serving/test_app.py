@@ -362,7 +362,7 @@ def test_logprobs_are_those_of_the_engine_whole_and_streamed(client: TestClient,
         ({"threshold": "high"}, "threshold", "invalid_value"),
         ({"threshold": 0.1, "divergence": "kl"}, "divergence", "invalid_value"),
         ({"rule": "nonsense"}, "rule", "invalid_value"),
-        ({"quality_budget": 0.1}, "threshold", "invalid_value"),
+        ({"quality_budget": 0.1}, "quality_budget", "invalid_value"),
     ],
 )
 def test_a_bad_request_is_refused_by_the_name_of_the_field(
