@@ -454,7 +454,10 @@ def test_a_budget_holds_for_the_tree_of_the_text(
             (one, [small_plan, large_plan], larger_plan)
             for one in (large, TreeConfig(8, 4, 3), TreeConfig(8, 3, 4))
         ),
-        *((one, [found], rule) for one in (None, TREE, TreeConfig(8, 2, 4), TreeConfig(30, 5, 4))),
+        *(
+            (one, [found], rule)
+            for one in (None, TREE, TreeConfig(1), TreeConfig(8, 2, 4), TreeConfig(30, 5, 4))
+        ),
         (TreeConfig(30, 5, 4), [small_plan, large_plan, found], rule),  # whose plans are smaller
         (TreeConfig(4, 3, 2), [small_plan, found], plan),
     ):
