@@ -5,7 +5,7 @@
 #   make test-oldest  the quick tests with the oldest versions that setup.py allows, in an environment of their own
 #   make check   make lint (ruff), make types (mypy), then make test
 #   make frontier  quality against speed, in small: LIMIT samples of IFEval under 19 acceptance rules at three temperatures,
-#                then runs/frontier/report: 7 to 16 minutes on two cores, Python 3.11 or newer. Goes on where it
+#                then runs/frontier/report: six minutes on two cores, Python 3.11 or newer. Goes on where it
 #                was. EAGLE_FSD_DATA names a folder with ifeval.jsonl, else it comes from the Hub
 #   make gpu-check  what only a GPU can show, in some minutes, with PYTHON's own torch and transformers: no set-up;
 #                GPU_CHECK="--output runs/gpu_check.json --target FOLDER" are its arguments (eval/gpu_check.py --help)
@@ -44,7 +44,7 @@ serve: $(READY)
 
 frontier: $(EVAL_READY)
 	$(BIN)/python eval/sweep.py --tasks ifeval --grid quick --sampling 0 0.6/50/0.9 1 --limit $(LIMIT) --max-new-tokens 64 --batch-size 8 \
-	    --output runs/frontier/rows.jsonl
+	    --weight-format packed --output runs/frontier/rows.jsonl
 	$(BIN)/python eval/report.py --rows runs/frontier/rows.jsonl --output runs/frontier/report
 
 gpu-check:
