@@ -77,7 +77,8 @@ class CalibratedThreshold:
         """Return whether it moves about as much with a tree as with the one that was measured, or less."""
         if self.price or tree.total_tokens == 1:
             return measured.holds(tree)
-        return tree.total_tokens >= measured.total_tokens and tree.top_k >= measured.top_k
+        more = tree.total_tokens > measured.total_tokens and tree.top_k >= measured.top_k
+        return tree.holds(measured) or more
 
     def speed(self) -> tuple[float, float, float]:
         """Return how fast it is, as a key to sort by."""
@@ -181,9 +182,9 @@ def find_calibration(
 
     device: one of DEVICES. A calibration for this kind comes before one for the other, unless only the other
     has rules of the kind that is wanted. Greedy text has only its own. tree: of the text, whatever the
-    device: the calibration with the fastest rule that holds for it is taken. None: the text takes the
-    calibration's. Raises TooWarm if there is none so warm, and ValueError if there is none of these models at
-    all, or none of greedy text.
+    device: of the calibrations that have a rule for it inside the budget, the one with the nearest tree is
+    taken. None: the text takes the calibration's. Raises TooWarm if there is none so warm, and ValueError if
+    there is none of these models at all, or none of greedy text.
     """
 
     def order(one: Calibration) -> tuple[float, ...]:
@@ -191,9 +192,12 @@ def find_calibration(
         warmth = one.sampling != sampling, one.sampling.temperature, one.sampling.top_p
         if tree is None:
             return *warmth, not fitting, one.device != device
+        # How fast rules are was measured on trees of their own, so that of two trees the nearer one is taken.
         budget = math.inf if wanted is None else wanted.quality_budget
-        fastest = max((each.tau_ratio for each in fitting if each.bound <= budget), default=0.0)
-        return not fitting, *warmth, -fastest, one.device != device
+        inside = [each for each in fitting if each.bound <= budget]
+        plans = any(each.price for each in inside)
+        near = one.tree != tree, not plans, abs(one.tree.total_tokens - tree.total_tokens)
+        return not inside, not fitting, *warmth, *near, one.device != device
 
     mine = [one for one in calibrations if one.is_for(models)]
     if not mine:

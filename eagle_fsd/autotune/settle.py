@@ -91,7 +91,9 @@ class Settler:
         if isinstance(tree, AutoTree):
             setting = (sampling, len(prompts), prompts.context, prompts.rows[:4])
             tree = self.choose_tree(tree, rule, *setting).tree
-            if isinstance(options.rule, AutoThreshold) and calibrated is not None:
+            plans = isinstance(rule, Fuzzy) and rule.price > 0
+            if calibrated is not None and not (plans and calibrated.holds(tree)):
+                assert isinstance(options.rule, AutoThreshold)
                 rule, _ = self.within_budget(options.rule, sampling, tree)
         self.check_tree(tree, prompts.lengths)
         return rule, tree
@@ -170,10 +172,10 @@ class Settler:
             )
         known, device = read_calibrations(self.folder / FILE), device_kind(self.target.device.type)
         found = find_calibration(known, self.identity(), sampling, device, wanted, tree)
-        if tree is not None and not found.fitting(wanted, tree):
+        if tree is not None and found.fitting(wanted, None) and not found.fitting(wanted, tree):
             logger.warning(
-                "the quality budget was measured with trees of %s: with %s a text may change more; leave the "
-                "tree's size out, or measure it with eval/calibrate.py --tree %s",
+                "the quality budget was measured with trees of %s: with %s a text may change more; take that "
+                "tree, or measure this one with eval/calibrate.py --tree %s",
                 *(found.tree, tree, tree),
             )
         if found.sampling != sampling:

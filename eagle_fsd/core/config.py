@@ -58,7 +58,8 @@ class TreeConfig:
         if self.total_tokens > 1 + self.candidates:
             raise ValueError(
                 f"total_tokens is {self.total_tokens}: a tree of depth {self.depth} and tree top_k "
-                f"{self.top_k} has at most {1 + self.candidates} nodes; lower it, or raise depth or top_k"
+                f"{self.top_k} has at most {1 + self.candidates} nodes; lower it, or raise the tree's depth "
+                "or top_k"
             )
 
     @classmethod

@@ -181,6 +181,8 @@ def load_pair(
         target = settle(plan, shapes_of(held), on_torch, on_openvino)
     else:
         target = on_torch() if plan.runtime == TORCH else on_openvino()
+    if target.runtime is not None:
+        log_sizes()
     if attn_implementation is not None and target.runtime is not None:
         logger.warning(
             "attn_implementation is %r: it has no effect on a target that OpenVINO computes, which has an "
@@ -229,9 +231,7 @@ def compile_target(
     own = None
     if source.gguf_file is not None and weight_format in OWN_BLOCKS:
         own = GGUFBlocks(source.folder / source.gguf_file)
-    target = TargetModel(model, runtime=OpenVINO(weight_format, own), pages=pages)
-    log_sizes()
-    return target
+    return TargetModel(model, runtime=OpenVINO(weight_format, own), pages=pages)
 
 
 # -- draft models ----------------------------------------
@@ -311,7 +311,8 @@ def runtime_for_head_dtype(runtime: str, weight_format: str | None, dtype: torch
             f"{asked} with head_dtype {name!r}: only the runtime torch with plain weights computes a head in "
             "another dtype than float32; use runtime torch (--runtime torch), or leave head_dtype out"
         )
-    logger.info("runtime torch: OpenVINO computes no head in %s", name)
+    if runtime == AUTO:
+        logger.info("runtime torch: OpenVINO computes no head in %s", name)
     return TORCH
 
 

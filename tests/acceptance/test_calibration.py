@@ -50,6 +50,7 @@ from eagle_fsd.evaluation.measure.threshold_search import (
 )
 from eagle_fsd.evaluation.rows import read_rows
 from eagle_fsd.evaluation.tasks import Sample, Task
+from eagle_fsd.hub.resolve import shipped_head
 from eagle_fsd.target.model import TargetModel
 
 WARM = SamplingConfig(0.9, 20, 0.95)
@@ -456,7 +457,7 @@ def test_a_budget_holds_for_the_tree_of_the_text(
         ),
         *(
             (one, [found], rule)
-            for one in (None, TREE, TreeConfig(1), TreeConfig(8, 2, 4), TreeConfig(30, 5, 4))
+            for one in (None, TREE, TreeConfig(1), TreeConfig(9, 2, 8), TreeConfig(30, 5, 4))
         ),
         (TreeConfig(30, 5, 4), [small_plan, large_plan, found], rule),  # whose plans are smaller
         (TreeConfig(4, 3, 2), [small_plan, found], plan),
@@ -465,6 +466,7 @@ def test_a_budget_holds_for_the_tree_of_the_text(
     for tree, known, taken in (
         (TreeConfig(30, 5, 4), [small_plan], plan),
         (TreeConfig(8, 3, 2), [found], rule),
+        (TreeConfig(8, 2, 4), [found], rule),
         (TreeConfig(7, 3, 3), [found], rule),
     ):
         assert rule_with(tree, *known) == taken and warned in caplog.text
@@ -477,27 +479,46 @@ def test_a_budget_holds_for_the_tree_of_the_text(
     assert rule_with(AutoTree(depth=5), small_plan, large_plan) == larger_plan and warned not in caplog.text
 
 
-def test_a_tree_takes_the_fastest_rule_that_holds_for_it() -> None:
-    """Not of another kind, nor of a colder sampling; and a warmer one before one that does not hold."""
+def test_a_tree_takes_the_rule_with_the_nearest_tree() -> None:
+    """Not one of another kind or a colder sampling, nor one whose gain on a larger tree is larger."""
     model, tree = engine(), TreeConfig(16, 5, 8)
     rules = a_calibration(model)
-    slow, fast = (
+    exact, large, larger = (
         replace(
             rules,
-            tree=one,
+            tree=size,
             thresholds=(replace(rules.thresholds[0], mode="swap", price=2.0, tau_ratio=ratio),),
         )
-        for one, ratio in ((tree, 1.1), (TreeConfig(20, 5, 8), 1.2))
+        for size, ratio in ((tree, 1.1), (TreeConfig(20, 5, 8), 1.2), (TreeConfig(60, 6, 10), 1.3))
     )
     find = partial(find_calibration, models=model.identity(), sampling=WARM, device="cpu", tree=tree)
     free = AutoThreshold()
-    assert find([rules, slow, fast], wanted=AutoThreshold(price=0.0)) is rules
-    assert find([rules, slow, fast], wanted=free) is fast and find([rules, slow], wanted=free) is slow
-    hot, cold = (replace(fast, sampling=one) for one in (SamplingConfig(1.0), SamplingConfig(0.6, 20, 0.9)))
+    assert find([rules, larger, large, exact], wanted=free) is exact
+    assert find([rules, larger, large], wanted=free) is large
+    assert find([rules, larger, large], wanted=AutoThreshold(price=0.0)) is rules
+    hot, cold = (replace(large, sampling=one) for one in (SamplingConfig(1.0), SamplingConfig(0.6, 20, 0.9)))
     small = plans_of(rules, 2.0)
     assert find([cold, small, hot], wanted=free) is hot and find([cold, small], wanted=free) is small
-    greedy = replace(fast, sampling=SamplingConfig())
+    bold = replace(large, thresholds=(replace(large.thresholds[0], bound=0.5),))
+    assert find([bold, hot], wanted=free) is hot and find([bold, small], wanted=free) is bold
+    greedy = replace(large, sampling=SamplingConfig())
     assert find([greedy, small], sampling=SamplingConfig(), wanted=free) is greedy
+
+
+SHIPPED = read_calibrations(shipped_head("smollm2-135m") / FILE)
+
+
+@pytest.mark.parametrize(
+    "one", SHIPPED, ids=lambda one: f"{one.sampling.temperature}-{one.tree}-{one.device}"
+)
+def test_a_named_tree_takes_what_was_calibrated_with_it(one: Calibration) -> None:
+    """Whatever other trees the shipped head has: the chat and the server name the calibration's own."""
+    for budget in (0.02, 0.05):
+        for kind in ({}, {"price": 0.0}):
+            wanted = AutoThreshold(budget, **kind)
+            if any(each.bound <= budget for each in one.fitting(wanted, None)):
+                found = find_calibration(SHIPPED, one.models, one.sampling, "cpu", wanted, one.tree)
+                assert found.for_tree(wanted, one.tree).find(wanted) == one.find(wanted)
 
 
 def test_a_budget_takes_lossless_text_where_that_is_fastest(tmp_path: Path) -> None:

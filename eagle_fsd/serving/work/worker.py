@@ -212,9 +212,9 @@ class Worker:
         job.stats = GenerationStats()
         text = Text(self._number, job.limit, job.terms, job.stats, job.prompt, job.stream)
         text.top_logprobs = job.top_logprobs
-        if job.stopping is not None:
-            text.stopper = make_stopper(job.written.tokenizer, *job.stopping)
         try:
+            if job.stopping is not None:
+                text.stopper = make_stopper(job.written.tokenizer, *job.stopping)
             self._scheduler.admit(text)
             self._leader.admit(text, job.stopping)
         except ValueError as error:  # the prompt; whoever submits it checks that too
