@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,7 +66,7 @@ def plain_rows(input_ids: object) -> list[object]:
     """
     if not isinstance(input_ids, list | tuple):
         return []
-    return [row.tolist() if isinstance(row, Tensor | np.ndarray) else row for row in input_ids]
+    return [row.tolist() if hasattr(row, "tolist") else row for row in input_ids]
 
 
 def as_mask(attention_mask: object, device: torch.device | None = None) -> Tensor:

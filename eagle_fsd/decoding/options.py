@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,7 +126,7 @@ class GenerationOptions:
             require_integer("min_new_tokens", self.min_new_tokens, 0, remedy, self.max_new_tokens)
         if self.logprobs is not None:
             require_integer("logprobs", self.logprobs, 0, "None returns none", MOST_LOGPROBS)
-        if not isinstance(self.do_sample, bool | np.bool_ | None):
+        if self.do_sample not in (None, True, False):
             raise ValueError(
                 f"do_sample is {format_value(self.do_sample)}: it must be True or False; leave it out to let "
                 "the temperature say it"
