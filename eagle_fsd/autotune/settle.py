@@ -92,8 +92,8 @@ class Settler:
             setting = (sampling, len(prompts), prompts.context, prompts.rows[:4])
             tree = self.choose_tree(tree, rule, *setting).tree
             plans = isinstance(rule, Fuzzy) and rule.price > 0
-            if calibrated is not None and not (plans and calibrated.holds(tree)):
-                assert isinstance(options.rule, AutoThreshold)
+            holds = calibrated is None or (plans and calibrated.holds(tree))
+            if isinstance(options.rule, AutoThreshold) and not holds:
                 rule, _ = self.within_budget(options.rule, sampling, tree)
         self.check_tree(tree, prompts.lengths)
         return rule, tree

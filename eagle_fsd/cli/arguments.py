@@ -221,29 +221,24 @@ def generation_options(args: argparse.Namespace) -> GenerationOptions:
     from eagle_fsd.decoding.options import GenerationOptions
 
     with in_words_of_flags(args):
-        options = options_of(args, GenerationOptions)
+        require_drafter(args)
+        options = GenerationOptions(
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=None if args.seed is None else [parse_stream(args.seed)],
+            tree=make_tree(args),
+            rule=make_rule(args),
+            logprobs=getattr(args, "logprobs", None),
+            num_return_sequences=getattr(args, "num_return_sequences", 1),
+            **processing_options(args),
+        )
         if (form := options.form) is not None:
             from eagle_fsd.text.grammar import require_form
 
             require_form(form)
     return options
-
-
-def options_of(args: argparse.Namespace, kind: type[GenerationOptions]) -> GenerationOptions:
-    """Return the options that the flags set. kind: their class, which imports torch."""
-    require_drafter(args)
-    return kind(
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=None if args.seed is None else [parse_stream(args.seed)],
-        tree=make_tree(args),
-        rule=make_rule(args),
-        logprobs=getattr(args, "logprobs", None),
-        num_return_sequences=getattr(args, "num_return_sequences", 1),
-        **processing_options(args),
-    )
 
 
 def require_drafter(args: argparse.Namespace) -> None:

@@ -126,6 +126,8 @@ def keep(graph: Any, folder: Path) -> None:
 
 def log_sizes() -> None:
     """Log where the graphs that this process uses are kept, and how large they are once compiled."""
+    if not logger.isEnabledFor(logging.INFO):  # all files are looked at for it
+        return
     root = root_folder()
     if mine := [one for one in _in_use if one.parent == root]:
         sizes = [sum(map(folder_size, some)) / 1e6 for some in (mine, folders())]
