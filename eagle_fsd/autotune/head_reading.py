@@ -16,6 +16,7 @@ from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle3.readings import reading_losses, settle_reading, shown_losses
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
+from eagle_fsd.target.taps import joined, plain_tapped_decoder
 from eagle_fsd.text.chat import encode_as_trained
 
 if TYPE_CHECKING:
@@ -45,13 +46,23 @@ def settle_head(head: Eagle3Head, target: TargetModel, tokenizer: PreTrainedToke
         return
     tokens = torch.tensor(text, device=target.device)
 
-    def features(taps: tuple[int, ...]) -> Tensor:
-        return TargetSession(target, 1, len(text), taps).prefill(tokens[None], [len(text)])[0]
-
-    losses = reading_losses(head, target, tokens, features)
+    losses = reading_losses(head, target, tokens, lambda taps: states_of(target, tokens, taps))
     settled = settle_reading(head, losses)
     target.ranks.check_alike("the reading of a head", head.config.reading)
     logger.info("%s", shown_losses(losses, settled))
+
+
+def states_of(target: TargetModel, tokens: Tensor, taps: tuple[int, ...]) -> Tensor:
+    """Return the states [n, D] of a text [n] that a head with these taps reads.
+
+    Taps come from Hugging Face's own forward: a runtime's graphs show only those of the head they are made
+    for.
+    """
+    if not taps:
+        return TargetSession(target, 1, len(tokens)).prefill(tokens[None], [len(tokens)])[0]
+    decoder = plain_tapped_decoder(target.decoder, target.config.num_hidden_layers, taps)
+    _, found = decoder(input_ids=tokens[None].to(target.input_device), use_cache=False)
+    return joined(found, target.device)[0]
 
 
 def own_text(target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

@@ -246,11 +246,7 @@ def head_graph(head: DraftHead, runtime: OpenVINO, kept: bool = True) -> Network
 
     kept: on disk, for the next process. Raises ValueError unless the head is in float32.
     """
-    if (dtype := head.fc.weight.dtype) != torch.float32:
-        raise ValueError(
-            f"the head is in {str(dtype).removeprefix('torch.')} and the target's runtime is {runtime.name}: "
-            "its graphs take a head in float32; leave head_dtype out, or use runtime torch (--runtime torch)"
-        )
+    require_float32(head.fc.weight.dtype, runtime)
 
     def work(
         inputs: Sequence[Tensor], masks: Sequence[Tensor], blocks: Sequence[tuple[Tensor, Tensor]]
@@ -266,6 +262,15 @@ def head_graph(head: DraftHead, runtime: OpenVINO, kept: bool = True) -> Network
     rows = torch.zeros(1, 3, head.config.hidden_size)
     layout = Layout((rows, rows, torch.arange(3)[None]), 1, cache_members(head))
     return runtime.network("head", head, work, layout, asdict(head.config), kept)
+
+
+def require_float32(dtype: torch.dtype, runtime: OpenVINO) -> None:
+    """Raise ValueError unless a head is in the dtype that graphs take."""
+    if dtype != torch.float32:
+        raise ValueError(
+            f"the head is in {str(dtype).removeprefix('torch.')} and the target's runtime is {runtime.name}: "
+            "its graphs take a head in float32; leave head_dtype out, or use runtime torch (--runtime torch)"
+        )
 
 
 def pair_prompts(seen: Seen) -> tuple[Tensor, Tensor, list[int]]:

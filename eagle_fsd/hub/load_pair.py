@@ -21,7 +21,6 @@ from eagle_fsd.drafting.drafter import NO_HEAD, DrafterSpec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.choose_runtime import AUTO, OPENVINO, TORCH, plan_runtime, settle
-from eagle_fsd.hub.eagle3_checkpoint import is_eagle3
 from eagle_fsd.hub.kept.second_start import SecondStart
 from eagle_fsd.hub.resolve import (
     is_shipped_head,
@@ -136,9 +135,7 @@ def load_pair(
     head_source = None
     if ea_model != NO_HEAD:
         head_source = ranks.together(lambda: resolve_head(ea_model, base_model), first=True)
-    if head_source is not None and is_eagle3(head_source.file, head_source.name):
-        runtime = runtime_for_taps(runtime, weight_format, head_source.name)
-    elif head_source is not None and head_dtype not in (None, torch.float32):
+    if head_source is not None and head_dtype not in (None, torch.float32):
         runtime = runtime_for_head_dtype(runtime, weight_format, head_dtype)
     find = functools.partial(resolve_target, trust_remote_code=trust_remote_code)
     source = ranks.together(functools.partial(find, base_model), first=True)
@@ -288,16 +285,6 @@ def errors_of_draft_model() -> Iterator[None]:
 
 
 # -- heads ----------------------------------------
-
-
-def runtime_for_taps(runtime: str, weight_format: str | None, name: str) -> str:
-    """Return the runtime that shows a target's layers: torch. Raises ValueError if another is asked for."""
-    if (asked := asks_for_openvino(runtime, weight_format)) is not None:
-        raise ValueError(
-            f"{asked} with the EAGLE-3 head {name!r}: it reads the target's layers, which only the runtime "
-            "torch with plain weights shows; use runtime torch (--runtime torch), or an EAGLE-1/2 head"
-        )
-    return TORCH
 
 
 def runtime_for_head_dtype(runtime: str, weight_format: str | None, dtype: torch.dtype) -> str:

@@ -29,6 +29,7 @@ from eagle_fsd.target.architecture import FULL
 from eagle_fsd.target.hf_attention import private_copy, use_attention
 from eagle_fsd.target.kept.kept_model import KeptModel
 from eagle_fsd.target.kept.outline import KeptGraphs
+from eagle_fsd.target.taps import TappedDecoder
 from eagle_fsd.version import __version__
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ def blockwise_attention_forward(
 class GraphDecoder:
     """A target's decoder and lm_head as graphs.
 
-    embeddings: the model's own layer. kinds: of masks, in order. weight_bytes: of both graphs.
+    embeddings: the model's own layer. kinds: of masks, in order. weight_bytes: of both graphs. taps: those
+    that the decoder's graph shows, ascending; see target.taps.
     """
 
     def __init__(
@@ -130,15 +132,17 @@ class GraphDecoder:
         lm_head: Product,
         runtime: OpenVINO,
         weight_bytes: int,
+        taps: Sequence[int] = (),
     ) -> None:
         self.embeddings, self.kinds, self.runtime = embeddings, list(kinds), runtime
+        self.taps = tuple(taps)
         self.paged, self.members = decoder.layout.paged, decoder.layout.members
         self._decoder, self._lm_head, self.weight_bytes = decoder, lm_head, weight_bytes
 
     def kept(self, window: int) -> KeptGraphs | None:
-        """Return where these graphs are kept; None if they are not, or were not admitted here."""
+        """Return where these graphs are kept; None if they are not, were not admitted here, or show taps."""
         folders = [one.variants.folder for one in (self._decoder, self._lm_head)]
-        if None in folders or not self.was_admitted():
+        if None in folders or self.taps or not self.was_admitted():
             return None
         names = [folder.name for folder in folders if folder is not None]
         return KeptGraphs(*names, self.kinds, self.members, self.paged, window)
@@ -168,9 +172,28 @@ class GraphDecoder:
         self, tokens: Tensor, positions: Tensor, visible: Mapping[str, Tensor], cache: KVCache
     ) -> Tensor:
         """Return post-norm hidden states [B, q, d]. visible: by kind of layer, [B, q, S] bool."""
+        return self._states(tokens, positions, visible, cache)[0]
+
+    def tapped_features(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Mapping[str, Tensor],
+        cache: KVCache,
+        taps: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `features` returns and these taps, which the graph shows, side by side."""
+        last, *shown = self._states(tokens, positions, visible, cache)
+        return last, torch.cat([shown[self.taps.index(tap)] for tap in taps], dim=-1)
+
+    def _states(
+        self, tokens: Tensor, positions: Tensor, visible: Mapping[str, Tensor], cache: KVCache
+    ) -> tuple[Tensor, ...]:
+        """Return the states after the last norm and at each tap that the graph shows, [B, q, d] each."""
         assert isinstance(cache, BlockCache)
         inputs = (self.embeddings(tokens), positions)
-        return self._decoder(inputs, [visible[kind] for kind in self.kinds], cache)
+        output = self._decoder(inputs, [visible[kind] for kind in self.kinds], cache)
+        return output.chunk(1 + len(self.taps), dim=-1)
 
     def logits(self, features: Tensor) -> Tensor:
         """Return the lm_head's output [..., V] float32."""
@@ -183,36 +206,44 @@ def trace_graphs(
     layers: Mapping[int, tuple[Tensor, Tensor]],
     runtime: OpenVINO,
     paged: bool = False,
+    taps: Sequence[int] = (),
 ) -> GraphDecoder:
     """Return a model's graphs in the runtime's weight format.
 
     kinds: of its layers' masks, in order. layers: each layer's keys and values in a cache, by its number.
-    paged: attend over pages; see may_page. Raises ValueError if the model cannot be traced.
+    paged: attend over pages; see may_page. taps: those to show; see target.taps. Raises ValueError if the
+    model cannot be traced, or has no such taps.
     """
     kinds, numbers = list(kinds), sorted(layers)
     members = [(tensor.shape[1], tensor.shape[3]) for number in numbers for tensor in layers[number]]
     decoder = private_copy(model.get_decoder())
     use_attention(decoder, BLOCKWISE, blockwise_attention_forward)
+    taps = sorted(set(taps))
+    tapped = TappedDecoder(decoder, decoder.config.num_hidden_layers, taps) if taps else None
 
     def work(
         inputs: Sequence[Tensor], seen: Sequence[Tensor], members: Sequence[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         cache = TracedCache(members, numbers, seen if paged else None)
         masks = [no_mask(inputs[0])] if paged else seen
+        given = {
+            "inputs_embeds": inputs[0],
+            "position_ids": inputs[1],
+            "attention_mask": dict(zip(kinds, masks, strict=True)) if len(masks) > 1 else masks[0],
+            "past_key_values": cache,
+            "use_cache": True,
+        }
         token = _tracing.set(cache)
         try:
-            output = decoder(
-                inputs_embeds=inputs[0],
-                position_ids=inputs[1],
-                attention_mask=dict(zip(kinds, masks, strict=True)) if len(masks) > 1 else masks[0],
-                past_key_values=cache,
-                use_cache=True,
-            )
+            output, shown = (decoder(**given), []) if tapped is None else tapped(**given)
         finally:
             _tracing.reset(token)
         if missed := set(numbers) - cache.attended:
             raise NotImplementedError(f"layer {min(missed)} has an attention of its own")
-        return output.last_hidden_state, [cache.new[number] for number in numbers]
+        states = output.last_hidden_state
+        if shown:
+            states = torch.cat((states, *shown), dim=-1)
+        return states, [cache.new[number] for number in numbers]
 
     embeddings, head, before = (
         model.get_input_embeddings(),
@@ -221,7 +252,7 @@ def trace_graphs(
     )
     layout = layout_of(embeddings, kinds, members, paged)
     try:
-        made_of = [CONVERTER, decoder.config.to_json_string(use_diff=False), kinds]
+        made_of = [CONVERTER, decoder.config.to_json_string(use_diff=False), kinds, *([taps] if taps else [])]
         network = runtime.network("decoder", decoder, work, layout, made_of)
         product = runtime.product("lm_head", head.weight, head.bias)
     except Exception as error:  # the tracer's errors have no common base
@@ -229,7 +260,8 @@ def trace_graphs(
             f"target is a {model.config.model_type!r} model, which cannot be converted for OpenVINO "
             f"({one_line(error, 200)}): it must be traceable, with Hugging Face's attention; {REMEDY}"
         ) from error
-    return GraphDecoder(embeddings, kinds, network, product, runtime, runtime.weight_bytes - before)
+    size = runtime.weight_bytes - before
+    return GraphDecoder(embeddings, kinds, network, product, runtime, size, taps)
 
 
 def read_graphs(model: KeptModel, runtime: OpenVINO) -> GraphDecoder:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.tree import additive, within_window
 from eagle_fsd.files.fingerprints import target_identity
 from eagle_fsd.runtime.flash_attention import FlashPlan
@@ -20,7 +19,13 @@ from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.ranks import ALONE, Ranks, local_bytes, look_up
 from eagle_fsd.runtime.step_recorder import EAGER, FixedShapes, Stepper
-from eagle_fsd.target.admission import check_taps, check_tree_verification, flash_verifies
+from eagle_fsd.target.admission import (
+    check_taps,
+    check_tree_verification,
+    compute_with,
+    flash_verifies,
+    show_taps,
+)
 from eagle_fsd.target.architecture import (
     FULL,
     SLIDING,
@@ -33,7 +38,7 @@ from eagle_fsd.target.architecture import (
     own_defaults,
     report_defaults,
 )
-from eagle_fsd.target.graph_decoder import GraphDecoder, may_page, read_graphs, trace_graphs
+from eagle_fsd.target.graph_decoder import GraphDecoder, read_graphs
 from eagle_fsd.target.hf_attention import with_grouped_attention
 from eagle_fsd.target.kept.kept_model import KeptModel, whole
 from eagle_fsd.target.kept.outline import Outline, class_names, outline_of
@@ -95,11 +100,11 @@ class TargetModel:
 
     def _admit(self, runtime: OpenVINO | None, pages: bool) -> None:
         """Test the model, and let a runtime compute it. Raises ValueError if that cannot be."""
-        if runtime is None or self.kinds != {FULL}:  # else graphs are tested alone, in _run_on
+        if runtime is None or self.kinds != {FULL}:  # else graphs are tested alone
             check_tree_verification(self)  # which also finds out whether windows are real
         self.flash = flash_verifies(self)
         if runtime is not None:
-            self._run_on(runtime, pages)
+            compute_with(self, runtime, pages)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -238,11 +243,24 @@ class TargetModel:
         slot_positions: [B, S]. relation: [B, q, q] bool, which of the new tokens each one sees behind the
         committed slots; None: all slots up to its own.
         """
-        masks = self._masks(positions, visible, slot_positions)
         if self.graphs is not None:
+            masks = self._masks(positions, visible, slot_positions)
             return self.graphs.features(tokens, positions, masks, cache)
+        return self.torch_features(tokens, positions, visible, slot_positions, cache, relation)
+
+    def torch_features(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        slot_positions: Tensor,
+        cache: KVCache,
+        relation: Tensor | None = None,
+    ) -> Tensor:
+        """Return what `features` returns, computed by torch whatever the runtime is."""
         # A decoder that the user compiled keeps the attention that it was compiled with.
         compiled = self.decoder._compiled_call_impl is not None
+        masks = self._masks(positions, visible, slot_positions)
         inputs = self._inputs(tokens, positions, masks, cache, relation)
         output = (self.decoder if compiled else self._masked_decoder)(**inputs)
         return output.last_hidden_state.to(self.device)
@@ -261,21 +279,25 @@ class TargetModel:
 
         taps: see target.taps. `admit_taps` says whether they can be read.
         """
-        if taps not in self._tapped:  # of two threads, either's will do
-            self._tapped[taps] = TappedDecoder(self.decoder, self.config.num_hidden_layers, taps)
         masks = self._masks(positions, visible, slot_positions)
+        if self.graphs is not None:
+            return self.graphs.tapped_features(tokens, positions, masks, cache, taps)
+        if taps not in self._tapped:  # of two threads, either's will do
+            decoder = with_grouped_attention(self.decoder)
+            self._tapped[taps] = TappedDecoder(decoder, self.config.num_hidden_layers, taps)
         output, found = self._tapped[taps](**self._inputs(tokens, positions, masks, cache, relation))
         return output.last_hidden_state.to(self.device), joined(found, self.device)
 
     def admit_taps(self, taps: tuple[int, ...]) -> None:
-        """Raise ValueError unless taps can be read, and equal a plain forward's, in a tree as well."""
-        if self.graphs is not None and taps:
-            raise ValueError(
-                f"the target's runtime is {self.graphs.runtime.name}: a head that reads its layers needs "
-                "the runtime torch; use runtime torch (--runtime torch)"
-            )
-        if taps and taps not in self._tapped:
-            check_taps(self, taps)
+        """Raise ValueError unless taps can be read, and equal a plain forward's, in a tree as well.
+
+        Graphs without them give way to graphs that show them, and those that were shown before.
+        """
+        if self.graphs is None:
+            if taps and taps not in self._tapped:
+                check_taps(self, taps)
+        elif not set(taps) <= set(self.graphs.taps):
+            show_taps(self, self.graphs, taps)
 
     def _masks(self, positions: Tensor, visible: Tensor, slot_positions: Tensor) -> dict[str, Tensor]:
         """Return the mask [B, q, S] bool of each kind of layer."""
@@ -317,29 +339,6 @@ class TargetModel:
         """Prepare for many forwards over trees of this many nodes; again: the next process may, too."""
         if self.graphs is not None:
             self.graphs.expect(rows, nodes, again)
-
-    @torch.inference_mode()
-    def _run_on(self, runtime: OpenVINO, pages: bool) -> None:
-        """Let a runtime compute features and logits. Raises ValueError if it cannot run this model."""
-        cache = self.new_cache(1, 2)
-        cache.reserve(1)
-        token = torch.zeros(1, 1, dtype=torch.int64)
-        self.features(token, cache.place(1), torch.ones(1, 1, 1, dtype=torch.bool), token, cache)
-        self.stepper = FixedShapes()
-        kinds = sorted(self.kinds)
-        for paged in [True, False] if pages and may_page(kinds, runtime) else [False]:
-            before = runtime.weight_bytes
-            try:
-                self.graphs = trace_graphs(self.model, kinds, cache.layers, runtime, paged)
-                if not self.graphs.was_admitted():
-                    check_tree_verification(self)
-                    self.graphs.note_admission()
-                return
-            except ValueError as error:
-                if not paged:
-                    raise
-                logger.info("attention over pages is not used: %s", one_line(error, 200))
-                self.graphs, runtime.weight_bytes = None, before
 
     @torch.inference_mode()
     def _feature_device(self) -> torch.device:

@@ -4,7 +4,8 @@ Tap i, 1 <= i <= n, is the output of layer i - 1, which is what enters layer i: 
 `hidden_states`. The exception is the last entry: Hugging Face's is normed, and tap n is not.
 
 Hooks read them, in a private copy of the decoder that is made when taps are first asked for. So they cost
-nothing elsewhere, the user's model is never changed, and threads do not see each other's taps.
+nothing elsewhere, the user's model is never changed, and threads do not see each other's taps. Graphs are
+traced with such a copy; see graph_decoder.py.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle_fsd.target.hf_attention import private_copy, with_grouped_attention
+from eagle_fsd.target.hf_attention import private_copy
 
 _recording: ContextVar[dict[int, Tensor] | None] = ContextVar("taps", default=None)
 
 
 class TappedDecoder:
-    """A private copy of a decoder whose forwards also give some taps, in the order asked for.
+    """A decoder whose forwards also give some taps, in the order asked for.
 
-    plain: keep Hugging Face's attention instead of ours. Raises ValueError if a tap is not in 1..layers, or
-    if the decoder has no list of that many layers.
+    decoder: a private copy, which is changed; it has the attention that is to run. Raises ValueError if a tap
+    is not in 1..layers, or if the decoder has no list of that many layers.
     """
 
-    def __init__(self, decoder: nn.Module, layers: int, taps: Sequence[int], plain: bool = False) -> None:
+    def __init__(self, decoder: nn.Module, layers: int, taps: Sequence[int]) -> None:
         self.taps = tuple(taps)
         for tap in self.taps:
             if not 1 <= tap <= layers:
@@ -37,7 +38,7 @@ class TappedDecoder:
                     f"tap {tap} is asked for: taps of this target are 1 to {layers}, the outputs of its "
                     "layers; name others"
                 )
-        self.decoder = private_copy(decoder) if plain else with_grouped_attention(decoder)
+        self.decoder = decoder
         self.decoder._compiled_call_impl = None  # compiled code would not call the hooks
         stack = find_layers(self.decoder, layers)
         for tap in sorted(set(self.taps)):
@@ -86,6 +87,11 @@ def hooked_copy(layer: nn.Module, tap: int) -> nn.Module:
 
     mine.register_forward_hook(record)
     return mine
+
+
+def plain_tapped_decoder(decoder: nn.Module, layers: int, taps: Sequence[int]) -> TappedDecoder:
+    """Return a decoder that shows its taps with Hugging Face's own attention."""
+    return TappedDecoder(private_copy(decoder), layers, taps)
 
 
 def joined(taps: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -52,8 +52,8 @@ def test_from_pretrained_reads_measures_and_drafts(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"runtime": "openvino"}, "use runtime torch"),
-        ({"weight_format": "int8"}, "use runtime torch"),
+        ({"runtime": "openvino", "head_dtype": "bfloat16"}, "use runtime torch"),
+        ({"weight_format": "int8", "head_dtype": "bfloat16"}, "use runtime torch"),
         ({"full_vocabulary": True}, "knows 40 tokens and no others"),
         ({"head_taps": [1, 2]}, "the head reads 3"),
         ({"head_taps": [1, 2, 9]}, "between 1 and the target's number of layers"),
@@ -64,11 +64,31 @@ def test_what_such_a_head_cannot_do(folders: tuple[str, str], options: dict[str,
         EagleFSD.from_pretrained(*folders, **options)
 
 
-def test_the_runtime_that_is_left_open_becomes_torch(
+@pytest.mark.parametrize("weight_format", ["float32", "int8"])
+def test_openvino_computes_such_a_head_too(folders: tuple[str, str], weight_format: str) -> None:
+    """At a first start and at later ones, with the reading that is measured with torch."""
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    options = {"runtime": "openvino", "weight_format": weight_format}
+    wanted = EagleFSD.from_pretrained(*folders, runtime="torch")
+    reading = wanted.drafter.network.config.reading
+    prompt = prompts_of([6])
+    plain = EagleFSD.from_pretrained(folders[0], "none", **options)
+    text = plain.generate(prompt, max_new_tokens=12, tree=TreeConfig(1)).new_tokens
+    for _ in range(2):
+        model = EagleFSD.from_pretrained(*folders, **options)
+        assert model.runtime == "openvino" and model.drafter.network.config.reading == reading
+        assert model.target.graphs.taps == tuple(sorted(set(reading.taps)))
+        assert model.generate(prompt, max_new_tokens=12, tree=TREE).new_tokens == text
+    if weight_format == "float32":
+        assert text == wanted.generate(prompt, max_new_tokens=12, tree=TREE).new_tokens
+
+
+def test_the_runtime_that_is_left_open_may_be_openvino(
     folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")
     monkeypatch.setenv("EAGLE_FSD_RUNTIME", "openvino")
-    assert EagleFSD.from_pretrained(*folders).runtime == "torch"
+    assert EagleFSD.from_pretrained(*folders).runtime == "openvino"
 
 
 def test_the_measured_text_is_the_targets_greedy_one(monkeypatch: pytest.MonkeyPatch) -> None:

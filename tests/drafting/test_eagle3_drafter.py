@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting.eagle3.drafter import Eagle3Spec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.tree_growth import BeamDrafter
+from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.step_recorder import Graphs
 from eagle_fsd.target.model import TargetModel
 
@@ -43,8 +45,15 @@ def pad(rows: list[Pairs]) -> tuple[Tensor, Tensor, list[int]]:
     return features, tokens, counts
 
 
-def start_drafter(head: Eagle3Head, rows: list[Pairs]) -> BeamDrafter:
-    drafter = Eagle3Spec.for_target(head, TARGET).make(len(rows), 16, TREE)
+@cache
+def graph_target() -> TargetModel:
+    """Return a target like TARGET that OpenVINO computes."""
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    return TargetModel(tiny_model(), runtime=OpenVINO("float32"))
+
+
+def start_drafter(head: Eagle3Head, rows: list[Pairs], target: TargetModel = TARGET) -> BeamDrafter:
+    drafter = Eagle3Spec.for_target(head, target).make(len(rows), 16, TREE)
     feed(drafter, *pad(rows))
     return drafter
 
@@ -84,12 +93,37 @@ DRAFTED += ["window", "short training", "no taps", "logit_scale"]
 
 
 @pytest.mark.parametrize("name", DRAFTED)
-@torch.no_grad()
 def test_trees_carry_the_distributions_of_the_plain_recursion(name: str) -> None:
+    check_trees(eagle3_head(2, **HEADS[name]), TARGET)
+
+
+QUICK = ("norm_output", "target's lm_head", "window")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in HEADS]
+)
+def test_trees_carry_the_distributions_of_the_plain_recursion_on_openvino(name: str) -> None:
+    check_trees(eagle3_head(2, **HEADS[name]), graph_target())
+
+
+def test_trees_after_some_steps_on_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs are read two at a time, rows commit different counts, and trees are grown between."""
+    monkeypatch.setattr("eagle_fsd.runtime.kv_cache.WIDEST", 2)
+    check_trees(eagle3_head(2, windows=(0, 4), norm_output=True), graph_target(), steps=2)
+
+
+@torch.no_grad()
+def check_trees(head: Eagle3Head, target: TargetModel, steps: int = 0) -> None:
     """log q at every node with children, the best children of the root, and only drafted tokens."""
-    head = eagle3_head(2, **HEADS[name])
     rows = [random_pairs(head, count, count) for count in (11, 3, 1)]
-    tree = start_drafter(head, rows).draft(torch.stack([tokens[-1] for _, tokens in rows]), TREE)
+    drafter = start_drafter(head, rows, target)
+    for step in range(steps):
+        drafter.draft(torch.stack([tokens[-1] for _, tokens in rows]), TREE)
+        news = [random_pairs(head, 1 + (step + row) % 3, 90 + 9 * step + row) for row in range(3)]
+        drafter.root_states = drafter.predictor.commit_pairs(*pad(news))
+        rows = [(torch.cat((f, g)), torch.cat((t, u))) for (f, t), (g, u) in zip(rows, news, strict=True)]
+    tree = drafter.draft(torch.stack([tokens[-1] for _, tokens in rows]), TREE)
     drafted = torch.arange(VOCAB) if head.draft_tokens is None else head.draft_tokens
     for row, pairs in enumerate(rows):
         twin, paths = PlainEagle3(head, pairs), paths_of(tree, row)
@@ -149,6 +183,30 @@ def test_greedy_text_is_the_targets_own(name: str) -> None:
     assert found.texts == wanted
     for prompt, text in zip(prompts, wanted, strict=True):
         assert run_loop(model.target, [prompt], spec.make(1, 4, TREE), 16, tree=TREE).texts == [text]
+
+
+@pytest.mark.parametrize("name", ["plain", pytest.param("two layers", marks=pytest.mark.slow)])
+def test_greedy_text_is_the_targets_own_on_openvino(name: str) -> None:
+    """Alone, in a batch, and beside a head that reads other layers."""
+    prompts = [prompts_of([length], seed=length)[0] for length in (6, 1, 13)]
+    wanted = greedy_alone(tiny_model(), prompts, 16)
+    target = graph_target()
+    first = EagleFSD(target, eagle3_head(4, taps=(1, 1, 1))).generate(
+        prompts[:1], max_new_tokens=16, tree=TREE
+    )
+    model = EagleFSD(target, eagle3_head(4, **HEADS[name]))
+    assert model.drafter is not None and model.runtime == "openvino"
+    together = run_loop(target, prompts, model.drafter.make(3, 8, TREE), 16, tree=TREE)
+    torches = run_loop(TARGET, prompts, engine(name).drafter.make(3, 8, TREE), 16, tree=TREE)
+    assert first.new_tokens == wanted[:1] and together.texts == torches.texts == wanted
+    assert [row.exact_accepts for row in together.stats] == [row.exact_accepts for row in torches.stats]
+    for prompt, text in zip(prompts, wanted, strict=True):
+        assert model.generate([prompt], max_new_tokens=16, tree=TREE).new_tokens == [text]
+
+
+def test_a_head_in_another_dtype_is_refused_on_openvino() -> None:
+    with pytest.raises(ValueError, match="the head is in bfloat16 and the target's runtime is openvino"):
+        EagleFSD(graph_target(), eagle3_head(4), head_dtype=torch.bfloat16)
 
 
 def test_greedy_text_through_generate_with_padding_and_another_dtype() -> None:

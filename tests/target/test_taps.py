@@ -13,8 +13,12 @@ from transformers import PreTrainedModel
 
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.tree import DraftTree
+from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.target import admission
+from eagle_fsd.target.graph_decoder import GraphDecoder
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
+from eagle_fsd.target.taps import TappedDecoder
 
 LAYERS = 4
 TAPS = (1, 3, 4)
@@ -65,12 +69,31 @@ def tree_of(root: int, seed: int, nodes: int = 12, depth: int = 4) -> DraftTree:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
 def test_taps_of_a_prompt_and_of_a_tree(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every node's taps are those of a plain forward over its own path; a prompt is read in chunks of 4."""
     monkeypatch.setattr("eagle_fsd.runtime.kv_cache.WIDEST", 4)
     model = deep_model(family)
-    target = TargetModel(model)
+    check_taps(model, TargetModel(model))
+
+
+# Full attention, over pages; sliding windows with norms of q and k; soft-caps; learned positions.
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gemma2", "gpt2")]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", *SLOW])
+def test_taps_of_a_prompt_and_of_a_tree_on_openvino(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle_fsd.runtime.kv_cache.WIDEST", 4)
+    model = deep_model(family)
+    check_taps(model, graph_target(model))
+
+
+def graph_target(model: PreTrainedModel, weight_format: str = "float32") -> TargetModel:
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    return TargetModel(model, runtime=OpenVINO(weight_format))
+
+
+@torch.no_grad()
+def check_taps(model: PreTrainedModel, target: TargetModel) -> None:
+    """Every node's taps are those of a plain forward over its own path; a prompt is read in chunks of 4."""
     target.admit_taps(TAPS)
     text = prompts_of([11])[0]
     session = TargetSession(target, 1, 64, TAPS)
@@ -90,6 +113,52 @@ def test_taps_of_a_prompt_and_of_a_tree(family: str, monkeypatch: pytest.MonkeyP
     untapped = TargetSession(target, 1, 64)
     untapped.prefill(torch.tensor([text[:-1]]), [10])
     assert torch.equal(untapped.verify(tree)[0], logits)
+
+
+@torch.no_grad()
+def test_graphs_show_the_taps_of_every_head_that_asked() -> None:
+    """New taps join those that are shown, also while texts are under way; nothing is traced twice."""
+    model, (text,) = deep_model(), prompts_of([9])
+    target, plain = graph_target(model), TargetModel(model)
+    before = target.weight_bytes
+    session = TargetSession(target, 1, 64, (3, 1))
+    target.admit_taps((3, 1))
+    first, graphs = session.prefill(torch.tensor([text[:5]]), [5])[0], target.graphs
+    target.admit_taps((1, 3))
+    assert target.graphs is graphs and graphs.taps == (1, 3)
+    target.admit_taps((2,))
+    assert target.graphs.taps == (1, 2, 3) and graphs.runtime.weight_bytes == target.weight_bytes == before
+    second = session.prefill(torch.tensor([text[5:]]), [4])[0]
+    wanted = TargetSession(plain, 1, 64, (3, 1)).prefill(torch.tensor([text]), [9])[0]
+    torch.testing.assert_close(torch.cat((first, second)), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_graphs_that_cannot_show_taps_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = graph_target(deep_model(seed=77))
+    before = target.graphs
+    with pytest.raises(ValueError, match=f"taps of this target are 1 to {LAYERS}"):
+        target.admit_taps((1, LAYERS + 1))
+    plain, trace = TappedDecoder.__call__, admission.trace_graphs
+
+    def swapped(self: TappedDecoder, **inputs: object) -> tuple[object, list[Tensor]]:
+        output, taps = plain(self, **inputs)
+        return output, taps[::-1]
+
+    def trace_wrongly(*arguments: object) -> GraphDecoder:
+        with monkeypatch.context() as patch:
+            patch.setattr(TappedDecoder, "__call__", swapped)
+            return trace(*arguments)
+
+    monkeypatch.setattr(admission, "trace_graphs", trace_wrongly)
+    with pytest.raises(ValueError, match="differ from its plain forward's"):
+        target.admit_taps((1, 2))
+    assert target.graphs is before and before.runtime.weight_bytes == before.weight_bytes
+
+
+def test_rounded_graphs_show_taps_too() -> None:
+    target = graph_target(deep_model(), "int8")
+    target.admit_taps(TAPS)
+    assert target.graphs is not None and target.graphs.taps == TAPS
 
 
 @torch.no_grad()

@@ -20,12 +20,14 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import within_training, within_window
 from eagle_fsd.drafting.draft_vocabulary import OwnTokens
 from eagle_fsd.drafting.drafter import Needs, Seen
+from eagle_fsd.drafting.eagle3.graph import Eagle3Graph, cache_members
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import Verifier, commit_in_chunks, pair_prompts, require_equal
 from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter, level_positions, read_view, slots_per_row
 from eagle_fsd.files.fingerprints import digest_json, digest_weights
 from eagle_fsd.runtime.grouped_attention import grouped_attention
 from eagle_fsd.runtime.kv_cache import KVCache
+from eagle_fsd.runtime.openvino.block_cache import BlockCache
 from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 
 
@@ -36,10 +38,13 @@ class TappedVerifier(Verifier, Protocol):
 
 
 class Eagle3Vocabulary:
-    """Embeddings and logits for an EAGLE-3 head: its own, or the target's where its file has none."""
+    """Embeddings and logits for an EAGLE-3 head: its own, or the target's where its file has none.
 
-    def __init__(self, head: Eagle3Head, target: Verifier) -> None:
-        self.head, self.target = head, target
+    graph: computes the logits instead of torch.
+    """
+
+    def __init__(self, head: Eagle3Head, target: Verifier, graph: Eagle3Graph | None = None) -> None:
+        self.head, self.target, self.graph = head, target, graph
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [..., d] of tokens [...] of the whole vocabulary, unscaled."""
@@ -52,7 +57,9 @@ class Eagle3Vocabulary:
         The target's own scaling and soft-cap are not applied: the head was trained on their results.
         """
         hidden, lm_head = self.head.readout(states), self.head.lm_head
-        if lm_head is None:
+        if self.graph is not None:
+            logits = self.graph.lm_head(hidden)
+        elif lm_head is None:
             weight = next(self.target.lm_head.parameters())
             logits = self.target.lm_head(hidden.to(weight.device, weight.dtype)).to(states.device)
         else:
@@ -62,12 +69,16 @@ class Eagle3Vocabulary:
 
 @dataclass(frozen=True)
 class Eagle3Spec:
-    """A way to draft with one EAGLE-3 head. vocabulary: its embeddings and logits."""
+    """A way to draft with one EAGLE-3 head.
+
+    vocabulary: its embeddings and logits. graph: computes the head instead of torch.
+    """
 
     head: Eagle3Head
     vocabulary: Eagle3Vocabulary
     device: torch.device
     stepper: Stepper = EAGER
+    graph: Eagle3Graph | None = None
     name: str = "eagle3"
     sparse: ClassVar[bool] = False
     rests: ClassVar[bool] = False
@@ -80,13 +91,9 @@ class Eagle3Spec:
         Raises ValueError if the head is for another target, or the target's layers cannot be read.
         """
         require_fit(head, target)
-        if target.runtime is not None:
-            raise ValueError(
-                f"the target's runtime is {target.runtime.name}: an EAGLE-3 head reads the target's layers, "
-                "which only the runtime torch shows; use runtime torch (--runtime torch)"
-            )
         target.admit_taps(head.config.taps)
-        return cls(head, Eagle3Vocabulary(head, target), target.device, target.stepper)
+        graph = None if target.runtime is None else Eagle3Graph.of(head, target.lm_head, target.runtime)
+        return cls(head, Eagle3Vocabulary(head, target, graph), target.device, target.stepper, graph)
 
     @property
     def network(self) -> Eagle3Head:
@@ -103,8 +110,12 @@ class Eagle3Spec:
         return digest_json(weights, asdict(self.head.config))
 
     def make(self, batch: int, tokens: int, tree: TreeConfig) -> BeamDrafter:
-        cache = KVCache(batch, slots_per_row(tokens, tree), self.device, self.stepper.view)
-        predictor = Eagle3Predictor(self.head, self.vocabulary, cache, self.stepper)
+        slots = slots_per_row(tokens, tree)
+        if self.graph is None:
+            cache = KVCache(batch, slots, self.device, self.stepper.view)
+        else:
+            cache = BlockCache(batch, slots, cache_members(self.head))
+        predictor = Eagle3Predictor(self.head, self.vocabulary, cache, self.stepper, self.graph)
         return BeamDrafter(predictor, self.stepper)
 
 
@@ -116,9 +127,14 @@ class Eagle3Predictor:
     own = None
 
     def __init__(
-        self, head: Eagle3Head, vocabulary: Eagle3Vocabulary, cache: KVCache, stepper: Stepper = EAGER
+        self,
+        head: Eagle3Head,
+        vocabulary: Eagle3Vocabulary,
+        cache: KVCache,
+        stepper: Stepper = EAGER,
+        graph: Eagle3Graph | None = None,
     ) -> None:
-        self.head, self.vocabulary, self.cache = head, vocabulary, cache
+        self.head, self.vocabulary, self.cache, self.graph = head, vocabulary, cache, graph
         self.needs = Needs(features=True, taps=head.config.taps)
         self.drafted = head.draft_tokens
         self.width = head.config.hidden_size
@@ -144,7 +160,8 @@ class Eagle3Predictor:
         """Return the states [B, q, d] at pairs [B, q], `start` slots past the committed ones."""
         # Pair j is in slot j, at position j.
         slots, visible, slot_positions = read_view(self.cache, tokens.shape[1], start)
-        states = self.head.project(features.to(self.head.dtype))
+        fc = None if self.graph is None else self.graph.fc
+        states = self.head.project(features.to(self.head.dtype), fc)
         return self.forward(states, tokens, slots, visible, slot_positions)
 
     def log_q(self, states: Tensor, own: OwnTokens | None = None) -> Tensor:
@@ -173,6 +190,10 @@ class Eagle3Predictor:
             return grouped_attention(q, *self.cache.update(k, v, layer_idx=number), mask)
 
         embeddings = self.vocabulary.embed(tokens).to(states.device, states.dtype)
+        if self.graph is not None:
+            assert isinstance(self.cache, BlockCache)
+            in_order = [masks[window] for window in self.graph.windows]
+            return self.graph.layers((states, embeddings, positions), in_order, self.cache)
         return self.head(states, embeddings, positions, attend)
 
 

@@ -62,14 +62,17 @@ class Eagle3Head(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
 
-    def project(self, features: Tensor) -> Tensor:
-        """Return states [..., d] of what the target shows [..., taps * d_t]. Only true features come here."""
+    def project(self, features: Tensor, fc: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return states [..., d] of what the target shows [..., taps * d_t]. Only true features come here.
+
+        fc: computes the head's own fc instead of torch.
+        """
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
             taps = features.unflatten(-1, (len(self.fc_norm), -1)).unbind(-2)
             features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
-        return features if self.fc is None else self.fc(features)
+        return features if self.fc is None else (fc or self.fc)(features)
 
     def forward(self, states: Tensor, embeddings: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
         """Return the next states [B, n, d].

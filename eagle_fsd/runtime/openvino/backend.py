@@ -40,7 +40,7 @@ from eagle_fsd.runtime.openvino.weight_formats import (
 
 COPIES = 2**30  # bytes that the copies of a network's weights may take, unless two take more
 LARGE = 2**25  # bytes of weights from which compiling takes as long as many steps
-DRAFT = ("head", "draft_lm_head")  # the names of networks that only draft
+DRAFT = ("head", "head_fc", "draft_lm_head")  # the names of networks that only draft
 
 
 @dataclass

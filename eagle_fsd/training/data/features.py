@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.files.fingerprints import differences, digest_json
-from eagle_fsd.target.taps import TappedDecoder
+from eagle_fsd.target.taps import TappedDecoder, plain_tapped_decoder
 from eagle_fsd.training.data.examples import Example, batches_by_length
 from eagle_fsd.training.data.shards import MANIFEST, FeatureSequence, read_manifest, shard_path, write_shard
 
@@ -50,7 +50,7 @@ def compute_features(
 
 def tapped_decoder(base_model: nn.Module, taps: Sequence[int]) -> TappedDecoder | None:
     """Return a decoder that shows these taps; None if there are none. See target.taps."""
-    return TappedDecoder(base_model, base_model.config.num_hidden_layers, taps, plain=True) if taps else None
+    return plain_tapped_decoder(base_model, base_model.config.num_hidden_layers, taps) if taps else None
 
 
 class OnlineFeatures:

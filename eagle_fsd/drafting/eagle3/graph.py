@@ -1,0 +1,70 @@
+"""An EAGLE-3 head as graphs of OpenVINO: its projection, its layers and its lm_head.
+
+Shapes: B rows, n pairs, S slots in view, d hidden size, W drafted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_fsd.drafting.eagle3.head import Eagle3Head
+from eagle_fsd.drafting.eagle_drafter import require_float32
+from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.runtime.openvino.network import Layout, Network, Product
+from eagle_fsd.runtime.openvino.traced_attention import attend_blocks
+
+
+@dataclass(frozen=True)
+class Eagle3Graph:
+    """Computes a head instead of torch.
+
+    fc: takes features [..., taps * d_t] to states [..., d]; None if the head has none. layers: take states
+    and embeddings [B, n, d] and positions [B, n]. lm_head: takes normed states [..., d] to logits [..., W].
+    windows: those of the layers, each once, in the order of the layers' masks.
+    """
+
+    fc: Product | None
+    layers: Network
+    lm_head: Product
+    windows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, head: Eagle3Head, target_lm_head: Any, runtime: OpenVINO) -> Eagle3Graph:
+        """Compile a head. target_lm_head: stands in for its own if it has none.
+
+        Raises ValueError unless the head is in float32.
+        """
+        require_float32(head.dtype, runtime)
+        windows = tuple(dict.fromkeys(head.config.windows))
+
+        def work(
+            inputs: Sequence[Tensor], masks: Sequence[Tensor], blocks: Sequence[tuple[Tensor, Tensor]]
+        ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+            new = []
+
+            def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                new.append((k, v))
+                mask = masks[windows.index(head.config.windows[number])]
+                return attend_blocks(q, k, v, *blocks[number], mask, head.config.head_dim**-0.5)
+
+            return head(*inputs, attend), new
+
+        rows = torch.zeros(1, 3, head.config.hidden_size)
+        layout = Layout((rows, rows, torch.arange(3)[None]), len(windows), cache_members(head))
+        lm_head = target_lm_head if head.lm_head is None else head.lm_head
+        return cls(
+            None if head.fc is None else runtime.product("head_fc", head.fc.weight, head.fc.bias),
+            runtime.network("head", head, work, layout, asdict(head.config)),
+            runtime.product("draft_lm_head", lm_head.weight, lm_head.bias),
+            windows,
+        )
+
+
+def cache_members(head: Eagle3Head) -> list[tuple[int, int]]:
+    """Return the sizes of each layer's keys and values; see BlockCache."""
+    return [(head.config.num_key_value_heads, head.config.head_dim)] * (2 * len(head.config.windows))
