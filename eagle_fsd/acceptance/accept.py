@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eagle_fsd.core.checks import require_choice, require_integer
 from eagle_fsd.core.config import HYBRID, PAPER, SamplingConfig
-from eagle_fsd.core.long_rows import first_largest
+from eagle_fsd.core.long_rows import first_largest, logsumexp
 from eagle_fsd.core.padding import on_device
 from eagle_fsd.core.sampling import Warped
 from eagle_fsd.core.tree import DraftTree
@@ -136,7 +136,7 @@ class Verified:
     def log_p(self) -> Tensor:
         """Return raw log p [B, N] of every node's token at its parent."""
         # Only N entries are read, so one log-sum-exp is cheaper than a log_softmax over [B, N, V].
-        return self.at_token(self.logits) - self.at_parent(self.logits.logsumexp(-1))
+        return self.at_token(self.logits) - self.at_parent(logsumexp(self.logits)[..., 0])
 
     def gains(self) -> Tensor:
         """Return how many drafted tokens the target's draws are expected to accept below each node: [B, N].

@@ -38,7 +38,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from eagle_fsd.core.long_rows import topk
+from eagle_fsd.core.long_rows import logsumexp, topk
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
@@ -210,7 +210,7 @@ def _merge_rest(logits: Tensor, top: Tensor) -> Tensor:
 
     The log-sum-exp is exact however small the others are; 1 - sum would lose them to rounding.
     """
-    rest = logits.scatter(-1, top, -math.inf).logsumexp(-1, keepdim=True)
+    rest = logsumexp(logits.scatter(-1, top, -math.inf))
     return torch.cat((logits.gather(-1, top), rest), dim=-1)
 
 

@@ -1,8 +1,9 @@
-"""The largest entries of long rows, such as logits over a vocabulary.
+"""The largest entries of long rows, such as logits over a vocabulary, and the log of their sum.
 
 torch's argmax and topk read a row number by number. amax reads many numbers at once, so it comes first here:
-over parts of the row, and only the parts with the largest entries are read again. The results are torch's,
-but for the order of equal entries in `topk`.
+over parts of the row, and only the parts with the largest entries are read again. torch's logsumexp writes
+what lies between its passes to memory, which a part of a row does not leave the processor for. The results
+are torch's, but for the order of equal entries in `topk`, and the last bits of a sum.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 
 _BLOCK = 64  # numbers in a part
 _SHORT = 1024  # rows up to this length are not worth a second pass
+_SUMMED = 8192  # numbers of a row whose exponentials are summed at once
 
 
 def first_largest(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,3 +60,16 @@ def topk(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if whole < length:
         places = torch.where(found < height * k, places, found + (whole - height * k))
     return values, places
+
+
+def logsumexp(rows: Tensor) -> Tensor:
+    """Return the log of the sum of the exponentials of rows [..., V]: [..., 1]."""
+    length = rows.shape[-1]
+    if length <= _SUMMED or rows.device.type != "cpu" or rows.dtype.itemsize < 4:  # else it rounds
+        return rows.logsumexp(-1, keepdim=True)
+    largest = rows.amax(-1, keepdim=True)
+    shift = largest.masked_fill(largest.isinf(), 0.0)  # infinity less infinity would be NaN
+    total = torch.zeros_like(largest)
+    for start in range(0, length, _SUMMED):
+        total += (rows[..., start : start + _SUMMED] - shift).exp_().sum(-1, keepdim=True)
+    return total.log_().add_(shift)

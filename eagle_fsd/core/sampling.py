@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.core.devices import host_can_read
-from eagle_fsd.core.long_rows import first_largest, topk
+from eagle_fsd.core.long_rows import first_largest, logsumexp, topk
 
 _BLOCK = 256  # draw() looks for the block first, then inside it
 _SPARE = 14  # how many tokens after the top-k ones are looked at for ties with the last of them
@@ -179,7 +179,7 @@ def _few_of_top_p(scores: Tensor, budget: float) -> tuple[Tensor, Tensor] | None
     if scores.shape[-1] <= 4 * _HEAD:
         return None
     top, ids = topk(scores, _HEAD)
-    probs = (top - scores.logsumexp(-1, keepdim=True)).exp()
+    probs = (top - logsumexp(scores)).exp()
     below = (1.0 - probs.sum(-1, keepdim=True)).clamp_min(0.0)
     if not bool((below <= budget).all()):
         return None

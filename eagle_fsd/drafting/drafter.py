@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.long_rows import topk
+from eagle_fsd.core.long_rows import logsumexp, topk
 from eagle_fsd.core.randomness.noise import DraftNoise
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.runtime.kv_cache import SavedRow
@@ -47,7 +47,7 @@ class NextTokens:
     def from_logits(cls, logits: Tensor, count: int) -> NextTokens:
         """Return lists of `count` tokens from logits [B, X, V]."""
         values, ids = topk(logits, count)
-        return cls(ids, values - logits.logsumexp(-1, keepdim=True))
+        return cls(ids, values - logsumexp(logits))
 
 
 @dataclass(frozen=True)

@@ -199,10 +199,7 @@ class TargetModel:
         return outline_of(self.held, kept, target_identity("", self.held)["weights"], tokenizer)
 
     def without_generation_defaults(self) -> PreTrainedModel:
-        """Return the model for its own `generate`, without the defaults that its repository sets.
-
-        Whoever calls it says what applies. The caller's model is not changed.
-        """
+        """Return the model for its own `generate`, without its repository's defaults; it is not changed."""
         pad = next(iter(self.eos_token_ids), 0)
         self._same_modules.generation_config = GenerationConfig(
             eos_token_id=list(self.eos_token_ids) or None, pad_token_id=pad
@@ -219,10 +216,14 @@ class TargetModel:
 
         The draft's features go through the same function; lm_head alone would give another distribution.
         """
+        return self.transform_logits(self.raw_logits(features))
+
+    def raw_logits(self, features: Tensor) -> Tensor:
+        """Return the output [..., V] float32 of lm_head alone."""
         features = features.to(self.lm_head.weight.device, self.dtype)  # a head may draft in another dtype
         if self.graphs is not None:
-            return self.transform_logits(self.graphs.logits(features))
-        return self.transform_logits(self.lm_head(features).to(self.device).float())
+            return self.graphs.logits(features)
+        return self.lm_head(features).to(self.device).float()
 
     def transform_logits(self, logits: Tensor) -> Tensor:
         """Apply the model's own scaling and soft-cap to the output of its lm_head, for any tokens."""
@@ -289,15 +290,15 @@ class TargetModel:
         return output.last_hidden_state.to(self.device), joined(found, self.device)
 
     def admit_taps(self, taps: tuple[int, ...]) -> None:
-        """Raise ValueError unless taps can be read, and equal a plain forward's, in a tree as well.
-
-        Graphs without them give way to graphs that show them, and those that were shown before.
-        """
-        if self.graphs is None:
-            if taps and taps not in self._tapped:
+        """Raise ValueError unless taps can be read, and equal a plain forward's, in a tree as well."""
+        if self.graphs is not None:
+            show_taps(self, taps)
+        elif taps and taps not in self._tapped:
+            try:
                 check_taps(self, taps)
-        elif not set(taps) <= set(self.graphs.taps):
-            show_taps(self, self.graphs, taps)
+            except ValueError:
+                self._tapped.pop(taps, None)
+                raise
 
     def _masks(self, positions: Tensor, visible: Tensor, slot_positions: Tensor) -> dict[str, Tensor]:
         """Return the mask [B, q, S] bool of each kind of layer."""

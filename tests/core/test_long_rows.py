@@ -1,4 +1,4 @@
-"""The largest entries of long rows against torch's own argmax and topk."""
+"""The largest entries of long rows, and their sums, against torch's own argmax, topk and logsumexp."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from eagle_fsd.core.long_rows import first_largest, topk
+from eagle_fsd.core.long_rows import first_largest, logsumexp, topk
 
 LENGTHS = (1, 7, 63, 64, 65, 1000, 1024, 1025, 4096, 5003, 49152)
 
@@ -56,3 +56,22 @@ def test_topk_of_rows_with_few_numbers() -> None:
     values, places = topk(rows, 8)
     assert values.tolist()[1] == [2.0, 1.0, *[-math.inf] * 6] and places[1, :2].tolist() == [7, 5002]
     assert all(len(set(row)) == 8 and max(row) < 5003 for row in places.tolist())
+
+
+@pytest.mark.parametrize("length", [1, 1000, 8192, 8193, 49152, 100_003])
+@pytest.mark.parametrize("scale", [3.0, 1e4, 1e-6])
+def test_logsumexp_is_torchs(length: int, scale: float) -> None:
+    """Infinities and NaN included; no row depends on the others."""
+    rows = torch.randn(6, 2, length, generator=generator(length)) * scale
+    rows[2] = rows[2].masked_fill(torch.rand(2, length, generator=generator(1)) < 0.7, -math.inf)
+    rows[3] = -math.inf
+    rows[4, 0, length // 2 :] = math.nan
+    rows[4, 1, -1] = math.inf
+    given, found = rows.clone(), logsumexp(rows)
+    assert torch.equal(rows.nan_to_num(7.0), given.nan_to_num(7.0))
+    torch.testing.assert_close(found, rows.logsumexp(-1, keepdim=True), equal_nan=True)
+    if length > 8192:
+        exact = rows.double().logsumexp(-1, keepdim=True).float()
+        torch.testing.assert_close(found, exact, atol=2e-6, rtol=1e-6, equal_nan=True)
+    for row in range(6):
+        assert torch.equal(logsumexp(rows[row, :1]).nan_to_num(7.0), found[row, :1].nan_to_num(7.0))

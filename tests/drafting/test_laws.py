@@ -205,16 +205,19 @@ LOOSE = Fuzzy(0.4)
 
 
 @cache
-def graph_engine() -> EagleFSD:
-    """Return an engine for TARGET and a draft model that is near it, both computed by OpenVINO."""
+def graph_engine(name: str = "draft model") -> EagleFSD:
+    """Return an engine for TARGET and a draft model that is near it, or a head, computed by OpenVINO."""
     pytest.importorskip("openvino", reason="the extra openvino is not installed")
     target = TargetModel(tiny_model(), runtime=OpenVINO("float32"))
+    if name == "eagle3":
+        return EagleFSD(target, eagle3_head(4))
     draft = TargetModel(near_model(), runtime=OpenVINO("float32"), pages=False)
     return EagleFSD(target, DraftModelSpec.for_target(draft, target))
 
 
-def test_sampled_tokens_have_the_targets_distribution_on_openvino() -> None:
-    require_the_targets(two_tokens(graph_engine(), Lossless(), WIDE))
+@pytest.mark.parametrize("name", ["draft model", "eagle3"])
+def test_sampled_tokens_have_the_targets_distribution_on_openvino(name: str) -> None:
+    require_the_targets(two_tokens(graph_engine(name), Lossless(), WIDE))
 
 
 def test_fuzzy_tokens_have_the_rules_distribution_on_openvino(monkeypatch: pytest.MonkeyPatch) -> None:

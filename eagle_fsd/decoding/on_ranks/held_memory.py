@@ -11,7 +11,7 @@ def held_memory(target: TargetModel, drafter: DrafterSpec | None, cache_bytes: i
     """Return the bytes that each rank holds of a target, of its head beside that, and of caches.
 
     A target on a runtime holds its graphs' weights and its embeddings, which stay in torch. The model that
-    the graphs were made of does not count, since it is there at a first start only. All ranks must call this.
+    the graphs were made of does not count: it is there only if they were made now. All ranks must call this.
     """
     network = None if drafter is None else drafter.network
     weights = held_bytes(target.held)

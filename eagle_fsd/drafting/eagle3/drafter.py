@@ -22,7 +22,13 @@ from eagle_fsd.drafting.draft_vocabulary import OwnTokens
 from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle3.graph import Eagle3Graph, cache_members
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
-from eagle_fsd.drafting.eagle_drafter import Verifier, commit_in_chunks, pair_prompts, require_equal
+from eagle_fsd.drafting.eagle_drafter import (
+    Verifier,
+    commit_in_chunks,
+    pair_prompts,
+    require_equal,
+    require_float32,
+)
 from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter, level_positions, read_view, slots_per_row
 from eagle_fsd.files.fingerprints import digest_json, digest_weights
 from eagle_fsd.runtime.grouped_attention import grouped_attention
@@ -57,11 +63,10 @@ class Eagle3Vocabulary:
         The target's own scaling and soft-cap are not applied: the head was trained on their results.
         """
         hidden, lm_head = self.head.readout(states), self.head.lm_head
-        if self.graph is not None:
+        if lm_head is None:
+            logits = self.target.raw_logits(hidden).to(states.device)
+        elif self.graph is not None and self.graph.lm_head is not None:
             logits = self.graph.lm_head(hidden)
-        elif lm_head is None:
-            weight = next(self.target.lm_head.parameters())
-            logits = self.target.lm_head(hidden.to(weight.device, weight.dtype)).to(states.device)
         else:
             logits = lm_head(hidden)
         return logits.float() * self.head.config.logit_scale
@@ -91,8 +96,10 @@ class Eagle3Spec:
         Raises ValueError if the head is for another target, or the target's layers cannot be read.
         """
         require_fit(head, target)
+        if target.runtime is not None:
+            require_float32(head.dtype, target.runtime)
         target.admit_taps(head.config.taps)
-        graph = None if target.runtime is None else Eagle3Graph.of(head, target.lm_head, target.runtime)
+        graph = None if target.runtime is None else Eagle3Graph.of(head, target.runtime)
         return cls(head, Eagle3Vocabulary(head, target, graph), target.device, target.stepper, graph)
 
     @property

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
-from eagle_fsd.drafting.eagle_drafter import require_float32
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product
 from eagle_fsd.runtime.openvino.traced_attention import attend_blocks
@@ -24,22 +22,19 @@ class Eagle3Graph:
     """Computes a head instead of torch.
 
     fc: takes features [..., taps * d_t] to states [..., d]; None if the head has none. layers: take states
-    and embeddings [B, n, d] and positions [B, n]. lm_head: takes normed states [..., d] to logits [..., W].
+    and embeddings [B, n, d] and positions [B, n]. lm_head: takes normed states [..., d] to logits [..., W];
+    None if the target's stands in for it.
     windows: those of the layers, each once, in the order of the layers' masks.
     """
 
     fc: Product | None
     layers: Network
-    lm_head: Product
+    lm_head: Product | None
     windows: tuple[int, ...]
 
     @classmethod
-    def of(cls, head: Eagle3Head, target_lm_head: Any, runtime: OpenVINO) -> Eagle3Graph:
-        """Compile a head. target_lm_head: stands in for its own if it has none.
-
-        Raises ValueError unless the head is in float32.
-        """
-        require_float32(head.dtype, runtime)
+    def of(cls, head: Eagle3Head, runtime: OpenVINO) -> Eagle3Graph:
+        """Compile a head in float32."""
         windows = tuple(dict.fromkeys(head.config.windows))
 
         def work(
@@ -56,11 +51,10 @@ class Eagle3Graph:
 
         rows = torch.zeros(1, 3, head.config.hidden_size)
         layout = Layout((rows, rows, torch.arange(3)[None]), len(windows), cache_members(head))
-        lm_head = target_lm_head if head.lm_head is None else head.lm_head
         return cls(
             None if head.fc is None else runtime.product("head_fc", head.fc.weight, head.fc.bias),
             runtime.network("head", head, work, layout, asdict(head.config)),
-            runtime.product("draft_lm_head", lm_head.weight, lm_head.bias),
+            None if head.lm_head is None else runtime.product("draft_lm_head", head.lm_head.weight),
             windows,
         )
 

@@ -18,6 +18,7 @@ from eagle_fsd.runtime.openvino.block_cache import BLOCK, BlockCache, PagedCache
 from eagle_fsd.runtime.openvino.library import convert
 from eagle_fsd.runtime.openvino.traced_attention import page_extension
 from eagle_fsd.runtime.openvino.variants import Variants
+from eagle_fsd.runtime.packed_linear import plain_linears
 
 TABLES = 7  # inputs that say which pages are whose; see PagedCache.sight
 
@@ -108,7 +109,8 @@ def trace(network: nn.Module, work: Traceable, layout: Layout) -> Any:
     import openvino
 
     # Tracing needs plain tensors: those of inference mode cannot be traced.
-    with torch.inference_mode(False), torch.no_grad():
+    # A model may be packed for torch meanwhile, whose products cannot be traced.
+    with torch.inference_mode(False), torch.no_grad(), plain_linears(network):
         examples = [example.clone() for example in layout.examples()]
         extensions = [page_extension()] if layout.paged else []
         model = convert(Traced(network, work, layout), tuple(examples), extensions)
