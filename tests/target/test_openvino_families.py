@@ -165,7 +165,8 @@ def test_a_kept_graph_is_tested_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         TargetModel(model, runtime=OpenVINO("float32"))
         return list(tested)
 
-    monkeypatch.setattr("eagle_fsd.target.admission.check_tree_verification", check)
+    for module in ("admission", "model"):
+        monkeypatch.setattr(f"eagle_fsd.target.{module}.check_tree_verification", check)
     model = tiny_model("llama")
     assert load(model) == [True] and load(model) == []
     [record] = tmp_path.rglob("admitted.json")
