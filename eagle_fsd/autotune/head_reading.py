@@ -14,9 +14,9 @@ from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle3.readings import reading_losses, settle_reading, shown_losses
+from eagle_fsd.target.admission import plain_taps
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
-from eagle_fsd.target.taps import joined, plain_tapped_decoder
 from eagle_fsd.text.chat import encode_as_trained
 
 if TYPE_CHECKING:
@@ -60,9 +60,7 @@ def states_of(target: TargetModel, tokens: Tensor, taps: tuple[int, ...]) -> Ten
     """
     if not taps:
         return TargetSession(target, 1, len(tokens)).prefill(tokens[None], [len(tokens)])[0]
-    decoder = plain_tapped_decoder(target.decoder, target.config.num_hidden_layers, taps)
-    _, found = decoder(input_ids=tokens[None].to(target.input_device), use_cache=False)
-    return joined(found, target.device)[0]
+    return plain_taps(target, tokens[None], taps)[0]
 
 
 def own_text(target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

@@ -72,10 +72,6 @@ class Traceable(Candidate, Protocol):
 
     graphs: GraphDecoder | None
 
-    def torch_features(
-        self, tokens: Tensor, positions: Tensor, visible: Tensor, slot_positions: Tensor, cache: KVCache
-    ) -> Tensor: ...
-
 
 @torch.inference_mode()
 def check_tree_verification(target: Candidate) -> None:
@@ -135,7 +131,7 @@ def show_taps(target: Traceable, taps: Sequence[int]) -> None:
         if set(taps) <= set(before.taps):
             return
         runtime, size, trial = before.runtime, before.runtime.weight_bytes, copy.copy(target)
-        trial.kinds = set(target.kinds)
+        trial.graphs, trial.kinds = None, set(target.kinds)
         try:
             trace_and_test(trial, runtime, before.paged, sorted({*before.taps, *taps}))
             check_taps(trial, tuple(taps))
@@ -147,11 +143,11 @@ def show_taps(target: Traceable, taps: Sequence[int]) -> None:
 
 
 def trace_and_test(target: Traceable, runtime: OpenVINO, paged: bool, taps: Sequence[int] = ()) -> None:
-    """Trace a target's graphs, and test them, unless they are kept and passed the test here before."""
+    """Trace graphs for a target that has none, and test them unless kept ones passed the test here before."""
     cache = KVCache(1, 2, target.device, EAGER.view)  # one token in it tells its layers and their sizes
     cache.reserve(1)
     token, visible = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, 1, dtype=torch.bool)
-    target.torch_features(token, cache.place(1), visible, token, cache)
+    target.features(token, cache.place(1), visible, token, cache)
     target.graphs = trace_graphs(target.model, sorted(target.kinds), cache.layers, runtime, paged, taps)
     if not target.graphs.was_admitted():
         check_tree_verification(target)
@@ -281,18 +277,22 @@ def taps_difference(target: Candidate, taps: tuple[int, ...], part: int) -> floa
     part: see small_tree.
     """
     prefix, tokens, tree = small_tree(target, part)
-    plain = plain_tapped_decoder(target.decoder, target.config.num_hidden_layers, taps)
     session, differences = TargetSession(target, 1, 16, taps), []
     session.prefill(torch.tensor([prefix], device=target.device), [2])
     _, in_tree = session.verify(tree)
     for path in PATHS:
         text = torch.tensor([prefix + [tokens[node] for node in path]], device=target.device)
-        wanted = prompt = TargetSession(target, 1, 16, taps).prefill(text, [text.shape[1]])[0]
-        if is_exact(target):
-            _, states = plain(input_ids=text.to(target.input_device), use_cache=False)
-            wanted = joined(states, target.device)[0]
+        prompt = TargetSession(target, 1, 16, taps).prefill(text, [text.shape[1]])[0]
+        wanted = plain_taps(target, text, taps)[0] if is_exact(target) else prompt
         differences += [distance(prompt, wanted), distance(in_tree[0, path], wanted[len(prefix) :])]
     return max(differences)
+
+
+def plain_taps(target: Candidate, tokens: Tensor, taps: Sequence[int]) -> Tensor:
+    """Return the taps [B, n, taps * d] of texts [B, n] by Hugging Face's own forward, without a cache."""
+    decoder = plain_tapped_decoder(target.decoder, target.config.num_hidden_layers, taps)
+    _, found = decoder(input_ids=tokens.to(target.input_device), use_cache=False)
+    return joined(found, target.device)
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:

@@ -199,7 +199,10 @@ class TargetModel:
         return outline_of(self.held, kept, target_identity("", self.held)["weights"], tokenizer)
 
     def without_generation_defaults(self) -> PreTrainedModel:
-        """Return the model for its own `generate`, without its repository's defaults; it is not changed."""
+        """Return the model for its own `generate`, without the defaults that its repository sets.
+
+        Whoever calls it says what applies. The caller's model is not changed.
+        """
         pad = next(iter(self.eos_token_ids), 0)
         self._same_modules.generation_config = GenerationConfig(
             eos_token_id=list(self.eos_token_ids) or None, pad_token_id=pad
@@ -244,24 +247,11 @@ class TargetModel:
         slot_positions: [B, S]. relation: [B, q, q] bool, which of the new tokens each one sees behind the
         committed slots; None: all slots up to its own.
         """
+        masks = self._masks(positions, visible, slot_positions)
         if self.graphs is not None:
-            masks = self._masks(positions, visible, slot_positions)
             return self.graphs.features(tokens, positions, masks, cache)
-        return self.torch_features(tokens, positions, visible, slot_positions, cache, relation)
-
-    def torch_features(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        visible: Tensor,
-        slot_positions: Tensor,
-        cache: KVCache,
-        relation: Tensor | None = None,
-    ) -> Tensor:
-        """Return what `features` returns, computed by torch whatever the runtime is."""
         # A decoder that the user compiled keeps the attention that it was compiled with.
         compiled = self.decoder._compiled_call_impl is not None
-        masks = self._masks(positions, visible, slot_positions)
         inputs = self._inputs(tokens, positions, masks, cache, relation)
         output = (self.decoder if compiled else self._masked_decoder)(**inputs)
         return output.last_hidden_state.to(self.device)

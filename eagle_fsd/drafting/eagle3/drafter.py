@@ -62,13 +62,9 @@ class Eagle3Vocabulary:
 
         The target's own scaling and soft-cap are not applied: the head was trained on their results.
         """
-        hidden, lm_head = self.head.readout(states), self.head.lm_head
-        if lm_head is None:
-            logits = self.target.raw_logits(hidden).to(states.device)
-        elif self.graph is not None and self.graph.lm_head is not None:
-            logits = self.graph.lm_head(hidden)
-        else:
-            logits = lm_head(hidden)
+        hidden = self.head.readout(states)
+        lm_head = self.head.lm_head if self.graph is None else self.graph.lm_head
+        logits = self.target.raw_logits(hidden).to(states.device) if lm_head is None else lm_head(hidden)
         return logits.float() * self.head.config.logit_scale
 
 
