@@ -112,7 +112,7 @@ class EagleSpec:
         if self.graph is None:
             cache = KVCache(batch, slots, self.device, self.stepper.view)
         else:
-            cache = BlockCache(batch, slots, cache_members(self.head))
+            cache = self.graph.new_cache(batch, slots)
         predictor = EaglePredictor(self.head, self.vocabulary, cache, self.stepper, self.graph)
         if self.most_own and isinstance(self.vocabulary, DraftVocabulary):
             sizes = (self.head.config.vocab_size, batch, self.most_own)
@@ -236,11 +236,6 @@ def commit_in_chunks(
     return output.gather(1, last.expand(-1, -1, output.shape[-1]))[:, 0]
 
 
-def cache_members(head: DraftHead) -> list[tuple[int, int]]:
-    """Return the sizes of the head's keys and values; see BlockCache."""
-    return [(head.config.num_key_value_heads, head.config.head_dim)] * 2
-
-
 def head_graph(head: DraftHead, runtime: OpenVINO, kept: bool = True) -> Network:
     """Compile a head. The graph takes features and embeddings [B, n, d] and positions [B, n].
 
@@ -260,7 +255,8 @@ def head_graph(head: DraftHead, runtime: OpenVINO, kept: bool = True) -> Network
         return head(*inputs, attend), new
 
     rows = torch.zeros(1, 3, head.config.hidden_size)
-    layout = Layout((rows, rows, torch.arange(3)[None]), 1, cache_members(head))
+    members = [(head.config.num_key_value_heads, head.config.head_dim)] * 2
+    layout = Layout((rows, rows, torch.arange(3)[None]), 1, members)
     return runtime.network("head", head, work, layout, asdict(head.config), kept)
 
 

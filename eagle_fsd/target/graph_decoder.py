@@ -21,7 +21,7 @@ from eagle_fsd.files.atomic import read_records, write_atomically
 from eagle_fsd.files.provenance import processor
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
-from eagle_fsd.runtime.openvino.block_cache import BlockCache, PagedCache
+from eagle_fsd.runtime.openvino.block_cache import BlockCache
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product
 from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages, page_operator
 from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16
@@ -161,7 +161,7 @@ class GraphDecoder:
                 write_atomically(folder / ADMITTED, json.dumps(here()) + "\n")
 
     def new_cache(self, batch: int, capacity: int) -> BlockCache:
-        return (PagedCache if self.paged else BlockCache)(batch, capacity, self.members)
+        return self._decoder.new_cache(batch, capacity)
 
     def expect(self, rows: int, nodes: int, again: bool = True) -> None:
         """Compile ahead for trees of this many nodes, since many are about to come. again: see Variants."""

@@ -20,7 +20,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import within_training, within_window
 from eagle_fsd.drafting.draft_vocabulary import OwnTokens
 from eagle_fsd.drafting.drafter import Needs, Seen
-from eagle_fsd.drafting.eagle3.graph import Eagle3Graph, cache_members
+from eagle_fsd.drafting.eagle3.graph import Eagle3Graph
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import (
     Verifier,
@@ -117,7 +117,7 @@ class Eagle3Spec:
         if self.graph is None:
             cache = KVCache(batch, slots, self.device, self.stepper.view)
         else:
-            cache = BlockCache(batch, slots, cache_members(self.head))
+            cache = self.graph.layers.new_cache(batch, slots)
         predictor = Eagle3Predictor(self.head, self.vocabulary, cache, self.stepper, self.graph)
         return BeamDrafter(predictor, self.stepper)
 

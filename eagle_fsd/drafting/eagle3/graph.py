@@ -50,15 +50,11 @@ class Eagle3Graph:
             return head(*inputs, attend), new
 
         rows = torch.zeros(1, 3, head.config.hidden_size)
-        layout = Layout((rows, rows, torch.arange(3)[None]), len(windows), cache_members(head))
+        members = [(head.config.num_key_value_heads, head.config.head_dim)] * (2 * len(head.config.windows))
+        layout = Layout((rows, rows, torch.arange(3)[None]), len(windows), members)
         return cls(
             None if head.fc is None else runtime.product("head_fc", head.fc.weight, head.fc.bias),
             runtime.network("head", head, work, layout, asdict(head.config)),
             None if head.lm_head is None else runtime.product("draft_lm_head", head.lm_head.weight),
             windows,
         )
-
-
-def cache_members(head: Eagle3Head) -> list[tuple[int, int]]:
-    """Return the sizes of each layer's keys and values; see BlockCache."""
-    return [(head.config.num_key_value_heads, head.config.head_dim)] * (2 * len(head.config.windows))

@@ -172,6 +172,10 @@ class Network:
         self.variants, self.layout = variants, layout
         self._requests: weakref.WeakKeyDictionary[BlockCache, Any] = weakref.WeakKeyDictionary()
 
+    def new_cache(self, batch: int, capacity: int) -> BlockCache:
+        """Return a cache that this network reads."""
+        return (PagedCache if self.layout.paged else BlockCache)(batch, capacity, self.layout.members)
+
     def __call__(self, inputs: Sequence[Tensor], visible: Sequence[Tensor], cache: BlockCache) -> Tensor:
         """Run the network on new tokens, whose keys and values go to the slots that were placed.
 
