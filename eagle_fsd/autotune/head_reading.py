@@ -13,7 +13,9 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
-from eagle_fsd.drafting.eagle3.readings import reading_losses, settle_reading, shown_losses
+from eagle_fsd.drafting.eagle3.readings import reading_losses, shown_losses, take_reading
+from eagle_fsd.files.fingerprints import digest_weights
+from eagle_fsd.files.records import recall, record_key, remember
 from eagle_fsd.target.admission import plain_taps
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -32,9 +34,17 @@ LEAST = 24  # of a text that can tell readings apart
 def settle_head(head: Eagle3Head, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Give the head the reading under which it predicts its target's text best, if its files leave that open.
 
-    Without a text that is long enough the likeliest reading stays. The head is on the target's device.
+    It is measured once for each target and head, and remembered. Without a text that is long enough the
+    likeliest reading stays. The head is on the target's device.
     """
     if len(head.readings) == 1:
+        return
+    ranks, readings = target.ranks, {str(reading): reading for reading in head.readings}
+    weights = digest_weights([*head.parameters(), *head.buffers()])
+    key = record_key("reading of a head", target.identity("")["weights"], weights, list(readings))
+    known = ranks.lead(recall(key, readings.__getitem__) if ranks.leads else None)
+    if known is not None:
+        logger.info("%s is the head's reading, as an earlier start measured", take_reading(head, known))
         return
     text = own_text(target, tokenizer)
     if len(text) < LEAST:
@@ -47,8 +57,10 @@ def settle_head(head: Eagle3Head, target: TargetModel, tokenizer: PreTrainedToke
     tokens = torch.tensor(text, device=target.device)
 
     losses = reading_losses(head, target, tokens, lambda taps: states_of(target, tokens, taps))
-    settled = settle_reading(head, losses)
-    target.ranks.check_alike("the reading of a head", head.config.reading)
+    settled = take_reading(head, min(losses, key=losses.__getitem__))
+    ranks.check_alike("the reading of a head", settled)
+    if ranks.leads:
+        remember(key, str(settled))
     logger.info("%s", shown_losses(losses, settled))
 
 

@@ -107,7 +107,6 @@ def compute_with(target: Traceable, runtime: OpenVINO, pages: bool) -> None:
     """
     target.stepper = FixedShapes()
     for paged in [True, False] if pages and may_page(sorted(target.kinds), runtime) else [False]:
-        before = runtime.weight_bytes
         try:
             trace_and_test(target, runtime, paged)
             return
@@ -115,31 +114,33 @@ def compute_with(target: Traceable, runtime: OpenVINO, pages: bool) -> None:
             if not paged:
                 raise
             logger.info("attention over pages is not used: %s", one_line(error, 200))
-            target.graphs, runtime.weight_bytes = None, before
+            target.graphs = None
 
 
 @torch.inference_mode()
 def show_taps(target: Traceable, taps: Sequence[int]) -> None:
     """Give a target graphs that show these taps, and all that its graphs show now.
 
-    They are tested on a copy, so that other threads go on with its graphs meanwhile. Raises ValueError if it
-    cannot be; the target then keeps its graphs.
+    They are tested on a copy, so that other threads go on with its graphs meanwhile. Graphs that passed at an
+    earlier start are read, so that the model itself is not needed. Raises ValueError if it cannot be; the
+    target then keeps its graphs.
     """
     with _one_at_a_time:
         before = target.graphs
         assert before is not None, "only graphs are made again"
         if set(taps) <= set(before.taps):
             return
-        runtime, size, trial = before.runtime, before.runtime.weight_bytes, copy.copy(target)
-        trial.graphs, trial.kinds = None, set(target.kinds)
-        try:
-            trace_and_test(trial, runtime, before.paged, sorted({*before.taps, *taps}))
+        wanted = sorted({*before.taps, *taps})
+        found = before.with_taps(wanted)
+        if found is None:
+            trial = copy.copy(target)
+            trial.graphs, trial.kinds = None, set(target.kinds)
+            trace_and_test(trial, before.runtime, before.paged, wanted)
             check_taps(trial, tuple(taps))
-        except BaseException:
-            runtime.weight_bytes = size
-            raise
-        target.graphs = trial.graphs
-        runtime.weight_bytes -= before.weight_bytes  # they are given up
+            found = trial.graphs
+            assert found is not None
+            before.note_taps(found)
+        target.graphs = found
 
 
 def trace_and_test(target: Traceable, runtime: OpenVINO, paged: bool, taps: Sequence[int] = ()) -> None:

@@ -120,8 +120,8 @@ def blockwise_attention_forward(
 class GraphDecoder:
     """A target's decoder and lm_head as graphs.
 
-    embeddings: the model's own layer. kinds: of masks, in order. weight_bytes: of both graphs. taps: those
-    that the decoder's graph shows, ascending; see target.taps.
+    embeddings: the model's own layer. kinds: of masks, in order. taps: those that the decoder's graph shows,
+    ascending; see target.taps.
     """
 
     def __init__(
@@ -131,13 +131,17 @@ class GraphDecoder:
         decoder: Network,
         lm_head: Product,
         runtime: OpenVINO,
-        weight_bytes: int,
         taps: Sequence[int] = (),
     ) -> None:
         self.embeddings, self.kinds, self.runtime = embeddings, list(kinds), runtime
         self.taps = tuple(taps)
         self.paged, self.members = decoder.layout.paged, decoder.layout.members
-        self._decoder, self._lm_head, self.weight_bytes = decoder, lm_head, weight_bytes
+        self._decoder, self._lm_head = decoder, lm_head
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the weights of both graphs."""
+        return self._decoder.weight_bytes + self._lm_head.weight_bytes
 
     def kept(self, window: int) -> KeptGraphs | None:
         """Return where these graphs are kept; None if they are not, were not admitted here, or show taps."""
@@ -159,6 +163,28 @@ class GraphDecoder:
         if (folder := self._decoder.variants.folder) is not None:
             with contextlib.suppress(OSError):
                 write_atomically(folder / ADMITTED, json.dumps(here()) + "\n")
+
+    def note_taps(self, tapped: GraphDecoder) -> None:
+        """Note where the graph is kept that shows these taps too, which passed the tests of admission."""
+        mine, its = (graphs._decoder.variants.folder for graphs in (self, tapped))
+        if mine is not None and its is not None:
+            with contextlib.suppress(OSError):
+                note = {"decoder": its.name, **here()}
+                write_atomically(mine / name_of_note(tapped.taps), json.dumps(note) + "\n")
+
+    def with_taps(self, taps: Sequence[int]) -> GraphDecoder | None:
+        """Return the graphs that show these taps as `note_taps` noted them; None if they are not kept."""
+        folder = self._decoder.variants.folder
+        if folder is None:
+            return None
+        with contextlib.suppress(OSError, KeyError, TypeError):
+            note = read_records(folder / name_of_note(taps))
+            if {**here(), "decoder": note["decoder"]} == note:
+                network = self.runtime.read_network(note["decoder"], self._decoder.layout)
+                if network is not None:
+                    parts = (self.embeddings, self.kinds, network, self._lm_head, self.runtime)
+                    return GraphDecoder(*parts, sorted(taps))
+        return None
 
     def new_cache(self, batch: int, capacity: int) -> BlockCache:
         return self._decoder.new_cache(batch, capacity)
@@ -245,11 +271,7 @@ def trace_graphs(
             states = torch.cat((states, *shown), dim=-1)
         return states, [cache.new[number] for number in numbers]
 
-    embeddings, head, before = (
-        model.get_input_embeddings(),
-        model.get_output_embeddings(),
-        runtime.weight_bytes,
-    )
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     layout = layout_of(embeddings, kinds, members, paged)
     try:
         made_of = [CONVERTER, decoder.config.to_json_string(use_diff=False), kinds, *([taps] if taps else [])]
@@ -260,20 +282,18 @@ def trace_graphs(
             f"target is a {model.config.model_type!r} model, which cannot be converted for OpenVINO "
             f"({one_line(error, 200)}): it must be traceable, with Hugging Face's attention; {REMEDY}"
         ) from error
-    size = runtime.weight_bytes - before
-    return GraphDecoder(embeddings, kinds, network, product, runtime, size, taps)
+    return GraphDecoder(embeddings, kinds, network, product, runtime, taps)
 
 
 def read_graphs(model: KeptModel, runtime: OpenVINO) -> GraphDecoder:
     """Return the graphs that are kept of a model. Raises ValueError if they are gone or from elsewhere."""
-    kept, before, kind = model.outline.graphs, runtime.weight_bytes, model.config.model_type
+    kept, kind = model.outline.graphs, model.config.model_type
     layout = layout_of(model.embeddings, kept.kinds, kept.members, kept.paged)
     network = runtime.read_network(kept.decoder, layout)
     product = runtime.read_product(kept.lm_head, *model.lm_head.weight.shape)
     if network is None or product is None:
         raise ValueError(f"the graphs of {kind!r} are not kept any more: load it whole")
-    size = runtime.weight_bytes - before
-    found = GraphDecoder(model.embeddings, kept.kinds, network, product, runtime, size)
+    found = GraphDecoder(model.embeddings, kept.kinds, network, product, runtime)
     if not found.was_admitted():
         raise ValueError(
             f"the graphs of {kind!r} were not tested on this machine: they must be; load it whole"
@@ -299,6 +319,11 @@ def no_mask(rows: Tensor) -> Tensor:
     """Return a mask [B, 1, n, n] that nobody reads, for code that asks whether there is one."""
     batch, count = rows.shape[:2]
     return rows.new_zeros(batch, 1, count, count)
+
+
+def name_of_note(taps: Sequence[int]) -> str:
+    """Return the name of the file beside a kept graph that tells of the one with these taps."""
+    return f"taps-{'-'.join(map(str, sorted(taps)))}.json"
 
 
 def here() -> dict[str, str]:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.eagle3 import IDS, Eagle3Twin, eagle3_head, save_eagle3
 from support.tiny_models import VOCAB, greedy_alone, prompts_of, tiny_model
+from support.tiny_tokenizer import tiny_tokenizer
 
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.autotune import head_reading
@@ -17,6 +19,9 @@ from eagle_fsd.autotune.head_reading import own_text, settle_head
 from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.drafting.eagle3.config import Reading
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
+from eagle_fsd.drafting.eagle3.readings import reading_losses
+from eagle_fsd.hub.kept import weights_cache
+from eagle_fsd.target.kept.kept_model import KeptModel
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
 
@@ -81,6 +86,58 @@ def test_openvino_computes_such_a_head_too(folders: tuple[str, str], weight_form
         assert model.generate(prompt, max_new_tokens=12, tree=TREE).new_tokens == text
     if weight_format == "float32":
         assert text == wanted.generate(prompt, max_new_tokens=12, tree=TREE).new_tokens
+
+
+def test_a_reading_is_measured_once(
+    folders: tuple[str, str], cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A later start takes it from disk. Another head, or another choice of readings, is measured."""
+    counted: list[int] = []
+
+    def measure(*arguments: object) -> dict[Reading, float]:
+        counted.append(1)
+        return reading_losses(*arguments)
+
+    monkeypatch.setattr(head_reading, "reading_losses", measure)
+    first = EagleFSD.from_pretrained(*folders, runtime="torch").drafter.network.config
+    with caplog.at_level(logging.INFO, logger="eagle_fsd"):
+        second = EagleFSD.from_pretrained(*folders, runtime="torch").drafter.network
+    assert second.config == first and second.readings == (first.reading,) and len(counted) == 1
+    assert f"{first.reading} is the head's reading, as an earlier start measured" in caplog.text
+    EagleFSD.from_pretrained(*folders, runtime="torch", head_taps=first.taps)
+    weights = Path(folders[1]) / "model.safetensors"
+    tensors = load_file(weights)
+    save_file(
+        {name: -tensor if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}, weights
+    )
+    EagleFSD.from_pretrained(*folders, runtime="torch")
+    assert len(counted) == 2
+
+
+@pytest.mark.parametrize("weight_format", ["float32", "int8"])
+def test_a_second_start_needs_no_whole_model(
+    folders: tuple[str, str], cache: Path, weight_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the graph that shows the head's taps, unless that was tested by another release."""
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    options = {"runtime": "openvino", "weight_format": weight_format}
+    monkeypatch.setattr(weights_cache, "SETTLED", -1)  # as if the files had lain there for a while
+    tiny_tokenizer().save_pretrained(folders[0])
+    prompt, texts = prompts_of([6]), []
+    for whole in (True, False, False):
+        model = EagleFSD.from_pretrained(*folders, **options)
+        kept = isinstance(model.target.held, KeptModel)
+        assert kept != whole and (whole or not model.target.held._loaded)
+        assert model.target.graphs.taps == tuple(sorted(set(model.drafter.network.config.taps)))
+        texts.append(model.generate(prompt, max_new_tokens=12, tree=TREE).new_tokens)
+    assert texts[0] == texts[1] == texts[2]
+    for note in cache.glob("graphs/*/taps-*.json"):
+        note.write_text(json.dumps(json.loads(note.read_text()) | {"eagle_fsd": "0.0.1"}))
+    model = EagleFSD.from_pretrained(*folders, **options)
+    assert (
+        model.target.held._loaded
+        and model.generate(prompt, max_new_tokens=12, tree=TREE).new_tokens == texts[0]
+    )
 
 
 def test_the_runtime_that_is_left_open_may_be_openvino(

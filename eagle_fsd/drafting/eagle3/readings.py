@@ -81,12 +81,11 @@ def chain_loss(head: Eagle3Head, target: Verifier, tokens: Tensor, features: Ten
     return total / max(count, 1)
 
 
-def settle_reading(head: Eagle3Head, losses: dict[Reading, float]) -> Reading:
-    """Give the head the reading with the lowest loss, and return it. The head is changed in place."""
-    best = min(losses, key=losses.__getitem__)
-    head.config = replace(head.config, taps=best.taps, norm_output=best.norm_output)
-    head.readings = (best,)
-    return best
+def take_reading(head: Eagle3Head, reading: Reading) -> Reading:
+    """Give the head this reading, and return it. The head is changed in place."""
+    head.config = replace(head.config, taps=reading.taps, norm_output=reading.norm_output)
+    head.readings = (reading,)
+    return reading
 
 
 def shown_losses(losses: dict[Reading, float], best: Reading) -> str:

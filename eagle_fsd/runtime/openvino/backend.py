@@ -47,12 +47,11 @@ DRAFT = ("head", "head_fc", "draft_lm_head")  # the names of networks that only 
 class OpenVINO:
     """Compiles networks for the CPU. weight_format: one of FORMATS. packed: finds a file's own blocks.
 
-    weight_bytes: of all that was compiled so far. threads: of its own; as many as torch has by default.
+    threads: of its own; as many as torch has by default.
     """
 
     weight_format: str
     packed: Encoder | None = None
-    weight_bytes: int = 0
     threads: int = field(default_factory=torch.get_num_threads)
     name: ClassVar[str] = "openvino"
 
@@ -142,8 +141,7 @@ class OpenVINO:
         def compile_for(sizes: tuple[int, ...] | None) -> Any:
             return self._compile(with_sizes(graph, layout, sizes), folder)
 
-        self.weight_bytes += constant_bytes(graph)
-        return Network(variants_of(graph, compile_for, folder), layout)
+        return Network(variants_of(graph, compile_for, folder), layout, constant_bytes(graph))
 
     def _product(self, graph: Any, folder: Path | None, out: int, into: int) -> Product:
         def compile_for(sizes: tuple[int, ...] | None) -> Any:
@@ -152,8 +150,7 @@ class OpenVINO:
                 made.reshape([*sizes, into])
             return self._compile(made, folder)
 
-        self.weight_bytes += constant_bytes(graph)
-        return Product(variants_of(graph, compile_for, folder), out)
+        return Product(variants_of(graph, compile_for, folder), out, constant_bytes(graph))
 
     def _compile(self, graph: Any, folder: Path | None) -> Any:
         precision = "bf16" if self.weight_format == BFLOAT16 else "f32"

@@ -165,11 +165,11 @@ def request_for(compiled: Any, requests: weakref.WeakKeyDictionary[Any, Request]
 class Network:
     """A compiled network on blocks. Several threads may call it, each with caches of its own.
 
-    variants: its graphs by (rows, new tokens).
+    variants: its graphs by (rows, new tokens). weight_bytes: of its weights, once.
     """
 
-    def __init__(self, variants: Variants, layout: Layout) -> None:
-        self.variants, self.layout = variants, layout
+    def __init__(self, variants: Variants, layout: Layout, weight_bytes: int) -> None:
+        self.variants, self.layout, self.weight_bytes = variants, layout, weight_bytes
         self._requests: weakref.WeakKeyDictionary[BlockCache, Any] = weakref.WeakKeyDictionary()
 
     def new_cache(self, batch: int, capacity: int) -> BlockCache:
@@ -197,8 +197,8 @@ class Network:
 class Product:
     """A compiled product with one weight: rows [..., in] -> [..., width] float32, for many threads."""
 
-    def __init__(self, variants: Variants, width: int) -> None:
-        self.variants, self.width = variants, width
+    def __init__(self, variants: Variants, width: int, weight_bytes: int) -> None:
+        self.variants, self.width, self.weight_bytes = variants, width, weight_bytes
         self._mine = threading.local()
 
     def __call__(self, rows: Tensor) -> Tensor:

@@ -218,7 +218,7 @@ def test_float32_multiplies_blocks_as_the_numbers_they_stand_for(tmp_path: Path,
         network = nn.Linear(512, 96, bias=False).requires_grad_(False)
         network.weight.copy_(weight)
         made = runtime.product("lm_head", network.weight)
-        assert find.found == 1 and runtime.weight_bytes < weight.numel() * 4 / 2
+        assert find.found == 1 and made.weight_bytes < weight.numel() * 4 / 2
         for rows in (1, 9):
             given = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows))
             found = made(given)
