@@ -23,7 +23,16 @@ if TYPE_CHECKING:
 
 SECRET_OPTION = re.compile(r"(^|[-_])(token|key|secret|password|credentials?|auth)$", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"\b(hf|sk|ghp|gho|github_pat|glpat|xox[bp])[-_][\w-]{8,}|://\S*[@?]")
-MODEL_OPTIONS = ("--base-model", "--base-model-path", "--ea-model", "--ea-model-path", "--init-head")
+HUB_OPTIONS = (
+    "--base-model",
+    "--base-model-path",
+    "--ea-model",
+    "--ea-model-path",
+    "--draft-model",
+    "--init-head",
+    "--dataset",
+)
+SIZES = re.compile(r"([^/\\]*@)?\d[\d.]*(/\d[\d.]*)+")  # of a tree or a sampling: 16/5/8, 0.6/50/0.9
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?", re.ASCII)
 
 
@@ -55,8 +64,9 @@ def command_line() -> str:
 def public_command(command: str) -> str:
     """Return a recorded command line without what is private: directories and secrets.
 
-    A path is cut to its base name; the project's own scripts keep their folder (train/train_head.py). Hub ids
-    stay if they follow an option that names a model. Anything that looks like a secret becomes `...`.
+    A path is cut to its base name; the project's own scripts keep their folder (train/train_head.py). Trees
+    and samplings stay, and Hub ids that follow an option which names a model or a data set. Anything that
+    looks like a secret becomes `...`.
     """
     try:
         words = shlex.split(command)
@@ -81,7 +91,9 @@ def public_value(option: str, value: str) -> str:
     """Return an option's value without directories and secrets; option: "" before the first one."""
     if SECRET_OPTION.search(option) or SECRET_VALUE.search(value):
         return "..."
-    if option in MODEL_OPTIONS and HUB_ID.fullmatch(value) and not Path(value).exists():
+    if SIZES.fullmatch(value):
+        return value
+    if option in HUB_OPTIONS and HUB_ID.fullmatch(value) and not Path(value).exists():
         return value
     parts = re.split(r"[/\\]+", value.rstrip("/\\"))
     script = parts[-1].endswith(".py") and parts[-2:-1] in (["train"], ["eval"])

@@ -7,7 +7,7 @@ EAGLE-1/2 heads: anything wrong with a file is a ValueError of one line. Knows n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,10 +217,12 @@ def save_eagle3_head(
     layout: str = EAGLE,
     dtype: torch.dtype | None = None,
     target: str = "",
+    written: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write an EAGLE-3 head in one of export.LAYOUTS and return the folder; see save_head for how.
 
-    target_layers: of the target. dtype: of the weights. target: its name, for speculators files.
+    target_layers: of the target. dtype: of the weights. target: its name, for speculators files. written: see
+    save_head.
     """
     tensors = {
         key: (value.to(dtype) if value.is_floating_point() else value).contiguous()
@@ -228,4 +230,4 @@ def save_eagle3_head(
     }
     config = exported_config(head.config, layout, target_layers, target)
     config["torch_dtype"] = str(tensors["norm.weight"].dtype).removeprefix("torch.")
-    return write_head(Path(folder), config, tensors)
+    return write_head(Path(folder), config, tensors, written=written)

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -291,13 +291,15 @@ def save_head(
     folder: str | Path,
     extra: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
+    written: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write config.json and model.safetensors, as EAGLE, vLLM and SGLang read them; return the folder.
 
     A draft vocabulary is written beside them. `extra` adds fields to config.json but may not replace the
     head's own; `dtype` casts the weights. `fc.bias` is written only if the head has one; vLLM cannot read it
     (HeadConfig.to_dict says why). A new folder appears whole. In an existing one each file is replaced
-    atomically, config.json last, and other files (a README) stay.
+    atomically, config.json last, and other files (a README) stay. written: is shown the folder in which the
+    files are before they are moved.
     """
     folder = Path(folder)
     tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in head.state_dict().items()}
@@ -306,11 +308,15 @@ def save_head(
     taken = sorted(config.keys() & (extra or {}).keys())
     if taken:
         raise ValueError(f"extra has {format_keys(taken)}: it may not replace the head's fields; rename them")
-    return write_head(folder, config | (extra or {}), tensors, head.draft_tokens)
+    return write_head(folder, config | (extra or {}), tensors, head.draft_tokens, written)
 
 
 def write_head(
-    folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor], vocabulary: Tensor | None = None
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    vocabulary: Tensor | None = None,
+    written: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write the files of a head as `save_head` describes, and return the folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -323,6 +329,8 @@ def write_head(
             save_file({TOKENS_KEY: vocabulary.cpu()}, partial / VOCABULARY_NAME, metadata={"format": "pt"})
         for file in partial.glob("*.safetensors"):
             file.chmod(0o644)  # safetensors writes with 0600
+        if written is not None:
+            written(partial)
         if not folder.exists():
             partial.rename(folder)
             return folder

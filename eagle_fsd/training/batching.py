@@ -120,6 +120,21 @@ def split_held_out(total: int, count: int, seed: int, first_source: int) -> tupl
     return [number for number in range(total) if number not in chosen], sorted(chosen)
 
 
+def without_copies(train: Sequence[int], held: Sequence[int], texts: Sequence[Tensor]) -> list[int]:
+    """Return the numbers to train on whose text is none of those held out; data repeats itself.
+
+    Raises ValueError if there are none.
+    """
+    seen = {tuple(texts[number].tolist()) for number in held}
+    others = [number for number in train if tuple(texts[number].tolist()) not in seen]
+    if not others:
+        raise ValueError(
+            f"the data has the same {len(seen)} sequences again and again, and they are held out: there must "
+            "be others to train on; give more data"
+        )
+    return others
+
+
 def softmax_tokens(texts: Sequence[Tensor], vocab_size: int, most: int, always: Sequence[int] = ()) -> Tensor:
     """Return the tokens that every batch's softmax runs over, ascending: the texts' `most` frequent.
 

@@ -272,24 +272,29 @@ class Trainer:
             self.stop, self.seconds = int(stop), seconds
 
     def evaluate_and_keep(self) -> dict[str, Any]:
-        """Log the held-out accuracy, and keep the head with the best expected chain length."""
+        """Keep the head with the best expected chain length, and log the held-out accuracy.
+
+        The log comes last, so that an evaluation that it holds is not missing beside it, whatever happens.
+        """
         if not self.accelerator.is_main_process:
             return {}
         started = time.monotonic()
         result = evaluate(self.head, self.held_out, self.embedding)
         self.seconds += time.monotonic() - started
-        self.log({"step": self.step, "held_out": result})
-        logger.info("step %d: %s", self.step, result)
         if result["chain_tau"] > self.best:
             self.best = result["chain_tau"]
             save_atomically(
                 {"head": self.head.state_dict(), "step": self.step, "held_out": result}, self.folder / BEST
             )
+        self.log({"step": self.step, "held_out": result})
+        logger.info("step %d: %s", self.step, result)
         return result
 
     def known_result(self) -> dict[str, Any]:
-        """Return the evaluation that the log holds of this step; empty if there was none."""
+        """Return the evaluation that the log holds of this step; empty if there is none, or no best head."""
         held = [record for record in read_log(self.folder) if "held_out" in record]
+        if not (self.folder / BEST).is_file():
+            return {}
         return held[-1]["held_out"] if held and held[-1]["step"] == self.step else {}
 
     def log(self, record: dict[str, Any]) -> None:

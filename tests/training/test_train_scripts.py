@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import os
 import platform
 import shutil
 import signal
@@ -26,11 +27,12 @@ from support.training_world import (
 from eagle_fsd import hub
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.files.jsonl import read_jsonl
-from eagle_fsd.hub import load_head, resolve_head, save_head
+from eagle_fsd.hub import head_checkpoint, load_head, resolve_head, save_head
 from eagle_fsd.hub.head_digest import head_digests
 from eagle_fsd.training.commands import head as head_command
 from eagle_fsd.training.commands import text
 from eagle_fsd.training.data import features
+from eagle_fsd.training.data.examples import banned_runs, overlap
 from eagle_fsd.training.run.folder import BEST, read_checkpoint, read_log, sole_run
 from eagle_fsd.training.trainer import Trainer
 
@@ -51,6 +53,11 @@ def test_text_rows_that_overlap_an_evaluation_file_are_left_out(
     assert report in caplog.text
     with pytest.raises(SystemExit, match=r"^\S+: .*gone: cannot be read"):
         run_command("text", f"--pairs {tmp_path}/gone --pairs-rows 2 --output {tmp_path}/text.jsonl")
+    # So are texts without spaces between words.
+    asked = "什么是机器学习, 请解释一下它的主要方法和应用。"
+    (tmp_path / "held.jsonl").write_text(json.dumps({"question": asked}) + "\n")
+    others = banned_runs([tmp_path / "held.jsonl"])
+    assert overlap(f"请问: {asked}谢谢", others) and not overlap("什么是机器, 请解释一下天气。", others)
     # A prompt of few words is found, too, and a row that cannot be used is named.
     (tmp_path / "held.jsonl").write_text(json.dumps({"question": "Clean?"}) + "\n")
     run_command("text", f"{argv.replace('--functions 1', '')} --output {tmp_path}/text.jsonl")
@@ -285,6 +292,54 @@ def test_a_head_is_written_over_by_the_run_that_exported_it_alone(
         SystemExit, match=r": --export names .*/head, whose config.json this run did not write"
     ):
         train("run", "--export {}/head --float32")
+
+
+@pytest.mark.parametrize("draft", ["", " --draft-vocab-size 9"])
+def test_a_run_that_is_killed_while_it_exports_knows_its_own_files(
+    draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at each of the moves, over its own earlier export with a list; later it exports again."""
+    train = Training(tmp_path, monkeypatch, "llama")
+    train("run", "--export {}/head --draft-vocab-size 12")
+    replace_file, left = os.replace, []
+
+    def stop(source: Path, target: Path) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        replace_file(source, target)
+
+    for moves in range(2 + bool(draft)):
+        left[:] = [1] * moves
+        with monkeypatch.context() as patch:
+            patch.setattr(head_checkpoint.os, "replace", stop)
+            with pytest.raises((KeyboardInterrupt, SystemExit)):
+                train("run", f"--seed 0 --export {{}}/head{draft}")
+        assert not list(tmp_path.glob(".head-*"))
+    train("run", f"--export {{}}/head{draft}")
+    assert load_head(str(tmp_path / "head"), 32, 128).config.draft_vocab_size == (9 if draft else None)
+
+
+def test_what_a_killed_run_left_half_written_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    (tmp_path / "run").mkdir()
+    for name in ("checkpoint.pt.ab12.partial", "best.pt.ab12.partial"):
+        (tmp_path / "run" / name).write_bytes(b"half")
+    train("run")
+    assert not list((tmp_path / "run").glob("*.partial"))
+
+
+def test_how_long_an_earlier_heads_texts_were_stays_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Training(tmp_path, monkeypatch, "llama")
+    train("first", "--export {}/head --float32 --max-length 40")
+    path = tmp_path / "head" / "config.json"
+    config = json.loads(path.read_text())
+    del config["trained_positions"]
+    path.write_text(json.dumps(config))
+    train("second", "--init-head {}/head --float32 --learning-rate 1e-12 --max-length 30 --export {}/again")
+    assert "trained_positions" not in json.loads((tmp_path / "again" / "config.json").read_text())
 
 
 def test_a_head_that_somebody_puts_there_meanwhile_stays_and_nothing_is_lost(

@@ -43,7 +43,7 @@ from eagle_fsd.training.loss import (
 )
 from eagle_fsd.training.readout import Readout
 from eagle_fsd.training.run import folder as runs_module
-from eagle_fsd.training.run.folder import BEST, CHECKPOINT, LOG, read_checkpoint, save_atomically
+from eagle_fsd.training.run.folder import BEST, CHECKPOINT, LOG, read_checkpoint, read_log, save_atomically
 from eagle_fsd.training.schedule import initialise, learning_rate_at, widen
 
 
@@ -181,6 +181,46 @@ def test_the_best_head_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (
         best["step"] == 1 and best["held_out"] == {"chain_tau": 2.5} and best["head"]["fc.weight"].eq(1).all()
     )
+
+
+@pytest.mark.parametrize("name", [BEST, LOG])
+@pytest.mark.parametrize("evaluations", [1, 2])
+def test_a_run_that_is_killed_in_its_last_evaluation_ends_as_a_whole_one(
+    name: str, evaluations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the best head is written, and between that and the log."""
+    config = replace(FAST, eval_every=9 if evaluations == 2 else 100)
+    whole = trainer_for(tmp_path / "whole", config)
+    whole.run()
+    killed = trainer_for(tmp_path / "killed", config)
+    last, save, log = whole.step, trainer_module.save_atomically, killed.log
+
+    def stop_before_the_head(state: dict[str, Any], path: Path) -> None:
+        if path.name == BEST and killed.step == last:
+            raise KeyboardInterrupt
+        save(state, path)
+
+    def stop_before_the_log(record: dict[str, Any]) -> None:
+        if "held_out" in record and killed.step == last:
+            raise KeyboardInterrupt
+        log(record)
+
+    scores = iter([1.5, 2.5, 2.5] if evaluations == 2 else [2.5, 2.5])
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "evaluate", lambda *_: {"chain_tau": next(scores)})
+        if name == BEST:
+            patch.setattr(trainer_module, "save_atomically", stop_before_the_head)
+        else:
+            killed.log = stop_before_the_log
+        with pytest.raises(KeyboardInterrupt):
+            killed.run()
+        patch.setattr(trainer_module, "save_atomically", save)
+        again = trainer_for(tmp_path / "killed", config)
+        assert again.run() == {"chain_tau": 2.5} == again.known_result()
+    best = read_checkpoint(tmp_path / "killed" / BEST)
+    assert best["step"] == last == again.step
+    held = [record["step"] for record in read_log(tmp_path / "killed") if "held_out" in record]
+    assert held == ([9, last] if evaluations == 2 else [last])
 
 
 @pytest.mark.parametrize("bfloat16", [True, False])

@@ -29,6 +29,7 @@ from eagle_fsd.training.batching import (
     softmax_tokens,
     split_held_out,
     tokens_of_batch,
+    without_copies,
 )
 from eagle_fsd.training.data.examples import Example, batches_by_length, encode_turns, load_examples, turns_of
 from eagle_fsd.training.data.shards import FeatureSequence
@@ -54,6 +55,14 @@ def test_an_empty_answer_marks_nothing() -> None:
 def test_learning_everywhere_starts_at_the_first_turn() -> None:
     example = encode_turns(conversation("hi", "yes")["conversations"], LetterTokenizer(), learn_all=True)
     assert marked(example) == ".....hi#\n<a>yes"
+
+
+@pytest.mark.parametrize("first", ["u", "S", "\n", "<u>", "", " u "])
+def test_words_that_stand_in_the_template_itself_hide_no_opening(first: str) -> None:
+    """The template's own text is the same piece, and nothing of it is learned."""
+    example = encode_turns(conversation(first, "yes")["conversations"], LetterTokenizer(), learn_all=True)
+    assert "".join(map(chr, example.tokens)) == f"S\n<u>{first}#\n<a>yes"
+    assert marked(example) == f".....{first}#\n<a>yes"
 
 
 class BaseTokenizer(LetterTokenizer):
@@ -289,6 +298,14 @@ def test_held_out_sequences_are_of_the_first_source_and_not_trained_on() -> None
             ValueError, match=rf"held_out is {count}: it must be in 1\.\.{most}, .*--held-out"
         ):
             split_held_out(20, count, 3, first)
+
+
+def test_copies_of_held_out_texts_are_not_trained_on() -> None:
+    texts = [torch.tensor(one) for one in ([1, 2], [3], [1, 2], [1, 2, 3], [3], [2, 1])]
+    assert without_copies([1, 2, 3, 4, 5], [0], texts) == [1, 3, 4, 5]
+    assert without_copies([2, 3, 4, 5], [0, 1], texts) == [3, 5]
+    with pytest.raises(ValueError, match=r"same 2 sequences again and again, .*give more data"):
+        without_copies([2, 4], [0, 1], texts)
 
 
 def test_the_softmax_runs_over_frequent_tokens_and_the_end_tokens() -> None:

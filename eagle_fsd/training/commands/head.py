@@ -40,7 +40,7 @@ from eagle_fsd.files.provenance import provenance
 from eagle_fsd.hub.head_checkpoint import FC_BIAS_KEY
 from eagle_fsd.runtime.packed_linear import pack_linears
 from eagle_fsd.target.model import TargetModel
-from eagle_fsd.training.batching import softmax_tokens, split_held_out
+from eagle_fsd.training.batching import softmax_tokens, split_held_out, without_copies
 from eagle_fsd.training.cli import (
     TRACKERS,
     add_compute_arguments,
@@ -194,6 +194,9 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
         data = sources.stored(target, source.name, root, accelerator, taps)
     longest = max(len(tokens) for tokens in data.tokens)
     train, held = split_held_out(len(data.tokens), args.held_out, config.seed, sources.counts[0])
+    known, train = len(train), without_copies(train, held, data.tokens)
+    if known > len(train):
+        logger.info("left out %d sequences that are the same as held-out ones", known - len(train))
     embedding = model.get_input_embeddings().weight.detach().clone()
     readout = Readout.from_target(target)
     if size is not None:
@@ -210,7 +213,9 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     else:
         texts = [data.tokens[number] for number in train]
         keep = softmax_tokens(texts, target.vocab_size, args.softmax_tokens, always_drafted(target))
-    head.config = replace(head.config, trained_positions=max(head.config.trained_positions or 0, longest))
+    before = head.config.trained_positions
+    if args.init_head is None or before is not None:  # else how long its texts were stays unknown
+        head.config = replace(head.config, trained_positions=max(before or 0, longest))
     tokens, learned = counts(data, train)
     logger.info(
         "%d sequences, %d tokens, %d learned; softmax over %d", len(train), tokens, learned, len(keep)
@@ -287,12 +292,17 @@ def finish(
     if args.export and not trainer.stop:
         require_export(args.export, args.output, trainer.identity)  # somebody may have come first
         trainer.head.load_state_dict(best["head"])
+        half = torch.float16
+
+        def note(written: Path) -> None:  # before it is in its place: a run must know its own head there
+            note_export(args.output, run, args.export, best["step"], written)
+
         if isinstance(trainer.head, Eagle3Head):
-            half = torch.float16
-            hub.save_eagle3_head(trainer.head, args.export, layers, args.layout, half, args.base_model)
+            names = (layers, args.layout, half, args.base_model)
+            hub.save_eagle3_head(trainer.head, args.export, *names, written=note)
         else:
-            hub.save_head(trainer.head.restrict(drafted, text_tokens(args)), args.export, dtype=torch.float16)
-        note_export(args.output, run, args.export, best["step"])
+            restricted = trainer.head.restrict(drafted, text_tokens(args))
+            hub.save_head(restricted, args.export, dtype=half, written=note)
         logger.info("exported step %d to %s", best["step"], args.export)
 
 

@@ -24,7 +24,7 @@ from eagle_fsd.files.jsonl import drop_torn_line, read_jsonl
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.text.chat import REFUSALS, encode_as_trained, plain_text
 from eagle_fsd.text.prompt_files import find_prompt, read_prompts
-from eagle_fsd.training.data.examples import banned_runs, overlap, turns_of
+from eagle_fsd.training.data.examples import MARK, banned_runs, overlap, turns_of
 from eagle_fsd.training.data.synthesis import Answer, Question, write_answers
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ PROMPT_SAMPLING = SamplingConfig(temperature=0.8, top_k=200, top_p=0.95)
 LONGEST_OWN_PROMPT = 128
 LEFT_OUT = "left_out"
 DRAWS = "seed, number"  # what names the stream that a row is drawn from
-MARK = "\u241e"  # takes the place of the user's words while the chat template is examined
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ writes a token of the answer, from the prompt's last token on: the head learns t
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,11 @@ from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.text.chat import plain_text
 from eagle_fsd.text.prompt_files import read_asked
 
+MARK = "\u241e"  # takes the place of the user's words while the chat template is examined
+# Scripts that put no spaces between words: Thai to Burmese, Khmer, Kana, and Chinese characters.
+UNSPACED = "\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff"
+UNSPACED += "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names, beside the roles' own
 logger = logging.getLogger(__name__)
 
@@ -53,7 +59,8 @@ class Skipped:
 
 def turns_of(row: dict[str, Any], where: str) -> list[dict[str, str]]:
     """Return the chat turns of a row of any kind, checked, each with its role and content."""
-    chats = [row[name] for name in ("conversations", "messages") if row.get(name) is not None]
+    both = [row[name] for name in ("conversations", "messages") if row.get(name) is not None]
+    chats = [chat for chat in both if chat != []] or both
     if chats:
         turns = chats[0]
     elif "prompt" in row and "completion" in row:
@@ -127,10 +134,15 @@ def encode_turns(turns: list[dict[str, str]], tokenizer: Any, learn_all: bool = 
             raise NoSingleText(f"the chat template refuses it ({one_line(error, 80)})") from error
         if not before.startswith(rendered):
             raise NoSingleText("the chat template renders earlier turns differently")
-        opening = turns[0]["content"].strip()
-        start = before.find(opening) if learn_all and not rendered and opening else 0
-        append(before[len(rendered) :][:start], False)
-        append(before[len(rendered) :][start:], learn_all)
+        start = len(rendered)
+        if learn_all and not rendered:
+            # The first turn's words may stand in the template's own text as well.
+            marked = [{**turns[0], "content": MARK}, *turns[1:index]]
+            shown = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
+            pairs = zip(before, shown, strict=False)
+            start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        append(before[len(rendered) : start], False)
+        append(before[start:], learn_all)
         answer = len(tokens)
         append(turn["content"], True)
         if 0 < answer < len(tokens):
@@ -219,8 +231,11 @@ def overlap(text: str, others: frozenset[tuple[str, ...]], run: int = 8) -> bool
 
 
 def word_runs(text: str, run: int = 8) -> Iterator[tuple[str, ...]]:
-    """Return every `run` words in a row, in lower case. A shorter text counts as one run."""
-    words = re.findall(r"\w+", text.lower())
+    """Return every `run` words in a row, in lower case. A shorter text counts as one run.
+
+    Of scripts without spaces between words every character counts as one.
+    """
+    words = WORD.findall(text.lower())
     return (tuple(words[start : start + run]) for start in range(max(len(words) - run, 0) + 1))
 
 

@@ -41,9 +41,9 @@ def exports_of(output: Path, run: str | None) -> list[dict[str, Any]]:
     return [row for row in rows if run is None or row.get("run") == run]
 
 
-def note_export(output: Path, run: str, folder: Path, step: int) -> None:
-    """Note that a run has exported its head of this step into a folder."""
-    path, digests = output / EXPORTS, head_digests(find_head_file(folder, str(folder)))
+def note_export(output: Path, run: str, folder: Path, step: int, written: Path) -> None:
+    """Note that a run exports its head of this step into a folder. written: where its files are now."""
+    path, digests = output / EXPORTS, head_digests(find_head_file(written, str(written)))
     drop_torn_line(path)
     append_row(path, {"run": run, "step": step, "folder": str(folder), **digests, **provenance()})
 
@@ -64,9 +64,12 @@ def require_export(folder: Path, output: Path, identity: Mapping[str, Any] | Non
 
 
 def is_export(folder: Path, exports: list[dict[str, Any]]) -> bool:
-    """Return whether the head in a folder is one of these, unchanged."""
+    """Return whether all files of the head in a folder are of these, unchanged.
+
+    They may be of two of them: whoever stops an export may stop it between two files.
+    """
     try:
         digests = head_digests(find_head_file(folder, str(folder)))
     except ValueError:  # half a head, or a damaged one
         return False
-    return any(digests.items() <= row.items() for row in exports)
+    return all(any(row.get(name) == value for row in exports) for name, value in digests.items())

@@ -30,8 +30,13 @@ DAMAGE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, LookupError, 
 
 @contextmanager
 def sole_run(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder, until this process ends. Raises ValueError if one is at work there."""
+    """Keep other runs out of a folder, until this process ends. Raises ValueError if one is at work there.
+
+    Files that a killed run has not written to their end are deleted.
+    """
     with sole(folder / ".lock", folder, "overwrite each other's checkpoints"):
+        for partial in folder.glob("*.partial"):
+            partial.unlink(missing_ok=True)
         yield
 
 
