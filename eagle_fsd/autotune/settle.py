@@ -228,8 +228,7 @@ class Settler:
         longest = self.drafter.longest
         if longest is not None and max(lengths) > longest:
             logger.warning(
-                "prompt of %d tokens: the draft model reads up to %d, so it drafts nothing; the text is not "
-                "affected",
+                "prompt of %d tokens: the draft model reads up to %d, so it drafts nothing behind it",
                 max(lengths),
                 longest,
             )

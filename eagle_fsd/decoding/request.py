@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -128,9 +129,9 @@ class Terms:
     @property
     def exact(self) -> bool:
         """Whether only the target's own draws are emitted."""
-        return isinstance(self.rule, Lossless) or (
-            isinstance(self.rule, Fuzzy) and self.rule.threshold == 0 and self.rule.price == 0
-        )
+        if isinstance(self.rule, Fuzzy):
+            return self.rule.threshold == 0 or self.rule.price == math.inf
+        return isinstance(self.rule, Lossless)
 
     @property
     def shares_noise(self) -> bool:

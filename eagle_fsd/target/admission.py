@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _one_at_a_time = threading.Lock()
 
+HOPELESS = 50.0  # nats below the best token
 NARROW_WINDOW = 3  # positions in a sliding window while a model is tested
 PARTS = (3, 2, 5)  # of the vocabulary, behind which the texts of `tree_difference` begin
 PATHS = ([0, 1, 3], [0, 2, 4])  # of `small_tree`
@@ -226,8 +227,24 @@ def difference_on(target: Candidate, part: int) -> float:
     differences = []
     for path in PATHS:
         wanted = plain(prefix + [tokens[node] for node in path])[len(prefix) :].to(target.device)
-        differences.append(float((logits[0, path] - wanted).norm() / wanted.norm()))
+        differences.append(difference_of_logits(logits[0, path], wanted))
     return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def difference_of_logits(found: Tensor, wanted: Tensor) -> float:
+    """Return the relative difference of logits [n, V], without what no distribution depends on.
+
+    That is a number common to a row, and how far below the best a hopeless token is: either may be so large
+    that beside it every mistake seems small. NaN if any logit is.
+    """
+    found, wanted = (
+        (one - one.amax(-1, keepdim=True)).clamp(min=-HOPELESS) for one in (found.float(), wanted.float())
+    )
+    likely = wanted > -HOPELESS
+    found, wanted = (
+        one - (one * likely).sum(-1, keepdim=True) / likely.sum(-1, keepdim=True) for one in (found, wanted)
+    )
+    return float((found - wanted).norm() / wanted[likely].norm())
 
 
 def small_tree(target: Candidate, part: int = 3) -> tuple[list[int], list[int], DraftTree]:

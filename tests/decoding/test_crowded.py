@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from support.tiny_engine import TREE, tiny_engine
@@ -35,7 +37,9 @@ def texts(terms: Terms, crowded: dict[int, TreeConfig], lookup: bool, count: int
 
 
 @pytest.mark.parametrize("lookup", [False, True])
-@pytest.mark.parametrize("rule", [Lossless(), Fuzzy(0.0)])
+@pytest.mark.parametrize(
+    "rule", [Lossless(), Fuzzy(0.0), Fuzzy(0.0, price=0.5), Fuzzy(math.inf, price=math.inf, mode="swap")]
+)
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
 def test_exact_texts_are_the_same_in_more_steps(
     sampling: SamplingConfig, rule: Lossless | Fuzzy, lookup: bool
@@ -54,7 +58,7 @@ def test_exact_texts_are_the_same_in_more_steps(
         Terms((), Fuzzy(0.3)),
         Terms((), Lossless(), SamplingConfig(0.7)),
         Terms((), Lossless(share_noise=False), SAMPLED),
-        Terms((), Fuzzy(0.0, price=0.5)),
+        Terms((), Fuzzy(1e-9, price=1e9)),
     ],
 )
 def test_a_text_that_its_tree_decides_keeps_it(terms: Terms) -> None:

@@ -185,7 +185,7 @@ def test_a_prompt_longer_than_the_draft_reads_is_warned_of(caplog: pytest.LogCap
     found = model.generate([long], max_new_tokens=3, tree=TREE)
     assert found.new_tokens == greedy_alone(TARGET.model, [long], 3)
     assert caplog.messages == [
-        "prompt of 14 tokens: the draft model reads up to 12, so it drafts nothing; the text is not affected"
+        "prompt of 14 tokens: the draft model reads up to 12, so it drafts nothing behind it"
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -420,6 +421,52 @@ def test_a_model_that_ignores_masks_or_positions_is_refused(
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(model.model, "forward", ignoring)
+    with pytest.raises(ValueError, match="tree verification differs"):
+        TargetModel(model)
+
+
+# A number that all logits have in common, and what tokens without meaning have: neither changes a text.
+HARMLESS = [(0, -100.0), (90, -1e4), (90, -1e9), (90, torch.finfo(torch.float32).min), (90, -math.inf)]
+
+
+def with_bias(model: Any, first: int, value: float) -> Any:
+    """Add a number to the logits of the tokens from `first` on."""
+    head = model.lm_head
+    model.lm_head = torch.nn.Linear(*head.weight.shape[::-1]).requires_grad_(False)
+    model.lm_head.weight = head.weight
+    model.lm_head.bias.zero_()[first:] = value
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("first", "value"), HARMLESS)
+def test_large_numbers_in_the_logits_hide_no_mistake(
+    first: int, value: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model is admitted with them; one that scales its logits, or whose nodes see siblings, is not."""
+    model = with_bias(tiny_model("llama"), first, value).to(dtype)
+    TargetModel(model)
+    with monkeypatch.context() as patch:
+        forward = model.forward
+
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            output.logits[..., :60] *= 0.5
+            return output
+
+        patch.setattr(model, "forward", scaled)
+        with pytest.raises(ValueError, match="masks or logits follow rules"):
+            TargetModel(model)
+    forward = model.model.forward
+
+    def leaking(*args: Any, **kwargs: Any) -> Any:
+        cached = kwargs.get("past_key_values")
+        if cached is not None:
+            seen = torch.arange(cached.view) <= cached.slots[:, :, None]
+            kwargs["attention_mask"] = additive(seen, dtype)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.model, "forward", leaking)
     with pytest.raises(ValueError, match="tree verification differs"):
         TargetModel(model)
 
