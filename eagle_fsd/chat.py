@@ -24,12 +24,14 @@ from eagle_fsd.core.checks import one_line
 from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.generate import (
     BROKEN_PIPE,
+    CLOSED,
     UserError,
     defer_interrupt,
     discard_stdout,
     load_model,
     raise_user_errors,
     report_mistake,
+    report_stdout,
 )
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
@@ -215,6 +217,8 @@ def program(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     out = sys.stdout
+    if out is None:
+        return report_mistake(parser.prog, CLOSED)
     # Neither a character that the terminal lacks nor a byte that is none must end the chat.
     for stream, errors in ((out, "replace"), (sys.stdin, "surrogateescape")):
         if hasattr(stream, "reconfigure"):
@@ -228,6 +232,8 @@ def program(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         discard_stdout()
         return BROKEN_PIPE
+    except OSError as error:
+        return report_stdout(parser.prog, error)
     finally:
         HEAD_START.end()
 

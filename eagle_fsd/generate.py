@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from eagle_fsd.training.online.adapter import HeadAdapter
 
 BROKEN_PIPE = 141
+CLOSED = "stdout is closed: the text needs it; open it"
 
 
 class UserError(Exception):
@@ -96,8 +97,8 @@ def answer_prompt(
                 answer.token_ids += token_ids
                 show(written.add(token_ids))
                 if model.target.ranks.lead(stop.is_set()):
-                    answer.interrupted = True
                     break
+        answer.interrupted = model.target.ranks.lead(stop.is_set())  # in the last step, too
     except KeyboardInterrupt:  # a second Ctrl-C did not wait for the step's end
         answer.interrupted = True
     show(written.finish())
@@ -283,9 +284,10 @@ def answer_prompts(
             out.flush()
         elif number < len(prompts):
             out.write("\n")
-        sys.stderr.write(summary(answer) + "\n")
-        if args.verbose and answer.memory is not None:
-            sys.stderr.write(show_memory(answer.memory) + "\n")
+        with contextlib.suppress(OSError):  # of a full disk behind stderr: the answers matter more
+            sys.stderr.write(summary(answer) + "\n")
+            if args.verbose and answer.memory is not None:
+                sys.stderr.write(show_memory(answer.memory) + "\n")
         if answer.interrupted:
             return INTERRUPTED
         if number < len(prompts):
@@ -314,13 +316,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return on_every_rank(program, argv)
 
 
+def report_stdout(program: str, error: OSError) -> int:
+    """Report a full stdout and return the exit code. Raises any other error anew."""
+    if error.errno != errno.ENOSPC:
+        raise error
+    discard_stdout()
+    return report_mistake(program, f"stdout takes no more ({error.strerror}): make room")
+
+
 def program(argv: Sequence[str] | None = None) -> int:
     """Do what `main` does, on one rank."""
     parser = build_parser()
     args = parser.parse_args(argv)
     out = sys.stdout
     if out is None:
-        return report_mistake(parser.prog, "stdout is closed: the text needs it; open it")
+        return report_mistake(parser.prog, CLOSED)
     if hasattr(out, "reconfigure"):
         out.reconfigure(errors="replace")  # a character that the terminal lacks must not end the run
     try:
@@ -337,10 +347,7 @@ def program(argv: Sequence[str] | None = None) -> int:
         discard_stdout()
         return BROKEN_PIPE
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        discard_stdout()
-        return report_mistake(parser.prog, f"stdout takes no more ({error.strerror}): make room")
+        return report_stdout(parser.prog, error)
     finally:
         HEAD_START.end()
 

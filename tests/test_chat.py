@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import io
 import json
 import os
 import re
 import select
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Any
 import pytest
 from support.tiny_engine import CHAT, TREE, chat_ids, text_alone, tiny_engine
 
-from eagle_fsd import AutoThreshold, EagleFSD, Fuzzy, chat
+from eagle_fsd import AutoThreshold, EagleFSD, Fuzzy, chat, generate
 from eagle_fsd.acceptance.calibration import FILE, CalibratedThreshold, Calibration, write_calibrations
 from eagle_fsd.cli.conversation import Conversation, Exit, read_messages
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
@@ -67,6 +70,47 @@ def test_answers_are_the_engines_own_and_turns_build_up(
     assert said == "".join(f"{one['content']}\n" for one in [*turns[1::2], turns[1]])
     assert json.loads(saved.read_text()) == {"messages": turns}
     assert told.count("tok/s") == 4 and "\033" not in said + told and ">>>" not in said + told
+
+
+def test_a_chat_is_saved_where_a_link_points_and_over_no_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file, link, pipe = tmp_path / "chat.json", tmp_path / "link.json", tmp_path / "pipe"
+    file.write_text("old")
+    link.symlink_to(file)
+    os.mkfifo(pipe)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert say(monkeypatch, f"/save {link}\n/save {pipe}\n/save {tmp_path}\n/save ~/home.json\n") == 0
+    assert link.is_symlink() and json.loads(file.read_text()) == {"messages": []}
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and (tmp_path / "home.json").is_file()
+    told = capsys.readouterr().err
+    assert f"{pipe}: is no file; name another one" in told and f"{tmp_path}: is no file" in told
+
+
+def test_a_chat_needs_a_stdout_that_takes_its_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(chat, "report_stdout", functools.partial(reported, chat.report_stdout))
+    for out, words in (
+        (None, "stdout is closed"),
+        (Full(), "stdout takes no more (No space left on device)"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", out)
+            assert say(patch, "Hi\n") == 2
+        (line,) = [one for one in capsys.readouterr().err.splitlines() if "error" in one]
+        assert words in line
+
+
+def reported(report: Any, program: str, error: OSError) -> int:
+    """Report a full stdout, which here is no stdout of a process that could be sent nowhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "discard_stdout", lambda: None)
+        return report(program, error)
 
 
 def test_the_threshold_and_the_seed_change_what_follows(

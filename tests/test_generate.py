@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -39,6 +40,7 @@ from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.decoding.options import GenerationOptions
 from eagle_fsd.runtime.ranks import ALONE
 from eagle_fsd.text.detokenizer import Detokenizer
+from eagle_fsd.text.prompt_files import find_prompt
 
 REPLY = "Grüße, 世界 🌍!"
 END = 256
@@ -922,6 +924,66 @@ def test_ctrl_c_ends_after_the_step(model: ScriptedModel, capsys: pytest.Capture
         == "6 tokens in 1.0 s (6.0 tok/s), tau 3.00, 0 fuzzy accepts, lossless, tree 16/5/8, interrupted\n"
     )
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_behind_the_last_step_is_not_lost(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The answer is whole, and no other prompt is answered."""
+    path, steps = tmp_path / "p.jsonl", generate.run_steps
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+
+    def late(stream: Any) -> Iterator[list[int]]:
+        yield from steps(stream)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+
+    monkeypatch.setattr(generate, "run_steps", late)
+    code, out, _ = run(capsys, "--json", "--prompt-file", str(path))
+    (record,) = map(json.loads, out.splitlines())
+    assert code == 130 and record["text"] == REPLY
+
+
+class Full(io.StringIO):
+    """A stream to a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_stderr_loses_no_answer(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert generate.main(["--json", "--prompt-file", str(path)]) == 0
+    assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == [REPLY] * 2
+
+
+def test_half_a_character_is_found_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b\\ud83d"}\n')
+    monkeypatch.setattr(generate, "load_model", lambda args: pytest.fail("it was loaded"))
+    code, out, err = run(capsys, "--prompt-file", str(path))
+    assert (code, out) == (2, "") and "prompt 2 of " in err and "is not UTF-8 at character 1" in err
+
+
+def test_prompt_files_take_text_in_parts_and_name_rows_that_are_too_deep(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    parts = [{"type": "text", "text": "Why is "}, {"type": "text", "text": "that?"}]
+    assert find_prompt({"messages": [{"role": "user", "content": parts}]}) == "Why is that?"
+    for some in ([], [{"type": "image_url"}], [*parts, {"type": "image_url"}]):
+        assert find_prompt({"messages": [{"role": "user", "content": some}]}) is None
+    path = tmp_path / "p.jsonl"
+    for line, words in (("[" * 100_000, "recursion"), ('{"prompt": "a", "x": ' + "9" * 5000, "4300 digits")):
+        path.write_text('{"prompt": "a"}\n' + line + "\n")
+        code, out, err = run(capsys, "--prompt-file", str(path))
+        assert (code, out) == (2, "") and err.count("\n") == 1
+        assert f"{path}:2: is not JSON (" in err and words in err
 
 
 def test_a_job_in_the_background_keeps_ctrl_c_ignored(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from eagle_fsd.cli.flag_types import AUTO, NO_HEAD
 from eagle_fsd.cli.processing_flags import processing_options
+from eagle_fsd.core.checks import find_half_character
 from eagle_fsd.core.config import AutoThreshold, AutoTree, TreeConfig
 from eagle_fsd.text.prompt_files import decode_text, read_prompts
 
@@ -263,7 +264,7 @@ def parse_stream(text: str) -> tuple[int, int]:
 def read_prompt_arguments(args: argparse.Namespace) -> list[str]:
     """Return the prompts that the arguments name, without a final newline.
 
-    Raises ValueError if there is none or one is blank.
+    Raises ValueError if there is none, or one is blank or no text.
     """
     if args.prompt_file is not None:
         prompts, origin = read_prompts(Path(args.prompt_file)), args.prompt_file
@@ -281,4 +282,9 @@ def read_prompt_arguments(args: argparse.Namespace) -> list[str]:
     for number, prompt in enumerate(prompts, 1):
         if not prompt.strip():
             raise ValueError(f"prompt {number} of {origin} is empty: write something to answer")
+        if (place := find_half_character(prompt)) is not None:
+            raise ValueError(
+                f"prompt {number} of {origin} is not UTF-8 at character {place}: retype it, or give a file "
+                "of UTF-8 text"
+            )
     return prompts

@@ -105,9 +105,13 @@ class Conversation:
         if not name:
             raise ValueError("/save needs the name of a file: /save chat.json")
         try:
-            write_atomically(Path(name), json.dumps({"messages": self.turns}, indent=1) + "\n")
-        except OSError as error:
-            raise ValueError(f"{name}: cannot be written ({error.strerror}); name another file") from error
+            path = Path(name).expanduser().resolve()  # a link stays, and what it points at is written
+            if path.exists() and not path.is_file():
+                raise ValueError(f"{name}: is no file; name another one")
+            write_atomically(path, json.dumps({"messages": self.turns}, indent=1) + "\n")
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no such user, or links in a circle
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"{name}: cannot be written ({reason}); name another file") from error
         return f"{len(self.turns)} turns are in {name}"
 
 

@@ -142,6 +142,11 @@ class GenerationOptions:
                 f"do_sample is {self.do_sample} and temperature is {self.temperature}: they contradict each "
                 "other, since temperature 0 is greedy; leave one out"
             )
+        if self.stop_strings is not None and not isinstance(self.stop_strings, (str, Iterable)):
+            raise ValueError(
+                f"stop_strings is {format_value(self.stop_strings)}: it must be a string or a list of them; "
+                "fix it"
+            )
         for stop in self.stops:
             if not isinstance(stop, str) or not stop:
                 raise ValueError(f"stop_strings has {stop!r}: each must be a non-empty string; fix it")

@@ -36,7 +36,7 @@ def is_whole(line: bytes) -> bool:
     """Return whether a line is a complete JSON object."""
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -44,8 +44,12 @@ def parse_line(line: bytes, place: str, encoding: str) -> dict[str, Any]:
     """Parse one JSONL line. Raises ValueError naming `place` unless it is a JSON object."""
     try:
         found = json.loads(line.decode(encoding))
-    except ValueError as error:  # bad JSON, or bad UTF-8
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = error.msg
+        elif isinstance(error, UnicodeDecodeError):
+            reason = "not UTF-8"
         raise ValueError(
             f"{place}: is not JSON ({reason}): each line must be one object; repair or delete it"
         ) from error

@@ -163,11 +163,11 @@ class Chooser:
         }
         if request.min_tokens is not None:
             said["min_new_tokens"] = request.min_tokens
-        if request.suppress_tokens:
-            said["suppress_tokens"] = as_tokens("suppress_tokens", request.suppress_tokens)
-        if request.logit_bias:
+        if "suppress_tokens" in request.model_fields_set:
+            said["suppress_tokens"] = as_tokens("suppress_tokens", request.suppress_tokens, some=False)
+        if "logit_bias" in request.model_fields_set:
             said["logit_bias"] = as_biases({token_of(key): bias for key, bias in request.logit_bias.items()})
-        if request.bad_words:
+        if "bad_words" in request.model_fields_set:
             with self.encoding:
                 words = words_as_tokens(self.model.tokenizer, request.bad_words)
             said["bad_words_ids"] = as_sequences("bad_words", words)
@@ -265,7 +265,7 @@ def requested_rule(
 
 def token_of(key: str) -> int:
     """Return the token id that a key of logit_bias is. Raises ValueError if it is none."""
-    if not key.isdecimal() or not key.isascii():
+    if not key.isdecimal() or not key.isascii() or len(key) > 18:
         raise ValueError(f'logit_bias has the key {key!r}: it must be a token id, such as "42"; fix it')
     return int(key)
 

@@ -104,7 +104,7 @@ def find_prompt(record: Mapping[str, Any]) -> str | None:
     """Return the prompt of a row in any of the usual formats; None if it has none.
 
     It is `prompt`, `question`, the first of `turns`, or the user's first turn of `messages` ({role, content})
-    or of ShareGPT's `conversations` ({from, value}).
+    or of ShareGPT's `conversations` ({from, value}). A turn may say its text in parts.
     """
     turns = record.get("turns")
     first = turns[0] if turns and isinstance(turns, list) else None
@@ -112,6 +112,9 @@ def find_prompt(record: Mapping[str, Any]) -> str | None:
     found = first_known(record.get("prompt"), record.get("question"), first)
     if found is None:
         found = next((words_of(turn) for turn in turns_of(record) if asks(turn)), None)
+    if isinstance(found, list):
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in found]
+        found = "".join(parts) if parts and all(isinstance(part, str) for part in parts) else None
     return found if isinstance(found, str) else None
 
 

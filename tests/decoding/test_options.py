@@ -126,6 +126,12 @@ def test_an_unknown_keyword_is_named() -> None:
             call(prompt, num_beams=2)
 
 
+@pytest.mark.parametrize("value", [5, 0.5, ["a", 3], [""]])
+def test_stop_strings_are_strings(value: object) -> None:
+    with pytest.raises(ValueError, match=r"^stop_strings (is|has) .*; fix it$"):
+        GenerationOptions(stop_strings=value)
+
+
 def test_the_target_alone_has_no_end_tokens_or_observers_of_its_own() -> None:
     with pytest.raises(ValueError, match="eos_token_id is not supported for the target alone"):
         engine().target_alone(prompts_of([5]), max_new_tokens=3, eos_token_id=4)

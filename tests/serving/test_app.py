@@ -423,6 +423,22 @@ def test_unknown_models_and_routes(client: TestClient) -> None:
         error_of(post(client, "/v1/completions", prompt=prompt), 400)
 
 
+def test_a_request_can_clear_what_the_server_bans_and_stops_at() -> None:
+    with client_of() as client:
+        plain = post(client, "/v1/completions", prompt="Hi", max_tokens=12).json()["choices"][0]
+    first, later = plain["text"][0], plain["text"][3]
+    token = tiny_engine().tokenizer(first, add_special_tokens=False).input_ids[0]
+    processing = Processing(suppress_tokens=(token,), logit_bias=(((token,), -5.0),))
+    clear = {"stop": [], "suppress_tokens": [], "logit_bias": {}, "bad_words": []}
+    with client_of(defaults=Defaults(stops=(later,), processing=processing)) as client:
+        said = [
+            post(client, "/v1/completions", prompt="Hi", max_tokens=12, **more).json()["choices"][0]
+            for more in ({}, clear, dict.fromkeys(clear))
+        ]
+    assert said[1]["text"] == plain["text"] and said[1]["finish_reason"] == plain["finish_reason"]
+    assert said[0] == said[2] and not said[0]["text"].startswith(first)
+
+
 def test_a_key_is_asked_for_where_there_is_one() -> None:
     with client_of(key="secret") as client:
         for headers in ({}, {"authorization": "Bearer secreT"}, {"authorization": "secret"}):
@@ -430,7 +446,8 @@ def test_a_key_is_asked_for_where_there_is_one() -> None:
             assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
         assert error_of(post(client), 401)
         assert client.get("/metrics").status_code == 401
-        assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+        for scheme in ("Bearer", "bearer"):
+            assert client.get("/v1/models", headers={"authorization": f"{scheme} secret"}).status_code == 200
         assert client.get("/health").json() == {"status": "ok"}
 
 

@@ -40,7 +40,7 @@ class Gate:
     ) -> None:
         self.app, self.max_body, self.is_open, self.answered = app, max_body, is_open, answered
         self.hosts = frozenset(hosts)
-        self.key = None if key is None else f"Bearer {key}".encode()
+        self.key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,8 +76,10 @@ class Gate:
             raise unknown_host(name)
 
     def _require_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        given = headers.get(b"authorization", b"")
-        if self.key is not None and not self.is_open(path) and not hmac.compare_digest(given, self.key):
+        if self.key is None or self.is_open(path):
+            return
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self.key):
             raise unknown_key()
 
     async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
