@@ -11,9 +11,7 @@ import contextlib
 import errno
 import logging
 import os
-import signal
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -28,7 +26,7 @@ from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.cli.model_flags import begin_early, without_collector
 from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
-from eagle_fsd.core.checks import INTERRUPTED, one_line, report_interrupt
+from eagle_fsd.core.checks import INTERRUPTED, defer_interrupt, one_line, report_interrupt
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
 
@@ -138,30 +136,6 @@ def for_target_alone(options: GenerationOptions) -> GenerationOptions:
     """Return the options for the target alone: its seed is one number, and it has no log-probabilities."""
     ((seed, _row),) = options.seed
     return replace(options, seed=seed, logprobs=None)
-
-
-@contextlib.contextmanager
-def defer_interrupt(patient: bool = False) -> Iterator[threading.Event]:
-    """Let a first Ctrl-C only set the event, so that the step is finished; a second one interrupts.
-
-    patient: no other one does: it would leave the other ranks in the middle of a step.
-    """
-    event = threading.Event()
-
-    def note(_signal: int, _frame: object) -> None:
-        event.set()
-        if not patient:
-            signal.signal(signal.SIGINT, usual)
-
-    usual = signal.getsignal(signal.SIGINT)
-    if usual is signal.SIG_IGN:  # a job in the background: Ctrl-C is meant for another process
-        yield event
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, usual)
 
 
 @contextlib.contextmanager

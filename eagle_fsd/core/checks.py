@@ -1,10 +1,13 @@
-"""Checks of users' values, and the wording of errors: one line each."""
+"""Checks of users' values, the wording of errors, one line each, and what Ctrl-C does."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from numbers import Integral, Real
 
 INTERRUPTED = 130  # the exit code that shells give to what Ctrl-C has ended
@@ -34,6 +37,30 @@ def report_interrupt() -> int:
     """Say on one line that Ctrl-C has ended the program, and return its exit code."""
     sys.stderr.write("interrupted\n")
     return INTERRUPTED
+
+
+@contextlib.contextmanager
+def defer_interrupt(patient: bool = False) -> Iterator[threading.Event]:
+    """Let a first Ctrl-C only set the event, so that the step is finished; a second one interrupts.
+
+    patient: no other one does: it would leave the other ranks in the middle of a step.
+    """
+    event = threading.Event()
+
+    def note(_signal: int, _frame: object) -> None:
+        event.set()
+        if not patient:
+            signal.signal(signal.SIGINT, usual)
+
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is signal.SIG_IGN:  # a job in the background: Ctrl-C is meant for another process
+        yield event
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def require_integer(name: str, value: object, minimum: int, remedy: str, maximum: int | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from eagle_fsd.training.data.examples import batches_by_length
 from eagle_fsd.training.data.shards import FeatureSequence
 from eagle_fsd.training.loss import Batch, pair
 from eagle_fsd.training.schedule import root_mean_square
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def split_held_out(total: int, count: int, seed: int, first_source: int) -> tupl
 def without_copies(train: Sequence[int], held: Sequence[int], texts: Sequence[Tensor]) -> list[int]:
     """Return the numbers to train on whose text is none of those held out; data repeats itself.
 
-    Raises ValueError if there are none.
+    How many are left out is logged. Raises ValueError if there are none.
     """
     seen = {tuple(texts[number].tolist()) for number in held}
     others = [number for number in train if tuple(texts[number].tolist()) not in seen]
@@ -132,6 +135,8 @@ def without_copies(train: Sequence[int], held: Sequence[int], texts: Sequence[Te
             f"the data has the same {len(seen)} sequences again and again, and they are held out: there must "
             "be others to train on; give more data"
         )
+    if copies := len(train) - len(others):
+        logger.info("left out %d sequences that are the same as held-out ones", copies)
     return others
 
 

@@ -13,6 +13,7 @@ stops a run, and the same command continues it. OUTPUT/curves.png shows its curv
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import sys
 import time
@@ -78,6 +79,7 @@ from eagle_fsd.training.run.folder import (
     stored_run,
     write_record,
 )
+from eagle_fsd.training.run.process import end_together
 from eagle_fsd.training.run.settings import add_settings, settle_defaults
 from eagle_fsd.training.schedule import TrainConfig, initialise, widen
 from eagle_fsd.training.trainer import Trainer
@@ -193,10 +195,8 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
         root = args.features or args.output / "features"
         data = sources.stored(target, source.name, root, accelerator, taps)
     longest = max(len(tokens) for tokens in data.tokens)
-    train, held = split_held_out(len(data.tokens), args.held_out, config.seed, sources.counts[0])
-    known, train = len(train), without_copies(train, held, data.tokens)
-    if known > len(train):
-        logger.info("left out %d sequences that are the same as held-out ones", known - len(train))
+    rest, held = split_held_out(len(data.tokens), args.held_out, config.seed, sources.counts[0])
+    train = without_copies(rest, held, data.tokens)
     embedding = model.get_input_embeddings().weight.detach().clone()
     readout = Readout.from_target(target)
     if size is not None:
@@ -213,9 +213,9 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     else:
         texts = [data.tokens[number] for number in train]
         keep = softmax_tokens(texts, target.vocab_size, args.softmax_tokens, always_drafted(target))
-    before = head.config.trained_positions
-    if args.init_head is None or before is not None:  # else how long its texts were stays unknown
-        head.config = replace(head.config, trained_positions=max(before or 0, longest))
+    if args.init_head is None or head.config.trained_positions:  # else it stays unknown
+        longest = max(head.config.trained_positions or 0, longest)
+        head.config = replace(head.config, trained_positions=longest)
     tokens, learned = counts(data, train)
     logger.info(
         "%d sequences, %d tokens, %d learned; softmax over %d", len(train), tokens, learned, len(keep)
@@ -225,13 +225,7 @@ def train(args: argparse.Namespace, config: TrainConfig, accelerator: Accelerato
     trainer = Trainer(head, data, train, held_out, embedding, readout, keep, config, args.output, accelerator)
     accelerator.init_trackers("eagle_fsd", flatten(trainer.identity["config"]))
     trainer.run()
-    # A barrier and a pause at the end: gloo's thread releases a gathered tensor only with the next call, for
-    # which it needs the interpreter's lock. The end of the process group joins that thread while it holds
-    # the lock, so that on a busy machine both could wait for each other for ever.
-    accelerator.wait_for_everyone()
-    if accelerator.num_processes > 1:
-        time.sleep(0.5)
-    accelerator.end_training()
+    end_together(accelerator)
     if accelerator.is_main_process:
         plot_curves(args.output)
         record = {
@@ -292,17 +286,13 @@ def finish(
     if args.export and not trainer.stop:
         require_export(args.export, args.output, trainer.identity)  # somebody may have come first
         trainer.head.load_state_dict(best["head"])
-        half = torch.float16
-
-        def note(written: Path) -> None:  # before it is in its place: a run must know its own head there
-            note_export(args.output, run, args.export, best["step"], written)
-
+        note = functools.partial(note_export, args.output, run, args.export, best["step"])
         if isinstance(trainer.head, Eagle3Head):
-            names = (layers, args.layout, half, args.base_model)
+            names = (layers, args.layout, torch.float16, args.base_model)
             hub.save_eagle3_head(trainer.head, args.export, *names, written=note)
         else:
             restricted = trainer.head.restrict(drafted, text_tokens(args))
-            hub.save_head(restricted, args.export, dtype=half, written=note)
+            hub.save_head(restricted, args.export, dtype=torch.float16, written=note)
         logger.info("exported step %d to %s", best["step"], args.export)
 
 

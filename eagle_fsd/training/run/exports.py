@@ -42,7 +42,10 @@ def exports_of(output: Path, run: str | None) -> list[dict[str, Any]]:
 
 
 def note_export(output: Path, run: str, folder: Path, step: int, written: Path) -> None:
-    """Note that a run exports its head of this step into a folder. written: where its files are now."""
+    """Note that a run exports its head of this step into a folder. written: where its files are now.
+
+    A head is noted before it is in its place: whenever the run is killed, it knows its own files there.
+    """
     path, digests = output / EXPORTS, head_digests(find_head_file(written, str(written)))
     drop_torn_line(path)
     append_row(path, {"run": run, "step": step, "folder": str(folder), **digests, **provenance()})

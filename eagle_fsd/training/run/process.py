@@ -1,16 +1,20 @@
-"""A run's process: the signals that stop it, and the memory that it holds."""
+"""A run's process: the signals that stop it, its end among others, and the memory that it holds."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,19 @@ def stop_on_signals(run: Stoppable) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_together(accelerator: Accelerator) -> None:
+    """End the training of all processes.
+
+    A barrier and a pause come first: gloo's thread releases a gathered tensor only with the next call, for
+    which it needs the interpreter's lock. The end of the process group joins that thread while it holds the
+    lock, so that on a busy machine both could wait for each other for ever.
+    """
+    accelerator.wait_for_everyone()
+    if accelerator.num_processes > 1:
+        time.sleep(0.5)
+    accelerator.end_training()
 
 
 def memory_in_use(device: torch.device) -> int | None:
