@@ -20,7 +20,7 @@ from eagle_fsd.cli.flags import add_generation_flags, add_verbose_flag, new_pars
 from eagle_fsd.cli.model_flags import add_adapt_flags, add_model_flags, begin_early
 from eagle_fsd.cli.processing_flags import add_template_flag, with_bad_words
 from eagle_fsd.cli.ranks import on_every_rank
-from eagle_fsd.core.checks import defer_interrupt, one_line
+from eagle_fsd.core.checks import defer_interrupt, one_line, tell
 from eagle_fsd.core.config import AutoThreshold
 from eagle_fsd.generate import (
     BROKEN_PIPE,
@@ -128,7 +128,7 @@ class Chat:
         self.show(written.finish())
         self.out.write("\n")
         self.out.flush()
-        sys.stderr.write(f"{summary(answer)}\n")
+        tell(summary(answer))
         self.number += 1
         self.conversation.turns = [*turns, {"role": "assistant", "content": written.text}]
         if self.adapter is not None:
@@ -151,7 +151,7 @@ class Chat:
             try:
                 return input("... " if goes_on else ">>> ")
             except KeyboardInterrupt:
-                sys.stderr.write("\n(/exit or Ctrl-D ends the chat)\n")
+                tell("\n(/exit or Ctrl-D ends the chat)")
             except EOFError:
                 return None
 
@@ -161,15 +161,15 @@ class Chat:
             try:
                 text = as_utf8("the message", message)
                 if text.startswith("/") and not pasted:
-                    sys.stderr.write(f"{self.conversation.command(text)}\n")
+                    tell(self.conversation.command(text))
                 else:
                     self.answer(text)
             except Exit:
                 return
             except (ValueError, FloatingPointError) as error:  # of a command, a chat that is too long, ...
-                sys.stderr.write(f"{one_line(error)}\n")
+                tell(one_line(error))
             except KeyboardInterrupt:  # before an answer began, or in an update of the head
-                sys.stderr.write("\ninterrupted: the chat goes on; /exit or Ctrl-D ends it\n")
+                tell("\ninterrupted: the chat goes on; /exit or Ctrl-D ends it")
 
 
 def run(args: argparse.Namespace, out: TextIO) -> int:
@@ -197,7 +197,7 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # gives input() a history and editing
         legend = f"; {LEGEND}" if coloured else ""
-        sys.stderr.write(f"{model.base_model}: /help lists the commands{legend}\n")
+        tell(f"{model.base_model}: /help lists the commands{legend}")
     try:
         Chat(model, conversation, out, coloured, adapter).run()
     finally:

@@ -26,7 +26,7 @@ from eagle_fsd.cli.flags import build_parser
 from eagle_fsd.cli.model_flags import begin_early, without_collector
 from eagle_fsd.cli.processing_flags import with_bad_words
 from eagle_fsd.cli.ranks import join, on_every_rank, show_memory
-from eagle_fsd.core.checks import INTERRUPTED, defer_interrupt, one_line, report_interrupt
+from eagle_fsd.core.checks import INTERRUPTED, defer_interrupt, one_line, report_interrupt, tell
 from eagle_fsd.runtime.openvino.kept.head_start import HEAD_START
 from eagle_fsd.training.online.surfaces import check_adaptation, make_adapter, save_adapted, update_between
 
@@ -258,10 +258,9 @@ def answer_prompts(
             out.flush()
         elif number < len(prompts):
             out.write("\n")
-        with contextlib.suppress(OSError):  # of a full disk behind stderr: the answers matter more
-            sys.stderr.write(summary(answer) + "\n")
-            if args.verbose and answer.memory is not None:
-                sys.stderr.write(show_memory(answer.memory) + "\n")
+        tell(summary(answer))
+        if args.verbose and answer.memory is not None:
+            tell(show_memory(answer.memory))
         if answer.interrupted:
             return INTERRUPTED
         if number < len(prompts):
@@ -276,7 +275,7 @@ def report_mistake(program: str, error: object, verbose: bool = False) -> int:
     """Write a mistake as one line, below the traceback if that is wanted, and return the exit code."""
     if verbose:
         traceback.print_exc()
-    sys.stderr.write(f"{program}: error: {one_line(error)}\n")
+    tell(f"{program}: error: {one_line(error)}")
     return USAGE
 
 

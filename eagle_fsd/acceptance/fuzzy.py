@@ -98,6 +98,11 @@ class Fuzzy:
             )
         require_guards(self.mode, self.max_consecutive, self.exact_prefix, MODES)
 
+    @property
+    def exact(self) -> bool:
+        """Whether it follows nothing but the target's own draws."""
+        return self.threshold == 0 or self.price == math.inf
+
     @classmethod
     def from_calibration(
         cls, calibration: Thresholds, quality_budget: float = 0.02, divergence: str = "js", **wanted: Any
@@ -112,7 +117,7 @@ class Fuzzy:
     def chances(self, verified: Verified) -> Tensor | Choices | None:
         # T = 0 must stay lossless even where a perfect head makes the divergence exactly 0. So it turns the
         # rule off instead of being compared.
-        if self.threshold == 0 or self.price == math.inf or not verified.tree.owners.shape[1]:
+        if self.exact or not verified.tree.owners.shape[1]:
             return None
         eligible = verified.allowed(self.exact_eos) & verified.at_parent(self.is_close(verified))  # [B, N]
         if self.min_p > 0:  # the norm cancels out in the ratio to the largest p

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +16,7 @@ from eagle_fsd.decoding.request import Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle3.readings import reading_losses, shown_losses, take_reading
-from eagle_fsd.files.fingerprints import digest_weights
+from eagle_fsd.files.fingerprints import digest_json, digest_weights, dtype_name
 from eagle_fsd.files.records import recall, record_key, remember
 from eagle_fsd.target.admission import plain_taps
 from eagle_fsd.target.model import TargetModel
@@ -34,14 +36,15 @@ LEAST = 24  # of a text that can tell readings apart
 def settle_head(head: Eagle3Head, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Give the head the reading under which it predicts its target's text best, if its files leave that open.
 
-    It is measured once for each target and head, and remembered. Without a text that is long enough the
-    likeliest reading stays. The head is on the target's device.
+    It is measured once for each target and head, and remembered, unless the measurement tells nothing.
+    Without a text that is long enough the likeliest reading stays. The head is on the target's device.
     """
     if len(head.readings) == 1:
         return
     ranks, readings = target.ranks, {str(reading): reading for reading in head.readings}
     weights = digest_weights([*head.parameters(), *head.buffers()])
-    key = record_key("reading of a head", target.identity("")["weights"], weights, list(readings))
+    known_by = (weights, dtype_name(head), digest_json(asdict(head.config)), list(readings))
+    key = record_key("reading of a head", target.identity("")["weights"], *known_by)
     known = ranks.lead(recall(key, readings.__getitem__) if ranks.leads else None)
     if known is not None:
         logger.info("%s is the head's reading, as an earlier start measured", take_reading(head, known))
@@ -57,9 +60,10 @@ def settle_head(head: Eagle3Head, target: TargetModel, tokenizer: PreTrainedToke
     tokens = torch.tensor(text, device=target.device)
 
     losses = reading_losses(head, target, tokens, lambda taps: states_of(target, tokens, taps))
-    settled = take_reading(head, min(losses, key=losses.__getitem__))
+    best = min(losses, key=lambda one: losses[one] if math.isfinite(losses[one]) else math.inf)
+    settled = take_reading(head, best)
     ranks.check_alike("the reading of a head", settled)
-    if ranks.leads:
+    if ranks.leads and all(map(math.isfinite, losses.values())) and len(set(losses.values())) > 1:
         remember(key, str(settled))
     logger.info("%s", shown_losses(losses, settled))
 

@@ -213,6 +213,8 @@ class Settler:
             raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
         if not isinstance(rule, (Fuzzy, PublishedFSD)) or rule.threshold == 0:
             return
+        if isinstance(rule, Fuzzy) and rule.exact:
+            return
         if self.drafter is not None and self.drafter.sparse:
             require_listed(rule.divergence)
         elif self.drafts_some_tokens:

@@ -33,9 +33,15 @@ def find_half_character(text: str) -> int | None:
     return None
 
 
+def tell(text: str) -> None:
+    """Write a line to stderr, if that takes it: a full disk behind it must not end what is under way."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+
+
 def report_interrupt() -> int:
     """Say on one line that Ctrl-C has ended the program, and return its exit code."""
-    sys.stderr.write("interrupted\n")
+    tell("interrupted")
     return INTERRUPTED
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -129,9 +128,7 @@ class Terms:
     @property
     def exact(self) -> bool:
         """Whether only the target's own draws are emitted."""
-        if isinstance(self.rule, Fuzzy):
-            return self.rule.threshold == 0 or self.rule.price == math.inf
-        return isinstance(self.rule, Lossless)
+        return isinstance(self.rule, Lossless) or (isinstance(self.rule, Fuzzy) and self.rule.exact)
 
     @property
     def shares_noise(self) -> bool:

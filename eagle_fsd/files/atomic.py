@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,6 +49,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def partials_of(path: Path) -> list[Path]:
+    """Return the partial files of a path, which are another writer's, or of one that was killed."""
+    named = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.partial")
+    return [one for one in path.parent.glob("*.partial") if named.fullmatch(one.name) and one.is_file()]
 
 
 def hidden_beside(path: Path) -> Path:

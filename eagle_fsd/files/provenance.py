@@ -32,7 +32,8 @@ HUB_OPTIONS = (
     "--init-head",
     "--dataset",
 )
-SIZES = re.compile(r"([^/\\]*@)?\d[\d.]*(/\d[\d.]*)+")  # of a tree or a sampling: 16/5/8, 0.6/50/0.9
+SIZED_OPTIONS = ("--tree", "--sampling", "--methods")
+SIZES = re.compile(r"(\w[\w.:+=-]*@)?\d[\d.]*(/\d[\d.]*)+")  # 16/5/8, 0.6/50/0.9, lossless@8/6/4/0.1
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?", re.ASCII)
 
 
@@ -91,7 +92,7 @@ def public_value(option: str, value: str) -> str:
     """Return an option's value without directories and secrets; option: "" before the first one."""
     if SECRET_OPTION.search(option) or SECRET_VALUE.search(value):
         return "..."
-    if SIZES.fullmatch(value):
+    if option in SIZED_OPTIONS and SIZES.fullmatch(value):
         return value
     if option in HUB_OPTIONS and HUB_ID.fullmatch(value) and not Path(value).exists():
         return value

@@ -235,16 +235,19 @@ def difference_of_logits(found: Tensor, wanted: Tensor) -> float:
     """Return the relative difference of logits [n, V], without what no distribution depends on.
 
     That is a number common to a row, and how far below the best a hopeless token is: either may be so large
-    that beside it every mistake seems small. NaN if any logit is.
+    that beside it every mistake seems small. Tokens that both call hopeless count as equal. NaN if any logit
+    is.
     """
     found, wanted = (
         (one - one.amax(-1, keepdim=True)).clamp(min=-HOPELESS) for one in (found.float(), wanted.float())
     )
     likely = wanted > -HOPELESS
+    counted = likely | ~(found <= -HOPELESS)  # NaN counts
     found, wanted = (
         one - (one * likely).sum(-1, keepdim=True) / likely.sum(-1, keepdim=True) for one in (found, wanted)
     )
-    return float((found - wanted).norm() / wanted[likely].norm())
+    off, size = (found - wanted)[counted].norm(), wanted[likely].norm()
+    return 0.0 if off == 0 else float(off / size)
 
 
 def small_tree(target: Candidate, part: int = 3) -> tuple[list[int], list[int], DraftTree]:

@@ -112,9 +112,9 @@ def find_prompt(record: Mapping[str, Any]) -> str | None:
     found = first_known(record.get("prompt"), record.get("question"), first)
     if found is None:
         found = next((words_of(turn) for turn in turns_of(record) if asks(turn)), None)
-    if isinstance(found, list):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in found]
-        found = "".join(parts) if parts and all(isinstance(part, str) for part in parts) else None
+        if isinstance(found, list):
+            parts = [part.get("text") if isinstance(part, Mapping) else None for part in found]
+            found = "".join(parts) if parts and all(isinstance(part, str) for part in parts) else None
     return found if isinstance(found, str) else None
 
 

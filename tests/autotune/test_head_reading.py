@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,24 @@ def test_a_reading_is_measured_once(
     )
     EagleFSD.from_pretrained(*folders, runtime="torch")
     assert len(counted) == 2
+
+
+@pytest.mark.parametrize("loss", [math.nan, 2.0])
+def test_a_measurement_that_tells_nothing_is_not_remembered(
+    loss: float, folders: tuple[str, str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not finite never wins, and equal ones may differ another time."""
+    counted: list[Reading] = []
+
+    def measure(head: Eagle3Head, *_: object) -> dict[Reading, float]:
+        counted.extend(head.readings)
+        return dict(zip(head.readings, [loss, 2.0, *[2.0] * len(head.readings)], strict=False))
+
+    monkeypatch.setattr(head_reading, "reading_losses", measure)
+    for _ in range(2):
+        head = EagleFSD.from_pretrained(*folders, runtime="torch").drafter.network
+        assert head.config.reading == counted[1 if math.isnan(loss) else 0]
+    assert len(counted) == 4
 
 
 @pytest.mark.parametrize("weight_format", ["float32", "int8"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from support.drafters import feed
+from support.stubs import generator
 from support.tiny_models import (
     EAGER_ONLY,
     HIDDEN,
@@ -29,6 +30,7 @@ from eagle_fsd.core.padding import pad_left
 from eagle_fsd.core.tree import DraftTree, additive
 from eagle_fsd.hub import save_head
 from eagle_fsd.target import model as target_module
+from eagle_fsd.target.admission import difference_of_logits
 from eagle_fsd.target.architecture import check_supported, longest_text
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -469,6 +471,23 @@ def test_large_numbers_in_the_logits_hide_no_mistake(
     monkeypatch.setattr(model.model, "forward", leaking)
     with pytest.raises(ValueError, match="tree verification differs"):
         TargetModel(model)
+
+
+@pytest.mark.parametrize(("likely", "vocabulary"), [(6, 96), (200, 32_000), (1, 64)])
+def test_rounding_is_small_beside_few_likely_tokens(likely: int, vocabulary: int) -> None:
+    """Most of a vocabulary may be ruled out: what is left decides, and a token that only one side has."""
+    draw = generator(likely)
+    wanted = torch.full((3, vocabulary), -1e4)
+    wanted[:, :likely] = torch.randn(3, likely, generator=draw) * 3 + 20
+    found = wanted.clone()
+    found[:, :likely] += 0.05 * torch.randn(3, likely, generator=draw)
+    assert difference_of_logits(wanted, wanted) == 0
+    if likely > 1:
+        assert difference_of_logits(found.bfloat16(), wanted.bfloat16()) < 0.06
+    found[:, -1] = 19.0
+    assert difference_of_logits(found, wanted) > 0.5
+    found[0, 0] = math.nan
+    assert math.isnan(difference_of_logits(found, wanted))
 
 
 def test_a_model_with_logits_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

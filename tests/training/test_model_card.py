@@ -181,6 +181,11 @@ PRIVATE = "/home/ada/secret plans"
         ("python x.py --sampling=0.6/50/0.9", "python x.py --sampling=0.6/50/0.9"),
         ("python x.py --methods plain lossless@8/4/2/0.1", "python x.py --methods plain lossless@8/4/2/0.1"),
         ("python x.py --data runs/16/5", "python x.py --data 5"),
+        ("python x.py --data 2026/11 --tree 16/5/8", "python x.py --data 11 --tree 16/5/8"),
+        (
+            "python x.py --methods js:inf:swap:price=2+lookup@8/6/4/0.1",
+            "python x.py --methods js:inf:swap:price=2+lookup@8/6/4/0.1",
+        ),
         ("python x.py --token abc --rows 3", "python x.py --token ... --rows 3"),
         ("python x.py --api-key=abc --batch-tokens 4", "python x.py --api-key=... --batch-tokens 4"),
         ("python x.py --data hf_abcdefghijkl", "python x.py --data ..."),

@@ -323,10 +323,14 @@ def test_a_run_that_is_killed_while_it_exports_knows_its_own_files(
 def test_what_a_killed_run_left_half_written_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = Training(tmp_path, monkeypatch, "llama")
     (tmp_path / "run").mkdir()
-    for name in ("checkpoint.pt.ab12.partial", "best.pt.ab12.partial"):
+    ours = [f"{name}.0123456789abcdef.partial" for name in ("checkpoint.pt", "best.pt")]
+    theirs = ["video.mp4.partial", "checkpoint.pt.old.partial"]
+    for name in (*ours, *theirs):
         (tmp_path / "run" / name).write_bytes(b"half")
+    (tmp_path / "run" / "best.pt.0123456789abcdee.partial").mkdir()
     train("run")
-    assert not list((tmp_path / "run").glob("*.partial"))
+    left = {path.name for path in (tmp_path / "run").glob("*.partial")}
+    assert left == {*theirs, "best.pt.0123456789abcdee.partial"}
 
 
 def test_how_long_an_earlier_heads_texts_were_stays_unknown(

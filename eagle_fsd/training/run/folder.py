@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.core.checks import one_line
-from eagle_fsd.files.atomic import atomic_path, read_records, sole, write_atomically
+from eagle_fsd.files.atomic import atomic_path, partials_of, read_records, sole, write_atomically
 from eagle_fsd.files.fingerprints import differences
 from eagle_fsd.files.jsonl import read_jsonl
 
@@ -32,11 +32,12 @@ DAMAGE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, LookupError, 
 def sole_run(folder: Path) -> Iterator[None]:
     """Keep other runs out of a folder, until this process ends. Raises ValueError if one is at work there.
 
-    Files that a killed run has not written to their end are deleted.
+    A checkpoint or head that a killed run has not written to its end is deleted.
     """
     with sole(folder / ".lock", folder, "overwrite each other's checkpoints"):
-        for partial in folder.glob("*.partial"):
-            partial.unlink(missing_ok=True)
+        for name in (CHECKPOINT, BEST):
+            for partial in partials_of(folder / name):
+                partial.unlink(missing_ok=True)
         yield
 
 
