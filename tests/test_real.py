@@ -12,6 +12,7 @@ from eagle_fsd import EagleFSD, Lossless, TreeConfig
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.evaluation.commands.greedy import compare, reference
+from eagle_fsd.runtime.openvino.backend import has_amx
 from eagle_fsd.target.admission import small_tree, tree_difference
 from eagle_fsd.text.chat import encode
 
@@ -97,6 +98,8 @@ def test_admission_reads_ordinary_tokens(smollm2: EagleFSD) -> None:
 def test_admission_is_far_from_its_tolerance(weight_format: str) -> None:
     """A wrong mask moves logits by more than a tenth, and what the formats round must not come near that."""
     pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    if weight_format == "bfloat16" and torch.get_num_threads() == 1 and has_amx():
+        pytest.skip("OpenVINO needs two threads for bfloat16 on a processor with AMX")
     engine = EagleFSD.from_pretrained(
         "smollm2-135m", ea_model="none", runtime="openvino", weight_format=weight_format, lookup=True
     )
