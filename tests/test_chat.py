@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import io
 import json
@@ -19,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.full_disk import FullDisk
 from support.tiny_engine import CHAT, TREE, chat_ids, text_alone, tiny_engine
 
 from eagle_fsd import AutoThreshold, EagleFSD, Fuzzy, chat, generate
@@ -90,14 +90,10 @@ def test_a_chat_is_saved_where_a_link_points_and_over_no_device(
 def test_a_chat_needs_a_stdout_that_takes_its_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Full(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(chat, "report_stdout", functools.partial(reported, chat.report_stdout))
     for out, words in (
         (None, "stdout is closed"),
-        (Full(), "stdout takes no more (No space left on device)"),
+        (FullDisk(), "stdout takes no more (No space left on device)"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.full_disk import FullDisk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -944,19 +944,12 @@ def test_ctrl_c_behind_the_last_step_is_not_lost(
     assert code == 130 and record["text"] == REPLY
 
 
-class Full(io.StringIO):
-    """A stream to a full disk."""
-
-    def write(self, text: str) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def test_a_full_stderr_loses_no_answer(
     model: ScriptedModel, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    monkeypatch.setattr(sys, "stderr", Full())
+    monkeypatch.setattr(sys, "stderr", FullDisk())
     assert generate.main(["--json", "--prompt-file", str(path)]) == 0
     assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == [REPLY] * 2
 

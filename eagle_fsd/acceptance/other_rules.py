@@ -227,9 +227,14 @@ class PublishedFSD:
     def __post_init__(self) -> None:
         Fuzzy(self.threshold, self.divergence)  # raises ValueError for bad values
 
+    @property
+    def exact(self) -> bool:
+        """Whether it follows nothing but the target's own draws."""
+        return self.threshold == 0
+
     def chances(self, verified: Verified) -> Tensor | None:
         tree = verified.tree
-        if self.threshold == 0 or not tree.owners.shape[1]:
+        if self.exact or not tree.owners.shape[1]:
             return None
         close = Fuzzy(self.threshold, self.divergence).is_close(verified)
         # Bans and forms are not the rule's to break.

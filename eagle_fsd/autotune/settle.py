@@ -211,9 +211,7 @@ class Settler:
         """Raise ValueError unless this is an acceptance rule that works with this drafter's drafts."""
         if isinstance(rule, type) or not hasattr(rule, "chances"):
             raise ValueError(f"rule is {rule!r}: it must be a rule, such as Fuzzy(threshold=0.3)")
-        if not isinstance(rule, (Fuzzy, PublishedFSD)) or rule.threshold == 0:
-            return
-        if isinstance(rule, Fuzzy) and rule.exact:
+        if not isinstance(rule, (Fuzzy, PublishedFSD)) or rule.exact:
             return
         if self.drafter is not None and self.drafter.sparse:
             require_listed(rule.divergence)

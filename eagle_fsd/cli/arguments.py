@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from eagle_fsd.cli.flag_types import AUTO, NO_HEAD
 from eagle_fsd.cli.processing_flags import processing_options
-from eagle_fsd.core.checks import find_half_character
+from eagle_fsd.core.checks import require_utf8
 from eagle_fsd.core.config import AutoThreshold, AutoTree, TreeConfig
 from eagle_fsd.text.prompt_files import decode_text, read_prompts
 
@@ -282,9 +282,5 @@ def read_prompt_arguments(args: argparse.Namespace) -> list[str]:
     for number, prompt in enumerate(prompts, 1):
         if not prompt.strip():
             raise ValueError(f"prompt {number} of {origin} is empty: write something to answer")
-        if (place := find_half_character(prompt)) is not None:
-            raise ValueError(
-                f"prompt {number} of {origin} is not UTF-8 at character {place}: retype it, or give a file "
-                "of UTF-8 text"
-            )
+        require_utf8(f"prompt {number} of {origin}", prompt)
     return prompts

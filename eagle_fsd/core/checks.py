@@ -33,6 +33,12 @@ def find_half_character(text: str) -> int | None:
     return None
 
 
+def require_utf8(name: str, text: str) -> None:
+    """Raise ValueError for text that UTF-8 cannot hold: half a character of a broken file or terminal."""
+    if (place := find_half_character(text)) is not None:
+        raise ValueError(f"{name} is not UTF-8 at character {place}: retype it, or give a file of UTF-8 text")
+
+
 def tell(text: str) -> None:
     """Write a line to stderr, if that takes it: a full disk behind it must not end what is under way."""
     with contextlib.suppress(OSError):

@@ -106,8 +106,8 @@ class Service:
         choice = await asyncio.to_thread(self.choose, body)
         prompts = await asyncio.to_thread(self.reader.encode, body, choice.tools)
         feed, chat = Feed(), isinstance(body, ChatRequest)
-        seed, said = choice.seed or 0, "stop" in body.model_fields_set
-        stops = body.stop if said else self.settings.defaults.stops
+        seed = choice.seed or 0
+        stops = body.stop if "stop" in body.model_fields_set else self.settings.defaults.stops
         texts = [prompt for prompt in prompts for _ in range(body.n)]
         jobs = [
             Job(

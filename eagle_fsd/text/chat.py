@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from eagle_fsd.core.checks import find_half_character
+from eagle_fsd.core.checks import require_utf8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,7 @@ REFUSALS = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, RecursionError),
 )
+ASKED = "the prompt or its system message"
 
 
 class ChatRefused(ValueError):
@@ -46,7 +47,7 @@ def encode(
     template: arguments of the chat template; see `encode_chat`.
     """
     tokenizer = require_tokenizer(tokenizer)
-    require_utf8(prompt + (system or ""))
+    require_utf8(ASKED, prompt + (system or ""))
     if raw:
         return tokenizer(prompt, return_tensors="pt")["input_ids"]
     messages = [{"role": "system", "content": system}] if system is not None else []
@@ -64,22 +65,13 @@ def encode_as_trained(
     text = plain_text(turns)
     if not getattr(require_tokenizer(tokenizer), "chat_template", None):
         return encode(tokenizer, text, raw=True)[0].tolist()
-    require_utf8(text)
+    require_utf8(ASKED, text)
     return encode_chat(tokenizer, turns)[0].tolist()
 
 
 def plain_text(messages: Sequence[Mapping[str, str]]) -> str:
     """Return what a model without a chat template reads of a chat: its contents, a blank line between two."""
     return "\n\n".join(message["content"] for message in messages)
-
-
-def require_utf8(text: str) -> None:
-    """Raise ValueError for text that UTF-8 cannot hold: half a character of a broken file or terminal."""
-    if (place := find_half_character(text)) is not None:
-        raise ValueError(
-            f"the prompt or its system message is not UTF-8 at character {place}: retype it, or give a "
-            "file of UTF-8 text"
-        )
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
