@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from eagle_fsd.drafting.eagle_config import HeadConfig
     from eagle_fsd.drafting.eagle_head import DraftHead
     from eagle_fsd.engine import EagleFSD
+    from eagle_fsd.hub.loading.options import LoadOptions
 
 # Torch's threads wait busily for their next piece of work: by default for milliseconds, which stalls every
 # step where another program runs. This is read when torch is imported, and tens of microseconds are enough.
@@ -38,6 +39,7 @@ _HOMES = {
     "GenerationOptions": "decoding.options",
     "GenerationStats": "core.stats",
     "HeadConfig": "drafting.eagle_config",
+    "LoadOptions": "hub.loading.options",
     "Lossless": "acceptance.accept",
     "NonFiniteLogits": "decoding.failures",
     "SamplingConfig": "core.config",
@@ -55,6 +57,7 @@ __all__ = [
     "GenerationOutput",
     "GenerationStats",
     "HeadConfig",
+    "LoadOptions",
     "Lossless",
     "NonFiniteLogits",
     "SamplingConfig",

@@ -21,6 +21,7 @@ from eagle_fsd.acceptance.calibration import Calibration
 from eagle_fsd.autotune.head_reading import settle_head
 from eagle_fsd.autotune.settle import Settler
 from eagle_fsd.autotune.tree_search import Choice
+from eagle_fsd.core.checks import override
 from eagle_fsd.core.config import AutoTree, SamplingConfig
 from eagle_fsd.core.padding import as_ids
 from eagle_fsd.core.randomness.streams import RowRandom, fresh_seed
@@ -36,7 +37,8 @@ from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.drafting.eagle_drafter import EagleSpec
 from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.drafting.specs import spec_for, with_head, with_lookup
-from eagle_fsd.hub.load_pair import load_pair
+from eagle_fsd.hub.loading.options import LoadOptions
+from eagle_fsd.hub.loading.pair import load_pair
 from eagle_fsd.runtime.packed_linear import repack_changed
 from eagle_fsd.target.model import TargetModel
 
@@ -79,78 +81,21 @@ class EagleFSD:
         cls,
         base_model: str | os.PathLike[str] = hub.DEFAULT_TARGET,
         ea_model: str | os.PathLike[str] | None = None,
-        *,
-        dtype: torch.dtype | str | None = None,
-        head_dtype: torch.dtype | str | None = None,
-        device: torch.device | str | None = None,
-        device_map: str | dict[str, object] | None = None,
-        attn_implementation: str | None = None,
-        trust_remote_code: bool = False,
-        pack: bool = True,
-        graphs: bool = True,
-        full_vocabulary: bool = False,
-        weights_cache: bool = True,
-        runtime: str = "auto",
-        weight_format: str | None = None,
-        head_taps: Sequence[int] | None = None,
-        norm_output: bool | None = None,
-        lookup: bool | None = None,
-        draft_model: str | os.PathLike[str] | None = None,
-        draft_layers: int | None = None,
-        draft_device: torch.device | str | None = None,
-        tp_plan: str | None = None,
+        options: LoadOptions | None = None,
+        **keywords: Any,
     ) -> EagleFSD:
         """Load a target and its head.
 
         base_model: a Hub id (optionally `@revision`), a folder, a .gguf file, or "smollm2-135m". ea_model: a
-        Hub id, a folder, "none" for no head, or None for the head that ships with the package. dtype: None
-        means float32 on a CPU and bfloat16 on CUDA. head_dtype: None means the target's. A head in bfloat16
-        drafts faster beside a target in float32; q is rounded, and lossless decoding stays lossless. pack: on
-        a CPU, keep a second, blocked copy of the weights if a short measurement finds it faster; not with a
-        device_map. graphs: on CUDA, record the parts of a step as CUDA graphs when they come a second time;
-        not with a device_map. full_vocabulary: draft over all of the target's tokens, even if the head has a
-        list of frequent ones. weights_cache: keep the converted weights of a .gguf file on disk for the next
-        time (EAGLE_FSD_NO_WEIGHTS_CACHE=1 keeps no graphs either). weight_format: "float32", "bfloat16",
-        "int8" or "packed", which keeps a .gguf file's own blocks; None means dtype. int8 and packed also
-        round activations. runtime: "torch", "openvino" (on a CPU, with the extra of that name), or "auto",
-        the faster one that has the format, measured once on each machine. head_taps, norm_output: how to
-        read an EAGLE-3 head's config, where that is measured otherwise: the layers that it reads, numbered by
-        what enters them, and whether its carried state is normed. lookup: look drafts up in the text too, and
-        put them into one tree with the head's; with ea_model "none" also in the target's earlier
-        distributions. None does so on a CPU beside the head that ships with the package. draft_model: in
-        place of a head, a language model with the target's vocabulary, named as base_model is, in head_dtype
-        on draft_device; None means the target's. draft_layers: in place of a head, this many of the target's
-        own first layers, with its lm_head. tp_plan: "auto" splits the target among the processes that
-        torchrun started, which must then make the same calls; see docs/targets-and-heads.md.
+        Hub id, a folder, "none" for no head, or None for the head that ships with the package. options: see
+        LoadOptions. keywords: its fields, which override `options`: `device="cpu", weight_format="packed"`.
         Raises ValueError for anything that is missing, does not fit or is not supported.
         """
-        pair = load_pair(
-            base_model,
-            ea_model,
-            dtype=dtype,
-            head_dtype=head_dtype,
-            device=device,
-            device_map=device_map,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            pack=pack,
-            graphs=graphs,
-            full_vocabulary=full_vocabulary,
-            weights_cache=weights_cache,
-            runtime=runtime,
-            weight_format=weight_format,
-            head_taps=head_taps,
-            norm_output=norm_output,
-            draft_model=draft_model,
-            draft_layers=draft_layers,
-            draft_device=draft_device,
-            tp_plan=tp_plan,
-        )
+        pair = load_pair(base_model, ea_model, override(LoadOptions, options, keywords))
         if isinstance(pair.head, Eagle3Head):
             settle_head(pair.head, pair.target, pair.tokenizer)
-        lookup = pair.looks_up if lookup is None else lookup
-        parts = (pair.base_model, pair.ea_model, pair.head_dtype, pair.folder, lookup)
-        return cls(pair.target, pair.head, pair.tokenizer, *parts)
+        sources = (pair.base_model, pair.ea_model, pair.head_dtype, pair.folder)
+        return cls(pair.target, pair.head, pair.tokenizer, *sources, pair.lookup)
 
     @property
     def dtype(self) -> torch.dtype:

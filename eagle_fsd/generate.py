@@ -15,7 +15,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
@@ -159,6 +159,7 @@ def load_model(args: Namespace) -> EagleFSD:
 
     from eagle_fsd.core.devices import resolve_device, resolve_dtype
     from eagle_fsd.engine import EagleFSD
+    from eagle_fsd.hub.loading.options import LoadOptions
     from eagle_fsd.hub.resolve import DEFAULT_TARGET
 
     resolve_dtype(args.dtype, resolve_device(args.device))  # before a download, not after it
@@ -169,29 +170,9 @@ def load_model(args: Namespace) -> EagleFSD:
         transformers.utils.logging.set_verbosity_error()
         # What transformers will change in itself is no news to whoever asks a question.
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    return EagleFSD.from_pretrained(
-        args.base_model if args.base_model is not None else DEFAULT_TARGET,
-        ea_model=args.ea_model,
-        dtype=args.dtype,
-        head_dtype=args.head_dtype,
-        device=args.device,
-        device_map=args.device_map,
-        attn_implementation=args.attn_implementation,
-        trust_remote_code=args.trust_remote_code,
-        pack=args.pack,
-        graphs=args.graphs,
-        full_vocabulary=args.full_vocabulary,
-        weights_cache=args.weights_cache,
-        runtime=args.runtime,
-        weight_format=args.weight_format,
-        head_taps=args.head_taps,
-        norm_output=args.norm_output,
-        lookup=args.lookup,
-        draft_model=args.draft_model,
-        draft_layers=args.draft_layers,
-        draft_device=args.draft_device,
-        tp_plan=args.tp_plan,
-    )
+    base_model = DEFAULT_TARGET if args.base_model is None else args.base_model
+    options = LoadOptions(**{field.name: getattr(args, field.name) for field in fields(LoadOptions)})
+    return EagleFSD.from_pretrained(base_model, args.ea_model, options)
 
 
 def run(args: Namespace, out: TextIO) -> int:

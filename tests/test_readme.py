@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import io
 import json
 import re
@@ -31,7 +30,9 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.evaluation.measure.speed import PEERS, parse_own
 from eagle_fsd.evaluation.repeating_prompts import PASSAGES
 from eagle_fsd.evaluation.weight_formats import command as weight_formats
-from eagle_fsd.hub import load_head, load_pair
+from eagle_fsd.hub import load_head
+from eagle_fsd.hub.loading import pair
+from eagle_fsd.hub.loading.options import LoadOptions
 from eagle_fsd.hub.resolve import resolve_head, resolve_target
 from eagle_fsd.hub.target_loader import TargetSource
 
@@ -184,10 +185,9 @@ def test_the_flags_that_load_a_model_go_together(
     def load(*_given: object, **_options: object) -> None:
         raise Loading
 
-    monkeypatch.setattr(load_pair, "resolve_head", lambda *_: resolve_head(None, hub.DEFAULT_TARGET))
-    monkeypatch.setattr(load_pair, "resolve_target", find)
-    monkeypatch.setattr(load_pair, "load_target", load)
-    monkeypatch.setattr(load_pair.SecondStart, "of", lambda *_: None)
+    monkeypatch.setattr(pair, "resolve_head", lambda *_: resolve_head(None, hub.DEFAULT_TARGET))
+    monkeypatch.setattr(pair, "resolve_target", find)
+    monkeypatch.setattr(pair, "load_planned", load)
     args = build_parser().parse_args(arguments(line))
     args.verbose = False  # the level of the log would stay
     generation_options(args)
@@ -226,10 +226,9 @@ def test_the_readmes_python(smollm2: Any, capsys: pytest.CaptureFixture[str]) ->
 )
 def test_the_pages_python(page: Path, smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page's blocks run one after the other; the engine that is loaded already stands in for theirs."""
-    signature = inspect.signature(EagleFSD.from_pretrained)
 
-    def load(*names: Any, **options: Any) -> EagleFSD:
-        signature.bind(*names, **options)
+    def load(*_names: Any, **options: Any) -> EagleFSD:
+        LoadOptions(**options)
         return smollm2
 
     monkeypatch.setattr(EagleFSD, "from_pretrained", load)

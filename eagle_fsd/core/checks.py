@@ -7,10 +7,23 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from numbers import Integral, Real
+from typing import Any, ClassVar, Protocol, TypeVar
 
 INTERRUPTED = 130  # the exit code that shells give to what Ctrl-C has ended
+LEAST_LIKENESS = 0.5  # of a wrong name to the one that is meant; max_length has it to max_new_tokens
+
+
+class Dataclass(Protocol):
+    """What all dataclasses have."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+Options = TypeVar("Options", bound=Dataclass)
 
 
 def one_line(error: object, limit: int | None = None) -> str:
@@ -100,6 +113,27 @@ def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(
             f"{name} is {format_value(value)}: it must be one of {', '.join(choices)}; choose one"
         )
+
+
+def override(kind: type[Options], options: Options | None, keywords: Mapping[str, Any]) -> Options:
+    """Return options of a frozen dataclass with these keywords in place of their own; None: the defaults.
+
+    Raises ValueError for options of another kind, and for a keyword that is no field, with the name of one
+    that is written like it.
+    """
+    if not isinstance(options, kind | None):
+        raise ValueError(
+            f"options is a {type(options).__name__}: it must be {kind.__name__}; give its entries as keywords"
+        )
+    known = [field.name for field in fields(kind)]
+    for name in keywords:
+        if name not in known:
+            near = get_close_matches(name, known, 1, LEAST_LIKENESS)
+            remedy = f"write {near[0]}, or leave it out" if near else "leave it out"
+            raise ValueError(
+                f"{name} is not an option: the keywords are the fields of {kind.__name__}; {remedy}"
+            )
+    return replace(options or kind(), **keywords)
 
 
 def format_value(value: object, limit: int = 60) -> str:

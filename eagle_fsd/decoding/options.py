@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.other_rules import PublishedFSD
-from eagle_fsd.core.checks import format_value, require_integer
+from eagle_fsd.core.checks import format_value, override, require_integer
 from eagle_fsd.core.config import (
     FSD_PAPER_SAMPLING,
     FSD_PAPER_TREE,
@@ -37,7 +36,6 @@ UNTOUCHED = {field.name: field.default for field in fields(Processing) if field.
 PROCESSING = (*UNTOUCHED, "logits_processor")
 SEQUENCES = ("bad_words_ids", "suppress_tokens", "logit_bias", "logits_processor", "stop_strings")
 ASKED_TO_SAMPLE = {"temperature": 1.0, "top_k": 50}  # Hugging Face's defaults
-LEAST_LIKENESS = 0.5  # of a wrong name to the one that is meant; max_length has it to max_new_tokens
 MOST_LOGPROBS = 100  # likeliest tokens at each place
 
 
@@ -241,18 +239,6 @@ def kept(value: Any) -> Any:
     return type(value)(map(kept, value)) if type(value) in (list, tuple) else value
 
 
-def require_options(keywords: Iterable[str]) -> None:
-    """Raise ValueError for a keyword that is no option, with the name of one that is written like it."""
-    known = [field.name for field in fields(GenerationOptions)]
-    for name in keywords:
-        if name not in known:
-            near = get_close_matches(name, known, 1, LEAST_LIKENESS)
-            remedy = f"write {near[0]}, or leave it out" if near else "leave it out"
-            raise ValueError(
-                f"{name} is not an option: the keywords are the fields of GenerationOptions; {remedy}"
-            )
-
-
 def settle_options(
     options: GenerationOptions | None,
     keywords: Mapping[str, Any],
@@ -265,13 +251,7 @@ def settle_options(
     keywords: override options. What neither says is the model's own. Raises ValueError for a keyword that is
     no option, and for what does not fit the target or each other.
     """
-    if not isinstance(options, GenerationOptions | None):
-        raise ValueError(
-            f"options is a {type(options).__name__}: it must be GenerationOptions; give its entries as "
-            "keywords"
-        )
-    require_options(keywords)
-    settled = replace(options or GenerationOptions(), **keywords).with_defaults(target.own_defaults)
+    settled = override(GenerationOptions, options, keywords).with_defaults(target.own_defaults)
     settled.processing.require_vocabulary(target.vocab_size)
     settled.require_different_texts()
     if (copies := settled.num_return_sequences) > 1:

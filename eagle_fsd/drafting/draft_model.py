@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.drafting.draft_vocabulary import OwnTokens
-from eagle_fsd.drafting.drafter import NO_HEAD, Needs, Seen
+from eagle_fsd.drafting.drafter import Needs, Seen
 from eagle_fsd.drafting.eagle_drafter import commit_in_chunks
 from eagle_fsd.drafting.tree_growth import BeamDrafter, level_positions, read_view, slots_per_row
 from eagle_fsd.files.fingerprints import digest_json
@@ -169,15 +169,3 @@ class DraftModelPredictor:
             self.cache.span = None  # flash-attn would take a level for a run of text, without its mask
         positions = positions.clamp(max=self.longest - 1)
         return self.draft.features(tokens, positions, visible, slot_positions, self.cache)
-
-
-def require_one_drafter(ea_model: str | None, draft_model: str | None, draft_layers: int | None) -> None:
-    """Raise ValueError if more than one way to draft is asked for."""
-    asked = {
-        f"the head {ea_model!r} (ea_model, --ea-model)": ea_model not in (None, NO_HEAD),
-        f"the draft model {draft_model!r} (--draft-model)": draft_model is not None,
-        f"the first {draft_layers} layers (--draft-layers)": draft_layers is not None,
-    }
-    given = [name for name, is_asked in asked.items() if is_asked]
-    if len(given) > 1:
-        raise ValueError(f"drafts are asked of {' and of '.join(given)}: one of them drafts; drop the others")

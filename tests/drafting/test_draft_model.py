@@ -22,7 +22,7 @@ from eagle_fsd.core import sampling
 from eagle_fsd.core.padding import pad_right
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.drafting import tree_growth
-from eagle_fsd.drafting.draft_model import DraftModelSpec, require_one_drafter
+from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.drafting.drafter import Seen
 from eagle_fsd.drafting.tree_growth import BeamDrafter
 from eagle_fsd.runtime import kv_cache
@@ -317,12 +317,3 @@ def test_the_identity_knows_weights_layers_and_vocabulary() -> None:
     again = DraftModelSpec.for_target(other_model(), TARGET)
     assert again.identity == specs[1].identity and specs[1] != again == replace(again)
     assert specs[3].network is models[3].model and specs[0].longest == 256
-
-
-def test_only_one_way_to_draft_may_be_asked_for() -> None:
-    for given in ((None, None, None), ("none", "m", None), (None, None, 3), ("h", None, None)):
-        require_one_drafter(*given)
-    with pytest.raises(ValueError, match=r"the head 'h' .* and of the draft model 'm' .*one of them drafts"):
-        require_one_drafter("h", "m", None)
-    with pytest.raises(ValueError, match=r"the draft model 'm' .* and of the first 3 layers"):
-        require_one_drafter(None, "m", 3)

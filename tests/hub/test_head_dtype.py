@@ -9,9 +9,9 @@ import torch
 from support.tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD, TreeConfig
-from eagle_fsd.hub import load_pair
 from eagle_fsd.hub.choose_runtime import USUAL
 from eagle_fsd.hub.head_checkpoint import save_head
+from eagle_fsd.hub.loading import pair
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.target.model import TargetModel
 
@@ -39,7 +39,7 @@ def test_auto_is_torch_then(folders: tuple[Path, Path], monkeypatch: pytest.Monk
 def test_openvino_is_refused_before_the_target_is_loaded(
     folders: tuple[Path, Path], asked: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(load_pair, "load_target")
+    monkeypatch.delattr(pair, "load_planned")
     ((name, value),) = asked.items()
     message = rf"^{name} is '{value}' with head_dtype 'bfloat16': .*use runtime torch \(--runtime torch\)"
     with pytest.raises(ValueError, match=message):

@@ -27,7 +27,7 @@ from eagle_fsd.files.jsonl import read_jsonl
 from eagle_fsd.files.places import require_file
 from eagle_fsd.files.provenance import provenance
 from eagle_fsd.hub.choose_runtime import OPENVINO, TORCH, plan_runtime
-from eagle_fsd.hub.load_pair import compile_target
+from eagle_fsd.hub.loading.target import compile_target
 from eagle_fsd.runtime.cuda_graphs import usual_stepper
 from eagle_fsd.runtime.openvino.weight_formats import FORMATS
 from eagle_fsd.runtime.packed_linear import pack_linears

@@ -1,0 +1,53 @@
+"""How two models are loaded, as callers say it: what goes together, and what is refused before a download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.tiny_models import tiny_head, tiny_model
+
+from eagle_fsd import EagleFSD
+from eagle_fsd.hub.head_checkpoint import save_head
+from eagle_fsd.hub.loading.options import LoadOptions
+
+
+def test_only_one_way_to_draft_may_be_asked_for() -> None:
+    assert LoadOptions().head_source(None) is None and LoadOptions().head_source("h") == "h"
+    for options in (LoadOptions(draft_model="m"), LoadOptions(draft_layers=3), LoadOptions()):
+        assert options.head_source("none") == "none"
+    assert LoadOptions(draft_model=Path("m"), head_dtype="bfloat16").head_source(None) == "none"
+    with pytest.raises(ValueError, match=r"the head 'h' .* and of the draft model 'm' .*one of them drafts"):
+        LoadOptions(draft_model="m").head_source("h")
+    with pytest.raises(ValueError, match=r"the draft model 'm' .* and of the first 3 layers"):
+        LoadOptions(draft_model="m", draft_layers=3).head_source(None)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"head_taps": (1, 2, 3)}, {"norm_output": True}, {"full_vocabulary": True}, {"head_dtype": "bfloat16"}],
+    ids=lambda option: next(iter(option)),
+)
+def test_what_says_how_a_head_drafts_needs_a_head(option: dict[str, object]) -> None:
+    (name,) = option
+    for drafter in ({}, {"draft_layers": 2}):
+        with pytest.raises(ValueError, match=f"^{name} is .* without a head: it says how one drafts"):
+            LoadOptions(**option, **drafter).head_source("none")
+    assert LoadOptions(**option).head_source("h") == "h"
+
+
+def test_keywords_override_options_and_are_checked_by_name(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "target")
+    save_head(tiny_head(), tmp_path / "head")
+    names = (tmp_path / "target", tmp_path / "head")
+    options = LoadOptions(dtype="float64", lookup=True, pack=False)
+    assert (EagleFSD.from_pretrained(*names, options).dtype, options.lookup) == (
+        tiny_model().double().dtype,
+        True,
+    )
+    engine = EagleFSD.from_pretrained(*names, options, dtype="float32", lookup=False)
+    assert engine.dtype == tiny_model().dtype and engine.drafter.name == "eagle"
+    with pytest.raises(ValueError, match=r"^weights_format is not an option: .*; write weight_format,"):
+        EagleFSD.from_pretrained(*names, weights_format="packed")
+    with pytest.raises(ValueError, match=r"^options is a dict: it must be LoadOptions; give its entries as"):
+        EagleFSD.from_pretrained(*names, {"dtype": "float64"})
