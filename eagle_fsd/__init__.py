@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from eagle_fsd.acceptance.other_rules import Typical
     from eagle_fsd.core.config import AutoThreshold, AutoTree, SamplingConfig, TreeConfig
     from eagle_fsd.core.stats import GenerationStats
-    from eagle_fsd.decoding.failures import NonFiniteLogits
     from eagle_fsd.decoding.options import GenerationOptions
     from eagle_fsd.decoding.outputs import GenerationOutput
+    from eagle_fsd.decoding.steps.failures import NonFiniteLogits
     from eagle_fsd.drafting.eagle_config import HeadConfig
     from eagle_fsd.drafting.eagle_head import DraftHead
     from eagle_fsd.engine import EagleFSD
@@ -41,7 +41,7 @@ _HOMES = {
     "HeadConfig": "drafting.eagle_config",
     "LoadOptions": "hub.loading.options",
     "Lossless": "acceptance.accept",
-    "NonFiniteLogits": "decoding.failures",
+    "NonFiniteLogits": "decoding.steps.failures",
     "SamplingConfig": "core.config",
     "TreeConfig": "core.config",
     "Typical": "acceptance.other_rules",

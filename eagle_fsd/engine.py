@@ -24,13 +24,10 @@ from eagle_fsd.autotune.tree_search import Choice
 from eagle_fsd.core.checks import override
 from eagle_fsd.core.config import AutoTree, SamplingConfig
 from eagle_fsd.core.padding import as_ids
-from eagle_fsd.core.randomness.streams import RowRandom, fresh_seed
-from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.alone import run_alone
 from eagle_fsd.decoding.on_ranks.held_memory import held_memory
 from eagle_fsd.decoding.options import GenerationOptions, settle_options
 from eagle_fsd.decoding.outputs import BatchStream, GenerationOutput, Streamer, TokenStream, run_to_end
-from eagle_fsd.decoding.request import Text
 from eagle_fsd.decoding.workspace import Workspaces
 from eagle_fsd.drafting.drafter import DrafterSpec
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
@@ -283,13 +280,4 @@ class EagleFSD:
         request = self.settler.request(options, prompts)
         for network in filter(None, (self.target.held, self.drafter and self.drafter.network)):
             repack_changed(network)
-        tree, seed, greedy = request.tree, options.seed, options.sampling.greedy
-        if seed is None:  # greedy decoding draws nothing and leaves torch's generator alone
-            seed = 0 if greedy else self.target.ranks.lead(fresh_seed())
-        random = RowRandom(seed, len(prompts), self.device)
-        sizes = (len(prompts), max(prompts.lengths), prompts.longest_text)
-        workspace = self._workspaces.take(*sizes, tree, self.drafter)
-        stats, watch = [GenerationStats() for _ in prompts.lengths], Stopwatch()
-        texts: list[Text] = []
-        steps = self._workspaces.decode(workspace, request, random, stats, watch, texts)
-        return BatchStream(steps, stats, watch, tree, request.rule, None if greedy else seed, texts)
+        return self._workspaces.start(request, options.seed, self.drafter)

@@ -20,7 +20,8 @@ from eagle_fsd.core.checks import one_line, require_integer
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.devices import ran_out_of_memory
 from eagle_fsd.core.stats import Stopwatch
-from eagle_fsd.decoding.loop import Batch
+from eagle_fsd.decoding.batch import Batch
+from eagle_fsd.decoding.loop import step
 from eagle_fsd.decoding.prompts.cache_budget import CacheBudget, longest
 from eagle_fsd.decoding.prompts.prefill import LISTED, SHARED
 from eagle_fsd.decoding.prompts.prefix_cache import KeptText, PrefixCache, count_agreed, host_tokens
@@ -169,7 +170,7 @@ class Scheduler:
         if self.batch is None:
             return {}
         self.batch.observer, self.batch.tree = self.observer, self._tree_now()
-        emitted = self.batch.step(keep_done=True)
+        emitted = step(self.batch, keep_done=True)
         self._release()
         return emitted
 

@@ -7,14 +7,15 @@ are full. Growth drops recordings. That costs little, since a wider view has to 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from eagle_fsd.acceptance.accept_step import AcceptStep
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.core.randomness.streams import RowRandom
+from eagle_fsd.core.randomness.streams import RowRandom, Seed, fresh_seed
 from eagle_fsd.core.stats import GenerationStats, Stopwatch
 from eagle_fsd.decoding.loop import decode
+from eagle_fsd.decoding.outputs import BatchStream
 from eagle_fsd.decoding.request import Request, Text
 from eagle_fsd.drafting.drafter import Drafter, DrafterSpec, NoDrafter
 from eagle_fsd.target.model import TargetModel
@@ -77,6 +78,23 @@ class Workspaces:
         self.cache_bytes = 0  # that keys and values of the last batch took, the drafter's not among them
         self._lock = threading.Lock()  # two threads must never get the same workspace
 
+    def start(self, request: Request, seed: Seed | None, drafter: DrafterSpec | None) -> BatchStream:
+        """Return a batch, whose texts run at the first step.
+
+        seed: None draws one. drafter: drafts the trees, unless they have one node.
+        """
+        greedy, ranks = request.sampling.greedy, self.target.ranks
+        if seed is None:  # greedy decoding draws nothing and leaves torch's generator alone
+            seed = 0 if greedy else ranks.lead(fresh_seed())
+        batch, prompt, tree = len(request.lengths), max(request.lengths), request.tree
+        longest = max(map(sum, zip(request.lengths, request.limits, strict=True)))
+        workspace = self.take(batch, prompt, longest, tree, drafter)
+        random = RowRandom(seed, batch, self.target.device)
+        stats, watch = [GenerationStats() for _ in request.lengths], Stopwatch()
+        texts: list[Text] = []
+        steps = self.decode(workspace, request, random, stats, watch, texts)
+        return BatchStream(steps, stats, watch, tree, request.rule, None if greedy else seed, texts)
+
     def take(
         self, batch: int, prompt: int, longest: int, tree: TreeConfig, drafter: DrafterSpec | None
     ) -> Workspace:
@@ -105,7 +123,7 @@ class Workspaces:
         stats: Sequence[GenerationStats],
         watch: Stopwatch,
         texts: list[Text] | None = None,
-    ) -> Iterator[list[list[int]]]:
+    ) -> Generator[list[list[int]]]:
         """Yield the steps of the decoding loop, then take the workspace back. texts: see `decode`."""
         try:
             parts = (workspace.session, workspace.drafter, random, stats, watch, workspace.accept_step, texts)

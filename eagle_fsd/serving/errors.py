@@ -11,7 +11,7 @@ from typing import Any, Literal
 from fastapi.responses import Response
 
 from eagle_fsd.core.checks import format_value, one_line
-from eagle_fsd.decoding.failures import NothingAllowed
+from eagle_fsd.decoding.steps.failures import NothingAllowed
 
 # What programs are told of an error; docs/serve.md says when.
 Code = Literal[

@@ -27,8 +27,8 @@ from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.sampling import draw, warp
 from eagle_fsd.core.stats import Stopwatch
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.decoding import loop
 from eagle_fsd.decoding.request import Text
+from eagle_fsd.decoding.steps import emission
 
 TREE = TreeConfig(16, 5, 8)
 PACKAGE = Path(eagle_fsd.__file__).parent
@@ -212,7 +212,7 @@ def test_trap_12_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
 
     check()
 
-    def emit(text: Text, step: loop.Step) -> list[int]:
+    def emit(text: Text, step: emission.Step) -> list[int]:
         tokens, stats = step.tokens, text.stats
         stats.record(len(tokens), step.count - 1, 0)
         if stats.new_tokens >= text.limit:
@@ -221,7 +221,7 @@ def test_trap_12_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
             stats.finish_reason = "stop"
         return tokens
 
-    monkeypatch.setattr(loop, "emit", emit)  # the trap: a step's tokens are never cut
+    monkeypatch.setattr(emission, "emit", emit)  # the trap: a step's tokens are never cut
     with pytest.raises((AssertionError, ValueError)):
         check()
 

@@ -21,11 +21,11 @@ from eagle_fsd.acceptance.accept import AcceptanceRule
 from eagle_fsd.acceptance.other_rules import Cactus, Ensemble, PublishedFSD, RelaxedTopK, SGLang, Typical
 from eagle_fsd.core.processing import Processing
 from eagle_fsd.core.tree import DraftTree
-from eagle_fsd.decoding.failures import NothingAllowed
 from eagle_fsd.decoding.logits.constrained import ConstrainedText
 from eagle_fsd.decoding.logits.processing import TextProcessor, process
 from eagle_fsd.decoding.request import FAILED, Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
+from eagle_fsd.decoding.steps.failures import NothingAllowed
 from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.runtime.openvino.library import is_installed
 from eagle_fsd.target.model import TargetModel

@@ -15,8 +15,9 @@ from eagle_fsd import EagleFSD, Fuzzy, GenerationStats, Lossless, SamplingConfig
 from eagle_fsd.acceptance.accept import AcceptanceRule, Verdict
 from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.decoding import loop
-from eagle_fsd.decoding.failures import NonFiniteLogits
-from eagle_fsd.decoding.loop import choose_rows
+from eagle_fsd.decoding.batch import choose_rows
+from eagle_fsd.decoding.steps.emission import Step
+from eagle_fsd.decoding.steps.failures import NonFiniteLogits
 from eagle_fsd.drafting.drafter import NoDrafter
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -362,7 +363,7 @@ def test_every_node_of_the_path_counts_and_no_other(
     """The first step's path, with NaN at each of its nodes, or at all the others."""
     paths, right = [], loop.to_host
 
-    def noted(verdict: Verdict, sources: torch.Tensor | None) -> list[loop.Step]:
+    def noted(verdict: Verdict, sources: torch.Tensor | None) -> list[Step]:
         paths.append(verdict.path)
         return right(verdict, sources)
 

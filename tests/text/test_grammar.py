@@ -20,7 +20,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 from eagle_fsd import EagleFSD, Fuzzy, GenerationOptions, Lossless, TreeConfig
 from eagle_fsd.acceptance.other_rules import PublishedFSD
 from eagle_fsd.core.config import Form
-from eagle_fsd.decoding.failures import NothingAllowed
+from eagle_fsd.decoding.steps.failures import NothingAllowed
 from eagle_fsd.text.grammar import compile_form
 
 TREE = TreeConfig(8, 3, 3)

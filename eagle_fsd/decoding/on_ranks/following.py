@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle_fsd.core.config import SamplingConfig
-from eagle_fsd.decoding.failures import NonFiniteLogits
 from eagle_fsd.decoding.request import Stopper, Terms, Text
 from eagle_fsd.decoding.scheduler import Scheduler
+from eagle_fsd.decoding.steps.failures import NonFiniteLogits
 from eagle_fsd.runtime.ranks import Ranks
 
 ADMIT, RETIRE, RENEW, STEP, STOP = "admit", "retire", "renew", "step", "stop"

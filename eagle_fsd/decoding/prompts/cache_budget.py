@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import TreeConfig
-from eagle_fsd.decoding.loop import Batch
+from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.request import Text
 from eagle_fsd.drafting.tree_growth import slots_per_row
 

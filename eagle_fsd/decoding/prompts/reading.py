@@ -10,7 +10,7 @@ from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.padding import on_device, pad_right
 from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.core.stats import Stopwatch
-from eagle_fsd.decoding.loop import Batch
+from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.prompts.prefill import PromptReader, prefill
 from eagle_fsd.decoding.prompts.prefix_cache import KeptText
 from eagle_fsd.decoding.request import Text
