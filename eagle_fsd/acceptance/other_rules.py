@@ -20,6 +20,7 @@ from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.checks import require_integer, require_number
 from eagle_fsd.core.config import FIRST_FAILURE, HYBRID, PAPER
 from eagle_fsd.core.long_rows import topk
+from eagle_fsd.core.sampling import temper
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,8 @@ class Cactus:
             verified.tree, verified.allowed(self.exact_eos), verified.tree.node_log_q()
         )
         p = verified.warped_p().clamp(0.0, 1.0)
-        bonus = torch.sqrt(2 * self.delta * p * (1 - p))
+        # Where p is 0 or 1 there is none, and an infinite delta would make it NaN.
+        bonus = torch.sqrt(2 * self.delta * p * (1 - p)).nan_to_num(nan=0.0)
         # Following x with chance c before the draw gives it probability p + c (1 - p); solve for c.
         return drafted * (bonus / (1 - p).clamp(min=1e-9)).clamp(max=1.0)
 
@@ -190,9 +192,10 @@ class Ensemble:
             best = (self.weight * p + (1 - self.weight) * q).argmax(-1)  # [B, M]
             owned = tree.owners[:, :, None] == tree.parents[:, None, :]  # [B, M, N]
             return (allowed & (owned & (best[:, :, None] == tree.tokens[:, None, :])).any(1)).float()
-        # The draft's distributions are at temperature 1; temper them like the target's.
+        # The draft's distributions are at temperature 1; temper them like the target's: [B, M, W], or W + 1
+        # with the rest.
         log_q = tree.log_q if tree.rest is None else torch.cat((tree.log_q, tree.rest[..., None]), dim=-1)
-        log_q = (log_q / verified.sampling.temperature).log_softmax(-1)  # [B, M, W], or W + 1 with the rest
+        log_q = temper(log_q, verified.sampling.temperature).log_softmax(-1)
         drafted = replace(tree, log_q=log_q).node_log_q().exp()  # [B, N]
         return torch.where(allowed, (1 - self.weight) * drafted, 0.0)
 
@@ -200,7 +203,7 @@ class Ensemble:
 def log_p_at_temperature(verified: Verified) -> Tensor:
     """Return log p [B, N, V] at the sampling temperature (1 when greedy), before top-k and top-p."""
     temperature = 1.0 if verified.sampling.greedy else verified.sampling.temperature
-    return (verified.logits / temperature).log_softmax(-1)
+    return temper(verified.logits, temperature).log_softmax(-1)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ def planned_chances(
     moved = moved.clamp(min=0.0)
     costs = price * unit_cost(verified, cost, priced, moved, divergences)
     if mode == PAPER:
-        costs = costs * moved
+        # An infinite divergence costs nothing where nothing is moved.
+        costs = torch.where(moved > 0, costs * moved, 0.0)
     left = (1 - (weights * p[:, None, :]).sum(-1)).clamp(min=0.0)  # [B, N], 1 - p(C)
     worth = torch.zeros_like(p)
     follow = exact = worth

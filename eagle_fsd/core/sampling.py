@@ -63,7 +63,7 @@ class Warped:
         # other token can be drawn, and only these need the work below.
         if 0 < config.top_k < logits.shape[-1] - _SPARE and host_can_read(logits):
             values, ids = topk(logits, config.top_k + _SPARE)
-            scores = _temper(values, config.temperature)
+            scores = temper(values, config.temperature)
             least = scores[..., config.top_k - 1, None]
             if bool((least > scores[..., -1:]).all()):
                 ids, order = ids.sort(dim=-1)
@@ -71,7 +71,7 @@ class Warped:
                 if config.top_p < 1.0:
                     scores = _of_those(_heaviest(scores, 1.0 - config.top_p), scores)
                 return cls(scores.softmax(-1), values[..., 0], ids)
-        scores = _temper(logits, config.temperature)
+        scores = temper(logits, config.temperature)
         alone = not config.top_k and config.top_p < 1.0
         if alone and host_can_read(logits) and (few := _few_of_top_p(scores, 1.0 - config.top_p)):
             return cls(few[0], logits.amax(-1), few[1])
@@ -149,7 +149,7 @@ def _first_beyond(weights: Tensor, running: Tensor, point: Tensor) -> tuple[Tens
     return (reach > point[..., None]).to(torch.uint8).argmax(-1, keepdim=True), point
 
 
-def _temper(scores: Tensor, temperature: float) -> Tensor:
+def temper(scores: Tensor, temperature: float) -> Tensor:
     """Divide scores by the temperature, shifted first where the quotient could overflow."""
     if temperature == 1.0:
         return scores

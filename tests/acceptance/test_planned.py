@@ -18,6 +18,7 @@ from eagle_fsd.acceptance.accept import Choices, Verified
 from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.acceptance.planned import COSTS
 from eagle_fsd.core.randomness.streams import RowRandom
+from eagle_fsd.core.tree import DraftTree
 
 VOCAB, NODES = 7, 8
 NONE = torch.empty(0, dtype=torch.int64)
@@ -153,6 +154,23 @@ def test_no_policy_of_the_tree_is_better(
             followed += len(mine)
             kept += sum(bool(plain.children(node)) for node in range(NODES)) - len(mine)
     assert followed > 10 and kept > 10
+
+
+def test_a_certain_child_costs_nothing_where_the_divergence_is_infinite() -> None:
+    """A form or top-k may leave one token: nothing can be moved there, and what lies above is planned."""
+    chain = DraftTree(
+        tokens=torch.tensor([[0, 1, 2]]),
+        parents=torch.tensor([[-1, 0, 1]]),
+        depths=torch.tensor([[0, 1, 2]]),
+        log_q=torch.zeros(1, 2, VOCAB).log_softmax(-1),
+        owners=torch.tensor([[0, 1]]),
+        depth=2,
+    )
+    logits = torch.zeros(1, 3, VOCAB)
+    logits[0, 1, torch.arange(VOCAB) != 2] = -math.inf
+    verified = Verified(chain, logits, SamplingConfig(1.0), NONE)
+    chances = Fuzzy(math.inf, "reverse_kl", "paper", price=0.1, cost="divergence").chances(verified)
+    assert isinstance(chances, Tensor) and chances[0, 1] == 1
 
 
 @every_sampling

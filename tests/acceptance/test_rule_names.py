@@ -97,7 +97,7 @@ def test_sglang_at_one_is_lossless_and_greedy_ignores_it() -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["warm", "narrow"])
-@pytest.mark.parametrize("delta", [0.0, 0.01, 0.3, 5.0])
+@pytest.mark.parametrize("delta", [0.0, 0.01, 0.3, 5.0, math.inf])
 def test_cactus_gives_the_drafted_token_its_bonus(delta: float, sampling: SamplingConfig) -> None:
     """p'(x) = min(1, p(x) + sqrt(2 delta p(x) (1 - p(x)))) at the likeliest drafted x, p scaled elsewhere."""
     for seed in range(8):
@@ -138,6 +138,17 @@ def test_ensemble_mixes_p_and_q(weight: float, sampling: SamplingConfig) -> None
                 mine[token] = q[token] if p[row, token] > 0 else 0.0
             expected = (1 - weight) * (mine + (1 - mine.sum()) * p[row]) + weight * p[row]
             torch.testing.assert_close(law[row], expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("rule", [Ensemble(0.0), Typical(mode="paper"), RelaxedTopK(1, mode="paper")])
+def test_the_coldest_sampling_is_the_greedy_choice(rule: AcceptanceRule) -> None:
+    """Logits over such a temperature are beyond float32."""
+    verified = case(0, SamplingConfig(1e-40))
+    best = verified.at_parent(verified.best[1]) == verified.tree.tokens
+    chances = rule.chances(verified)
+    assert isinstance(chances, Tensor) and chances.isfinite().all()
+    drafted = (verified.tree.parents >= 0) & (chances > 0)
+    assert drafted.any() and (best | ~drafted).all()
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.3, 0.6])
