@@ -276,5 +276,6 @@ def weights_alone(models: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_sampling(sampling: SamplingConfig) -> str:
-    """Return a sampling as temperature/top_k/top_p."""
-    return f"{sampling.temperature:g}/{sampling.top_k}/{sampling.top_p:g}"
+    """Return a sampling as SamplingConfig.parse reads it: temperature/top_k/top_p, and /min_p if it is on."""
+    sizes = f"{sampling.temperature:g}/{sampling.top_k}/{sampling.top_p:g}"
+    return f"{sizes}/{sampling.min_p:g}" if sampling.min_p else sizes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -329,6 +330,8 @@ def test_a_sampling_that_was_not_measured_takes_the_next_warmer_one(
         caplog.clear()
         assert model.calibration(sampling) == found
         assert "the next warmer sampling that was measured" in caplog.text
+        measures = re.search(r"--sampling (\S+) measures", caplog.text)
+        assert measures is not None and SamplingConfig.parse(measures[1]) == sampling
     caplog.clear()
     assert model.calibration(WARM) == warm and not caplog.text
     with pytest.raises(ValueError, match="none of which is as warm"):
