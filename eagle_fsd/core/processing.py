@@ -185,13 +185,13 @@ def as_biases(value: object) -> tuple[Bias, ...]:
     """Return biases as pairs of a sequence and a number. Raises ValueError for anything else."""
     given: Any = () if value is None else value
     try:
-        pairs: list[Any] = list(value.items() if isinstance(value, Mapping) else given)
-        found = {as_tokens("logit_bias", tokens): bias for tokens, bias in pairs}
-    except TypeError as error:
+        pairs = [(tokens, bias) for tokens, bias in (value.items() if isinstance(value, Mapping) else given)]
+    except (TypeError, ValueError) as error:  # ValueError: some have more or fewer than two parts
         raise ValueError(
             f"logit_bias is {format_value(value)}: it must map tokens to numbers, such as {{42: -5.0}}; fix "
             "it"
         ) from error
+    found = {as_tokens("logit_bias", tokens): bias for tokens, bias in pairs}
     for bias in found.values():
         if bias != -math.inf:
             require_number("logit_bias", bias, -LARGEST, LARGEST, "-100 all but rules a token out")

@@ -347,6 +347,8 @@ def test_a_models_own_generation_config_is_honoured() -> None:
         ({"logit_bias": {3: float("inf")}}, "logit_bias is inf"),
         ({"logit_bias": {3: 1e39}}, r"logit_bias is 1e\+39: it must be a number between"),
         ({"logit_bias": 3}, "logit_bias is 3: it must map tokens"),
+        ({"logit_bias": [[1, 2, -3.0]]}, r"logit_bias is \[\[1, 2, -3.0\]\]: it must map tokens"),
+        ({"logit_bias": "never"}, "logit_bias is 'never': it must map tokens"),
         ({"logit_bias": {(): 1.0}}, "logit_bias has an empty sequence"),
         ({"min_new_tokens": 1.5}, "min_new_tokens is 1.5"),
         ({"min_new_tokens": 4}, "min_new_tokens is 4: .* between 0 and 3; lower it, or raise max_new_tokens"),
