@@ -25,9 +25,13 @@ def is_enabled() -> bool:
 
 
 def whole_folders(name: str, mark: str) -> list[Path]:
-    """Return the whole folders below the cache's folder of this name, the least recently used first."""
+    """Return the whole folders below the cache's folder of this name, the least recently used first.
+
+    Hidden ones are being written or deleted, with or without their mark.
+    """
     try:
-        found = [path for path in (cache_folder() / name).iterdir() if (path / mark).is_file()]
+        folders = [path for path in (cache_folder() / name).iterdir() if not path.name.startswith(".")]
+        found = [path for path in folders if (path / mark).is_file()]
         return sorted(found, key=lambda path: path.stat().st_mtime_ns)
     except (OSError, RuntimeError):  # nothing is kept yet, or there is no home folder
         return []

@@ -28,7 +28,14 @@ from typing import Any
 from safetensors import SafetensorError
 
 from eagle_fsd.files.atomic import cache_folder, hold_lock, read_records, write_atomically
-from eagle_fsd.files.kept_folders import format_gigabytes, is_enabled, remove, shrink, whole_folders
+from eagle_fsd.files.kept_folders import (
+    format_gigabytes,
+    is_enabled,
+    remove,
+    remove_leftovers,
+    shrink,
+    whole_folders,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +131,7 @@ def keep(origin: Origin, dtype: str, size: int, save: Callable[[Path], None]) ->
             )
         if read_stamp(origin.gguf) != origin.stamp:
             raise OSError("the file changed while it was read")
+        remove_leftovers(folder.parent)
         with hold_lock(folder, patience=0.0):
             remove(*folder.parent.glob(f".{folder.name}-*"))  # left by processes that were killed
             partial = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")

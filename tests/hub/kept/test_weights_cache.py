@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from support.tiny_gguf import write_gguf
 
 from eagle_fsd import hub
-from eagle_fsd.files.kept_folders import OFF, folder_size
+from eagle_fsd.files.atomic import hidden_beside
+from eagle_fsd.files.kept_folders import DAY, OFF, folder_size
 from eagle_fsd.hub import target_loader
 from eagle_fsd.hub.kept import weights_cache
 from eagle_fsd.hub.target_loader import Loaded
@@ -285,6 +286,21 @@ def test_a_folder_that_vanishes_while_it_is_read_is_no_error(
 
     monkeypatch.setattr(target_loader, "load_config", clearing)
     assert hub.load_target(str(gguf))[0].config.hidden_size == WIDTH and len(conversions) == 2
+
+
+def test_what_killed_processes_left_is_no_kept_folder_and_goes(gguf: Path, conversions: list[str]) -> None:
+    hub.load_target(str(gguf))
+    (folder,) = weights_cache.folders()
+    hidden = folder.rename(hidden_beside(folder))  # killed while it deleted the folder
+    (hidden / "model.safetensors").unlink()
+    other = folder.with_name(".0123abcd-01234567")  # killed while it converted another file, days ago
+    other.mkdir()
+    (other / "model.safetensors").write_bytes(b"half")
+    os.utime(other, (time.time() - 2 * DAY,) * 2)
+    assert weights_cache.folders() == []
+    hub.load_target(str(gguf))
+    assert len(conversions) == 2 and weights_cache.folders() == [folder]
+    assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]
 
 
 def test_a_mistake_is_told_though_the_weights_are_kept(gguf: Path) -> None:
