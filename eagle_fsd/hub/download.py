@@ -39,6 +39,7 @@ TOKENIZER_FILES = (
 CHAT_FILES = ("generation_config.json", "chat_template.jinja", "chat_template.json")
 # A plain file name, which cannot reach another folder on any system.
 PLAIN_NAME = re.compile(r"(?!\.)[^/\\:\x00]+")
+OFFLINE = "is not whole in the cache: offline it must be; unset HF_HUB_OFFLINE, or give a folder"
 # The client's own transport errors (httpx, whichever major version it uses) share this base.
 DOWNLOAD_ERRORS = (OSError, ValueError, RuntimeError, getattr(errors, "HTTPError", OSError))
 
@@ -53,6 +54,7 @@ def download_target(repo: str, revision: str | None, trust_remote_code: bool, we
     whole = [SAFETENSORS_NAME, SAFETENSORS_INDEX] if weights else []
     folder = snapshot(repo, revision, [*small, *whole], "target")
     if not (folder / CONFIG_NAME).is_file():
+        require_hub("target", repo)
         raise ValueError(
             f"target {repo!r} has no {CONFIG_NAME} on the Hub: transformers needs it; choose another"
         )
@@ -63,7 +65,10 @@ def download_target(repo: str, revision: str | None, trust_remote_code: bool, we
     if not (folder / SAFETENSORS_NAME).is_file() and not (folder / SAFETENSORS_INDEX).is_file():
         snapshot(repo, commit, [CONFIG_NAME, BIN_NAME, BIN_INDEX], "target")
     if not has_whole_weights(folder):
-        snapshot(repo, commit, [CONFIG_NAME, *shard_names(folder)], "target")
+        shards = shard_names(folder)
+        snapshot(repo, commit, [CONFIG_NAME, *shards], "target")
+        if not shards or not all((folder / name).is_file() for name in shards):
+            require_hub("target", repo)
     return folder
 
 
@@ -74,6 +79,7 @@ def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Pat
     """
     folder = snapshot(repo, revision, [CONFIG_NAME], "draft head")
     if not (folder / CONFIG_NAME).is_file():
+        require_hub("draft head", repo)
         raise ValueError(
             f"draft head {name!r} has no {CONFIG_NAME} on the Hub: it must have one; choose another"
         )
@@ -85,7 +91,15 @@ def download_head(repo: str, revision: str | None, name: str) -> tuple[Path, Pat
     snapshot(repo, folder.name, [CONFIG_NAME, SAFETENSORS_NAME], "draft head")
     if not (folder / SAFETENSORS_NAME).is_file():
         snapshot(repo, folder.name, [CONFIG_NAME, BIN_NAME], "draft head")
+        if not (folder / BIN_NAME).is_file():
+            require_hub("draft head", repo)
     return folder, find_head_file(folder, name)
+
+
+def require_hub(kind: str, repo: str) -> None:
+    """Raise ValueError if the Hub is not asked: then a file that is missing may well be there."""
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(f"{kind} {repo!r} {OFFLINE}")
 
 
 def has_whole_weights(folder: Path) -> bool:
@@ -162,7 +176,7 @@ def explain_failure(error: Exception, revision: str | None) -> str:
         return "is not a Hub id: it must be owner/name[@revision]; check its spelling"
     if isinstance(error, errors.LocalEntryNotFoundError):
         if constants.HF_HUB_OFFLINE:
-            return "is not whole in the cache: offline it must be; unset HF_HUB_OFFLINE, or give a folder"
+            return OFFLINE
         return (
             "is not whole in the cache and the Hub cannot be reached: it needs one; connect, or give a folder"
         )

@@ -12,6 +12,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
@@ -1006,6 +1007,29 @@ def test_only_the_needed_files_are_fetched_and_the_cache_serves_the_rest(
     assert hub.resolve_target("owner/tiny") == source and not client.requests
     one_line_error(lambda: hub.resolve_target("owner/other"), "owner/other", "HF_HUB_OFFLINE")
     assert not client.requests
+
+
+@pytest.mark.parametrize("lost", ["config.json", "model.safetensors", "a shard"])
+@pytest.mark.parametrize("kind", ["target", "head"])
+def test_offline_half_a_download_is_said_to_be_one(
+    kind: str, lost: str, tiny: Path, head_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is missing may be on the Hub: caches of older clients do not list what is there."""
+    files, commit = contents(tiny if kind == "target" else head_folder), "a" * 40
+    if lost == "a shard":
+        index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+        files |= {"model-1.safetensors": b"", "model.safetensors.index.json": json.dumps(index).encode()}
+    del files["model.safetensors" if lost == "a shard" else lost]
+    repository = tmp_path / "cache" / "models--owner--half"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    for name, data in files.items():
+        (repository / "snapshots" / commit / name).write_bytes(data)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    read = hub.resolve_target if kind == "target" else partial(hub.resolve_head, base_model="any")
+    one_line_error(lambda: read("owner/half"), "owner/half", "not whole in the cache", "HF_HUB_OFFLINE")
 
 
 def test_weights_are_fetched_only_where_they_are_read(client: FakeHub, tiny: Path) -> None:
