@@ -75,7 +75,7 @@ class CalibratedThreshold:
 
     def holds(self, measured: TreeConfig, tree: TreeConfig) -> bool:
         """Return whether it moves about as much with a tree as with the one that was measured, or less."""
-        if self.price or tree.total_tokens == 1:
+        if self.price:
             return measured.holds(tree)
         more = tree.total_tokens > measured.total_tokens and tree.top_k >= measured.top_k
         return tree.holds(measured) or more

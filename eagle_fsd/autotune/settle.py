@@ -139,9 +139,12 @@ class Settler:
         """Return the fastest rule that the calibration puts inside a budget, and the tree it was found with.
 
         tree: of the text; None: it will be the calibration's. The rule is Lossless(), and the tree None,
-        where lossless text is faster, since its draft knows the noise (see core/randomness/noise.py), and at
-        a warm sampling that no calibration covers. Raises ValueError if there is no rule inside the budget.
+        where lossless text is faster, since its draft knows the noise (see core/randomness/noise.py), at a
+        warm sampling that no calibration covers, and without a draft. Raises ValueError if there is no rule
+        inside the budget.
         """
+        if tree is not None and tree.total_tokens == 1:
+            return Lossless(), None
         asked = format_sampling(sampling)
         try:
             found = self.calibration(sampling, wanted, tree).for_tree(wanted, tree)

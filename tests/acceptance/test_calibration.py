@@ -453,15 +453,12 @@ def test_a_budget_holds_for_the_tree_of_the_text(
 
     warned = "a text may change more"
     for tree, known, taken in (
-        *((one, [small_plan, large_plan], plan) for one in (None, TREE, TreeConfig(1), TreeConfig(4, 2, 3))),
+        *((one, [small_plan, large_plan], plan) for one in (None, TREE, TreeConfig(4, 2, 3))),
         *(
             (one, [small_plan, large_plan], larger_plan)
             for one in (large, TreeConfig(8, 4, 3), TreeConfig(8, 3, 4))
         ),
-        *(
-            (one, [found], rule)
-            for one in (None, TREE, TreeConfig(1), TreeConfig(9, 2, 8), TreeConfig(30, 5, 4))
-        ),
+        *((one, [found], rule) for one in (None, TREE, TreeConfig(9, 2, 8), TreeConfig(30, 5, 4))),
         (TreeConfig(30, 5, 4), [small_plan, large_plan, found], rule),  # whose plans are smaller
         (TreeConfig(4, 3, 2), [small_plan, found], plan),
     ):
@@ -545,6 +542,22 @@ def test_a_budget_takes_lossless_text_where_that_is_fastest(tmp_path: Path) -> N
             changes = {"tree": TREE}
         made = model.generate(torch.tensor(prompts_of([5])), rule=wanted, **{**asked, **changes})
         assert made.rule == rule and made.tree == TREE
+
+
+def test_text_without_a_draft_is_inside_every_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = engine(), {"tree": TreeConfig(1), "max_new_tokens": 4}
+    own = model.generate(prompts_of([5]), **asked)
+    for folder, wanted in ((tmp_path, AutoThreshold(0.04, mode="paper")), (None, AutoThreshold(0.0))):
+        model.settler.folder = folder
+        made = model.generate(prompts_of([5]), rule=wanted, **asked)
+        assert made.rule == Lossless() and made.new_tokens == own.new_tokens
+    model.settler.folder = tmp_path
+    write_calibrations(tmp_path / FILE, [a_calibration(model)])
+    measured = SimpleNamespace(tree=TreeConfig(1))  # where no draft pays
+    monkeypatch.setattr(model.settler, "choose_tree", lambda *_: measured)
+    asked |= {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "tree": AutoTree(depth=2)}
+    made = model.generate(prompts_of([5]), rule=AutoThreshold(0.04), **asked)
+    assert made.rule == Lossless() and made.tree == TreeConfig(1)
 
 
 def test_a_warmer_sampling_than_all_is_lossless(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
