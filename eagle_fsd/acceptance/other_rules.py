@@ -108,8 +108,13 @@ class SGLang:
         require_number("single", self.single, 0.0, 1.0, "1 turns it off")
         require_number("acc", self.acc, 1e-9, 1.0, "1 turns it off")  # SGLang clamps it to 1e-9 too
 
+    @property
+    def exact(self) -> bool:
+        """Whether it follows nothing but the target's own draws."""
+        return self.single == self.acc == 1
+
     def chances(self, verified: Verified) -> Tensor | None:
-        if verified.sampling.greedy:
+        if verified.sampling.greedy or self.exact:
             return None
         allowed = verified.allowed(self.exact_eos)
         p = torch.where(allowed, verified.warped_p(), 0.0)  # [B, N]
@@ -147,8 +152,13 @@ class Cactus:
     def __post_init__(self) -> None:
         require_number("delta", self.delta, 0.0, math.inf, "0 is lossless")
 
+    @property
+    def exact(self) -> bool:
+        """Whether it follows nothing but the target's own draws."""
+        return self.delta == 0
+
     def chances(self, verified: Verified) -> Tensor | None:
-        if verified.sampling.greedy or self.delta == 0:
+        if verified.sampling.greedy or self.exact:
             return None
         drafted = likeliest_chances(
             verified.tree, verified.allowed(self.exact_eos), verified.tree.node_log_q()
@@ -180,9 +190,14 @@ class Ensemble:
     def __post_init__(self) -> None:
         require_number("weight", self.weight, 0.0, 1.0, "1 is lossless")
 
+    @property
+    def exact(self) -> bool:
+        """Whether it follows nothing but the target's own draws."""
+        return self.weight == 1
+
     def chances(self, verified: Verified) -> Tensor | None:
         tree = verified.tree
-        if self.weight == 1 or not tree.owners.shape[1]:
+        if self.exact or not tree.owners.shape[1]:
             return None
         allowed = verified.allowed(self.exact_eos)
         if verified.sampling.greedy:

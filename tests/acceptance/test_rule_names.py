@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -90,10 +91,28 @@ def test_sglang_has_its_samplers_law(single: float, acc: float, sampling: Sampli
 
 
 def test_sglang_at_one_is_lossless_and_greedy_ignores_it() -> None:
-    verified = case(1, SAMPLINGS[0])
-    law, p = root_laws(SGLang(1.0, 1.0), verified)
-    torch.testing.assert_close(law, p, atol=2e-6, rtol=0)
+    law, p = root_laws(SGLang(1.0, 1.0), case(1, SAMPLINGS[0]))
+    assert torch.equal(law, p)
     assert SGLang(0.0, 0.5).chances(case(1, GREEDY)) is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "near"),
+    [
+        (Fuzzy(0.0), Fuzzy(1.0)),
+        (Fuzzy(1.0, price=math.inf), Fuzzy(1.0, price=1e-9)),
+        (PublishedFSD(0.0), PublishedFSD(1.0)),
+        (SGLang(1.0, 1.0), SGLang(1.0, 0.9)),
+        (Cactus(0.0), Cactus(0.1)),
+        (Ensemble(1.0), Ensemble(0.9)),
+    ],
+)
+def test_an_exact_rule_says_so_and_follows_no_child(rule: Any, near: Any) -> None:
+    """Not even by rounding."""
+    verified = case(1, SAMPLINGS[0])
+    assert rule.exact and rule.chances(verified) is None
+    chances = near.chances(verified)
+    assert not near.exact and isinstance(chances, Tensor) and (chances > 0).any()
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["warm", "narrow"])
