@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 from safetensors import SafetensorError
 
 from eagle_fsd.core.checks import one_line
@@ -76,26 +76,35 @@ def hold_lock(path: Path, patience: float | None = None) -> Iterator[None]:
     made: in a read-only folder, or on a file system without locks.
     """
     lock = FileLock(path.with_name(f"{path.name}.lock"), timeout=PATIENCE if patience is None else patience)
-    try:
-        lock.acquire()
-    except (NotImplementedError, RuntimeError) as error:
-        raise OSError(f"{path} cannot be locked ({one_line(error, 80)})") from error
+    acquire(lock, path)
     try:
         yield
     finally:
         lock.release()
 
 
+def acquire(lock: BaseFileLock, path: Path) -> None:
+    """Take the lock of a path. Raises Timeout if another holds it, and OSError if it cannot be made."""
+    try:
+        lock.acquire()
+    except (NotImplementedError, RuntimeError) as error:  # releases of filelock differ
+        raise OSError(
+            f"{path} cannot be locked ({one_line(error, 80)}): it must be on a file system with locks; name "
+            "another place"
+        ) from error
+
+
 @contextmanager
 def sole(lock: Path, named: Path, harm: str) -> Iterator[None]:
-    """Hold a lock file, in a folder that is made if needed. Raises ValueError if another process has it.
+    """Hold a lock file, in a folder that is made if needed.
 
-    named: what a command's --output names. harm: what two runs would do there.
+    named: what a command's --output names. harm: what two runs would do there. Raises ValueError if another
+    process has it, and OSError if it cannot be made.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     held = FileLock(lock, blocking=False)
     try:
-        held.acquire()
+        acquire(held, named)
     except Timeout as error:
         raise ValueError(
             f"{named} is in use: two runs would {harm}; wait for the other one, or name another --output"

@@ -15,7 +15,7 @@ import pytest
 from filelock import FileLock
 
 from eagle_fsd.files import atomic, records
-from eagle_fsd.files.atomic import atomic_path, read_records, update_records, write_atomically
+from eagle_fsd.files.atomic import atomic_path, read_records, sole, update_records, write_atomically
 from eagle_fsd.files.records import cache_file, recall, remember
 
 
@@ -184,8 +184,10 @@ def test_a_lock_that_another_holds_is_not_waited_for_without_end(
     "error", [PermissionError("read-only"), NotImplementedError("no locks"), RuntimeError("odd")]
 )
 def test_a_file_system_without_locks_costs_the_memory_alone(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But two runs in one folder would harm each other, so that a run does not begin."""
+
     def acquire(*_: object, **__: object) -> None:
         raise error
 
@@ -194,3 +196,5 @@ def test_a_file_system_without_locks_costs_the_memory_alone(
     assert recall("key", list) is None
     with pytest.raises(OSError):
         update_records(cache_file(), lambda records: records)
+    with pytest.raises(OSError), sole(tmp_path / ".lock", tmp_path, "overwrite each other's checkpoints"):
+        raise AssertionError("it began")
