@@ -185,12 +185,14 @@ class BlockCache(KVCache):
         self._keep(rows)
 
     def _reallocate(self, capacity: int, rows: Sequence[int]) -> None:
-        """Move the used blocks of these rows into buffers of another size."""
+        """Move the blocks of these rows into buffers of another size.
+
+        These are all that may hold something: a prompt's first parts are committed with its last one.
+        """
         index = list(rows)
-        used = -(-max(self.row_lengths) // self.block)
         for size, store in self.stores.items():
             new = self._allocate(size, capacity, len(index))
-            new[:, :used] = store[:, :used, index]
+            new[:, : self._touched] = store[:, : self._touched, index]
             self.stores[size] = new
         self.capacity = capacity
         self._keep(index)

@@ -157,6 +157,17 @@ def test_random_lives_equal_the_plain_cache(layout: str, seed: int, kind: type[B
         pair.check()
 
 
+@pytest.mark.parametrize("kind", [BlockCache, PagedCache])
+def test_growth_keeps_the_parts_of_a_prompt_that_is_being_read(kind: type[BlockCache]) -> None:
+    """They are committed together, after the last part, for which a cache may have to grow."""
+    pair = Pair(2, 8, LAYOUTS["mixed"], generator(0), kind)
+    for start in range(0, 4 * BLOCK, BLOCK):
+        pair.write(BLOCK, offset=start, exact=True)
+    for cache in pair.both:
+        cache.advance([4 * BLOCK, 3 * BLOCK + 5])
+    pair.check()
+
+
 def test_a_saved_row_brings_no_scratch_along() -> None:
     """What another text left behind in its last block may be NaN, which no mask hides: 0 * NaN is NaN."""
     pair = Pair(1, 8, LAYOUTS["mixed"], generator(0))
