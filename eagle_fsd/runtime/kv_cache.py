@@ -168,6 +168,7 @@ class KVCache:
             else:
                 for buffer in buffers:  # indexing copies first, so no row is overwritten before it is read
                     buffer[:count, :, :used] = buffer[index, :, :used]
+                    buffer[:count, :, used:] = 0  # another text was there; see `replace`
         self.slots = self.slots[on_device(rows, self.slots.device)]
         if count > self.rows:
             self.rows, self.buffers = count, object()
@@ -184,6 +185,7 @@ class KVCache:
             # It is new if all prompts here were single tokens, which no forward has read.
             for buffer, new in zip(self._layer(layer, news), news, strict=True):
                 buffer[index, :, :used] = new[: len(rows), :, :used]
+                buffer[index, :, used:] = 0  # the text that was there may have left NaN; see `reset`
         self._set_lengths_of(rows, other.row_lengths)
 
     def save_row(self, row: int, count: int) -> SavedRow:

@@ -150,6 +150,7 @@ class BlockCache(KVCache):
         self._touched = max(self._touched, used)
         for size, store in self.stores.items():
             store[:, :used, list(rows)] = other.stores[size][:, :used, : len(rows)]
+            store[:, used : self._touched, list(rows)] = 0  # the text that was there may have left NaN
         self._set_lengths_of(rows, other.row_lengths)
 
     def save_row(self, row: int, count: int) -> SavedRow:

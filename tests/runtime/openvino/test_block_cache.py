@@ -168,6 +168,23 @@ def test_growth_keeps_the_parts_of_a_prompt_that_is_being_read(kind: type[BlockC
     pair.check()
 
 
+def test_a_text_finds_nothing_of_the_one_in_whose_place_it_comes() -> None:
+    """That one may have left NaN, which no mask hides: 0 times it is NaN."""
+    pair, joining = (Pair(rows, 8, LAYOUTS["mixed"], generator(rows)) for rows in (2, 1))
+    pair.write(3 * BLOCK)
+    joining.write(5)
+    for cache, new in zip(pair.both, joining.both, strict=True):
+        cache.advance([3 * BLOCK, 2 * BLOCK])
+        new.advance([5])
+        cache.replace([1], new)
+    pair.check()
+    plain = [buffer for layer in pair.plain.layers.values() for buffer in layer]
+    assert all(buffer[0].any() and not buffer[1, :, 5:].any() for buffer in plain)
+    assert not any(flat[1, :, BLOCK:].any() for flat in flattened(pair.blocks))
+    pair.plain.select([1])
+    assert not any(buffer[0, :, 5:].any() for layer in pair.plain.layers.values() for buffer in layer)
+
+
 def test_a_saved_row_brings_no_scratch_along() -> None:
     """What another text left behind in its last block may be NaN, which no mask hides: 0 * NaN is NaN."""
     pair = Pair(1, 8, LAYOUTS["mixed"], generator(0))
