@@ -277,6 +277,8 @@ def trace_graphs(
         made_of = [CONVERTER, decoder.config.to_json_string(use_diff=False), kinds, *([taps] if taps else [])]
         network = runtime.network("decoder", decoder, work, layout, made_of)
         product = runtime.product("lm_head", head.weight, head.bias)
+    except OSError as error:
+        raise ValueError(f"the target's graphs cannot be made: {one_line(error)}; or {REMEDY}") from error
     except Exception as error:  # the tracer's errors have no common base
         raise ValueError(
             f"target is a {model.config.model_type!r} model, which cannot be converted for OpenVINO "

@@ -2,7 +2,8 @@
 
 The name is a digest of the network's weights, its shape, the weight format and the releases that took part. A
 folder appears whole or not at all. Compiled forms for this processor are beside the graph; OpenVINO checks
-what they are of. Nothing here is an error for the user: without a usable folder the graph is made again.
+what they are of. Without a usable folder a graph is made again, which is no error for the user; it takes room
+among temporary files for a moment.
 """
 
 from __future__ import annotations
@@ -141,12 +142,21 @@ def constant_bytes(graph: Any) -> int:
 
 
 def read_back(graph: Any) -> Any:
-    """Write a graph and read it again: only then are its constants folded, and more of it is fused."""
+    """Write a graph and read it again: only then are its constants folded, and more of it is fused.
+
+    Raises OSError if the disk of temporary files is full.
+    """
     import numpy as np
     import openvino
 
     with tempfile.TemporaryDirectory() as folder:
-        openvino.save_model(graph, Path(folder) / GRAPH, compress_to_fp16=False)
+        try:
+            openvino.save_model(graph, Path(folder) / GRAPH, compress_to_fp16=False)
+        except RuntimeError as error:  # OpenVINO's own, which does not say of what
+            raise OSError(
+                f"{tempfile.gettempdir()} cannot take the {format_gigabytes(constant_bytes(graph))} of a "
+                f"graph ({one_line(error, 80)}): free some space, or name another folder in TMPDIR"
+            ) from error
         weights = (Path(folder) / GRAPH).with_suffix(".bin").read_bytes()
         text = (Path(folder) / GRAPH).read_text(encoding="utf-8")
         return library.core().read_model(text, openvino.Tensor(np.frombuffer(weights, dtype=np.uint8).copy()))

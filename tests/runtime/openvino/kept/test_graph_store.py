@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.tiny_models import tiny_model
 from torch import Tensor
 
 from eagle_fsd.files.kept_folders import OFF, folder_size
 from eagle_fsd.runtime.openvino import library
-from eagle_fsd.runtime.openvino.backend import product_model
+from eagle_fsd.runtime.openvino.backend import OpenVINO, product_model
 from eagle_fsd.runtime.openvino.kept import graph_store
 from eagle_fsd.runtime.openvino.kept.graph_store import clear, digest, find_or_make, folders
+from eagle_fsd.target.model import TargetModel
 
 pytest.importorskip("openvino", reason="the extra openvino is not installed")
 
@@ -179,6 +181,21 @@ def test_a_full_disk_leaves_nothing_behind(cache: Path, monkeypatch: pytest.Monk
     graph, folder = maker.find()
     assert folder is None and list((cache / "graphs").iterdir()) == []
     maker.check(graph, folder)
+
+
+def test_a_full_disk_of_temporary_files_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is written and read again in any case. OpenVINO's own error says nothing of a disk."""
+
+    def fill(*_: object, **__: object) -> None:
+        raise RuntimeError("basic_ios::clear: iostream error")
+
+    monkeypatch.setattr("openvino.save_model", fill)
+    message = r"cannot take the 0\.0 GB of a graph \(basic_ios::clear: iostream error\): free some space"
+    with pytest.raises(OSError, match=message):
+        Maker().find()
+    assert list((cache / "graphs").iterdir()) == []
+    with pytest.raises(ValueError, match=rf"the target's graphs cannot be made: .*{message}"):
+        TargetModel(tiny_model(), runtime=OpenVINO("float32"))
 
 
 @pytest.mark.parametrize("broken", ["graph.xml", "graph.bin"])
