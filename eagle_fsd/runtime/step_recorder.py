@@ -71,11 +71,7 @@ class Stepper(Protocol):
         """Return the context that a step on a batch of this size runs in."""
 
     def wrap(
-        self,
-        work: Work,
-        cache: Recordable | None = None,
-        repeatable: bool = True,
-        by_view: bool = True,
+        self, work: Work, cache: Recordable | None = None, repeatable: bool = True, by_view: bool = True
     ) -> Work:
         """Return a stand-in for `work` that is called as `work` is.
 
@@ -97,11 +93,7 @@ class Eager:
         return nullcontext()
 
     def wrap(
-        self,
-        work: Work,
-        cache: Recordable | None = None,
-        repeatable: bool = True,
-        by_view: bool = True,
+        self, work: Work, cache: Recordable | None = None, repeatable: bool = True, by_view: bool = True
     ) -> Work:
         return hold_weakly(work)
 
@@ -123,15 +115,27 @@ class FixedShapes(Eager):
         return one_thread() if rows <= FEW_ROWS else nullcontext()
 
 
+_usual: list[int] = []  # the usual number of threads of each thread inside `one_thread`
+_counting = threading.Lock()
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch use one thread here, in the thread that calls."""
-    usual = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Let torch use one thread here, in the thread that calls.
+
+    A new thread begins with the number that was set last, which may be another's 1. It leaves with that
+    one's usual number.
+    """
+    with _counting:
+        usual = max([torch.get_num_threads(), *_usual])
+        _usual.append(usual)
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(usual)
+        with _counting:
+            _usual.remove(usual)
+            torch.set_num_threads(usual)
 
 
 class Graphs:
@@ -159,11 +163,7 @@ class Graphs:
         return nullcontext()
 
     def wrap(
-        self,
-        work: Work,
-        cache: Recordable | None = None,
-        repeatable: bool = True,
-        by_view: bool = True,
+        self, work: Work, cache: Recordable | None = None, repeatable: bool = True, by_view: bool = True
     ) -> Work:
         piece = RecordedWork(self, hold_weakly(work), cache, repeatable, by_view)
         with self._lock:

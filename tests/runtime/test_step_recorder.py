@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -481,6 +482,47 @@ def test_only_frozen_dataclasses_of_plain_values_never_change() -> None:
         assert is_immutable(rule) and hash(rule) is not None
     for rule in (Changing(0.3), Holding(inner=[1]), Holding(inner=Changing(1.0)), Derived(0.3), extra, len):
         assert not is_immutable(rule)
+
+
+# --- threads ---
+
+
+def test_steps_of_two_threads_leave_torch_its_threads() -> None:
+    """A new thread begins with the number that was set last, here with the 1 of a step under way."""
+    before, seen = torch.get_num_threads(), []
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+
+    def first() -> None:
+        with FixedShapes().running(1):
+            first_is_in.set()
+            assert second_is_in.wait(60)
+        first_is_out.set()
+
+    def second() -> None:
+        assert first_is_in.wait(60)
+        with FixedShapes().running(1):
+            seen.append(torch.get_num_threads())
+            second_is_in.set()
+            assert first_is_out.wait(60)
+            seen.append(torch.get_num_threads())
+        seen.append(torch.get_num_threads())
+
+    def third() -> None:
+        seen.append(torch.get_num_threads())
+
+    try:
+        torch.set_num_threads(3)
+        both = [threading.Thread(target=work) for work in (first, second)]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join()
+        new = threading.Thread(target=third)
+        new.start()
+        new.join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 1, 3, 3]
 
 
 # --- memory ---
