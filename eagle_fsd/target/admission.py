@@ -54,6 +54,7 @@ class Candidate(MaskedForward, Protocol):
     kinds: set[str]
     window: int
     flash: bool
+    graphs: GraphDecoder | None
 
     @property
     def model(self) -> PreTrainedModel: ...
@@ -68,12 +69,6 @@ class Candidate(MaskedForward, Protocol):
     def input_device(self) -> torch.device: ...
 
 
-class Traceable(Candidate, Protocol):
-    """A model whose graphs are tested: a TargetModel."""
-
-    graphs: GraphDecoder | None
-
-
 @torch.inference_mode()
 def check_tree_verification(target: Candidate) -> None:
     """Raise ValueError unless `verify` gives the same logits on a small tree as plain forwards do."""
@@ -82,7 +77,8 @@ def check_tree_verification(target: Candidate) -> None:
         if SLIDING in target.kinds and target.window:
             with narrow_window(target):
                 difference = tree_difference(target)
-                if not difference < tolerance(target) and not named_layer_kinds(target.config):
+                unknown = target.graphs is None and not named_layer_kinds(target.config)
+                if unknown and not difference < tolerance(target):
                     target.kinds = {FULL}  # this model class ignores the window in its config
                     difference = tree_difference(target)
         else:
@@ -101,7 +97,7 @@ def check_tree_verification(target: Candidate) -> None:
 
 
 @torch.inference_mode()
-def compute_with(target: Traceable, runtime: OpenVINO, pages: bool) -> None:
+def compute_with(target: Candidate, runtime: OpenVINO, pages: bool) -> None:
     """Let a runtime compute a target's features and logits. Raises ValueError if it cannot run this model.
 
     pages: whether its graphs may attend over pages.
@@ -119,7 +115,7 @@ def compute_with(target: Traceable, runtime: OpenVINO, pages: bool) -> None:
 
 
 @torch.inference_mode()
-def show_taps(target: Traceable, taps: Sequence[int]) -> None:
+def show_taps(target: Candidate, taps: Sequence[int]) -> None:
     """Give a target graphs that show these taps, and all that its graphs show now.
 
     They are tested on a copy, so that other threads go on with its graphs meanwhile. Graphs that passed at an
@@ -144,7 +140,7 @@ def show_taps(target: Traceable, taps: Sequence[int]) -> None:
         target.graphs = found
 
 
-def trace_and_test(target: Traceable, runtime: OpenVINO, paged: bool, taps: Sequence[int] = ()) -> None:
+def trace_and_test(target: Candidate, runtime: OpenVINO, paged: bool, taps: Sequence[int] = ()) -> None:
     """Trace graphs for a target that has none, and test them unless kept ones passed the test here before."""
     cache = KVCache(1, 2, target.device, EAGER.view)  # one token in it tells its layers and their sizes
     cache.reserve(1)

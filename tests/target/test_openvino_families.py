@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from eagle_fsd import EagleFSD, TreeConfig
 from eagle_fsd.core.padding import pad_left
 from eagle_fsd.runtime.openvino.backend import OpenVINO
-from eagle_fsd.runtime.openvino.traced_attention import attend_pages
+from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages
 from eagle_fsd.target.admission import check_tree_verification
 from eagle_fsd.target.model import TargetModel
 
@@ -135,6 +135,20 @@ def test_what_cannot_be_converted_is_refused(family: str) -> None:
     assert "\n" not in str(error.value)
     # The converter raises the root logger's level and adds a filter, and leaves both where it fails.
     assert (root.level, root.filters, root.handlers) == before
+
+
+def test_a_graph_that_is_wrong_in_a_window_is_refused_for_its_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether the model has the window of its config was found out before there were graphs."""
+    monkeypatch.setenv("EAGLE_FSD_NO_WEIGHTS_CACHE", "1")
+
+    def scaled(*inputs: Any) -> Tensor:
+        return attend_blocks(*inputs[:6], 3 * inputs[6], *inputs[7:])
+
+    monkeypatch.setattr("eagle_fsd.target.graph_decoder.attend_blocks", scaled)
+    with pytest.raises(ValueError, match="'mistral' model whose tree verification differs"):
+        TargetModel(tiny_model("mistral"), runtime=OpenVINO("float32"))
 
 
 def test_sampled_texts_of_one_seed_equal_those_of_torch() -> None:
