@@ -194,6 +194,9 @@ class AcceptanceRule(Protocol):
     child, the step ends with the draw.
     max_consecutive: the most fuzzy accepts in a row; an exact accept, or the end of a step, resets the count.
     exact_prefix: how many tokens at the start of a text must be the target's own draws.
+
+    A rule may have an attribute `exact`: whether it follows nothing but the target's own draws. Then its warm
+    texts share the noise of the draws, as those of Lossless do.
     """
 
     @property
@@ -231,6 +234,7 @@ class Lossless:
     mode: ClassVar[str] = HYBRID
     max_consecutive: ClassVar[int | None] = None
     exact_prefix: ClassVar[int] = 0
+    exact: ClassVar[bool] = True
 
     def chances(self, verified: Verified) -> None:
         return None

@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless, Verdict, Verified
-from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.core.padding import infer_mask, unpad
 from eagle_fsd.core.processing import UNPROCESSED, Processing
@@ -128,7 +127,7 @@ class Terms:
     @property
     def exact(self) -> bool:
         """Whether only the target's own draws are emitted."""
-        return isinstance(self.rule, Lossless) or (isinstance(self.rule, Fuzzy) and self.rule.exact)
+        return getattr(self.rule, "exact", False)
 
     @property
     def shares_noise(self) -> bool:

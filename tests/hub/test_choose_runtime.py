@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,3 +174,14 @@ def test_only_what_stays_so_is_remembered(
 
 def test_openvino_is_found_without_importing_it() -> None:
     assert library.is_installed() == (importlib.util.find_spec("openvino") is not None)
+
+
+def test_openvino_is_no_choice_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import fails then."""
+    pytest.importorskip("openvino", reason="the extra openvino is not installed")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert plan(runtime="auto").runtime == TORCH
+    with pytest.raises(
+        ValueError, match=r"^runtime is 'openvino': OpenVINO needs a home folder, .*; set HOME"
+    ):
+        plan(runtime="openvino")

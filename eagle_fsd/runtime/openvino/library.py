@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import locale
@@ -26,17 +27,25 @@ MAKING = threading.Lock()  # of the one openvino.Core
 
 
 def is_installed() -> bool:
-    """Return whether OpenVINO can be imported, without importing it."""
-    return importlib.util.find_spec("openvino") is not None
+    """Return whether OpenVINO can be imported, without importing it: it is there, and so is a home folder."""
+    return importlib.util.find_spec("openvino") is not None and has_home()
+
+
+def has_home() -> bool:
+    """Return whether the user has a home folder, where OpenVINO looks for its settings."""
+    with contextlib.suppress(RuntimeError):
+        return bool(Path.home())
+    return False
 
 
 def require() -> None:
-    """Raise ValueError unless OpenVINO is installed."""
-    if not is_installed():
-        raise ValueError(
-            "runtime is 'openvino': OpenVINO must be installed; run pip install \"eagle-fsd[openvino]\", or "
-            "use runtime torch"
-        )
+    """Raise ValueError unless OpenVINO can be imported."""
+    if is_installed():
+        return
+    need = 'must be installed; run pip install "eagle-fsd[openvino]"'
+    if not has_home():
+        need = "needs a home folder, and this user has none; set HOME"
+    raise ValueError(f"runtime is 'openvino': OpenVINO {need}, or use runtime torch")
 
 
 def core() -> Any:

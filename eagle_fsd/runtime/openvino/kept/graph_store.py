@@ -102,7 +102,7 @@ def keep(graph: Any, folder: Path) -> None:
     import openvino
 
     # The graphs of one model must not push each other out, at every start anew.
-    others = [one for one in _in_use if one.parent == folder.parent and one != folder]
+    others = [one for one in tuple(_in_use) if one.parent == folder.parent and one != folder]
     size = constant_bytes(graph) + sum(map(folder_size, others))
     if others and size > MOST:
         raise OSError(f"{format_gigabytes(size)} are more than the limit of {format_gigabytes(MOST)}")
@@ -122,7 +122,7 @@ def keep(graph: Any, folder: Path) -> None:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     _in_use.add(folder)
-    shrink(folders(), _in_use, MOST)
+    shrink(folders(), set(_in_use), MOST)
 
 
 def log_sizes() -> None:
@@ -130,7 +130,7 @@ def log_sizes() -> None:
     if not logger.isEnabledFor(logging.INFO):  # all files are looked at for it
         return
     root = root_folder()
-    if mine := [one for one in _in_use if one.parent == root]:
+    if mine := [one for one in tuple(_in_use) if one.parent == root]:
         sizes = [sum(map(folder_size, some)) / 1e6 for some in (mine, folders())]
         logger.info("compiled graphs are in %s: %.1f MB of this process, %.1f MB in all", root, *sizes)
 
