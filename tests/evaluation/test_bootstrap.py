@@ -28,7 +28,7 @@ def mean_of(values: np.ndarray) -> Sums:
 
 
 def change(mine: Sums, base: Sums, how: Bootstrap = QUICK) -> Change:
-    return changes({"x": mine}, {"x": base}, how)["x"]
+    return changes({"x": (mine, base)}, how)["x"]
 
 
 def width(found: Estimate) -> float:
@@ -117,12 +117,12 @@ def test_intervals_of_a_ratio_of_sums_cover_it() -> None:
 def test_intervals_of_paired_changes_cover_them() -> None:
     """What a sample has of its own is large, and the same on both sides."""
     random = np.random.default_rng(13)
-    mine, base = {}, {}
+    pairs = {}
     for trial in range(800):
         tokens, own = random.lognormal(4, 0.5, 50), random.normal(-0.6, 0.3, 50)
-        base[str(trial)] = Sums(tokens * own, tokens)
-        mine[str(trial)] = Sums(tokens * (own - 0.05 + random.normal(0, 0.02, 50)), tokens)
-    found = changes(mine, base, QUICK)
+        base = Sums(tokens * own, tokens)
+        pairs[str(trial)] = Sums(tokens * (own - 0.05 + random.normal(0, 0.02, 50)), tokens), base
+    found = changes(pairs, QUICK)
     assert 0.92 <= coverage(-0.05, [one.difference for one in found.values()]) <= 0.975
     assert np.mean([one.difference.high < 0 for one in found.values()]) > 0.99  # and the loss is seen
 
@@ -167,8 +167,8 @@ def test_a_ratio_to_nothing_is_not_given() -> None:
 def test_no_sample_no_estimate() -> None:
     nothing = Sums(np.zeros(4), np.zeros(4))
     assert estimates({"x": nothing}, QUICK) == {} and estimates({}, QUICK) == {}
-    assert changes({"x": nothing}, {"x": mean_of(np.ones(4))}, QUICK) == {}
-    assert changes({"x": mean_of(np.ones(4))}, {}, QUICK) == {}
+    known = mean_of(np.ones(4))
+    assert changes({"x": (nothing, known), "y": (known, nothing)}, QUICK) == {} == changes({}, QUICK)
 
 
 def test_samples_without_a_part_do_not_count() -> None:

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from support.synthetic_rows import LOSSLESS, Truth, cell_rows, fuzzy
 
-from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap
+from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, interval
 from eagle_fsd.evaluation.analysis.comparisons import (
     above_others,
     correlation,
+    drawn_by_rule,
     envelope,
     score_predictors,
 )
-from eagle_fsd.evaluation.analysis.points import SCORE, Panel, panels
+from eagle_fsd.evaluation.analysis.points import MEASURES, SCORE, Panel, panels
 from eagle_fsd.evaluation.commands.exchange import exchange_table
 from eagle_fsd.evaluation.commands.report import predictors_table
 from eagle_fsd.evaluation.rows import Row
@@ -57,7 +58,10 @@ def test_how_far_a_rule_lies_above_the_others() -> None:
     lossless, other = panel.lossless, next(one for one in panel.points if one.label.startswith("planned"))
     cheap, dear = (point for point in panel.points if point.label.startswith("js"))
     assert lossless is not None
-    found = above_others([cheap, dear], [other], lossless, HOW)
+    points = [cheap, dear, other, lossless]
+    tau, tv = (drawn_by_rule(points, MEASURES[name], HOW) for name in ("tau", "law_tv"))
+    above = above_others(tau / tau[:, -1:], tv, [0, 1])
+    found = {points[place].label: interval(one, 60, HOW) for place, one in above.items()}
     height = {one.label: one.changes["tau"].ratio.value for one in (cheap, dear, other)}  # type: ignore[union-attr]
     line = 1 + (height[other.label] - 1) * 0.05 / 0.2
     assert found[cheap.label].value == pytest.approx(height[cheap.label] - line, abs=1e-6)

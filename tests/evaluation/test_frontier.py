@@ -302,7 +302,7 @@ def test_a_loss_is_worse_in_every_measure() -> None:
 
 def panel_with(*points: Point) -> Panel:
     blank = only_panel(cell_rows(LOSSLESS, Truth(), 3), cell_rows(JS, Truth(), 3))
-    return Panel(blank.models, blank.task, (blank.lossless, *points), ("strict",))
+    return Panel(blank.row, (blank.lossless, *points), ("strict",))
 
 
 def test_winners_are_the_fastest_within_the_loss() -> None:

@@ -101,20 +101,19 @@ def estimates(quantities: Mapping[str, Sums], how: Bootstrap) -> dict[str, Estim
     }
 
 
-def changes(mine: Mapping[str, Sums], baseline: Mapping[str, Sums], how: Bootstrap) -> dict[str, Change]:
-    """Compare every quantity that both have with the baseline on the same samples.
+def changes(quantities: Mapping[str, Sequence[Sums]], how: Bootstrap) -> dict[str, Change]:
+    """Compare every quantity's first sums with the second ones, a baseline's, if both are known.
 
     Place i of every array is the same sample, with the same seed, on both sides: a resample draws pairs, so
     that what makes a sample hard or long cancels out.
     """
-    both = [name for name in mine if name in baseline and mine[name].known and baseline[name].known]
-    columns = resampled([side[name] for side in (mine, baseline) for name in both], how).T
+    both = {name: sides for name, sides in quantities.items() if all(side.known for side in sides)}
+    columns = resampled([side for sides in both.values() for side in sides], how).T
     found = {}
-    for name, own, base in zip(both, columns[: len(both)], columns[len(both) :], strict=True):
-        samples = mine[name].samples
+    for (name, (mine, _)), own, base in zip(both.items(), columns[0::2], columns[1::2], strict=True):
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = interval(own / base, samples, how) if base[0] != 0 else None
-        found[name] = Change(interval(own - base, samples, how), ratio)
+            ratio = interval(own / base, mine.samples, how) if base[0] != 0 else None
+        found[name] = Change(interval(own - base, mine.samples, how), ratio)
     return found
 
 

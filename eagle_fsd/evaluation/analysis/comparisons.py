@@ -11,50 +11,29 @@ from collections.abc import Sequence
 import numpy as np
 
 from eagle_fsd.evaluation.analysis.bootstrap import Array, Bootstrap, Estimate, interval, resampled
-from eagle_fsd.evaluation.analysis.points import (
-    MEASURES,
-    SCORE,
-    TAU,
-    Measure,
-    Panel,
-    Point,
-    score,
-    sums_of,
-)
+from eagle_fsd.evaluation.analysis.points import MEASURES, SCORE, Measure, Panel, Point, paired, score, sums_of
 
 PREDICTORS = ("law_tv", "law_kl", "log_p", "length")
 FEWEST = 4  # rules, below which a correlation over rules says nothing
 
 
-def drawn_by_rule(points: Sequence[Point], measure: Measure, how: Bootstrap) -> Array | None:
-    """Return a measure of all rules in the data and in every resample: [1 + R, k]; None if one has none.
-
-    The points have the same samples and seeds.
-    """
-    rows = [{(row.sample, row.seed): row for row in point.rows} for point in points]
-    keys = sorted(rows[-1])
-    sums = sums_of(measure, [tuple(mine[key] for mine in rows) for key in keys])
-    return resampled(sums, how) if all(one.known for one in sums) else None
+def drawn_by_rule(points: Sequence[Point], measure: Measure, how: Bootstrap) -> Array:
+    """Return a measure of all rules on the samples and seeds of all: [1 + R, k]; NaN if one has none."""
+    return resampled(sums_of(measure, paired(*(point.rows for point in points))), how)
 
 
-def above_others(
-    mine: Sequence[Point], others: Sequence[Point], lossless: Point, how: Bootstrap
-) -> dict[str, Estimate]:
-    """Return, by label, how far tau / lossless lies above the other rules' envelope at the rule's own TV.
+def above_others(ratio: Array, tv: Array, mine: Sequence[int]) -> dict[int, Array]:
+    """Return, by place, how far these rules lie above the envelope of all others at their own TV: [1 + R].
 
     The envelope at a TV is the most that one of the others reaches with no more, or a mixture of two of them
-    with as much; lossless is one of them. It is the largest of many noisy values, which raises it.
+    with as much. It is the largest of many noisy values, which raises it.
+
+    ratio, tv: tau over lossless's, and TV, of all rules; lossless is one of them.
     """
-    points = [*mine, *others, lossless]
-    tau, tv = (drawn_by_rule(points, MEASURES[name], how) for name in (TAU, "law_tv"))
-    if tau is None or tv is None:
-        return {}
-    ratio, count = tau / tau[:, -1:], len(mine)
-    samples, found = len({row.sample for row in lossless.rows}), {}
-    for place, point in enumerate(mine):
-        height = envelope(tv[:, count:], ratio[:, count:], tv[:, place])
-        found[point.label] = interval(ratio[:, place] - height, samples, how)
-    return found
+    others = [place for place in range(ratio.shape[1]) if place not in mine]
+    return {
+        place: ratio[:, place] - envelope(tv[:, others], ratio[:, others], tv[:, place]) for place in mine
+    }
 
 
 def envelope(tv: Array, ratio: Array, at: Array) -> Array:
@@ -82,11 +61,8 @@ def score_predictors(panel: Panel, how: Bootstrap) -> dict[tuple[str, str], Esti
     if lossless is None or len(points) < FEWEST:
         return {}
     measures = {name: MEASURES[name] for name in PREDICTORS} | {name: score(name) for name in panel.scores}
-    changed: dict[str, Array] = {}
-    for name, measure in measures.items():
-        drawn = drawn_by_rule([*points, lossless], measure, how)
-        if drawn is not None:
-            changed[name] = drawn[:, :-1] - drawn[:, -1:]
+    drawn = {name: drawn_by_rule([*points, lossless], measure, how) for name, measure in measures.items()}
+    changed = {name: one[:, :-1] - one[:, -1:] for name, one in drawn.items() if not np.isnan(one[0]).any()}
     samples, found = len({row.sample for row in lossless.rows}), {}
     for name in panel.scores:
         for other in PREDICTORS:

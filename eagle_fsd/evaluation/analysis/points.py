@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
-from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Change, Estimate, Sums, changes, estimates
 from eagle_fsd.evaluation.analysis.repetition import ends_in_loop, repeated_tokens, runs
 from eagle_fsd.evaluation.analysis.rule_labels import LOSSLESS, rule_family, rule_knobs, rule_label
@@ -23,7 +23,10 @@ from eagle_fsd.evaluation.tasks import TASKS
 
 SPEED, TAU = "tokens_per_second", "tau"
 SCORE = "score:"  # before the name of a task's own score
-Parts = tuple[float, float] | None  # a row's numerator and denominator; None where it does not know them
+Parts = tuple[float | None, float | None]  # a row's numerator and denominator; None where it is unknown
+# What the panels of a section of a report share, and what those of a panel share beside that.
+SECTION = attrgetter("base_model", "ea_model", "draft_vocab_size", "dtype", "tree")
+TASK = attrgetter("task", "version", "sampling", "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -40,16 +43,11 @@ class Measure:
     machine: bool = False
 
 
-def over(total: float | None, weight: float) -> Parts:
-    """Return the parts of a row that knows this sum, None for one that does not."""
-    return None if total is None else (total, weight)
-
-
 def in_text(
     places: list[int] | None, count: Callable[[list[int]], float], weight: Callable[[list[int]], float]
 ) -> Parts:
     """Return the parts of a count over a row's tokens, or over places in them, where it has kept these."""
-    return None if places is None else (count(places), weight(places))
+    return (None, None) if places is None else (count(places), weight(places))
 
 
 MEASURES: dict[str, Measure] = {
@@ -63,9 +61,9 @@ MEASURES: dict[str, Measure] = {
     "loops": Measure("in a loop", lambda row: in_text(row.token_ids, ends_in_loop, lambda _: 1)),
     "length": Measure("length", lambda row: (row.new_tokens, 1)),
     "limit_rate": Measure("at the limit", lambda row: (row.finish_reason == "length", 1)),
-    "law_tv": Measure("TV", lambda row: over(row.tv, row.new_tokens), whole=True),
-    "law_kl": Measure("KL", lambda row: over(row.kl, row.new_tokens), whole=True),
-    "log_p": Measure("log p", lambda row: over(row.log_p and row.log_p * row.new_tokens, row.new_tokens)),
+    "law_tv": Measure("TV", lambda row: (row.tv, row.new_tokens), whole=True),
+    "law_kl": Measure("KL", lambda row: (row.kl, row.new_tokens), whole=True),
+    "log_p": Measure("log p", lambda row: (row.log_p and row.log_p * row.new_tokens, row.new_tokens)),
 }
 
 
@@ -74,93 +72,37 @@ def score(name: str, weight: str | None = None) -> Measure:
 
     def parts(row: Row) -> Parts:
         value, own = row.scores.get(name), 1.0 if weight is None else row.scores.get(weight)
-        return None if value is None or own is None else (value * own, own)
+        return (None if None in (value, own) else value * own), own
 
     return Measure(name, parts)
 
 
-def compared(
-    measures: Mapping[str, Measure], pairs: Sequence[tuple[Row, ...]], how: Bootstrap
-) -> dict[str, Change]:
-    """Compare every measure of the first of each pair with the second's, where both know it."""
-    both = {name: sums_of(measure, pairs) for name, measure in measures.items()}
-    mine, base = ({name: sides[place] for name, sides in both.items() if pairs} for place in (0, 1))
-    return changes(mine, base, how)
-
-
-def paired(mine: Sequence[Row], base: Sequence[Row]) -> list[tuple[Row, ...]]:
-    """Pair the rows of the same samples and seeds, in the order of samples and seeds."""
-    partners = {(row.sample, row.seed): row for row in base}
-    known = [row for row in mine if (row.sample, row.seed) in partners]
-    known.sort(key=lambda row: (row.sample, row.seed))
-    return [(row, partners[row.sample, row.seed]) for row in known]
+def paired(*sides: Sequence[Row]) -> list[tuple[Row, ...]]:
+    """Put together the rows of a sample and seed that every side has, in the order of samples and seeds."""
+    found = [{(row.sample, row.seed): row for row in side} for side in sides]
+    return [tuple(side[key] for side in found) for key in sorted(set.intersection(*map(set, found)))]
 
 
 def sums_of(measure: Measure, groups: Sequence[tuple[Row, ...]]) -> list[Sums]:
-    """Sum a measure by sample, for every place in the groups: single rows, or pairs that both know it.
+    """Sum a measure by sample, for every place in the groups of `paired`, where all of a group know it.
 
     A sample's seeds belong together, and are drawn together. The rows give no value together where a term is
     missing that the sum needs, or where they come from several machines.
     """
-    rows = [row for group in groups for row in group]
-    parts = [[measure.parts(row) for row in group] for group in groups]
-    refused = measure.whole and any(None in group for group in parts)
-    if refused or (measure.machine and len(set(map(machine, rows))) > 1):
-        parts = [[None] for _ in groups]
-    samples = sorted({row.sample for row in rows})
-    places = {name: place for place, name in enumerate(samples)}
-    sums = np.zeros((len(groups[0]) if groups else 1, len(samples), 2))
-    for group, known in zip(groups, parts, strict=True):
-        if None not in known:
-            sums[:, places[group[0].sample]] += known
-    return [Sums(side[:, 0], side[:, 1]) for side in sums]
+    parts = np.array([[measure.parts(row) for row in group] for group in groups], dtype=float)  # [n, k, 2]
+    known = ~np.isnan(parts).any(axis=(1, 2))  # None has become NaN
+    machines = {machine(row) for group in groups for row in group}
+    if (measure.whole and not known.all()) or (measure.machine and len(machines) > 1):
+        known[:] = False
+    names, places = np.unique([group[0].sample for group in groups], return_inverse=True)
+    sums = np.zeros((len(names), *parts.shape[1:]))
+    np.add.at(sums, places[known], parts[known])
+    return [Sums(sums[:, side, 0], sums[:, side, 1]) for side in range(sums.shape[1])]
 
 
 def machine(row: Row) -> tuple[object, ...]:
     """Return what seconds depend on beside the cell."""
     return row.provenance.get("device"), row.provenance.get("threads"), row.batch_size
-
-
-@dataclass(frozen=True)
-class Models:
-    """What a report's section is about: the models, how they are run, and the draft tree."""
-
-    base_model: str
-    ea_model: str | None
-    draft_vocab_size: int | None
-    dtype: str
-    tree: TreeConfig
-
-    @classmethod
-    def of(cls, row: Row) -> Models:
-        return cls(row.base_model, row.ea_model, row.draft_vocab_size, row.dtype, row.tree)
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a panel is about, within its section."""
-
-    name: str
-    version: int | str
-    sampling: SamplingConfig
-    max_new_tokens: int
-
-    @classmethod
-    def of(cls, row: Row) -> Task:
-        return cls(row.task, row.version, row.sampling, row.max_new_tokens)
-
-    @property
-    def title(self) -> str:
-        """Such as `ifeval, temperature 0.6`."""
-        return f"{self.name}, temperature {self.sampling.temperature:g}"
-
-    @property
-    def details(self) -> str:
-        """What the title leaves out."""
-        words = [f"version {self.version}"]
-        words += [f"top-p {self.sampling.top_p:g}"] if self.sampling.top_p < 1 else []
-        words += [f"top-k {self.sampling.top_k}"] if self.sampling.top_k else []
-        return ", ".join([*words, f"at most {self.max_new_tokens} new tokens"])
 
 
 @dataclass(frozen=True)
@@ -187,10 +129,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Panel:
-    """The points of one task, sampling, and pair of models: lossless, then by family and knobs."""
+    """The points of one task, sampling, and pair of models: lossless, then by family and knobs.
 
-    models: Models
-    task: Task
+    row: one of its rows, for what they all share.
+    """
+
+    row: Row = field(compare=False)
     points: tuple[Point, ...]
     scores: tuple[str, ...]
 
@@ -198,26 +142,40 @@ class Panel:
     def lossless(self) -> Point | None:
         return next((point for point in self.points if point.is_lossless), None)
 
+    @property
+    def title(self) -> str:
+        """Such as `ifeval, temperature 0.6`."""
+        return f"{self.row.task}, temperature {self.row.sampling.temperature:g}"
+
+    @property
+    def details(self) -> str:
+        """What the title leaves out of the task."""
+        sampling = self.row.sampling
+        words = [f"version {self.row.version}"]
+        words += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+        words += [f"top-k {sampling.top_k}"] if sampling.top_k else []
+        return ", ".join([*words, f"at most {self.row.max_new_tokens} new tokens"])
+
 
 def panels(rows: Iterable[Row], how: Bootstrap) -> list[Panel]:
     """Group the rows in panels, sections one after the other, tasks by name and temperature within.
 
     Raises ValueError where one point would mix the rows of two cells.
     """
-    groups: dict[tuple[Models, Task], list[Row]] = {}
+    groups: dict[tuple[object, object], list[Row]] = {}
     for row in rows:
-        groups.setdefault((Models.of(row), Task.of(row)), []).append(row)
-    found = [panel_of(models, task, members, how) for (models, task), members in groups.items()]
+        groups.setdefault((SECTION(row), TASK(row)), []).append(row)
 
     def order(panel: Panel) -> tuple[str, str, str, float, str]:
-        task = panel.task
-        return str(panel.models), task.name, str(task.version), task.sampling.temperature, task.details
+        row = panel.row
+        return str(SECTION(row)), row.task, str(row.version), row.sampling.temperature, panel.details
 
-    return sorted(found, key=order)
+    return sorted((panel_of(members, how) for members in groups.values()), key=order)
 
 
-def panel_of(models: Models, task: Task, rows: Sequence[Row], how: Bootstrap) -> Panel:
+def panel_of(rows: Sequence[Row], how: Bootstrap) -> Panel:
     """Return the panel of rows that agree in all but the rule."""
+    task = rows[0].task
     rules: dict[str, list[Row]] = {}
     for row in rows:
         rules.setdefault(json.dumps(row.rule, sort_keys=True), []).append(row)
@@ -225,17 +183,17 @@ def panel_of(models: Models, task: Task, rows: Sequence[Row], how: Bootstrap) ->
         for row in others:
             if row.key != first.key:
                 raise ValueError(
-                    f"{rule_label(row.rule)} on {task.title} has rows of two cells, "
+                    f"{rule_label(row.rule)} on {Panel(row, (), ()).title} has rows of two cells, "
                     f"{first.key} and {row.key}: the weights of {row.base_model} or of its head changed "
                     "in between; report them apart"
                 )
     lossless = next((some for some in rules.values() if some[0].rule["name"] == LOSSLESS), [])
-    weights = TASKS[task.name].weights if task.name in TASKS else {}  # none of a task that is not ours
+    weights = TASKS[task].weights if task in TASKS else {}  # none of a task that is not ours
     names = dict.fromkeys(name for row in rows for name in row.scores if name not in weights.values())
     measures = MEASURES | {SCORE + name: score(name, weights.get(name)) for name in names}
     points = [point_of(measures, members, lossless, how) for members in rules.values()]
     points.sort(key=lambda point: (not point.is_lossless, point.family, point.knobs, point.label))
-    return Panel(models, task, tuple(points), tuple(names))
+    return Panel(rows[0], tuple(points), tuple(names))
 
 
 def point_of(
@@ -243,8 +201,7 @@ def point_of(
 ) -> Point:
     """Return the point of one cell's rows, held against the `lossless` ones, of which there may be none."""
     rule = rows[0].rule
-    pairs = [] if rule["name"] == LOSSLESS else paired(rows, lossless)
-    alone = [(row,) for row in rows]
+    alone, pairs = paired(rows), [] if rule["name"] == LOSSLESS else paired(rows, lossless)
     return Point(
         label=rule_label(rule),
         family=rule_family(rule),
@@ -252,6 +209,6 @@ def point_of(
         samples=len(rows),
         pairs=len(pairs),
         values=estimates({name: sums_of(one, alone)[0] for name, one in measures.items()}, how),
-        changes=compared(measures, pairs, how),
+        changes=changes({name: sums_of(one, pairs) for name, one in measures.items() if pairs}, how),
         rows=tuple(rows),
     )

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from eagle_fsd.evaluation.analysis.bootstrap import Array, Bootstrap, Sums, interval, resampled
-from eagle_fsd.evaluation.analysis.comparisons import above_others
+from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, interval
+from eagle_fsd.evaluation.analysis.comparisons import above_others, drawn_by_rule
 from eagle_fsd.evaluation.analysis.frontier import QUALITIES
-from eagle_fsd.evaluation.analysis.points import MEASURES, TAU, Panel, Point, paired, panels, sums_of
+from eagle_fsd.evaluation.analysis.points import MEASURES, TAU, Panel, Point, panels
 from eagle_fsd.evaluation.cli import parsed, rows_parser, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.report.plots import plot_frontier, require_matplotlib
@@ -62,61 +62,50 @@ def exchange_table(
     lossless = panel.lossless
     if lossless is None:
         raise ValueError(
-            f"{panel.task.title} has no lossless rows: what is gained is counted from them; "
+            f"{panel.title} has no lossless rows: what is gained is counted from them; "
             "add them with --rules lossless"
         )
     drafting = [point for point in panel.points if not point.is_lossless]
-    points = {p.label: p for p in drafting if p.pairs == lossless.samples and tv_of(p) >= LEAST}
+    points = [p for p in drafting if p.pairs == lossless.samples and tv_of(p) >= LEAST]
+    places = {point.label: place for place, point in enumerate(points)}
     for label in against:
-        if label not in points:
+        if label not in places:
             raise ValueError(
                 f"against is {label!r}: it must be a rule on all samples of lossless, with a TV of at least "
-                f"{LEAST:g}, in {panel.task.title}; one of {', '.join(points) or 'none'}"
+                f"{LEAST:g}, in {panel.title}; one of {', '.join(places) or 'none'}"
             )
-    gained = {label: gained_by(point, lossless, how) for label, point in points.items()}
-    titles = ["rule", "TV", "tau, times lossless", "gained for a TV of 1"]
-    titles += [f"more than {label}" for label in against]
-    named = [point for label, point in points.items() if above is not None and label.startswith(above)]
+    named = [place for label, place in places.items() if above is not None and label.startswith(above)]
     if above is not None and not 0 < len(named) < len(points):
         raise ValueError(
             f"above is {above!r}: the labels of some rules, and not of all, must begin so, in "
-            f"{panel.task.title}; they are {', '.join(points) or 'none'}"
+            f"{panel.title}; they are {', '.join(places) or 'none'}"
         )
-    others = [point for point in points.values() if point not in named]
-    heights = above_others(named, others, lossless, how) if named else {}
+    tau, tv = (drawn_by_rule([*points, lossless], MEASURES[name], how) for name in (TAU, "law_tv"))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gained = (tau - tau[:, -1:]) / (tau * tv)  # [1 + R, k]: tau * tv is the TV of a step
+    heights = above_others(tau / tau[:, -1:], tv, named)
+    samples = len({row.sample for row in lossless.rows})
+    titles = ["rule", "TV", "tau, times lossless", "gained for a TV of 1"]
+    titles += [f"more than {label}" for label in against]
     titles += ["tau, times lossless, above the others' envelope"] if named else []
     lines = []
-    for label, point in sorted(points.items(), key=lambda item: tv_of(item[1])):
-        mine, samples = gained[label]
-        ratio = point.changes[TAU].ratio
-        line = [label, f"{tv_of(point):.3f}", "" if ratio is None else f"{ratio.value:.2f}"]
+    for place, point in sorted(enumerate(points), key=lambda item: tv_of(item[1])):
+        mine, ratio = gained[:, place], point.changes[TAU].ratio
+        line = [point.label, f"{tv_of(point):.3f}", "" if ratio is None else f"{ratio.value:.2f}"]
         line.append(f"{interval(mine, samples, how):.2f}")
-        for other in against:
-            more = interval(mine - gained[other][0], samples, how)
-            line.append("" if label == other else f"{more:.2f}")
-        line += [f"{heights[label]:+.3f}" if label in heights else ""] if named else []
+        for label in against:
+            more = interval(mine - gained[:, places[label]], samples, how)
+            line.append("" if label == point.label else f"{more:.2f}")
+        if named:
+            line.append(f"{interval(heights[place], samples, how):+.3f}" if place in heights else "")
         lines.append(line)
-    models = panel.models
-    title = [f"## {panel.task.title}", "", f"{models.base_model}, tree {models.tree}; {panel.task.details}."]
-    left_out = [p.label for p in drafting if p.label not in points]
+    row = panel.row
+    title = [f"## {panel.title}", "", f"{row.base_model}, tree {row.tree}; {panel.details}."]
+    left_out = [point.label for point in drafting if point not in points]
     if left_out:
         why = f"fewer samples than lossless, or a TV below {LEAST:g}"
         title.append(f"Left out ({why}): {', '.join(left_out)}.")
     return "\n".join([*title, "", markdown_table(titles, lines)])
-
-
-def gained_by(point: Point, lossless: Point, how: Bootstrap) -> tuple[Array, int]:
-    """Return the tokens gained for a TV of 1, as a column of `resampled`, and the number of samples.
-
-    The same samples are drawn for every rule.
-    """
-    pairs = paired(point.rows, lossless.rows)
-    tau, tau_lossless = sums_of(MEASURES[TAU], pairs)
-    tv = sums_of(MEASURES["law_tv"], pairs)[0]
-    tv_per_step = Sums(tv.numerator, tau.denominator)
-    mine, base, cost = resampled([tau, tau_lossless, tv_per_step], how).T
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return (mine - base) / cost, tau.samples
 
 
 def tv_of(point: Point) -> float:

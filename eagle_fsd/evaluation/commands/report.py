@@ -26,9 +26,9 @@ from eagle_fsd.evaluation.analysis.frontier import (
 from eagle_fsd.evaluation.analysis.points import (
     MEASURES,
     SCORE,
+    SECTION,
     SPEED,
     TAU,
-    Models,
     Panel,
     Point,
     machine,
@@ -125,10 +125,11 @@ def write_report(
         "temperature, top-k and top-p. What is lost of log p is a share of lossless's; of other measures it "
         "is the difference.",
     ]
-    sections = [(models, list(members)) for models, members in groupby(found, lambda panel: panel.models)]
-    for number, (models, members) in enumerate(sections, 1):
-        text += ["", f"## {models.base_model}, tree {models.tree}", ""]
-        text += what_was_run(models, [row for row in rows if Models.of(row) == models])
+    sections = [(shared, list(members)) for shared, members in groupby(found, lambda one: SECTION(one.row))]
+    for number, (shared, members) in enumerate(sections, 1):
+        first = members[0].row
+        text += ["", f"## {first.base_model}, tree {first.tree}", ""]
+        text += what_was_run([row for row in rows if SECTION(row) == shared])
         suffix = f"_{number}" if len(sections) > 1 else ""
         text += section(members, qualities, speed, folder, suffix, how)
     text += ["", "## What the data cannot say", "", *(f"- {line}" for line in caveats(rows, found, how))]
@@ -150,7 +151,7 @@ def section(
         plot = folder / f"frontier_{quality.name}{suffix}.png"
         if plot_frontier(members, quality, speed, plot):
             text += ["", f"![{quality.title} against {speed_title(speed)}]({plot.name})"]
-        best = {panel.task.title: winners(panel.points, quality, speed) for panel in members}
+        best = {panel.title: winners(panel.points, quality, speed) for panel in members}
         lines = [
             [title, *(f"{point.label}: {speedup(point, speed):.2f}" for point in points)]
             for title, points in best.items()
@@ -159,8 +160,8 @@ def section(
         titles = [f"at most {quality.amount(level)}" for level in LOSSES]
         text += ["", markdown_table([f"fastest: {speed_title(speed)}", *titles], lines)] if lines else []
     for panel in members:
-        about = panel.task.details
-        text += ["", f"### {panel.task.title}", "", f"{about[0].upper()}{about[1:]}."]
+        about = panel.details
+        text += ["", f"### {panel.title}", "", f"{about[0].upper()}{about[1:]}."]
         text += ["", speed_table(panel), "", quality_table(panel, qualities, speed)]
         text += predictors_table(panel, how)
     return text
@@ -217,12 +218,13 @@ def cells(point: Point, columns: Sequence[Column]) -> dict[str, str]:
     return made
 
 
-def what_was_run(models: Models, rows: Sequence[Row]) -> list[str]:
-    """List models, versions and commands, as far as the rows know them."""
-    head = models.ea_model or "none"
-    if models.draft_vocab_size is not None:
-        head += f", drafting {models.draft_vocab_size:,} tokens"
-    lines = [f"- Target {models.base_model}, draft head {head}, {models.dtype}, tree {models.tree}."]
+def what_was_run(rows: Sequence[Row]) -> list[str]:
+    """List the models that the rows share, versions and commands, as far as the rows know them."""
+    first = rows[0]
+    head = first.ea_model or "none"
+    if first.draft_vocab_size is not None:
+        head += f", drafting {first.draft_vocab_size:,} tokens"
+    lines = [f"- Target {first.base_model}, draft head {head}, {first.dtype}, tree {first.tree}."]
     cells, samples = len({row.key for row in rows}), len({(row.task, row.sample) for row in rows})
     lines.append(f"- rows: {len(rows):,}; cells: {cells}; samples: {samples}")
     for name in PROVENANCE[:-2]:
@@ -277,4 +279,4 @@ def caveats(rows: Sequence[Row], panels: Sequence[Panel], how: Bootstrap) -> lis
 
 
 def titles_of(panels: Sequence[Panel]) -> str:
-    return "; ".join(dict.fromkeys(panel.task.title for panel in panels))
+    return "; ".join(dict.fromkeys(panel.title for panel in panels))

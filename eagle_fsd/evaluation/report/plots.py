@@ -94,7 +94,7 @@ def draw_panel(
 ) -> None:
     """Draw a line for each family with its intervals, fill the best markers, name the last rule of each."""
     # A set of several files has a long name; breaks may only come between its parts.
-    title = "\n".join(textwrap.wrap(panel.task.title.replace("+", " + "), 48, break_long_words=False))
+    title = "\n".join(textwrap.wrap(panel.title.replace("+", " + "), 48, break_long_words=False))
     axes.set_title(title.replace(" + ", "+").replace(" +", "+"), fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
