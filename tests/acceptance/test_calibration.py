@@ -82,7 +82,7 @@ def test_records_are_the_rules_expected_steps(tmp_path: Path) -> None:
     """Of every setting, summed over the steps of every lossless text."""
     job, model = work(tmp_path, 2), engine()
     records = job.record(SETTINGS)
-    for place, table in enumerate(records.tables):
+    for place in range(2):
         sums = np.zeros((len(SETTINGS) + 1, 2))
 
         def watch(verified: Verified, verdict: Verdict, emitted: Mapping[int, int], sums: Any = sums) -> None:
@@ -102,18 +102,18 @@ def test_records_are_the_rules_expected_steps(tmp_path: Path) -> None:
             rule=APART,
             observer=watch,
         )
+        table = [records.expected[setting][place] for setting in SETTINGS]
         np.testing.assert_allclose(table, sums[1:], rtol=1e-4, atol=1e-4)
         assert records.lossless[place] == pytest.approx(sums[0, 0], rel=1e-4)
 
 
 def test_what_is_predicted_are_the_sums_of_the_prompts(tmp_path: Path) -> None:
     records = work(tmp_path).record(SETTINGS)
-    for number, (kind, threshold) in enumerate(SETTINGS):
-        sums = records.predicted(kind, threshold, [1, 4])
+    for kind, threshold in SETTINGS:
+        sums, table = records.predicted(kind, threshold, [1, 4]), records.expected[kind, threshold]
         for n, place in enumerate([1, 4]):
-            assert sums.denominator[n] == records.tables[place][number, 0]
-            assert sums.numerator[n] == records.tables[place][number, 1]
-        mine = sum(records.tables[place][number, 0] for place in (1, 4))
+            assert (sums.denominator[n], sums.numerator[n]) == tuple(table[place])
+        mine = table[1, 0] + table[4, 0]
         ratio = mine / (records.lossless[1] + records.lossless[4])
         assert records.tau_ratio(kind, threshold, [1, 4]) == pytest.approx(ratio) and ratio >= 1
     ladder = work(tmp_path).record(DIAL)
@@ -126,10 +126,9 @@ def test_another_seed_is_another_run(tmp_path: Path) -> None:
     other = replace(job, cell=replace(job.cell, seed=100))
     first, second = job.record(SETTINGS), other.record(SETTINGS)
     assert len(read_rows(tmp_path / "records.jsonl")) == 12
-    same = [np.array_equal(*pair) for pair in zip(first.tables, second.tables, strict=True)]
-    assert not all(same)
+    assert not all(np.array_equal(first.expected[one], second.expected[one]) for one in SETTINGS)
     again = job.record(SETTINGS)
-    assert again.taus == first.taus and len(read_rows(tmp_path / "records.jsonl")) == 12
+    assert again.rows == first.rows and len(read_rows(tmp_path / "records.jsonl")) == 12
     assert {row["seed"] for row in job.run(JS, 0.3)} == set(range(6))
     assert {row["seed"] for row in other.run(JS, 0.3)} == set(range(100, 106))
     assert {row["seed"] for row in job.run(JS, 0.3)} == set(range(6))
@@ -142,9 +141,9 @@ def test_the_lossless_pass_goes_on_where_it_was(tmp_path: Path) -> None:
     (tmp_path / "b" / "records.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
     again = work(tmp_path / "b").record(SETTINGS)
     assert len(read_rows(tmp_path / "b" / "records.jsonl")) == 6
-    for one, other in zip(first.tables, again.tables, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
-    assert first.taus == again.taus
+    for one in SETTINGS:
+        np.testing.assert_allclose(first.expected[one], again.expected[one], atol=1e-5)
+    assert [row["token_ids"] for row in first.rows] == [row["token_ids"] for row in again.rows]
 
 
 # --- the choice ---
@@ -160,8 +159,9 @@ def made_records(count: int = 40, seed: int = 0) -> Records:
 
 
 def records_of(dial: Sequence[Setting], tables: Sequence[Any]) -> Records:
-    count = len(tables)
-    return Records({one: n for n, one in enumerate(dial)}, tables, [40.0] * count, [(50, 25)] * count)
+    rows = [{"new_tokens": 50, "steps": 25}] * len(tables)
+    expected = dict(zip(dial, np.array(tables).swapaxes(0, 1), strict=True))
+    return Records(rows, expected, np.full(len(tables), 40.0))
 
 
 def runs_like(records: Records, factor: float, asked: list[float]) -> Any:
@@ -169,7 +169,7 @@ def runs_like(records: Records, factor: float, asked: list[float]) -> Any:
 
     def run(kind: Kind, threshold: float) -> list[dict[str, Any]]:
         asked.append(threshold)
-        sums = records.predicted(kind, threshold, range(len(records.tables)))
+        sums = records.predicted(kind, threshold, range(len(records.rows)))
         return [{"law": {"tv": factor * float(tv)}, "new_tokens": 50, "steps": 20} for tv in sums.numerator]
 
     return run
@@ -268,8 +268,8 @@ def test_calibrate_end_to_end(tmp_path: Path) -> None:
     assert {one.kind.mode for one in calibration.thresholds} > {"swap"}
     warm = job.rows_of(replace(job.cell, rule=Lossless()), "rows.jsonl")
     taus = [
-        sum(tokens for tokens, _ in pairs) / sum(steps for _, steps in pairs)
-        for pairs in ([(row["new_tokens"], row["steps"]) for row in warm], job.record([]).taus)
+        sum(row["new_tokens"] for row in rows) / sum(row["steps"] for row in rows)
+        for rows in (warm, job.record([]).rows)
     ]
     assert calibration.shared_ratio == pytest.approx(taus[0] / taus[1]) and taus[0] != taus[1]
     before = (tmp_path / "rows.jsonl").read_bytes()

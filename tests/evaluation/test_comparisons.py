@@ -16,7 +16,7 @@ from eagle_fsd.evaluation.analysis.comparisons import (
     envelope,
     score_predictors,
 )
-from eagle_fsd.evaluation.analysis.points import MEASURES, SCORE, Panel, panels
+from eagle_fsd.evaluation.analysis.points import MEASURES, Panel, panels
 from eagle_fsd.evaluation.commands.exchange import exchange_table
 from eagle_fsd.evaluation.commands.report import predictors_table
 from eagle_fsd.evaluation.rows import Row
@@ -92,7 +92,7 @@ def test_what_predicts_a_score_is_found() -> None:
     ]
     base = cell_rows(LOSSLESS, Truth(score=0.7), 200, limit=10_000)
     found = score_predictors(panel_of(base, *rules), HOW)
-    by_tv, by_length = found[SCORE + "strict", "law_tv"], found[SCORE + "strict", "length"]
+    by_tv, by_length = (found["strict"][name] for name in ("law_tv", "length"))
     assert by_tv.value < -0.95 and by_tv.high is not None and by_tv.high < -0.8
     assert abs(by_length.value) < 0.5
     *_, strict, loose = predictors_table(panel_of(base, *rules), HOW)[1].splitlines()

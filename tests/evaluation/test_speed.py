@@ -84,7 +84,7 @@ def test_every_method_answers_every_batch_in_rotating_order() -> None:
 
 def test_results_are_ratios_of_sums_with_quartiles() -> None:
     hf, plain, lossless = results(raced([]))
-    assert (hf.method, hf.batch_size, hf.cells["tau"]) == ("hf", 2, "")
+    assert (hf.method, hf.cells["batch"], hf.cells["tau"]) == ("hf", "2", "")
     assert hf.tokens_per_second == pytest.approx(10 / 6)
     assert plain.ratios["hf"] == pytest.approx((2.0, 2.0, 2.0))
     assert lossless.ratios["hf"] == pytest.approx((4.0, 4.0, 4.0)) and "lossless" not in lossless.ratios

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eagle_fsd.evaluation.analysis.bootstrap import Array, Bootstrap, Estimate, interval, resampled
-from eagle_fsd.evaluation.analysis.points import MEASURES, SCORE, Measure, Panel, Point, paired, score, sums_of
+from eagle_fsd.evaluation.analysis.points import MEASURES, Measure, Panel, Point, paired, score, sums_of
 
 PREDICTORS = ("law_tv", "law_kl", "log_p", "length")
 FEWEST = 4  # rules, below which a correlation over rules says nothing
@@ -51,8 +51,8 @@ def envelope(tv: Array, ratio: Array, at: Array) -> Array:
     return best
 
 
-def score_predictors(panel: Panel, how: Bootstrap) -> dict[tuple[str, str], Estimate]:
-    """Return the correlation over rules of what becomes of a score with each of PREDICTORS, by both names.
+def score_predictors(panel: Panel, how: Bootstrap) -> dict[str, dict[str, Estimate]]:
+    """Return the correlation over rules of what becomes of each score with each of PREDICTORS.
 
     Scores and measures are differences from lossless's. Empty where rules are few or have other samples.
     """
@@ -63,13 +63,16 @@ def score_predictors(panel: Panel, how: Bootstrap) -> dict[tuple[str, str], Esti
     measures = {name: MEASURES[name] for name in PREDICTORS} | {name: score(name) for name in panel.scores}
     drawn = {name: drawn_by_rule([*points, lossless], measure, how) for name, measure in measures.items()}
     changed = {name: one[:, :-1] - one[:, -1:] for name, one in drawn.items() if not np.isnan(one[0]).any()}
-    samples, found = len({row.sample for row in lossless.rows}), {}
-    for name in panel.scores:
-        for other in PREDICTORS:
-            if name in changed and other in changed:
-                r = correlation(changed[name], changed[other])
-                found[SCORE + name, other] = interval(r, samples, how)
-    return found
+    samples, known = len({row.sample for row in lossless.rows}), changed.keys() & PREDICTORS
+    return {
+        name: {
+            other: interval(correlation(changed[name], changed[other]), samples, how)
+            for other in PREDICTORS
+            if other in known
+        }
+        for name in panel.scores
+        if name in changed and known
+    }
 
 
 def correlation(a: Array, b: Array) -> Array:

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap
-from eagle_fsd.evaluation.analysis.comparisons import PREDICTORS, score_predictors
+from eagle_fsd.evaluation.analysis.comparisons import score_predictors
 from eagle_fsd.evaluation.analysis.frontier import (
     LOSSES,
     Quality,
@@ -169,11 +169,11 @@ def section(
 
 def speed_table(panel: Panel) -> str:
     """Write how fast each rule is, and what becomes of the lengths."""
-    counts = [{"rows": str(point.samples), "pairs": str(point.pairs or "")} for point in panel.points]
-    pairs = zip(panel.points, counts, strict=True)
-    return filled_columns(
-        [{"rule": point.label} | count | cells(point, SPEED_COLUMNS) for point, count in pairs]
-    )
+    rows = []
+    for point in panel.points:
+        counts = {"rule": point.label, "rows": str(point.samples), "pairs": str(point.pairs or "")}
+        rows.append(counts | cells(point, SPEED_COLUMNS))
+    return filled_columns(rows)
 
 
 def quality_table(panel: Panel, qualities: Sequence[Quality], speed: str) -> str:
@@ -194,26 +194,21 @@ def quality_table(panel: Panel, qualities: Sequence[Quality], speed: str) -> str
 
 def predictors_table(panel: Panel, how: Bootstrap) -> list[str]:
     """Write how a change of each score goes with what else changes, over the rules; nothing if unknown."""
-    found = score_predictors(panel, how)
-    if not found:
-        return []
-    known = [name for name in PREDICTORS if any(other == name for _, other in found)]
-    rows = [
-        [name, *(f"{found[SCORE + name, other]:+.2f}" for other in known)]
-        for name in panel.scores
-        if (SCORE + name, known[0]) in found
-    ]
     title = "over the rules, correlation of the change from lossless"
-    return ["", markdown_table([title, *(MEASURES[one].title for one in known)], rows)]
+    rows = [
+        {title: name} | {MEASURES[other].title: f"{r:+.2f}" for other, r in found.items()}
+        for name, found in score_predictors(panel, how).items()
+    ]
+    return ["", filled_columns(rows)] if rows else []
 
 
 def cells(point: Point, columns: Sequence[Column]) -> dict[str, str]:
     """Write a point's cells by their titles; what it does not know is empty."""
     made = {}
     for title, measure, what, form in columns:
-        source = point.values if what == "value" else point.changes
-        found = source.get(measure)
-        found = found if what == "value" or found is None else getattr(found, what)
+        found = point.values.get(measure)
+        if what != "value":
+            found = getattr(point.changes.get(measure), what, None)
         made[title] = "" if found is None else f"{found:{form}}"
     return made
 

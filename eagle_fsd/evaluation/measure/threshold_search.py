@@ -56,30 +56,23 @@ def dials_of(kinds: Sequence[Kind]) -> list[list[Setting]]:
 class Records:
     """What the lossless pass says of every prompt.
 
-    settings: the place of each in the tables. tables: by prompt, [settings, 2], the tokens and the sum of TV
-    that a setting is expected to have in the text's steps. lossless: the tokens expected of lossless decoding
-    there. taus: new tokens and steps of the text itself.
+    rows: of the lossless texts. expected: what a setting is expected to have in their steps, by prompt: the
+    tokens, and the sum of TV, [prompts, 2]. lossless: the tokens of lossless decoding there, [prompts].
     """
 
-    settings: Mapping[Setting, int]
-    tables: Sequence[NDArray[np.float64]]
-    lossless: Sequence[float]
-    taus: Sequence[tuple[int, int]]
+    rows: Sequence[Row]
+    expected: Mapping[Setting, NDArray[np.float64]]
+    lossless: NDArray[np.float64]
 
     def predicted(self, kind: Kind, threshold: float, places: Sequence[int]) -> Sums:
         """Return the sums of TV and of tokens of these prompts, with the trees of the lossless texts."""
-        rows = np.array([self.tables[place][self.settings[kind, threshold]] for place in places])
-        return Sums(rows[:, 1], rows[:, 0])
-
-    def tau(self, places: Sequence[int]) -> float:
-        """Return tau of the lossless texts of these prompts."""
-        tokens, steps = (sum(self.taus[place][i] for place in places) for i in (0, 1))
-        return tokens / steps
+        tokens, tv = self.expected[kind, threshold][list(places)].T
+        return Sums(tv, tokens)
 
     def tau_ratio(self, kind: Kind, threshold: float, places: Sequence[int]) -> float:
         """Return tau under a setting over lossless's, expected on the same trees."""
         tokens = self.predicted(kind, threshold, places).denominator.sum()
-        return float(tokens) / sum(self.lossless[place] for place in places)
+        return float(tokens / self.lossless[list(places)].sum())
 
 
 @dataclass(frozen=True)
@@ -100,22 +93,16 @@ class Work:
         rules: list[AcceptanceRule] = [Lossless(), *(fuzzy(*setting) for setting in settings)]
         meter = functools.partial(StepMeter, rules)
         rows = self.rows_of(self.cell, "records.jsonl", meter, list(map(describe, rules)))
-        tables = [
-            np.array([(one["new_tokens"], one["law"]["tv"]) for one in row["expected"]]) for row in rows
-        ]
-        return Records(
-            settings={setting: place for place, setting in enumerate(settings)},
-            tables=[table[1:] for table in tables],
-            lossless=[float(table[0, 0]) for table in tables],
-            taus=[(row["new_tokens"], row["steps"]) for row in rows],
-        )
+        by_prompt = [[(one["new_tokens"], one["law"]["tv"]) for one in row["expected"]] for row in rows]
+        lossless, *others = np.array(by_prompt).swapaxes(0, 1)  # [rules, prompts, 2]
+        return Records(rows, dict(zip(settings, others, strict=True)), lossless[:, 0])
 
     def shared_ratio(self, records: Records) -> float:
         """Return tau of lossless texts whose draft knows the noise of the draws, over that of the records."""
         if not self.cell.sampling.warm:
             return 0.0
         rows = self.rows_of(replace(self.cell, rule=Lossless()), "rows.jsonl")
-        return tau_of(rows) / records.tau(range(len(records.taus)))
+        return tau_of(rows) / tau_of(records.rows)
 
     def run(self, kind: Kind, threshold: float) -> list[dict[str, Any]]:
         """Return the rows of all prompts under a threshold."""
@@ -172,7 +159,7 @@ class Search:
         rows = self.run(kind, threshold)
         mine = [rows[place] for place in places]
         tv, upper = bound(tv_of(mine), self.confidence)
-        found = (threshold, tv, upper, tau_of(mine), self.records.tau(places))
+        found = (threshold, tv, upper, tau_of(mine), tau_of([self.records.rows[place] for place in places]))
         ratio = self.records.tau_ratio(kind, threshold, places)
         return CalibratedThreshold(*kind[:3], *found, *kind[3:], ratio)
 
@@ -191,7 +178,7 @@ class Search:
         trials = []
         random = np.random.default_rng(0)
         for split in range(count):
-            order = random.permutation(len(self.records.tables)).tolist()
+            order = random.permutation(len(self.records.rows)).tolist()
             mine, others = order[: len(order) // 2], order[len(order) // 2 :]
             trial: dict[str, Any] = {"form": form_of(dials[0]), "budget": budget, "split": split}
             trial |= {"chosen": None, "tv": None, "inside": None}
@@ -221,8 +208,8 @@ def bound(sums: Sums, confidence: float) -> tuple[float, float]:
 
 
 def tv_of(rows: Sequence[Row]) -> Sums:
-    tokens = [float(row["new_tokens"]) for row in rows]
-    return Sums(np.array([row["law"]["tv"] for row in rows]), np.array(tokens))
+    tv, tokens = np.array([(row["law"]["tv"], row["new_tokens"]) for row in rows], dtype=float).T
+    return Sums(tv, tokens)
 
 
 def calibrate(
@@ -235,17 +222,14 @@ def calibrate(
     dials = dials_of(kinds)
     records = work.record([setting for dial in dials for setting in dial])
     search = Search(records, functools.cache(work.run), work.confidence)  # budgets and splits share runs
-    places = range(len(records.tables))
+    places = range(len(records.rows))
     found: dict[Setting, CalibratedThreshold] = {}
     trials: list[dict[str, Any]] = []
-    groups: dict[str, list[list[Setting]]] = {}
-    for dial in dials:
-        groups.setdefault(form_of(dial), []).append(dial)
     for dial, budget in product(dials, budgets):
         if best := search.boldest(dial, budget, places):
             found[best.kind, best.threshold] = best
-    for group, budget in product(groups.values(), budgets):
-        trials += search.splits(group, budget, split_count)
+    for form, budget in product(dict.fromkeys(map(form_of, dials)), budgets):
+        trials += search.splits([dial for dial in dials if form_of(dial) == form], budget, split_count)
     cell = work.cell
     calibration = Calibration(
         models=work.engine.identity(),
@@ -257,7 +241,7 @@ def calibrate(
         made={
             "prompts": cell.questions.task.name,
             "max_new_tokens": cell.max_new_tokens,
-            "new_tokens": sum(tokens for tokens, _ in records.taus),
+            "new_tokens": sum(row["new_tokens"] for row in records.rows),
             **work.provenance,
         },
         shared_ratio=work.shared_ratio(records),

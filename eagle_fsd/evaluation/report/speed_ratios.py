@@ -24,12 +24,12 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Result:
-    """One method at one batch size. ratios: by baseline, of the sums, and the quartiles over batches. cells:
-    its line of the table, by column."""
+    """One method at one context and batch size.
+
+    ratios: by baseline, of the sums, and the quartiles over batches. cells: its line of the table, by column.
+    """
 
     method: str
-    batch_size: int
-    context: int | None
     tokens_per_second: float
     ratios: dict[str, tuple[float, float, float]]
     cells: dict[str, str]
@@ -59,10 +59,9 @@ def result(name: str, methods: Mapping[str, Sequence[Row]]) -> Result:
 
     tau, prefill = total("new_tokens") / max(total("steps"), 1), total("prefill_seconds") / len(runs)
     likelihoods = [row["log_likelihood"] for row in runs if row.get("log_likelihood") is not None]
-    context, size = runs[0]["context"], runs[0]["batch_size"]
     cells = {
-        "context": str(context or ""),
-        "batch": str(size),
+        "context": str(runs[0]["context"] or ""),
+        "batch": str(runs[0]["batch_size"]),
         "method": name,
         "tree": "; ".join(dict.fromkeys(row["tree"] for row in runs if row["tree"])),
         "tokens/s": f"{rate(runs):.1f}",
@@ -76,7 +75,7 @@ def result(name: str, methods: Mapping[str, Sequence[Row]]) -> Result:
         cells[f"{phase} ms"] = f"{milliseconds:.1f}" if milliseconds else ""
     for base, (middle, low, high) in ratios.items():
         cells[f"vs {base}"] = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-    return Result(name, size, context, rate(runs), ratios, cells)
+    return Result(name, rate(runs), ratios, cells)
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
@@ -89,10 +88,7 @@ def rate(rows: Sequence[Row]) -> float:
 
 
 def table(found: Sequence[Result]) -> str:
-    """Write speed, tau, a step's milliseconds by phase, ratios with the quartiles of single batches.
-
-    Columns that would be empty are left out.
-    """
+    """Write speed, tau, a step's milliseconds by phase, ratios with the quartiles of single batches."""
     return filled_columns([one.cells for one in found], ORDER)
 
 
@@ -102,8 +98,8 @@ def plot_speed(found: Sequence[Result], path: Path) -> None:
 
     groups: dict[str, list[Result]] = {}
     for one in found:
-        where = "" if one.context is None else f", context {one.context}"
-        groups.setdefault(f"batch {one.batch_size}{where}", []).append(one)
+        context = one.cells["context"] and f", context {one.cells['context']}"
+        groups.setdefault(f"batch {one.cells['batch']}{context}", []).append(one)
     most = max(map(len, groups.values()))
     figure = Figure(figsize=(7, len(groups) * (0.8 + 0.36 * most)), layout="constrained")
     panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
