@@ -10,14 +10,16 @@ keep their own terms). The same files give the same prompts. They are for use he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.evaluation.cli import parsed, plain_parser, say
-from eagle_fsd.files.jsonl import append_row, read_jsonl
+from eagle_fsd.files.atomic import write_atomically
+from eagle_fsd.files.jsonl import read_jsonl
 
 LONGEST = 1500  # characters of a text that a prompt quotes
 SHORTEST = 300
@@ -35,31 +37,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     with parsed(parser, argv) as arguments:
         require_integer("count", arguments.count, 1, "30 is usual")
         made = repeating_prompts(arguments.data, arguments.count)
-        arguments.output.unlink(missing_ok=True)
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        for row in made:
-            append_row(arguments.output, row)
+        write_atomically(arguments.output, "".join(json.dumps(row) + "\n" for row in made))
     say(f"{len(made)} prompts in {arguments.output}")
 
 
 def repeating_prompts(folder: Path, count: int) -> list[dict[str, str]]:
     """Return `count` prompts, of the kinds in turn. Raises ValueError if the files have too few texts."""
-    kinds = [
-        [{"kind": kind, "prompt": prompt} for prompt in islice(read(folder / file, make), count)]
-        for kind, (file, make) in KINDS.items()
-    ]
+    kinds = []
+    for kind, (file, make) in KINDS.items():
+        prompts = filter(None, (make(row) for _, row in read_jsonl(folder / file)))
+        kinds.append([{"kind": kind, "prompt": prompt} for prompt in islice(prompts, count)])
     mixed = [row for turn in zip_longest(*kinds) for row in turn if row is not None][:count]
     if len(mixed) < count:
         raise ValueError(f"count is {count}: {folder} has texts for {len(mixed)} prompts; lower --count")
     return mixed
-
-
-def read(path: Path, make: Callable[[dict[str, Any]], str | None]) -> Iterator[str]:
-    """Yield the prompts that can be made of a file's rows."""
-    for _, row in read_jsonl(path):
-        prompt = make(row)
-        if prompt is not None:
-            yield prompt
 
 
 def rename(row: dict[str, Any]) -> str | None:

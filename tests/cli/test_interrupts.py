@@ -29,7 +29,7 @@ ROWS, OUT = "--output {0}/rows.jsonl", "--output {0}/out"
 # Of each script: what it is at work on when Ctrl-C comes, past the checks of its arguments; and these.
 AT_WORK = {
     "eval/calibrate": (
-        f"{EVAL}.commands.calibrate:folder_of",
+        f"{EVAL}.commands.calibrate:kept_in",
         f"{PROMPTS} {OUT} --max-new-tokens 2 --install",
     ),
     "eval/check_greedy": (f"{EVAL}.commands.greedy:reference", PROMPTS),
@@ -37,7 +37,7 @@ AT_WORK = {
     "eval/gpu_check": (f"{EVAL}.gpu.checks:run_part", "--device cpu --quick"),
     "eval/limits": (f"{EVAL}.commands.limits:machine", ""),
     "eval/measure_tau": (f"{EVAL}.commands.tau:run", f"{PROMPTS} {ROWS}"),
-    "eval/repeating_prompts": (f"{EVAL}.repeating_prompts:read", f"--data x {ROWS}"),
+    "eval/repeating_prompts": (f"{EVAL}.repeating_prompts:repeating_prompts", f"--data x {ROWS}"),
     "eval/report": (f"{EVAL}.commands.report:read_raw_rows", f"--rows x {OUT}"),
     "eval/score": (f"{EVAL}.commands.score:score_file", "--rows x"),
     "eval/second_turn": (f"{EVAL}.second_turn:second_turn", "--history 65 --question 2"),

@@ -74,10 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         engine = load_engine(arguments)
         for rule in rules:
             engine.settler.require_rule(rule)
-        folder = None
         if arguments.install:
-            folder = folder_of(engine.head_folder)
-            kept_in(folder)  # before the work: what cannot be read ends it
+            kept_in(engine.head_folder)  # before the work: what cannot be read ends it
         most = arguments.max_new_tokens
         questions = Questions.of_prompts(arguments.prompts, engine, arguments.limit, arguments.skip, most)
         if arguments.splits and len(questions.samples) < 2:
@@ -91,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_calibrations(arguments.output / FILE, [calibration])
         if trials:
             write_atomically(arguments.output / "splits.json", json.dumps(trials, indent=1) + "\n")
-        if folder is not None:
-            install(folder, calibration)
+        if arguments.install:
+            install(engine.head_folder, calibration)
     say(search.calibration_table(calibration))
     if trials:
         say("\n" + search.trial_table(trials))
@@ -114,23 +112,23 @@ def kinds_of(arguments: argparse.Namespace) -> list[Kind]:
     return list(dict.fromkeys(kinds))
 
 
-def install(folder: Path, calibration: Calibration) -> None:
+def install(folder: Path | None, calibration: Calibration) -> None:
     """Add the calibration to those beside the head, in the place of one for the same setting.
 
-    A file that cannot be read is not written over. Raises ValueError if no threshold was found.
+    Raises ValueError if no threshold was found.
     """
     if not calibration.thresholds:
         raise ValueError("install: no threshold stays inside the budget, so none is; raise --quality-budget")
-    write_calibrations(folder / FILE, with_calibration(kept_in(folder), calibration))
+    file, kept = kept_in(folder)
+    write_calibrations(file, with_calibration(kept, calibration))
 
 
-def folder_of(folder: Path | None) -> Path:
-    """Return the head's folder. Raises ValueError if it came from none."""
+def kept_in(folder: Path | None) -> tuple[Path, list[Calibration]]:
+    """Return the file beside a head, and the calibrations in it, if there are any.
+
+    Raises ValueError for a file that has none, and for a head that came from no folder.
+    """
     if folder is None:
         raise ValueError("install: the head was not loaded from a folder; copy calibration.json by hand")
-    return folder
-
-
-def kept_in(folder: Path) -> list[Calibration]:
-    """Read the calibrations beside a head, if there are any. Raises ValueError for a file that is none."""
-    return read_calibrations(folder / FILE) if (folder / FILE).exists() else []
+    file = folder / FILE
+    return file, read_calibrations(file) if file.exists() else []
