@@ -75,9 +75,6 @@ COMMANDS: dict[str, Command | Group] = {
             "serving-speed": Command(
                 "eagle_fsd.evaluation.serving.race_command:main", "race the server against llama.cpp's"
             ),
-            "second-turn": Command(
-                "eagle_fsd.evaluation.second_turn:main", "time a chat's next turn, kept or read anew"
-            ),
             "repeating-prompts": Command(
                 "eagle_fsd.evaluation.repeating_prompts:main",
                 "make prompts whose answers repeat most of the prompt",

@@ -40,7 +40,6 @@ AT_WORK = {
     "eval/repeating_prompts": (f"{EVAL}.repeating_prompts:repeating_prompts", f"--data x {ROWS}"),
     "eval/report": (f"{EVAL}.commands.report:read_raw_rows", f"--rows x {OUT}"),
     "eval/score": (f"{EVAL}.commands.score:score_file", "--rows x"),
-    "eval/second_turn": (f"{EVAL}.second_turn:second_turn", "--history 65 --question 2"),
     "eval/serving_speed": (f"{EVAL}.serving.race_command:gguf_file", f"{PROMPTS} {OUT}"),
     "eval/soak": (f"{EVAL}.serving.soak_command:started", OUT),
     "eval/speed": (f"{EVAL}.commands.speed:race", f"{PROMPTS} {OUT} --methods lossless"),
