@@ -17,7 +17,7 @@ from support.tiny_models import greedy_alone, prompts_of, tiny_head, tiny_model
 from torch import Tensor
 
 from eagle_fsd import EagleFSD
-from eagle_fsd.evaluation.measure.hardware_limits import memory
+from eagle_fsd.evaluation.measure.memory import memory
 from eagle_fsd.evaluation.weight_formats import command as script
 from eagle_fsd.evaluation.weight_formats import passes
 from eagle_fsd.evaluation.weight_formats.command import format_table

@@ -21,8 +21,8 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.drafting.lookup.lookup_drafter import LookupSpec
 from eagle_fsd.drafting.lookup.merged_drafter import MergedSpec
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.measure.hardware_limits import memory
 from eagle_fsd.evaluation.measure.llama_cpp import LLAMA_CPP, LlamaCpp, gguf_file
+from eagle_fsd.evaluation.measure.memory import memory
 from eagle_fsd.evaluation.prompt_sets import answer, batches, rotated
 from eagle_fsd.target.hf_generate import generate_alone
 from eagle_fsd.target.model import TargetModel
@@ -47,8 +47,8 @@ Method = Callable[[Prompts], Answers]  # how prompts (token ids) are answered in
 class Setting(NamedTuple):
     """What all methods share.
 
-    endless: no token ends an answer, so that all have as many. longest: tokens of the longest prompt and its
-    answer; None: as many as the target has positions.
+    endless: no token ends an answer, so that all have as many. longest: tokens of a prompt and its answer;
+    None: as many as the target has positions.
     """
 
     max_new_tokens: int
@@ -60,14 +60,10 @@ class Setting(NamedTuple):
 
 
 def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], setting: Setting) -> Method:
-    """Return the method of that name.
+    """Return the method of that name, one of those that `eagle-fsd eval speed --help` explains.
 
-    hf, hf-compiled, lookup: Hugging Face's generate, plain, compiled with a static cache, and with prompt
-    lookup. llama.cpp: that program on the target's .gguf file. plain: our own loop with the tree of one node.
-    Else a rule as `parse_rule` reads it: draft trees of the setting's size, or of the size behind an "@"
-    (`tree_of`). A rule with "+lookup" behind it drafts what the text repeats too, and lookup with an "@" is
-    lossless decoding with looked-up drafts alone. stock: the target untouched by us, loaded where a method
-    needs it. Raises ValueError for any other name, and where llama.cpp cannot run.
+    stock: the target untouched by us, loaded where a method needs it. Raises ValueError for any other name,
+    and where llama.cpp cannot run.
     """
     most, sampling, usual, seed, endless, longest = setting
     if name in HUGGING_FACE:
@@ -98,7 +94,7 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
 
 
 class Own(NamedTuple):
-    """A method of ours, by its name. tree: None is the setting's. beside, alone: whether lookup drafts so."""
+    """A method of ours. tree: None is the setting's. beside, alone: whether lookup drafts so."""
 
     rule: AcceptanceRule
     tree: TreeConfig | AutoTree | None

@@ -27,7 +27,7 @@ from eagle_fsd.core.checks import INTERRUPTED
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.core.tree import DraftTree, root_only
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.measure.hardware_limits import memory
+from eagle_fsd.evaluation.measure.memory import memory
 from eagle_fsd.evaluation.measure.observers import answer_features
 from eagle_fsd.evaluation.prompt_sets import answer
 from eagle_fsd.files.fingerprints import digest_json

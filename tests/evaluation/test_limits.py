@@ -10,7 +10,7 @@ from support.tiny_models import tiny_head, tiny_model
 
 from eagle_fsd import EagleFSD
 from eagle_fsd.evaluation.commands import limits as script
-from eagle_fsd.evaluation.measure.hardware_limits import (
+from eagle_fsd.evaluation.commands.limits import (
     Behind,
     Forward,
     Machine,
@@ -77,7 +77,7 @@ def test_forwards_are_timed_through_a_session_alone(monkeypatch: pytest.MonkeyPa
             used.append(name)
             return getattr(self.real, name)
 
-    monkeypatch.setattr("eagle_fsd.evaluation.measure.hardware_limits.TargetSession", Session)
+    monkeypatch.setattr("eagle_fsd.evaluation.commands.limits.TargetSession", Session)
     behind(TargetModel(tiny_model()), Machine(1.0, 1.0), 5, [1, 2])
     assert set(used) == {"prefill", "verify", "cache_bytes"}
 
@@ -107,6 +107,10 @@ def test_the_script_end_to_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "float32: 2.0 GB/s, 3 GFLOP/s; linear layers as loaded" in printed
     assert all(f"| {context} | {nodes} | " in printed for context in (20, 30) for nodes in (1, 4))
     assert "beam 8: " in printed and "accept and keep: " in printed
+    monkeypatch.setattr(script, "load_engine", lambda _: EagleFSD(engine.target, None))
+    script.main(["--context", "20"])
+    assert "| 20 | 16 | " in (printed := capsys.readouterr().out) and "beam" not in printed  # nothing drafts
+    monkeypatch.setattr(script, "load_engine", lambda _: engine)
     script.main([])
     printed = capsys.readouterr().out  # the tiny target has 256 positions
     assert "| 128 | 16 | " in printed and "| 256 | " not in printed
