@@ -24,11 +24,7 @@ Asked = tuple[str, list[Message], dict[str, Any]]  # a sample's id, messages and
 
 @dataclass(frozen=True)
 class Sample:
-    """One question.
-
-    messages: the chat that waits for the answer, few-shot examples inside; reference: what scoring needs,
-    JSON-ready.
-    """
+    """One question. messages: the chat that waits for the answer; reference: what scoring needs, JSON-ready."""
 
     id: str
     messages: tuple[Message, ...]
@@ -39,14 +35,11 @@ class Sample:
 class Task:
     """A benchmark as data.
 
-    version: grows with any change of the prompt or of the scoring; rows carry it, and no row of another
-        version is scored.
-    ask: a row and its number (from 0) to a sample's parts; ValueError for a bad row.
-    files: names that a data folder may give the task's file; fields: what a row needs, in words for an error;
-        hub: the data set's id on the Hub, its configuration and its split.
-    judge: a reference and a text to the value of every metric, 0 to 1; None for a task of prompts alone.
-    weights: a metric's mean is weighted by the score of this name; an IFEval prompt has several
-        instructions.
+    version: grows with any change of the prompt or of the scoring; rows carry it. ask: a row and its number
+    (from 0) to a sample's parts; ValueError for a bad row. files: names that a data folder may give the
+    task's file; fields: what a row needs, in words for an error; hub: the data set's id on the Hub, its
+    configuration and its split. judge: a reference and a text to the value of every metric, 0 to 1; None for
+    a task of prompts alone. weights: a metric's mean is weighted by the score of this name.
     """
 
     name: str
@@ -63,11 +56,9 @@ class Task:
     def load(self, path: Path | None = None, limit: int | None = None, skip: int = 0) -> list[Sample]:
         """Load at most `limit` samples after the first `skip`.
 
-        path: a JSONL file, or a folder that holds one of `files`; None: the folder $EAGLE_FSD_DATA
-        where it is set, else the Hub. Raises ValueError, one line, for a task that is missing, broken or of
-        another version.
+        path: a JSONL file, or a folder that holds one of `files`; None: the folder $EAGLE_FSD_DATA where it
+        is set, else the Hub. Raises ValueError for a task that is missing, broken or of another version.
         """
-        require_range(skip, limit)
         origin, rows = rows_of(self, path)
         samples: dict[str, Sample] = {}
         for place, (number, row) in enumerate(rows):
