@@ -14,7 +14,6 @@ from eagle_fsd.evaluation.analysis.bootstrap import (
     Estimate,
     Sums,
     changes,
-    draws,
     estimates,
     expanded_tail,
     student_t,
@@ -53,7 +52,7 @@ def test_the_intervals_are_the_plain_twins() -> None:
     base_tokens, base_steps = random.integers(5, 90, 11), random.integers(3, 40, 11)
     how = Bootstrap(resamples=300, confidence=0.8, seed=5)
     own, difference, ratio = [], [], []
-    for drawn in draws(11, 300, 5):
+    for drawn in np.random.default_rng(5).integers(0, 11, (300, 11)):
         mine = sum(int(tokens[i]) for i in drawn) / sum(int(steps[i]) for i in drawn)
         base = sum(int(base_tokens[i]) for i in drawn) / sum(int(base_steps[i]) for i in drawn)
         own, difference, ratio = [*own, mine], [*difference, mine - base], [*ratio, mine / base]

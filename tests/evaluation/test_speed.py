@@ -19,7 +19,16 @@ from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation import repeating_prompts
 from eagle_fsd.evaluation.commands import speed as script
 from eagle_fsd.evaluation.measure.observers import likelihoods
-from eagle_fsd.evaluation.measure.speed import Answers, Method, Setting, method, race, stretched, with_lookup
+from eagle_fsd.evaluation.measure.speed import (
+    Answers,
+    Method,
+    Setting,
+    engine_of,
+    method,
+    parse_own,
+    race,
+    stretched,
+)
 from eagle_fsd.evaluation.report.speed_ratios import quartiles, results, table
 from eagle_fsd.files import provenance
 from eagle_fsd.runtime.packed_linear import PackedLinear, pack_linears
@@ -240,10 +249,10 @@ def test_methods_with_looked_up_drafts() -> None:
     wanted = model.generate(prompts[:1], max_new_tokens=8).new_tokens
     for name, drafter in (("lossless+lookup@4/2/2", "eagle+lookup"), ("lookup@4/2/2", "lookup")):
         for lookup in (False, True):
-            loaded = with_lookup(model, alone=False) if lookup else model
+            loaded = engine_of(model, parse_own("lossless+lookup")) if lookup else model
             one = method(name, loaded, lambda: pytest.fail("no other model is needed"), SETTING)
             assert one(prompts[:1]).tokens == wanted and one(prompts[:1]).tree == TreeConfig(4, 2, 2)
-            assert with_lookup(loaded, drafter == "lookup").drafter.name == drafter
+            assert engine_of(loaded, parse_own(name)).drafter.name == drafter
     with pytest.raises(ValueError, match=r"method is 'hf\+lookup'"):
         method("hf+lookup", model, lambda: pytest.fail("no model is needed to refuse"), SETTING)
 

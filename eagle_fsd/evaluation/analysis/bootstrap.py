@@ -131,15 +131,10 @@ def resampled(quantities: Sequence[Sums], how: Bootstrap) -> Array:
 @functools.lru_cache(maxsize=8)
 def draw_counts(samples: int, resamples: int, seed: int) -> NDArray[np.uint16]:
     """Count how often each sample is in each resample: [R, n], the same for all quantities of n samples."""
-    rows = draws(samples, resamples, seed)
+    rows = np.random.default_rng(seed).integers(0, samples, (resamples, samples))  # with replacement
     counts = np.array([np.bincount(row, minlength=samples) for row in rows], dtype=np.uint16)
     counts.flags.writeable = False  # all callers share it
     return counts
-
-
-def draws(samples: int, resamples: int, seed: int) -> NDArray[np.int64]:
-    """Draw the places of samples that are in each resample, with replacement: [R, n]."""
-    return np.random.default_rng(seed).integers(0, samples, (resamples, samples))
 
 
 def interval(column: Array, samples: int, how: Bootstrap) -> Estimate:
@@ -164,8 +159,8 @@ def expanded_tail(tail: float, samples: int) -> float:
 def student_t(tail: float, freedom: int) -> float:
     """Return the quantile of Student's t, negative for a lower tail: Fisher's expansion of the normal one.
 
-    (Abramowitz and Stegun, 26.7.5; within 1 % of the true value from 2 degrees of freedom on, at a tail of
-    2.5 %. With 1 it falls short, where the outermost resample is the bound anyway.)
+    Abramowitz and Stegun, 26.7.5; within 1 % of the true value from 2 degrees of freedom on, at a tail of
+    2.5 %. With 1 it falls short, where the outermost resample is the bound anyway.
     """
     z = NormalDist().inv_cdf(tail)
     terms = (

@@ -18,25 +18,17 @@ LOSSES = (0.005, 0.01, 0.02, 0.05)
 
 @dataclass(frozen=True)
 class Quality:
-    """A measure as quality.
+    """A measure as quality, by the word for it on the command line and in file names.
 
-    sign: of what is lost, 1 where more is worse. relative: the loss is a share of lossless's value.
+    relative: the loss is a share of lossless's value. is_distance: it is a distance from the target's
+    distribution, of which lossless has none, and more of it is worse.
     """
 
+    name: str
     measure: str
     title: str
-    sign: int
     relative: bool = False
-
-    @property
-    def name(self) -> str:
-        """The word for it on the command line and in file names."""
-        return self.measure.removeprefix(SCORE)
-
-    @property
-    def is_distance(self) -> bool:
-        """Whether it is a distance from the target's distribution, of which lossless has none."""
-        return self.measure in ("law_tv", "law_kl")
+    is_distance: bool = False
 
     def amount(self, level: float) -> str:
         """Say a level of loss in words."""
@@ -52,28 +44,25 @@ class Quality:
         if change is None:
             return None
         if not self.relative:
-            return change.difference.scaled(self.sign)
+            return change.difference.scaled(1 if self.is_distance else -1)
         # Of a negative measure, log p, more of lossless's is worse.
         return None if change.ratio is None else change.ratio.scaled(1, shift=-1.0)
 
 
 QUALITIES = {
-    "log_p": Quality("log_p", "log p per token", -1, relative=True),
-    "law_tv": Quality("law_tv", "TV per token", 1),
-    "law_kl": Quality("law_kl", "KL per token", 1),
+    "log_p": Quality("log_p", "log_p", "log p per token", relative=True),
+    "law_tv": Quality("law_tv", "law_tv", "TV per token", is_distance=True),
+    "law_kl": Quality("law_kl", "law_kl", "KL per token", is_distance=True),
 }
 
 
 def quality_named(name: str, panels: Sequence[Panel]) -> Quality:
-    """Return the quality of a name of QUALITIES, or of a score that some task has.
-
-    Raises ValueError for another name.
-    """
+    """Return the quality of this name, of QUALITIES or a task's score. Raises ValueError for another one."""
     if name in QUALITIES:
         return QUALITIES[name]
     scores = dict.fromkeys(score for panel in panels for score in panel.scores)
     require_choice("quality", name, (*QUALITIES, *scores))
-    return Quality(SCORE + name, name, -1)
+    return Quality(name, SCORE + name, name)
 
 
 def speedup(point: Point, speed: str) -> Estimate | None:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ from eagle_fsd.core.config import FIRST_FAILURE
 from eagle_fsd.evaluation.measure.observers import Meter
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """What a step is expected to emit: tokens, and their sums of TV(r, p) and KL(r || p): [B] each."""
 
     tokens: Tensor
@@ -47,9 +45,8 @@ def expected_step(rule: AcceptanceRule, verified: Verified) -> Expected:
     goes = r.token  # from the parent to the node; not of the root
     if rule.mode == FIRST_FAILURE and chances is not None:  # without any, the walk follows the draws
         goes = chances.double()
-    start = torch.zeros_like(goes)
+    reach = start = torch.zeros_like(goes)
     start[:, 0] = 1.0  # fillers have no parent either, and are never reached
-    reach = start
     for _ in range(tree.depth):  # each round carries reaches one level down
         reach = torch.where(tree.parents < 0, start, verified.at_parent(reach) * goes)
     return Expected(reach.sum(-1), (reach * r.tv).sum(-1), torch.where(reach > 0, reach * r.kl, 0.0).sum(-1))
@@ -72,19 +69,13 @@ class StepMeter(Meter):
         self.sums = torch.zeros(rows, len(rules), 3, dtype=torch.float64)
 
     def see(self, verified: Verified, verdict: Verdict, emitted: Mapping[int, int]) -> None:
-        found = (expected_step(rule, verified) for rule in self.rules)
-        columns = [torch.stack((one.tokens, one.tv, one.kl), dim=-1) for one in found]
+        columns = [torch.stack(expected_step(rule, verified), dim=-1) for rule in self.rules]
         self.sums[list(emitted)] += torch.stack(columns, dim=1).cpu()
 
     def row(self, row: int) -> dict[str, Any]:
         """Return every rule's expected tokens and distances as JSON can hold them: an infinite KL is null."""
-        return {
-            "expected": [
-                {
-                    "rule": describe(rule),
-                    "new_tokens": tokens,
-                    "law": {"tv": tv, "kl": kl if math.isfinite(kl) else None},
-                }
-                for rule, (tokens, tv, kl) in zip(self.rules, self.sums[row].tolist(), strict=True)
-            ]
-        }
+        found = []
+        for rule, (tokens, tv, kl) in zip(self.rules, self.sums[row].tolist(), strict=True):
+            law = {"tv": tv, "kl": kl if math.isfinite(kl) else None}
+            found.append({"rule": describe(rule), "new_tokens": tokens, "law": law})
+        return {"expected": found}

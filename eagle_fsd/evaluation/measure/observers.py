@@ -41,12 +41,6 @@ class Meter(ABC):
         """Return what a row's JSON object says."""
 
 
-def inside(verdict: Verdict, emitted: Mapping[int, int]) -> Tensor:
-    """Return which nodes of every row's path got a token: [B, D] bool."""
-    counts = torch.tensor(list(emitted.values()), device=verdict.path.device)
-    return torch.arange(verdict.path.shape[1], device=counts.device) < counts[:, None]
-
-
 class DistanceMeter(Meter):
     """A meter of KL(r || p) and TV(r, p), summed over every context that got a token.
 
@@ -70,7 +64,9 @@ class DistanceMeter(Meter):
         if verdict.chances is None:
             return
         r = output_distribution(verified, verdict.chances, verdict.weak, self.mode)
-        moved, path = inside(verdict, emitted) & verdict.asked, verdict.path.clamp(min=0)
+        path = verdict.path.clamp(min=0)  # [B, D]
+        counts = torch.tensor(list(emitted.values()), device=path.device)
+        moved = (torch.arange(path.shape[1], device=path.device) < counts[:, None]) & verdict.asked
         kl, tv = (torch.where(moved, each.gather(1, path), 0.0).sum(1).tolist() for each in (r.kl, r.tv))
         for row, its_kl, its_tv in zip(emitted, kl, tv, strict=True):
             self.kl[row] += its_kl
@@ -88,7 +84,6 @@ def likelihoods(
 ) -> list[float | None]:
     """Return the mean log-probability of every answer's tokens, by the target at temperature 1, in nats.
 
-    It flatters a rule that picks likely tokens: text sharper than the target's own scores higher than it.
     None for an answer without tokens.
     """
     found: list[float | None] = []

@@ -84,7 +84,7 @@ def method(name: str, engine: EagleFSD, stock: Callable[[], TargetModel], settin
     own = parse_own(name)
     ours: dict[str, Any] = {"max_new_tokens": most, "rule": own.rule, "tree": own.tree or usual, "seed": seed}
     ours["eos_token_id"] = () if endless else None
-    engine = with_lookup(engine, own.alone) if own.alone or own.beside else with_own_memory(engine)
+    engine = engine_of(engine, own)
 
     def run(prompts: Prompts) -> Answers:
         output = answer(engine, prompts, sampling, **ours)
@@ -116,23 +116,20 @@ def parse_own(name: str) -> Own:
     return Own(rule, tree, beside, alone)
 
 
-def with_own_memory(engine: EagleFSD) -> EagleFSD:
-    """Return the engine with caches and recordings of its own.
+def engine_of(engine: EagleFSD, own: Own) -> EagleFSD:
+    """Return an engine on the same target for a method, with caches and recordings of its own.
 
     One engine keeps those of its last drafter, so that on a GPU a method behind another one would record its
     steps anew with every prompt.
     """
-    mine = EagleFSD(engine.target, engine.drafter, engine.tokenizer, engine.base_model, engine.ea_model)
-    mine.settler = engine.settler  # which remembers the trees that it chose
+    drafter, lookup = engine.drafter, own.alone or own.beside
+    if lookup:
+        drafter = drafter.head if isinstance(drafter, MergedSpec) else drafter
+        drafter = None if own.alone or isinstance(drafter, LookupSpec) else drafter
+    names = (engine.base_model, engine.ea_model)
+    mine = EagleFSD(engine.target, drafter, engine.tokenizer, *names, lookup=lookup)
+    mine.settler = mine.settler if lookup else engine.settler  # which remembers the trees that it chose
     return mine
-
-
-def with_lookup(engine: EagleFSD, alone: bool) -> EagleFSD:
-    """Return an engine on the same target that looks drafts up, alone or beside the head of this one."""
-    drafter = engine.drafter.head if isinstance(engine.drafter, MergedSpec) else engine.drafter
-    head = None if alone or isinstance(drafter, LookupSpec) else drafter
-    parts = (engine.tokenizer, engine.base_model, engine.ea_model)
-    return EagleFSD(engine.target, head, *parts, lookup=True)
 
 
 def tree_of(text: str) -> TreeConfig | AutoTree:

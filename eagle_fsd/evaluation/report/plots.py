@@ -44,6 +44,7 @@ def plot_frontier(panels: Sequence[Panel], quality: Quality, speed: str, path: P
     from matplotlib.figure import Figure
 
     percent = 100 if quality.relative else 1
+    lost = "" if quality.is_distance else ", % lost" if quality.relative else ", lost"
     known = ((panel, placed(panel.points, quality, speed)) for panel in panels)
     drawn = [
         (panel, [(one, fast, loss.scaled(percent)) for one, fast, loss in points])
@@ -61,7 +62,7 @@ def plot_frontier(panels: Sequence[Panel], quality: Quality, speed: str, path: P
     for axes, (panel, points) in zip(places, drawn, strict=False):
         best = undominated([point for point, _, _ in points], quality, speed)
         draw_panel(axes, panel, points, best, families)
-        axes.set(ylabel=loss_title(quality), xlabel=speed_title(speed))
+        axes.set(ylabel=f"{quality.title}{lost} (up is better)", xlabel=speed_title(speed))
         shown, titles = axes.get_legend_handles_labels()
         handles |= dict(zip(titles, shown, strict=True))
     for axes in places[len(drawn) :]:
@@ -80,13 +81,6 @@ def style(number: int) -> Mapping[str, Any]:
         "marker": MARKERS[number % len(MARKERS)],
         "linestyle": LINES[number % len(LINES)],
     }
-
-
-def loss_title(quality: Quality) -> str:
-    """Return what the axis says: of a distance lossless has none, so that the loss is the distance."""
-    if quality.is_distance:
-        return f"{quality.title} (up is better)"
-    return f"{quality.title}, {'% ' if quality.relative else ''}lost (up is better)"
 
 
 def draw_panel(

@@ -24,7 +24,7 @@ Asked = tuple[str, list[Message], dict[str, Any]]  # a sample's id, messages and
 
 @dataclass(frozen=True)
 class Sample:
-    """One question. messages: the chat that waits for the answer; reference: what scoring needs, JSON-ready."""
+    """One question. messages: the chat that waits for the answer; reference: what scoring needs, as JSON."""
 
     id: str
     messages: tuple[Message, ...]
