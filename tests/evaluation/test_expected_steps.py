@@ -114,7 +114,7 @@ def test_no_rule_of_draws_beats_the_swapping_plan_on_a_tree() -> None:
 def test_rules_that_know_the_text_are_refused() -> None:
     rules: tuple[AcceptanceRule, ...] = (Lossless(), Fuzzy(0.3, max_consecutive=1))
     with pytest.raises(ValueError, match="max_consecutive and exact_prefix depend on what was accepted"):
-        StepMeter(rules, "hybrid", 1)
+        StepMeter(rules, 1)
 
 
 def row_of_steps(sample: str, tokens: float) -> dict[str, Any]:

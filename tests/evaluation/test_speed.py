@@ -29,7 +29,7 @@ from eagle_fsd.evaluation.measure.speed import (
     race,
     stretched,
 )
-from eagle_fsd.evaluation.report.speed_ratios import quartiles, results, table
+from eagle_fsd.evaluation.report.speed_ratios import results, table
 from eagle_fsd.files import provenance
 from eagle_fsd.runtime.packed_linear import PackedLinear, pack_linears
 from eagle_fsd.runtime.step_recorder import Graphs
@@ -104,7 +104,10 @@ def test_results_are_ratios_of_sums_with_quartiles() -> None:
         "| 2 | lossless | 4/5/8 | 6.7 | 2.00 | 250.0 |" in text and "| 4.00 (4.00 to 4.00) | 2.00 (" in text
     )
     assert "context" not in text and "draft ms" not in text
-    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 3.0, 4.0] and quartiles([7.0]) == [7.0] * 3
+    uneven = [row | {"seconds": 2.0 * place} for place, row in enumerate(raced([], 5, 1)[::3], 1)]
+    ones = [row | {"method": "plain", "seconds": 2.0} for row in uneven]
+    (_, plain) = results([row | {"method": "hf"} for row in uneven] + ones)
+    assert plain.ratios["hf"] == pytest.approx((3.0, 2.0, 4.0))  # of the sums, and the quartiles of 1 to 5
 
 
 def test_prompts_are_stretched_by_the_others() -> None:

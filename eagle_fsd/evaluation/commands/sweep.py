@@ -10,18 +10,16 @@ that was stopped goes on at the first missing row; one that asks for more rules 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
-from eagle_fsd.acceptance.rule_names import describe, parse_rule
+from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import HYBRID, PAPER, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, model_parser, parsed
 from eagle_fsd.evaluation.measure.expected_steps import StepMeter
-from eagle_fsd.evaluation.measure.observers import DistanceMeter, Meter
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run
 from eagle_fsd.evaluation.tasks import TASKS, task_named
 from eagle_fsd.files.provenance import provenance
@@ -106,17 +104,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         asked = [Questions.load(task, engine, arguments.data, limit, skip) for task in tasks]
         if arguments.prompts:  # all files are one more task
             asked.append(Questions.of_prompts(arguments.prompts, engine, limit, skip, most or 128))
-        meter: Callable[[str, int], Meter] = DistanceMeter
-        measured: object = None
-        answering: list[AcceptanceRule] = rules
+        expected: list[AcceptanceRule] = []
         if arguments.same_trees:
-            rules = list(dict.fromkeys((Lossless(), *rules)))
-            StepMeter(rules, HYBRID, 0)  # refuses what it cannot compute
-            meter, measured = partial(StepMeter, rules), list(map(describe, rules))
-            answering = [Lossless(share_noise=False)]  # what is computed takes draws and trees as independent
+            expected = list(dict.fromkeys((Lossless(), *rules)))
+            StepMeter(expected, 0)  # refuses what it cannot compute
+            rules = [Lossless(share_noise=False)]  # what is computed takes draws and trees as independent
         cells = [
             Cell(one, rule, sampling, tree, most or one.task.max_new_tokens, arguments.seed)
-            for one, sampling, rule in product(asked, samplings, answering)
+            for one, sampling, rule in product(asked, samplings, rules)
         ]
         origin = provenance(engine.device)
-        run(engine, cells, arguments.output, arguments.batch_size, origin, meter, measured)
+        run(engine, cells, arguments.output, arguments.batch_size, origin, expected)

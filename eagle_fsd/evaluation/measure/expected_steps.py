@@ -58,7 +58,7 @@ class StepMeter(Meter):
     Raises ValueError for a rule whose guards depend on the text so far.
     """
 
-    def __init__(self, rules: Sequence[AcceptanceRule], mode: str, rows: int) -> None:
+    def __init__(self, rules: Sequence[AcceptanceRule], rows: int) -> None:
         for rule in rules:
             if rule.max_consecutive is not None or rule.exact_prefix:
                 raise ValueError(

@@ -7,7 +7,7 @@ seen every rule on the same samples. Rows go to a JSONL file as they are made an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation import prompt_sets
 from eagle_fsd.evaluation.analysis.rule_labels import rule_label
+from eagle_fsd.evaluation.measure.expected_steps import StepMeter
 from eagle_fsd.evaluation.measure.observers import DistanceMeter, Meter, likelihoods
 from eagle_fsd.evaluation.rows import rows_of_answers
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task
@@ -99,13 +100,15 @@ class Cell:
             "draft_vocab_size": engine.draft_vocab_size,
         }
 
-    def key(self, engine: EagleFSD, models: Mapping[str, Any], measured: object = None) -> str:
+    def key(
+        self, engine: EagleFSD, models: Mapping[str, Any], expected: Sequence[AcceptanceRule] = ()
+    ) -> str:
         """Return what the rows of one cell share, and no others: its settings and the models' weights.
 
-        models: the engine's identity. measured: see `run`.
+        models: the engine's identity. expected: see `run`.
         """
         made = [self.settings(engine), models]
-        return digest_json(made if measured is None else [*made, measured])
+        return digest_json([*made, list(map(describe, expected))] if expected else made)
 
     def seed_of(self, place: int) -> int:
         """Return what names a sample's draws in rows: the same under every rule and beside any other."""
@@ -118,25 +121,25 @@ def run(
     output: Path,
     batch_size: int,
     provenance: Mapping[str, object],
-    meter: Callable[[str, int], Meter] = DistanceMeter,
-    measured: object = None,
+    expected: Sequence[AcceptanceRule] = (),
 ) -> list[list[dict[str, Any]]]:
     """Make the rows that `output` lacks and append them; returns each cell's rows, in its samples' order.
 
-    meter: makes what watches a batch, from the rule's mode and the number of its rows; measured: what tells
-    rows of one meter from those of another, part of their keys.
+    expected: rules of which the rows say what they are expected to do with the trees of lossless texts.
     """
     drop_torn_line(output)
     done = rows_of_answers(output)
     models = engine.identity()
-    keys = {id(cell): cell.key(engine, models, measured) for cell in cells}
+    keys = {id(cell): cell.key(engine, models, expected) for cell in cells}
     with tqdm(total=sum(len(cell.questions.samples) for cell in cells), unit="answer") as bar:
         for cell, places in turns(cells, batch_size):
             missing = unanswered(cell, places, keys[id(cell)], done, output)
             if missing:
                 bar.set_postfix_str(rule_label(describe(cell.rule)), refresh=False)
                 shared = {"key": keys[id(cell)], **cell.settings(engine), "batch_size": batch_size}
-                for row in answer(engine, cell, missing, meter(cell.rule.mode, len(missing))):
+                count = len(missing)
+                meter = StepMeter(expected, count) if expected else DistanceMeter(cell.rule.mode, count)
+                for row in answer(engine, cell, missing, meter):
                     row = {**shared, **row, **provenance}
                     append_row(output, row)
                     done[row["key"], row["sample"], row["seed"]] = row

@@ -23,12 +23,10 @@ from numpy.typing import NDArray
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.calibration import CalibratedThreshold, Calibration
 from eagle_fsd.acceptance.fuzzy import Fuzzy
-from eagle_fsd.acceptance.rule_names import describe
 from eagle_fsd.core.config import AutoThreshold, Kind
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Sums, estimates
 from eagle_fsd.evaluation.markdown_table import markdown_table
-from eagle_fsd.evaluation.measure.expected_steps import StepMeter
 from eagle_fsd.evaluation.measure.sweep import Cell, run
 from eagle_fsd.evaluation.rows import tau_of
 
@@ -91,8 +89,7 @@ class Work:
     def record(self, settings: Sequence[Setting]) -> Records:
         """Run the lossless pass, resumed at the first prompt that is missing."""
         rules: list[AcceptanceRule] = [Lossless(), *(fuzzy(*setting) for setting in settings)]
-        meter = functools.partial(StepMeter, rules)
-        rows = self.rows_of(self.cell, "records.jsonl", meter, list(map(describe, rules)))
+        rows = self.rows_of(self.cell, "records.jsonl", rules)
         by_prompt = [[(one["new_tokens"], one["law"]["tv"]) for one in row["expected"]] for row in rows]
         lossless, *others = np.array(by_prompt).swapaxes(0, 1)  # [rules, prompts, 2]
         return Records(rows, dict(zip(settings, others, strict=True)), lossless[:, 0])
@@ -108,9 +105,9 @@ class Work:
         """Return the rows of all prompts under a threshold."""
         return self.rows_of(replace(self.cell, rule=fuzzy(kind, threshold)), "rows.jsonl")
 
-    def rows_of(self, cell: Cell, file: str, *meter: Any) -> list[dict[str, Any]]:
+    def rows_of(self, cell: Cell, file: str, expected: Sequence[AcceptanceRule] = ()) -> list[dict[str, Any]]:
         """Run a cell where it has not been run; returns the rows of all prompts, in their order."""
-        return run(self.engine, [cell], self.folder / file, self.batch_size, self.provenance, *meter)[0]
+        return run(self.engine, [cell], self.folder / file, self.batch_size, self.provenance, expected)[0]
 
 
 def fuzzy(kind: Kind, threshold: float) -> Fuzzy:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from eagle_fsd.core.stats import PHASES
 from eagle_fsd.evaluation.markdown_table import filled_columns
 from eagle_fsd.evaluation.measure.speed import PEERS
@@ -51,7 +53,7 @@ def result(name: str, methods: Mapping[str, Sequence[Row]]) -> Result:
     ratios = {}
     for base in (base for base in BASELINES if base in ordered and base != name):
         single = [rate([a]) / rate([b]) for a, b in zip(runs, ordered[base], strict=True)]
-        low, _, high = quartiles(single)
+        low, high = np.quantile(single, (0.25, 0.75)).tolist()
         ratios[base] = (rate(runs) / rate(ordered[base]), low, high)
 
     def total(field: str) -> float:
@@ -76,10 +78,6 @@ def result(name: str, methods: Mapping[str, Sequence[Row]]) -> Result:
     for base, (middle, low, high) in ratios.items():
         cells[f"vs {base}"] = f"{middle:.2f} ({low:.2f} to {high:.2f})"
     return Result(name, rate(runs), ratios, cells)
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    return statistics.quantiles(values, method="inclusive") if len(values) > 1 else [values[0]] * 3
 
 
 def rate(rows: Sequence[Row]) -> float:
