@@ -9,16 +9,9 @@ import pytest
 from support.synthetic_rows import LOSSLESS, Truth, cell_rows, fuzzy
 
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, interval
-from eagle_fsd.evaluation.analysis.comparisons import (
-    above_others,
-    correlation,
-    drawn_by_rule,
-    envelope,
-    score_predictors,
-)
-from eagle_fsd.evaluation.analysis.points import MEASURES, Panel, panels
-from eagle_fsd.evaluation.commands.exchange import exchange_table
-from eagle_fsd.evaluation.commands.report import predictors_table
+from eagle_fsd.evaluation.analysis.points import MEASURES, Panel, drawn_by_rule, panels
+from eagle_fsd.evaluation.commands.exchange import above_others, envelope, exchange_table
+from eagle_fsd.evaluation.commands.report import correlation, predictors_table, score_predictors
 from eagle_fsd.evaluation.rows import Row
 
 HOW = Bootstrap(resamples=400)

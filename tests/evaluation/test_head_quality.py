@@ -17,8 +17,8 @@ from eagle_fsd import EagleFSD, SamplingConfig, TreeConfig
 from eagle_fsd.acceptance.accept import Lossless, Verified
 from eagle_fsd.acceptance.accept_step import accept
 from eagle_fsd.core.randomness.streams import RowRandom
+from eagle_fsd.evaluation import plots
 from eagle_fsd.evaluation.measure.head_quality import TOP, DraftObserver, calibration, observe
-from eagle_fsd.evaluation.report import plots
 from eagle_fsd.target.model import TargetModel
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from eagle_fsd.evaluation.analysis.frontier import QUALITIES
 from eagle_fsd.evaluation.analysis.points import TAU, panels
 from eagle_fsd.evaluation.commands import report
 from eagle_fsd.evaluation.commands.report import write_report
-from eagle_fsd.evaluation.report.plots import style, varying_knobs
+from eagle_fsd.evaluation.plots import style, varying_knobs
 from eagle_fsd.evaluation.rows import Row
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +153,7 @@ def test_labels_name_the_knob_that_changes() -> None:
 
 def test_a_plot_needs_something_to_draw(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from eagle_fsd.evaluation.report.plots import plot_frontier
+    from eagle_fsd.evaluation.plots import plot_frontier
 
     alone = panels([Row.of(row) for row in cell_rows(LOSSLESS, Truth(), 3)], QUICK)
     assert plot_frontier(alone, QUALITIES["log_p"], TAU, tmp_path / "x.png") is False

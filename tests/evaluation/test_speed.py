@@ -18,6 +18,7 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation import repeating_prompts
 from eagle_fsd.evaluation.commands import speed as script
+from eagle_fsd.evaluation.commands.speed import results, table
 from eagle_fsd.evaluation.measure.observers import likelihoods
 from eagle_fsd.evaluation.measure.speed import (
     Answers,
@@ -29,7 +30,6 @@ from eagle_fsd.evaluation.measure.speed import (
     race,
     stretched,
 )
-from eagle_fsd.evaluation.report.speed_ratios import results, table
 from eagle_fsd.files import provenance
 from eagle_fsd.runtime.packed_linear import PackedLinear, pack_linears
 from eagle_fsd.runtime.step_recorder import Graphs

@@ -15,7 +15,16 @@ from operator import attrgetter
 
 import numpy as np
 
-from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Change, Estimate, Sums, changes, estimates
+from eagle_fsd.evaluation.analysis.bootstrap import (
+    Array,
+    Bootstrap,
+    Change,
+    Estimate,
+    Sums,
+    changes,
+    estimates,
+    resampled,
+)
 from eagle_fsd.evaluation.analysis.repetition import ends_in_loop, repeated_tokens, runs
 from eagle_fsd.evaluation.analysis.rule_labels import LOSSLESS, rule_family, rule_knobs, rule_label
 from eagle_fsd.evaluation.rows import Row
@@ -212,3 +221,11 @@ def point_of(
         changes=changes({name: sums_of(one, pairs) for name, one in measures.items() if pairs}, how),
         rows=tuple(rows),
     )
+
+
+def drawn_by_rule(points: Sequence[Point], measure: Measure, how: Bootstrap) -> Array:
+    """Return a measure of k rules in the data, row 0, and in R resamples: [1 + R, k]; NaN if one has none.
+
+    All rules are on the samples and seeds that all of them have, so that luck which they share cancels out.
+    """
+    return resampled(sums_of(measure, paired(*(point.rows for point in points))), how)

@@ -16,13 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, interval
-from eagle_fsd.evaluation.analysis.comparisons import above_others, drawn_by_rule
+from eagle_fsd.evaluation.analysis.bootstrap import Array, Bootstrap, interval
 from eagle_fsd.evaluation.analysis.frontier import QUALITIES
-from eagle_fsd.evaluation.analysis.points import MEASURES, TAU, Panel, Point, panels
+from eagle_fsd.evaluation.analysis.points import MEASURES, TAU, Panel, Point, drawn_by_rule, panels
 from eagle_fsd.evaluation.cli import parsed, rows_parser, say
 from eagle_fsd.evaluation.markdown_table import markdown_table
-from eagle_fsd.evaluation.report.plots import plot_frontier, require_matplotlib
+from eagle_fsd.evaluation.plots import plot_frontier, require_matplotlib
 from eagle_fsd.evaluation.rows import read_raw_rows
 
 LEAST = 0.003  # TV per token: what is gained for less is noise over nothing
@@ -112,3 +111,32 @@ def tv_of(point: Point) -> float:
     """Return the TV per token of a rule's own distribution; 0 where it is not known."""
     found = point.values.get("law_tv")
     return 0.0 if found is None else found.value
+
+
+def above_others(ratio: Array, tv: Array, mine: Sequence[int]) -> dict[int, Array]:
+    """Return, by place, how far these rules lie above the envelope of all others at their own TV: [1 + R].
+
+    The envelope at a TV is the most that one of the others reaches with no more, or a mixture of two of them
+    with as much. It is the largest of many noisy values, which raises it.
+
+    ratio, tv: tau over lossless's, and TV, of all rules; lossless is one of them.
+    """
+    others = [place for place in range(ratio.shape[1]) if place not in mine]
+    return {
+        place: ratio[:, place] - envelope(tv[:, others], ratio[:, others], tv[:, place]) for place in mine
+    }
+
+
+def envelope(tv: Array, ratio: Array, at: Array) -> Array:
+    """Return the least concave function above all points (tv, ratio), each [R, k], at the TVs `at` [R].
+
+    It does not fall behind its highest point.
+    """
+    best = np.where(tv <= at[:, None], ratio, -np.inf).max(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for left in range(tv.shape[1]):
+            start, base = tv[:, left, None], ratio[:, left, None]
+            chord = base + (at[:, None] - start) / (tv - start) * (ratio - base)
+            between = (start <= at[:, None]) & (tv > at[:, None])
+            best = np.maximum(best, np.where(between, chord, -np.inf).max(1))
+    return best

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap
-from eagle_fsd.evaluation.analysis.comparisons import score_predictors
+import numpy as np
+
+from eagle_fsd.evaluation.analysis.bootstrap import Array, Bootstrap, Estimate, interval
 from eagle_fsd.evaluation.analysis.frontier import (
     LOSSES,
     Quality,
@@ -31,12 +32,14 @@ from eagle_fsd.evaluation.analysis.points import (
     TAU,
     Panel,
     Point,
+    drawn_by_rule,
     machine,
     panels,
+    score,
 )
 from eagle_fsd.evaluation.cli import parsed, rows_parser, say
 from eagle_fsd.evaluation.markdown_table import filled_columns, markdown_table
-from eagle_fsd.evaluation.report.plots import plot_frontier, require_matplotlib
+from eagle_fsd.evaluation.plots import plot_frontier, require_matplotlib
 from eagle_fsd.evaluation.rows import PROVENANCE, Row, read_raw_rows
 from eagle_fsd.files.atomic import write_atomically
 from eagle_fsd.version import __version__
@@ -44,6 +47,8 @@ from eagle_fsd.version import __version__
 QUALITIES = ("log_p", "law_tv")
 FEW = 30  # samples below which intervals are rough
 MANY_AT_LIMIT = 0.1
+PREDICTORS = ("law_tv", "law_kl", "log_p", "length")
+FEWEST = 4  # rules, below which a correlation over rules says nothing
 ALWAYS = (
     "KL is missing where it is infinite: the rule can emit what the target, after temperature, top-k and "
     "top-p, cannot; at temperature 0 that is every relaxed rule.",
@@ -200,6 +205,37 @@ def predictors_table(panel: Panel, how: Bootstrap) -> list[str]:
         for name, found in score_predictors(panel, how).items()
     ]
     return ["", filled_columns(rows)] if rows else []
+
+
+def score_predictors(panel: Panel, how: Bootstrap) -> dict[str, dict[str, Estimate]]:
+    """Return the correlation over rules of what becomes of each score with each of PREDICTORS.
+
+    Scores and measures are differences from lossless's. Empty where rules are few or have other samples.
+    """
+    lossless = panel.lossless
+    points = [one for one in panel.points if lossless and one.pairs == lossless.samples == one.samples]
+    if lossless is None or len(points) < FEWEST:
+        return {}
+    measures = {name: MEASURES[name] for name in PREDICTORS} | {name: score(name) for name in panel.scores}
+    drawn = {name: drawn_by_rule([*points, lossless], measure, how) for name, measure in measures.items()}
+    changed = {name: one[:, :-1] - one[:, -1:] for name, one in drawn.items() if not np.isnan(one[0]).any()}
+    samples, known = len({row.sample for row in lossless.rows}), changed.keys() & PREDICTORS
+    return {
+        name: {
+            other: interval(correlation(changed[name], changed[other]), samples, how)
+            for other in PREDICTORS
+            if other in known
+        }
+        for name in panel.scores
+        if name in changed and known
+    }
+
+
+def correlation(a: Array, b: Array) -> Array:
+    """Return Pearson's correlation of the rows of a and b, [R, k]: [R]; NaN where values are all equal."""
+    a, b = (side - side.mean(1, keepdims=True) for side in (a, b))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return (a * b).sum(1) / np.sqrt((a * a).sum(1) * (b * b).sum(1))
 
 
 def cells(point: Point, columns: Sequence[Column]) -> dict[str, str]:

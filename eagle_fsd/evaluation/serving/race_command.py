@@ -21,7 +21,7 @@ from typing import Any
 from eagle_fsd.core.checks import require_choice, require_integer
 from eagle_fsd.evaluation.cli import add_prompts, all_prompts, check_sizes, parsed, plain_parser, say
 from eagle_fsd.evaluation.measure.llama_cpp import gguf_file
-from eagle_fsd.evaluation.report.plots import require_matplotlib
+from eagle_fsd.evaluation.plots import require_matplotlib
 from eagle_fsd.evaluation.rows import read_rows
 from eagle_fsd.evaluation.serving.peers import (
     CONTINUOUS,

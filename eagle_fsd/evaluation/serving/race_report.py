@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from eagle_fsd.evaluation.markdown_table import markdown_table
-from eagle_fsd.evaluation.report.plots import FAINT, INK, save
+from eagle_fsd.evaluation.plots import FAINT, INK, save
 
 STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))  # lines are told apart without colour
 TITLES = ("clients", "server", "tokens/s", "times ours", "first token ms", "a token ms", "between chunks ms")

@@ -1,1 +1,0 @@
-"""From points to tables and plots."""
