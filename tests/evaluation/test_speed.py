@@ -148,7 +148,7 @@ def test_no_method_undoes_what_another_one_recorded() -> None:
     made = []
     for _ in range(4):
         before = recorder.recordings
-        list(race(methods, [row for one in prompts for row in one], 1, model.device, lambda part, _: {}))
+        list(race(methods, [row for one in prompts for row in one], 1, model.device))
         made.append(recorder.recordings - before)
     assert made[0] > 0 and made[-1] == 0, made
 

@@ -181,7 +181,6 @@ def test_a_folder_gives_the_file_of_the_tasks_name(tmp_path: Path, monkeypatch: 
         ("gsm8k", {**SUM, "answer": "two"}, "rows.jsonl:2: answer does not end in `#### N`"),
         ("gsm8k", {**SUM, "answer": "#### two"}, "rows.jsonl:2: answer does not end in `#### N`"),
         ("gsm8k", {**SUM, "question": 3}, "rows.jsonl:2: question is 3: it must be text"),
-        ("gsm8k", {**SUM, "version": 2}, "rows.jsonl:2: is version 2 of gsm8k: this is version 1; take"),
         ("gsm8k", {**SUM, "id": "0"}, "rows.jsonl:2: sample '0' is there twice"),
         ("commonsense_qa", {**HOOK, "answerKey": ""}, "jsonl:2: answer is '': it must be one of A, B, C"),
         ("commonsense_qa", {**HOOK, "choices": ["a"]}, "rows.jsonl:2: "),

@@ -68,11 +68,8 @@ def naming_of(rule: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
 
 def further_words(rule: Mapping[str, Any], names: list[str]) -> list[str]:
     """Return those of a rule's fields that are worth a word; the mode of a fuzzy rule always is."""
-    worth = [
-        name
-        for name in names
-        if (rule["name"] == "fuzzy" and name == "mode") or rule[name] != DEFAULTS.get(name, ...)
-    ]
+    always = ("mode",) if rule["name"] == "fuzzy" else ()
+    worth = [name for name in names if name in always or rule[name] != DEFAULTS.get(name, ...)]
     return [f"{WORDS.get(name, f'{name} ')}{short(rule[name])}" for name in worth]
 
 

@@ -99,10 +99,6 @@ class Forward:
     multiplying: float
     verify: float
 
-    @property
-    def limit(self) -> float:
-        return max(self.reading, self.multiplying)
-
 
 @dataclass(frozen=True)
 class Behind:
@@ -158,7 +154,8 @@ def forward_table(found: Sequence[Behind]) -> str:
     rows = []
     for place, one in ((behind, one) for behind in found for one in behind.forwards):
         times = [f"{1000 * value:.1f}" for value in (one.reading, one.multiplying, one.verify)]
-        ratios = [f"{one.verify / base:.2f}" for base in (one.limit, place.forwards[0].verify)]
+        limit = max(one.reading, one.multiplying)
+        ratios = [f"{one.verify / base:.2f}" for base in (limit, place.forwards[0].verify)]
         rows.append([str(place.context), str(one.nodes), *times, *ratios])
     return markdown_table(titles, rows)
 

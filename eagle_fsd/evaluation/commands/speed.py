@@ -89,9 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         names = ("base_model", "ea_model", "draft_vocab_size")
         made = {name: getattr(engine, name) for name in names} | {"packed": backend_names(engine.target.held)}
         made |= ({"llama_cpp": build()} if LLAMA_CPP in methods else {}) | provenance(engine.device)
-        note = (
-            functools.partial(mean_likelihood, engine) if arguments.likelihood else lambda part, answers: {}
-        )
+        note = functools.partial(mean_likelihood, engine) if arguments.likelihood else None
         rows, file = [], arguments.output / "rows.jsonl"
         file.unlink(missing_ok=True)  # a race is run anew, not resumed
         for context, size in product(arguments.context or [None], arguments.batch_size):

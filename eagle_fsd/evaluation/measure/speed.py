@@ -157,7 +157,7 @@ def race(
     prompts: Prompts,
     batch_size: int,
     device: torch.device,
-    note: Callable[[Prompts, Prompts], Mapping[str, Any]],
+    note: Callable[[Prompts, Prompts], Mapping[str, Any]] | None = None,
     context: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for every method and batch.
@@ -188,7 +188,7 @@ def race(
                     **GenerationStats.total(answers.stats, concurrent=True).to_dict(),
                     "batch_steps": max(row.steps for row in answers.stats),
                     "peak_memory": memory(device)["peak"],
-                    **note(part, answers.tokens),
+                    **(note(part, answers.tokens) if note else {}),
                 }
 
 

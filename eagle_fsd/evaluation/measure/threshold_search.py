@@ -67,11 +67,6 @@ class Records:
         tokens, tv = self.expected[kind, threshold][list(places)].T
         return Sums(tv, tokens)
 
-    def tau_ratio(self, kind: Kind, threshold: float, places: Sequence[int]) -> float:
-        """Return tau under a setting over lossless's, expected on the same trees."""
-        tokens = self.predicted(kind, threshold, places).denominator.sum()
-        return float(tokens / self.lossless[list(places)].sum())
-
 
 @dataclass(frozen=True)
 class Work:
@@ -93,13 +88,6 @@ class Work:
         by_prompt = [[(one["new_tokens"], one["law"]["tv"]) for one in row["expected"]] for row in rows]
         lossless, *others = np.array(by_prompt).swapaxes(0, 1)  # [rules, prompts, 2]
         return Records(rows, dict(zip(settings, others, strict=True)), lossless[:, 0])
-
-    def shared_ratio(self, records: Records) -> float:
-        """Return tau of lossless texts whose draft knows the noise of the draws, over that of the records."""
-        if not self.cell.sampling.warm:
-            return 0.0
-        rows = self.rows_of(replace(self.cell, rule=Lossless()), "rows.jsonl")
-        return tau_of(rows) / tau_of(records.rows)
 
     def run(self, kind: Kind, threshold: float) -> list[dict[str, Any]]:
         """Return the rows of all prompts under a threshold."""
@@ -153,11 +141,12 @@ class Search:
 
     def measured(self, kind: Kind, threshold: float, places: Sequence[int]) -> CalibratedThreshold:
         """Return what a run says of a setting on some of its prompts."""
-        rows = self.run(kind, threshold)
-        mine = [rows[place] for place in places]
+        rows, records = self.run(kind, threshold), self.records
+        mine, lossless = ([of[place] for place in places] for of in (rows, records.rows))
         tv, upper = bound(tv_of(mine), self.confidence)
-        found = (threshold, tv, upper, tau_of(mine), tau_of([self.records.rows[place] for place in places]))
-        ratio = self.records.tau_ratio(kind, threshold, places)
+        tokens = records.predicted(kind, threshold, places).denominator  # on the trees of lossless texts
+        ratio = float(tokens.sum() / records.lossless[list(places)].sum())
+        found = (threshold, tv, upper, tau_of(mine), tau_of(lossless))
         return CalibratedThreshold(*kind[:3], *found, *kind[3:], ratio)
 
     def fastest(
@@ -227,7 +216,9 @@ def calibrate(
             found[best.kind, best.threshold] = best
     for form, budget in product(dict.fromkeys(map(form_of, dials)), budgets):
         trials += search.splits([dial for dial in dials if form_of(dial) == form], budget, split_count)
-    cell = work.cell
+    cell, shared = work.cell, 0.0
+    if cell.sampling.warm:  # lossless texts whose draft knows the noise of the draws
+        shared = tau_of(work.rows_of(replace(cell, rule=Lossless()), "rows.jsonl")) / tau_of(records.rows)
     calibration = Calibration(
         models=work.engine.identity(),
         sampling=cell.sampling,
@@ -241,7 +232,7 @@ def calibrate(
             "new_tokens": sum(row["new_tokens"] for row in records.rows),
             **work.provenance,
         },
-        shared_ratio=work.shared_ratio(records),
+        shared_ratio=shared,
         device=device,
     )
     return calibration, trials
