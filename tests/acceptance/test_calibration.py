@@ -31,7 +31,6 @@ from eagle_fsd.acceptance.calibration import (
     write_calibrations,
 )
 from eagle_fsd.core.config import AutoThreshold, AutoTree, Kind
-from eagle_fsd.evaluation.analysis.bootstrap import Sums
 from eagle_fsd.evaluation.commands import calibrate as script
 from eagle_fsd.evaluation.measure import sweep
 from eagle_fsd.evaluation.measure.expected_steps import expected_step
@@ -112,12 +111,12 @@ def test_what_is_predicted_are_the_sums_of_the_prompts(tmp_path: Path) -> None:
     for kind, threshold in SETTINGS:
         sums, table = records.predicted(kind, threshold, [1, 4]), records.expected[kind, threshold]
         for n, place in enumerate([1, 4]):
-            assert (sums.denominator[n], sums.numerator[n]) == tuple(table[place])
+            assert tuple(sums[n, 0]) == tuple(table[place, ::-1])
         ratio = (table[1, 0] + table[4, 0]) / (records.lossless[1] + records.lossless[4])
         found = Search(records, work(tmp_path).run, 0.9).measured(kind, threshold, [1, 4])
         assert found.tau_ratio == pytest.approx(ratio) and ratio >= 1
     ladder = work(tmp_path).record(DIAL)
-    mean = [float(ladder.predicted(*one, range(6)).numerator.sum()) for one in DIAL]
+    mean = [float(ladder.predicted(*one, range(6))[..., 0].sum()) for one in DIAL]
     assert mean == sorted(mean) and mean[-1] > mean[0]
 
 
@@ -170,7 +169,7 @@ def runs_like(records: Records, factor: float, asked: list[float]) -> Any:
     def run(kind: Kind, threshold: float) -> list[dict[str, Any]]:
         asked.append(threshold)
         sums = records.predicted(kind, threshold, range(len(records.rows)))
-        return [{"law": {"tv": factor * float(tv)}, "new_tokens": 50, "steps": 20} for tv in sums.numerator]
+        return [{"law": {"tv": factor * float(tv)}, "new_tokens": 50, "steps": 20} for tv in sums[:, 0, 0]]
 
     return run
 
@@ -206,7 +205,7 @@ def test_bounds_hold_as_often_as_they_say() -> None:
     """Samples of a known distribution: the true mean is under the bound nearly as often as promised."""
     random, held = np.random.default_rng(1), 0
     for _ in range(300):
-        _, upper = bound(Sums(random.gamma(2.0, 0.5, 40), np.full(40, 50.0)), 0.9)
+        _, upper = bound(np.stack((random.gamma(2.0, 0.5, 40), np.full(40, 50.0)), axis=1)[:, None], 0.9)
         held += upper >= 1.0 / 50
     assert 0.84 * 300 <= held <= 0.97 * 300
 

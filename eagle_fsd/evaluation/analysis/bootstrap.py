@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from eagle_fsd.core.checks import require_integer, require_number
 
 Array = NDArray[np.float64]
+Sums = Array  # [n, k, 2]: by sample, numerator and denominator of k quantities; 0 in both: it has no part
 
 
 @dataclass(frozen=True)
@@ -37,27 +38,6 @@ class Bootstrap:
     def __post_init__(self) -> None:
         require_integer("resamples", self.resamples, 100, "10000 makes intervals steady")
         require_number("confidence", self.confidence, 1e-6, 1 - 1e-6, "0.95 is usual")
-
-
-@dataclass(frozen=True)
-class Sums:
-    """A quantity of n samples, whose value is sum(numerator) / sum(denominator).
-
-    numerator, denominator: [n]. A sample that has no part in it has 0 in both.
-    """
-
-    numerator: Array
-    denominator: Array
-
-    @property
-    def known(self) -> bool:
-        """Whether any sample has a part in its denominator."""
-        return bool(self.denominator.sum() != 0)
-
-    @property
-    def samples(self) -> int:
-        """The number of samples that have a part in it."""
-        return int(np.count_nonzero((self.denominator != 0) | (self.numerator != 0)))
 
 
 @dataclass(frozen=True)
@@ -91,29 +71,39 @@ class Change:
     ratio: Estimate | None
 
 
+def is_known(sums: Sums) -> bool:
+    """Return whether every quantity has a denominator."""
+    return bool((sums[..., 1].sum(0) != 0).all())
+
+
+def samples_of(sums: Sums) -> int:
+    """Return the number of samples that have a part in the first quantity."""
+    return int(np.count_nonzero(sums[:, 0].any(-1)))
+
+
 def estimates(quantities: Mapping[str, Sums], how: Bootstrap) -> dict[str, Estimate]:
     """Estimate every quantity over the same n samples; one that no sample knows is left out."""
-    known = {name: sums for name, sums in quantities.items() if sums.known}
+    known = {name: sums for name, sums in quantities.items() if is_known(sums)}
     columns = resampled(list(known.values()), how).T
     return {
-        name: interval(column, sums.samples, how)
+        name: interval(column, samples_of(sums), how)
         for (name, sums), column in zip(known.items(), columns, strict=True)
     }
 
 
-def changes(quantities: Mapping[str, Sequence[Sums]], how: Bootstrap) -> dict[str, Change]:
-    """Compare every quantity's first sums with the second ones, a baseline's, if both are known.
+def changes(quantities: Mapping[str, Sums], how: Bootstrap) -> dict[str, Change]:
+    """Compare pairs, a quantity and its baseline, if both are known.
 
-    Place i of every array is the same sample, with the same seed, on both sides: a resample draws pairs, so
-    that what makes a sample hard or long cancels out.
+    A sample is the same one, with the same seed, on both sides: a resample draws pairs, so that what makes a
+    sample hard or long cancels out.
     """
-    both = {name: sides for name, sides in quantities.items() if all(side.known for side in sides)}
-    columns = resampled([side for sides in both.values() for side in sides], how).T
+    known = {name: sums for name, sums in quantities.items() if is_known(sums)}
+    columns = resampled(list(known.values()), how).T
     found = {}
-    for (name, (mine, _)), own, base in zip(both.items(), columns[0::2], columns[1::2], strict=True):
+    for (name, sums), own, base in zip(known.items(), columns[0::2], columns[1::2], strict=True):
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = interval(own / base, mine.samples, how) if base[0] != 0 else None
-        found[name] = Change(interval(own - base, mine.samples, how), ratio)
+            ratio = interval(own / base, samples_of(sums), how) if base[0] != 0 else None
+        found[name] = Change(interval(own - base, samples_of(sums), how), ratio)
     return found
 
 
@@ -121,7 +111,7 @@ def resampled(quantities: Sequence[Sums], how: Bootstrap) -> Array:
     """Return the values in row 0, and those of every resample: [1 + R, k], NaN where nothing was drawn."""
     if not quantities:
         return np.zeros((1 + how.resamples, 0))
-    columns = np.stack([part for sums in quantities for part in (sums.numerator, sums.denominator)], axis=1)
+    columns = np.concatenate(quantities, axis=1).reshape(len(quantities[0]), -1)  # [n, 2k]
     totals = draw_counts(len(columns), how.resamples, how.seed).astype(np.float64) @ columns  # [R, 2k]
     totals = np.concatenate([columns.sum(0)[None], totals])
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -92,7 +92,7 @@ def paired(*sides: Sequence[Row]) -> list[tuple[Row, ...]]:
     return [tuple(side[key] for side in found) for key in sorted(set.intersection(*map(set, found)))]
 
 
-def sums_of(measure: Measure, groups: Sequence[tuple[Row, ...]]) -> list[Sums]:
+def sums_of(measure: Measure, groups: Sequence[tuple[Row, ...]]) -> Sums:
     """Sum a measure by sample, for every place in the groups of `paired`, where all of a group know it.
 
     A sample's seeds belong together, and are drawn together. The rows give no value together where a term is
@@ -106,7 +106,7 @@ def sums_of(measure: Measure, groups: Sequence[tuple[Row, ...]]) -> list[Sums]:
     names, places = np.unique([group[0].sample for group in groups], return_inverse=True)
     sums = np.zeros((len(names), *parts.shape[1:]))
     np.add.at(sums, places[known], parts[known])
-    return [Sums(sums[:, side, 0], sums[:, side, 1]) for side in range(sums.shape[1])]
+    return sums
 
 
 def machine(row: Row) -> tuple[object, ...]:
@@ -217,7 +217,7 @@ def point_of(
         knobs=rule_knobs(rule),
         samples=len(rows),
         pairs=len(pairs),
-        values=estimates({name: sums_of(one, alone)[0] for name, one in measures.items()}, how),
+        values=estimates({name: sums_of(one, alone) for name, one in measures.items()}, how),
         changes=changes({name: sums_of(one, pairs) for name, one in measures.items() if pairs}, how),
         rows=tuple(rows),
     )
@@ -228,4 +228,4 @@ def drawn_by_rule(points: Sequence[Point], measure: Measure, how: Bootstrap) -> 
 
     All rules are on the samples and seeds that all of them have, so that luck which they share cancels out.
     """
-    return resampled(sums_of(measure, paired(*(point.rows for point in points))), how)
+    return resampled([sums_of(measure, paired(*(point.rows for point in points)))], how)

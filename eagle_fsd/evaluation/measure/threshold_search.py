@@ -64,8 +64,7 @@ class Records:
 
     def predicted(self, kind: Kind, threshold: float, places: Sequence[int]) -> Sums:
         """Return the sums of TV and of tokens of these prompts, with the trees of the lossless texts."""
-        tokens, tv = self.expected[kind, threshold][list(places)].T
-        return Sums(tv, tokens)
+        return self.expected[kind, threshold][list(places), None, ::-1]
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ class Search:
         rows, records = self.run(kind, threshold), self.records
         mine, lossless = ([of[place] for place in places] for of in (rows, records.rows))
         tv, upper = bound(tv_of(mine), self.confidence)
-        tokens = records.predicted(kind, threshold, places).denominator  # on the trees of lossless texts
+        tokens = records.expected[kind, threshold][list(places), 0]  # on the trees of lossless texts
         ratio = float(tokens.sum() / records.lossless[list(places)].sum())
         found = (threshold, tv, upper, tau_of(mine), tau_of(lossless))
         return CalibratedThreshold(*kind[:3], *found, *kind[3:], ratio)
@@ -187,15 +186,14 @@ def bound(sums: Sums, confidence: float) -> tuple[float, float]:
 
     A lone prompt has no bound: infinity.
     """
-    if not sums.numerator.any():
+    if not sums[..., 0].any():
         return 0.0, 0.0
     found = estimates({"tv": sums}, Bootstrap(2000, 2 * confidence - 1))["tv"]
     return found.value, math.inf if found.high is None else found.high
 
 
 def tv_of(rows: Sequence[Row]) -> Sums:
-    tv, tokens = np.array([(row["law"]["tv"], row["new_tokens"]) for row in rows], dtype=float).T
-    return Sums(tv, tokens)
+    return np.array([[(row["law"]["tv"], row["new_tokens"])] for row in rows], dtype=float)
 
 
 def calibrate(
