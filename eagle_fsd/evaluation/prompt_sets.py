@@ -56,10 +56,7 @@ def rotated(items: Sequence[Item], number: int) -> list[Item]:
 
 
 def answer(
-    engine: EagleFSD,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingConfig = GREEDY,
-    **options: Any,
+    engine: EagleFSD, prompts: Sequence[Sequence[int]], sampling: SamplingConfig = GREEDY, **options: Any
 ) -> GenerationOutput:
     """Answer prompts (token ids) as one batch; options: further ones of `EagleFSD.generate`.
 

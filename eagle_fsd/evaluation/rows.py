@@ -16,9 +16,8 @@ from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import read_jsonl
 
 NUMBER = int | float | None
-PROVENANCE = tuple(
-    ["commit", "eagle_fsd", "python", "torch", "transformers", "device", "threads", "command", "date"]
-)
+PROVENANCE = ("commit", "eagle_fsd", "python", "torch", "transformers", "device", "threads")
+PROVENANCE += ("command", "date")
 
 
 @dataclass(frozen=True)

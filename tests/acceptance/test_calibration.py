@@ -33,11 +33,10 @@ from eagle_fsd.acceptance.calibration import (
 from eagle_fsd.core.config import AutoThreshold, AutoTree, Kind
 from eagle_fsd.evaluation.commands import calibrate as script
 from eagle_fsd.evaluation.measure import sweep
-from eagle_fsd.evaluation.measure.expected_steps import expected_step
+from eagle_fsd.evaluation.measure.observers import expected_step
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions
 from eagle_fsd.evaluation.measure.threshold_search import (
     LADDER,
-    Records,
     Search,
     Setting,
     Work,
@@ -113,7 +112,7 @@ def test_what_is_predicted_are_the_sums_of_the_prompts(tmp_path: Path) -> None:
         for n, place in enumerate([1, 4]):
             assert tuple(sums[n, 0]) == tuple(table[place, ::-1])
         ratio = (table[1, 0] + table[4, 0]) / (records.lossless[1] + records.lossless[4])
-        found = Search(records, work(tmp_path).run, 0.9).measured(kind, threshold, [1, 4])
+        found = records.measured(kind, threshold, [1, 4])
         assert found.tau_ratio == pytest.approx(ratio) and ratio >= 1
     ladder = work(tmp_path).record(DIAL)
     mean = [float(ladder.predicted(*one, range(6))[..., 0].sum()) for one in DIAL]
@@ -148,7 +147,7 @@ def test_the_lossless_pass_goes_on_where_it_was(tmp_path: Path) -> None:
 # --- the choice ---
 
 
-def made_records(count: int = 40, seed: int = 0) -> Records:
+def made_records(count: int = 40, seed: int = 0) -> Search:
     """Prompts of fifty tokens: the contexts' divergences and what each moves are drawn."""
     random = np.random.default_rng(seed)
     drawn = [(random.random(50) * 0.6, random.random(50) * 0.3) for _ in range(count)]
@@ -157,13 +156,13 @@ def made_records(count: int = 40, seed: int = 0) -> Records:
     return records_of(DIAL, tables)
 
 
-def records_of(dial: Sequence[Setting], tables: Sequence[Any]) -> Records:
+def records_of(dial: Sequence[Setting], tables: Sequence[Any]) -> Search:
     rows = [{"new_tokens": 50, "steps": 25}] * len(tables)
     expected = dict(zip(dial, np.array(tables).swapaxes(0, 1), strict=True))
-    return Records(rows, expected, np.full(len(tables), 40.0))
+    return Search(rows, expected, np.full(len(tables), 40.0), lambda *_: [], 0.9)
 
 
-def runs_like(records: Records, factor: float, asked: list[float]) -> Any:
+def runs_like(records: Search, factor: float, asked: list[float]) -> Any:
     """Runs whose TV is `factor` times what was predicted."""
 
     def run(kind: Kind, threshold: float) -> list[dict[str, Any]]:
@@ -180,7 +179,7 @@ def test_the_largest_threshold_inside_the_budget(factor: float, budget: float) -
     """As by running the whole ladder: never beyond the budget, at most one step of it below the best."""
     records, asked = made_records(), []
     run = runs_like(records, factor, asked)
-    found = Search(records, run, 0.9).boldest(DIAL, budget, range(40))
+    found = replace(records, run=run).boldest(DIAL, budget, range(40))
     tvs = {t: bound(tv_of(run(JS, t)), 0.9)[1] for t in LADDER}
     best = max((t for t in LADDER if tvs[t] <= budget), default=None)
     assert found is not None and found.bound <= budget and best is not None
@@ -192,12 +191,12 @@ def test_the_largest_threshold_inside_the_budget(factor: float, budget: float) -
 
 def test_a_budget_that_nothing_meets_has_no_threshold() -> None:
     records = records_of(DIAL, [np.tile([50.0, 25.0], (len(DIAL), 1))] * 8)
-    assert Search(records, runs_like(records, 1.0, []), 0.9).boldest(DIAL, 0.01, range(8)) is None
+    assert replace(records, run=runs_like(records, 1.0, [])).boldest(DIAL, 0.01, range(8)) is None
 
 
 def test_a_budget_that_everything_meets_takes_the_last_step() -> None:
     records = records_of(DIAL, [np.tile([50.0, 0.0], (len(DIAL), 1))] * 8)
-    found = Search(records, runs_like(records, 1.0, []), 0.9).boldest(DIAL, 0.01, range(8))
+    found = replace(records, run=runs_like(records, 1.0, [])).boldest(DIAL, 0.01, range(8))
     assert found is not None and found.threshold == LADDER[-1] and found.bound == 0
 
 
@@ -225,7 +224,7 @@ def test_a_plan_is_a_dial_of_falling_prices() -> None:
         asked.append((kind.price, threshold))
         return [{"law": {"tv": 50 * moved[kind.price]}, "new_tokens": 50, "steps": 20}] * 8
 
-    found = Search(records, run, 0.9).boldest(prices, 0.03, range(8))
+    found = replace(records, run=run).boldest(prices, 0.03, range(8))
     assert found is not None and found.price == 2 and found.threshold == math.inf
     assert asked == [(2.0, math.inf)]
 
@@ -240,13 +239,13 @@ def test_the_fastest_is_the_one_with_the_best_trees_not_with_the_luckiest_texts(
     def run(kind: Kind, threshold: float) -> list[dict[str, Any]]:
         return [{"law": {"tv": 0.5}, "new_tokens": 50, "steps": 20 if kind.price else 15}] * 8
 
-    found = Search(records, run, 0.9).fastest(dials, 0.02, range(8))
+    found = replace(records, run=run).fastest(dials, 0.02, range(8))
     assert found is not None and found.price == 1 and found.tau == 2.5 and found.tau_ratio == 1.3
 
 
 def test_splits_try_what_they_have_not_seen() -> None:
     records, asked = made_records(), []
-    trials = Search(records, runs_like(records, 1.3, asked), 0.9).splits([DIAL], 0.03, 6)
+    trials = replace(records, run=runs_like(records, 1.3, asked)).splits([DIAL], 0.03, 6)
     assert [trial["split"] for trial in trials] == list(range(6))
     assert sum(bool(trial["inside"]) for trial in trials) >= 5
     assert len({trial["tv"] for trial in trials}) > 1  # halves differ

@@ -22,7 +22,7 @@ from eagle_fsd.core.randomness.streams import RowRandom
 from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap
 from eagle_fsd.evaluation.analysis.points import panels
 from eagle_fsd.evaluation.commands.exchange import exchange_table
-from eagle_fsd.evaluation.measure.expected_steps import StepMeter, expected_step
+from eagle_fsd.evaluation.measure.observers import StepMeter, expected_step
 from eagle_fsd.evaluation.rows import read_raw_rows
 
 VOCAB, ROWS = 9, 20000

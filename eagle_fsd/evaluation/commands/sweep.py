@@ -19,7 +19,7 @@ from eagle_fsd.acceptance.rule_names import parse_rule
 from eagle_fsd.core.checks import require_integer
 from eagle_fsd.core.config import HYBRID, PAPER, SamplingConfig, TreeConfig
 from eagle_fsd.evaluation.cli import check_sizes, load_engine, model_parser, parsed
-from eagle_fsd.evaluation.measure.expected_steps import StepMeter
+from eagle_fsd.evaluation.measure.observers import StepMeter
 from eagle_fsd.evaluation.measure.sweep import Cell, Questions, run
 from eagle_fsd.evaluation.tasks import TASKS, task_named
 from eagle_fsd.files.provenance import provenance

@@ -20,8 +20,7 @@ from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation import prompt_sets
 from eagle_fsd.evaluation.analysis.rule_labels import rule_label
-from eagle_fsd.evaluation.measure.expected_steps import StepMeter
-from eagle_fsd.evaluation.measure.observers import DistanceMeter, Meter, likelihoods
+from eagle_fsd.evaluation.measure.observers import DistanceMeter, Meter, StepMeter, likelihoods
 from eagle_fsd.evaluation.rows import rows_of_answers
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task
 from eagle_fsd.evaluation.tasks.base import user

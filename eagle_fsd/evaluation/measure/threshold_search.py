@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eagle_fsd.acceptance.accept import AcceptanceRule, Lossless
 from eagle_fsd.acceptance.calibration import CalibratedThreshold, Calibration
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.core.config import AutoThreshold, Kind
 from eagle_fsd.engine import EagleFSD
-from eagle_fsd.evaluation.analysis.bootstrap import Bootstrap, Sums, estimates
+from eagle_fsd.evaluation.analysis.bootstrap import Array, Bootstrap, Sums, estimates
 from eagle_fsd.evaluation.markdown_table import markdown_table
 from eagle_fsd.evaluation.measure.sweep import Cell, run
 from eagle_fsd.evaluation.rows import tau_of
@@ -51,23 +50,6 @@ def dials_of(kinds: Sequence[Kind]) -> list[list[Setting]]:
 
 
 @dataclass(frozen=True)
-class Records:
-    """What the lossless pass says of every prompt.
-
-    rows: of the lossless texts. expected: what a setting is expected to have in their steps, by prompt: the
-    tokens, and the sum of TV, [prompts, 2]. lossless: the tokens of lossless decoding there, [prompts].
-    """
-
-    rows: Sequence[Row]
-    expected: Mapping[Setting, NDArray[np.float64]]
-    lossless: NDArray[np.float64]
-
-    def predicted(self, kind: Kind, threshold: float, places: Sequence[int]) -> Sums:
-        """Return the sums of TV and of tokens of these prompts, with the trees of the lossless texts."""
-        return self.expected[kind, threshold][list(places), None, ::-1]
-
-
-@dataclass(frozen=True)
 class Work:
     """One calibration under way: the prompts, how they are run, and where its rows are kept."""
 
@@ -80,13 +62,15 @@ class Work:
     confidence: float
     provenance: Mapping[str, object]
 
-    def record(self, settings: Sequence[Setting]) -> Records:
+    def record(self, settings: Sequence[Setting]) -> Search:
         """Run the lossless pass, resumed at the first prompt that is missing."""
         rules: list[AcceptanceRule] = [Lossless(), *(fuzzy(*setting) for setting in settings)]
         rows = self.rows_of(self.cell, "records.jsonl", rules)
         by_prompt = [[(one["new_tokens"], one["law"]["tv"]) for one in row["expected"]] for row in rows]
         lossless, *others = np.array(by_prompt).swapaxes(0, 1)  # [rules, prompts, 2]
-        return Records(rows, dict(zip(settings, others, strict=True)), lossless[:, 0])
+        expected = dict(zip(settings, others, strict=True))
+        once = functools.cache(self.run)  # budgets and splits share runs
+        return Search(rows, expected, lossless[:, 0], once, self.confidence)
 
     def run(self, kind: Kind, threshold: float) -> list[dict[str, Any]]:
         """Return the rows of all prompts under a threshold."""
@@ -104,11 +88,22 @@ def fuzzy(kind: Kind, threshold: float) -> Fuzzy:
 
 @dataclass(frozen=True)
 class Search:
-    """What settings are chosen by: records predict them, `run` gives the rows of all prompts under one."""
+    """What settings are chosen by: what the lossless pass says of every prompt, and what runs say.
 
-    records: Records
+    rows: of the lossless texts. expected: what a setting is expected to have in their steps, by prompt: the
+    tokens, and the sum of TV, [prompts, 2]. lossless: the tokens of lossless decoding there, [prompts].
+    run: gives the rows of all prompts under a setting.
+    """
+
+    rows: Sequence[Row]
+    expected: Mapping[Setting, Array]
+    lossless: Array
     run: Callable[[Kind, float], Sequence[Row]]
     confidence: float
+
+    def predicted(self, kind: Kind, threshold: float, places: Sequence[int]) -> Sums:
+        """Return the sums of TV and of tokens of these prompts, with the trees of the lossless texts."""
+        return self.expected[kind, threshold][list(places), None, ::-1]
 
     def boldest(
         self, dial: Sequence[Setting], budget: float, places: Sequence[int]
@@ -119,7 +114,7 @@ class Search:
         the ratio of what was run to what was predicted. None where even the mildest leaves the budget.
         """
         tried: dict[int, CalibratedThreshold] = {}
-        bounds = [bound(self.records.predicted(*one, places), self.confidence)[1] for one in dial]
+        bounds = [bound(self.predicted(*one, places), self.confidence)[1] for one in dial]
         aim = budget
         for _ in range(ROUNDS):
             step = max((step for step, one in enumerate(bounds) if one <= aim), default=-1)
@@ -140,11 +135,11 @@ class Search:
 
     def measured(self, kind: Kind, threshold: float, places: Sequence[int]) -> CalibratedThreshold:
         """Return what a run says of a setting on some of its prompts."""
-        rows, records = self.run(kind, threshold), self.records
-        mine, lossless = ([of[place] for place in places] for of in (rows, records.rows))
+        rows = self.run(kind, threshold)
+        mine, lossless = ([of[place] for place in places] for of in (rows, self.rows))
         tv, upper = bound(tv_of(mine), self.confidence)
-        tokens = records.expected[kind, threshold][list(places), 0]  # on the trees of lossless texts
-        ratio = float(tokens.sum() / records.lossless[list(places)].sum())
+        tokens = self.expected[kind, threshold][list(places), 0]  # on the trees of lossless texts
+        ratio = float(tokens.sum() / self.lossless[list(places)].sum())
         found = (threshold, tv, upper, tau_of(mine), tau_of(lossless))
         return CalibratedThreshold(*kind[:3], *found, *kind[3:], ratio)
 
@@ -163,7 +158,7 @@ class Search:
         trials = []
         random = np.random.default_rng(0)
         for split in range(count):
-            order = random.permutation(len(self.records.rows)).tolist()
+            order = random.permutation(len(self.rows)).tolist()
             mine, others = order[: len(order) // 2], order[len(order) // 2 :]
             trial: dict[str, Any] = {"form": form_of(dials[0]), "budget": budget, "split": split}
             trial |= {"chosen": None, "tv": None, "inside": None}
@@ -204,9 +199,8 @@ def calibrate(
     device: see Calibration.
     """
     dials = dials_of(kinds)
-    records = work.record([setting for dial in dials for setting in dial])
-    search = Search(records, functools.cache(work.run), work.confidence)  # budgets and splits share runs
-    places = range(len(records.rows))
+    search = work.record([setting for dial in dials for setting in dial])
+    places = range(len(search.rows))
     found: dict[Setting, CalibratedThreshold] = {}
     trials: list[dict[str, Any]] = []
     for dial, budget in product(dials, budgets):
@@ -216,7 +210,7 @@ def calibrate(
         trials += search.splits([dial for dial in dials if form_of(dial) == form], budget, split_count)
     cell, shared = work.cell, 0.0
     if cell.sampling.warm:  # lossless texts whose draft knows the noise of the draws
-        shared = tau_of(work.rows_of(replace(cell, rule=Lossless()), "rows.jsonl")) / tau_of(records.rows)
+        shared = tau_of(work.rows_of(replace(cell, rule=Lossless()), "rows.jsonl")) / tau_of(search.rows)
     calibration = Calibration(
         models=work.engine.identity(),
         sampling=cell.sampling,
@@ -227,7 +221,7 @@ def calibrate(
         made={
             "prompts": cell.questions.task.name,
             "max_new_tokens": cell.max_new_tokens,
-            "new_tokens": sum(row["new_tokens"] for row in records.rows),
+            "new_tokens": sum(row["new_tokens"] for row in search.rows),
             **work.provenance,
         },
         shared_ratio=shared,
