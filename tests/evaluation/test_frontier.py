@@ -22,7 +22,7 @@ from eagle_fsd.evaluation.analysis.frontier import (
     winners,
 )
 from eagle_fsd.evaluation.analysis.points import Panel, Point, panels
-from eagle_fsd.evaluation.analysis.rule_labels import rule_family, rule_knobs, rule_label
+from eagle_fsd.evaluation.analysis.rule_labels import name_rule
 from eagle_fsd.evaluation.rows import Row, read_raw_rows, read_rows
 from eagle_fsd.files.jsonl import append_row, drop_torn_line
 
@@ -74,13 +74,13 @@ def point(panel: Panel, label: str) -> Point:
     ],
 )
 def test_a_rule_is_called(rule: dict[str, Any], label: str, family: str) -> None:
-    assert (rule_label(rule), rule_family(rule)) == (label, family)
-    assert rule_label(json.loads(json.dumps(rule))) == label
+    assert name_rule(rule)[:2] == (label, family)
+    assert name_rule(json.loads(json.dumps(rule))).label == label
 
 
 def test_knobs_order_a_family() -> None:
-    assert rule_knobs(typical(0.3, 0.09)) == (0.3, 0.09) and rule_knobs(fuzzy("inf")) == (float("inf"),)
-    assert rule_knobs(LOSSLESS) == () and rule_knobs({"name": "own", "a": 1}) == ()
+    rules = (typical(0.3, 0.09), fuzzy("inf"), LOSSLESS, {"name": "own", "a": 1})
+    assert [name_rule(rule).knobs for rule in rules] == [(0.3, 0.09), (float("inf"),), (), ()]
 
 
 # --- points ---

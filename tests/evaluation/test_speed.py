@@ -18,7 +18,8 @@ from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation import repeating_prompts
 from eagle_fsd.evaluation.commands import speed as script
-from eagle_fsd.evaluation.commands.speed import results, table
+from eagle_fsd.evaluation.commands.speed import results
+from eagle_fsd.evaluation.markdown_table import filled_columns
 from eagle_fsd.evaluation.measure.observers import likelihoods
 from eagle_fsd.evaluation.measure.speed import (
     Answers,
@@ -99,7 +100,7 @@ def test_results_are_ratios_of_sums_with_quartiles() -> None:
     assert lossless.ratios["hf"] == pytest.approx((4.0, 4.0, 4.0)) and "lossless" not in lossless.ratios
     assert hf.ratios["plain"] == pytest.approx((0.5, 0.5, 0.5))
     assert plain.cells["verify ms"] == "500.0"  # three batches of one step each
-    text = table([hf, plain, lossless])
+    text = filled_columns([one.cells for one in (hf, plain, lossless)], script.ORDER)
     assert (
         "| 2 | lossless | 4/5/8 | 6.7 | 2.00 | 250.0 |" in text and "| 4.00 (4.00 to 4.00) | 2.00 (" in text
     )

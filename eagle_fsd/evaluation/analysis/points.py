@@ -26,7 +26,7 @@ from eagle_fsd.evaluation.analysis.bootstrap import (
     resampled,
 )
 from eagle_fsd.evaluation.analysis.repetition import ends_in_loop, repeated_tokens, runs
-from eagle_fsd.evaluation.analysis.rule_labels import LOSSLESS, rule_family, rule_knobs, rule_label
+from eagle_fsd.evaluation.analysis.rule_labels import LOSSLESS, name_rule
 from eagle_fsd.evaluation.rows import Row
 from eagle_fsd.evaluation.tasks import TASKS
 
@@ -192,7 +192,7 @@ def panel_of(rows: Sequence[Row], how: Bootstrap) -> Panel:
         for row in others:
             if row.key != first.key:
                 raise ValueError(
-                    f"{rule_label(row.rule)} on {Panel(row, (), ()).title} has rows of two cells, "
+                    f"{name_rule(row.rule).label} on {Panel(row, (), ()).title} has rows of two cells, "
                     f"{first.key} and {row.key}: the weights of {row.base_model} or of its head changed "
                     "in between; report them apart"
                 )
@@ -212,9 +212,7 @@ def point_of(
     rule = rows[0].rule
     alone, pairs = paired(rows), [] if rule["name"] == LOSSLESS else paired(rows, lossless)
     return Point(
-        label=rule_label(rule),
-        family=rule_family(rule),
-        knobs=rule_knobs(rule),
+        *name_rule(rule),
         samples=len(rows),
         pairs=len(pairs),
         values=estimates({name: sums_of(one, alone) for name, one in measures.items()}, how),

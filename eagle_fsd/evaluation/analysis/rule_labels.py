@@ -6,7 +6,7 @@ A family is what one line of a plot joins: rules that differ in how far they rel
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle_fsd.acceptance.fuzzy import Fuzzy
 from eagle_fsd.acceptance.rule_names import describe
@@ -33,44 +33,34 @@ WORDS |= {"price": "price ", "cost": "cost ", "max_consecutive": "run ", "exact_
 KINDS = ("mode", "child", "min_gain", "cost")  # the further fields that set families apart
 
 
-def rule_label(rule: Mapping[str, Any]) -> str:
-    """Return a rule in a few words, such as `js 0.3 hybrid` or `typical 0.3/0.09`; other rules, other words.
+class RuleName(NamedTuple):
+    """What a rule is called. knobs: how far it goes, the main one first: its place on its family's line."""
 
-    Guards are named where they are on, and all fields of a rule that is not known here.
+    label: str
+    family: str
+    knobs: tuple[float, ...]
+
+
+def name_rule(rule: Mapping[str, Any]) -> RuleName:
+    """Name a rule, such as `js 0.3 hybrid` or `typical 0.3/0.09` of the families `js hybrid` and `typical`.
+
+    Guards are named where they are on, and all fields of a rule whose name or fields are not known here.
     """
-    label, _, knobs = naming_of(rule)
-    said = {"name", *knobs, *(("divergence",) if "{divergence}" in label else ())}
-    first = label.format(**{name: short(value) for name, value in rule.items()})
-    return " ".join([first, *further_words(rule, [name for name in rule if name not in said])])
-
-
-def rule_family(rule: Mapping[str, Any]) -> str:
-    """Return the rule without its knobs and most guards: name, divergence, mode, child and least gain."""
-    family = naming_of(rule)[1].format(**rule)
-    return " ".join([family, *further_words(rule, [name for name in KINDS if name in rule])])
-
-
-def rule_knobs(rule: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return how far the rule goes, the main knob first: its place along its family's line."""
-    return tuple(float(rule[name]) for name in naming_of(rule)[2] if rule[name] is not None)
-
-
-def naming_of(rule: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
-    """Return the naming of a rule; of one whose name or fields are not known here, its bare name."""
-    naming = NAMINGS.get(rule["name"])
-    if rule.get("price"):
-        naming = PLANNED
-    if naming is not None and {*naming[2]} <= rule.keys():
-        return naming
     bare = rule["name"].replace("_", " ")
-    return bare, bare, ()
-
-
-def further_words(rule: Mapping[str, Any], names: list[str]) -> list[str]:
-    """Return those of a rule's fields that are worth a word; the mode of a fuzzy rule always is."""
+    label, family, knobs = PLANNED if rule.get("price") else NAMINGS.get(rule["name"], (bare, bare, ()))
+    if not {*knobs} <= rule.keys():
+        label, family, knobs = bare, bare, ()
+    words = {name: f"{WORDS.get(name, f'{name} ')}{short(value)}" for name, value in rule.items()}
+    said = {"name", *knobs, *(("divergence",) if "{divergence}" in label else ())}
     always = ("mode",) if rule["name"] == "fuzzy" else ()
-    worth = [name for name in names if name in always or rule[name] != DEFAULTS.get(name, ...)]
-    return [f"{WORDS.get(name, f'{name} ')}{short(rule[name])}" for name in worth]
+    further = [n for n in rule if n not in said and (n in always or rule[n] != DEFAULTS.get(n, ...))]
+    kinds = [name for name in KINDS if name in further]
+    shown = {name: short(value) for name, value in rule.items()}
+    return RuleName(
+        " ".join([label.format(**shown), *(words[name] for name in further)]),
+        " ".join([family.format(**shown), *(words[name] for name in kinds)]),
+        tuple(float(rule[name]) for name in knobs if rule[name] is not None),
+    )
 
 
 def short(value: Any) -> str:

@@ -97,9 +97,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows.append(row | made)
                 append_row(file, rows[-1])
         found = results(rows)
-        (arguments.output / "table.md").write_text(table(found) + "\n", encoding="utf-8")
+        table = filled_columns([one.cells for one in found], ORDER)
+        (arguments.output / "table.md").write_text(table + "\n", encoding="utf-8")
         plot_speed(found, arguments.output / "speed.png")
-        say(table(found))
+        say(table)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -194,11 +195,6 @@ def result(name: str, methods: Mapping[str, Sequence[Row]]) -> Result:
 def rate(rows: Sequence[Row]) -> float:
     """Return the tokens per second of runs one after the other."""
     return sum(row["new_tokens"] for row in rows) / sum(row["seconds"] for row in rows)
-
-
-def table(found: Sequence[Result]) -> str:
-    """Write speed, tau, a step's milliseconds by phase, ratios with the quartiles of single batches."""
-    return filled_columns([one.cells for one in found], ORDER)
 
 
 def plot_speed(found: Sequence[Result], path: Path) -> None:

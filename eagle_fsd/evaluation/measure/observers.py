@@ -57,14 +57,13 @@ class Meter(ABC):
 class DistanceMeter(Meter):
     """A meter of KL(r || p) and TV(r, p), summed over every context that got a token.
 
-    r is the rule's next-token distribution, p the target's after the user's warpers. kl, tv: by row.
+    r is the rule's next-token distribution, p the target's after the user's warpers. sums: of KL and TV.
     fuzzy_at: by row, the places of the tokens that were fuzzy accepts.
     """
 
     def __init__(self, mode: str, rows: int) -> None:
         self.mode = mode
-        self.kl = [0.0] * rows
-        self.tv = [0.0] * rows
+        self.sums = torch.zeros(rows, 2, dtype=torch.float64)
         self.fuzzy_at: list[list[int]] = [[] for _ in range(rows)]
         self._tokens = [0] * rows
 
@@ -80,15 +79,13 @@ class DistanceMeter(Meter):
         path = verdict.path.clamp(min=0)  # [B, D]
         counts = torch.tensor(list(emitted.values()), device=path.device)
         moved = (torch.arange(path.shape[1], device=path.device) < counts[:, None]) & verdict.asked
-        kl, tv = (torch.where(moved, each.gather(1, path), 0.0).sum(1).tolist() for each in (r.kl, r.tv))
-        for row, its_kl, its_tv in zip(emitted, kl, tv, strict=True):
-            self.kl[row] += its_kl
-            self.tv[row] += its_tv
+        both = [torch.where(moved, each.gather(1, path), 0.0).sum(1) for each in (r.kl, r.tv)]
+        self.sums[list(emitted)] += torch.stack(both, dim=-1).cpu()
 
     def row(self, row: int) -> dict[str, Any]:
         """Return the sums of a row as JSON can hold them: an infinite KL is null."""
-        kl = self.kl[row] if math.isfinite(self.kl[row]) else None
-        return {"law": {"kl": kl, "tv": self.tv[row]}, "fuzzy_at": self.fuzzy_at[row]}
+        kl, tv = self.sums[row].tolist()
+        return {"law": {"kl": kl if math.isfinite(kl) else None, "tv": tv}, "fuzzy_at": self.fuzzy_at[row]}
 
 
 class Expected(NamedTuple):

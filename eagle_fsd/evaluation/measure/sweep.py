@@ -19,7 +19,7 @@ from eagle_fsd.acceptance.rule_names import describe
 from eagle_fsd.core.config import SamplingConfig, TreeConfig
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.evaluation import prompt_sets
-from eagle_fsd.evaluation.analysis.rule_labels import rule_label
+from eagle_fsd.evaluation.analysis.rule_labels import name_rule
 from eagle_fsd.evaluation.measure.observers import DistanceMeter, Meter, StepMeter, likelihoods
 from eagle_fsd.evaluation.rows import rows_of_answers
 from eagle_fsd.evaluation.tasks import PROMPTS, Sample, Task
@@ -134,7 +134,7 @@ def run(
         for cell, places in turns(cells, batch_size):
             missing = unanswered(cell, places, keys[id(cell)], done, output)
             if missing:
-                bar.set_postfix_str(rule_label(describe(cell.rule)), refresh=False)
+                bar.set_postfix_str(name_rule(describe(cell.rule)).label, refresh=False)
                 shared = {"key": keys[id(cell)], **cell.settings(engine), "batch_size": batch_size}
                 count = len(missing)
                 meter = StepMeter(expected, count) if expected else DistanceMeter(cell.rule.mode, count)
