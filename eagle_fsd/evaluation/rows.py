@@ -27,8 +27,7 @@ class Row:
     kl, tv: sums over the emitted tokens of KL(r || p) and TV(r, p), r the rule's distribution and p the
     target's; None where unknown or infinite. log_p: mean per token under the raw target. token_ids, fuzzy_at:
     the answer's tokens and the places of fuzzy accepts among them; None where the row does not say.
-    new_tokens: a mean over draws in a row of expected steps; see `read_raw_rows`.
-    provenance: those of PROVENANCE that the row has.
+    new_tokens: a mean over draws in a row of expected steps. provenance: what the row has of PROVENANCE.
     """
 
     key: str
@@ -139,8 +138,7 @@ def read_raw_rows(paths: Iterable[Path], expected: bool = False) -> dict[Path, l
 
     expected: rows of expected steps (eval/sweep.py --same-trees) may be among them, and give a row for every
     rule. Where they may not be, they are refused: they hold no text of any rule but lossless.
-    Two rows of one cell, sample and seed are refused, for which of them counts is not ours to choose: files
-    that overlap must not be added up.
+    Two rows of one cell, sample and seed are refused: which of them counts is not ours to choose.
     """
     rows: dict[Path, list[Row]] = {}
     places: dict[tuple[str, str, int], str] = {}

@@ -138,10 +138,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Panel:
-    """The points of one task, sampling, and pair of models: lossless, then by family and knobs.
-
-    row: one of its rows, for what they all share.
-    """
+    """What is compared: lossless, then rules by family and knobs. row: any of its rows, for what these share."""
 
     row: Row = field(compare=False)
     points: tuple[Point, ...]
@@ -167,10 +164,7 @@ class Panel:
 
 
 def panels(rows: Iterable[Row], how: Bootstrap) -> list[Panel]:
-    """Group the rows in panels, sections one after the other, tasks by name and temperature within.
-
-    Raises ValueError where one point would mix the rows of two cells.
-    """
+    """Group the rows in panels by section, task and temperature. Raises ValueError for a point of two cells."""
     groups: dict[tuple[object, object], list[Row]] = {}
     for row in rows:
         groups.setdefault((SECTION(row), TASK(row)), []).append(row)

@@ -98,12 +98,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def kinds_of(arguments: argparse.Namespace) -> list[Kind]:
     """Return all kinds of rules that the arguments name; of plans those that choose the child themselves."""
-    plans = list(product(arguments.price, arguments.cost))
-    modes = arguments.mode or [None]
-    kinds = []
-    for divergence, mode, child, gain, (price, cost) in product(
-        arguments.divergence, modes, arguments.child, arguments.min_gain, plans
-    ):
+    kinds, modes, dials = [], arguments.mode or [None], (arguments.price, arguments.cost)
+    asked = product(arguments.divergence, modes, arguments.child, arguments.min_gain, *dials)
+    for divergence, mode, child, gain, price, cost in asked:
         cost = cost if price else "tokens"
         mode = mode or (SWAP if price and cost != "kl" else HYBRID)
         impossible = child != "draft" if price else mode == SWAP
@@ -113,10 +110,7 @@ def kinds_of(arguments: argparse.Namespace) -> list[Kind]:
 
 
 def install(folder: Path | None, calibration: Calibration) -> None:
-    """Add the calibration to those beside the head, in the place of one for the same setting.
-
-    Raises ValueError if no threshold was found.
-    """
+    """Add the calibration to those beside the head. Raises ValueError if it has no threshold."""
     if not calibration.thresholds:
         raise ValueError("install: no threshold stays inside the budget, so none is; raise --quality-budget")
     file, kept = kept_in(folder)

@@ -54,9 +54,8 @@ def exchange_table(
     """Write a line per rule by its TV, with a column of differences, in pairs, for each rule of `against`.
 
     above: how the labels of rules begin that are held against the envelope of the others, in a last column.
-
-    Rules have the samples and seeds of lossless; those with fewer, or with next to no TV, are left out.
-    Raises ValueError for an `against` that is among them.
+    Rules with fewer samples and seeds than lossless, or with next to no TV, are left out, and refused in
+    `against`.
     """
     lossless = panel.lossless
     if lossless is None:
@@ -117,9 +116,8 @@ def above_others(ratio: Array, tv: Array, mine: Sequence[int]) -> dict[int, Arra
     """Return, by place, how far these rules lie above the envelope of all others at their own TV: [1 + R].
 
     The envelope at a TV is the most that one of the others reaches with no more, or a mixture of two of them
-    with as much. It is the largest of many noisy values, which raises it.
-
-    ratio, tv: tau over lossless's, and TV, of all rules; lossless is one of them.
+    with as much. It is the largest of many noisy values, which raises it. ratio, tv: tau over lossless's, and
+    TV, of all rules; lossless is one of them.
     """
     others = [place for place in range(ratio.shape[1]) if place not in mine]
     return {
@@ -128,10 +126,7 @@ def above_others(ratio: Array, tv: Array, mine: Sequence[int]) -> dict[int, Arra
 
 
 def envelope(tv: Array, ratio: Array, at: Array) -> Array:
-    """Return the least concave function above all points (tv, ratio), each [R, k], at the TVs `at` [R].
-
-    It does not fall behind its highest point.
-    """
+    """Return the least concave, never falling function above all points (tv, ratio), [R, k], at `at` [R]."""
     best = np.where(tv <= at[:, None], ratio, -np.inf).max(1)
     with np.errstate(divide="ignore", invalid="ignore"):
         for left in range(tv.shape[1]):

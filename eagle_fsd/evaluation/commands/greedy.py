@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -50,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(0 if excused and len({difference.prompt for difference in found}) <= MOST_EXCUSED else 1)
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The first place where two texts part.
 
     best: the target's two likeliest tokens there; gap: between their logits. A text that has ended there has

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -90,8 +89,7 @@ def machine(device: torch.device, dtype: torch.dtype) -> Machine:
     return Machine(bandwidth, 2 * SQUARE**3 / median_seconds(lambda: layer(left), device))
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(NamedTuple):
     """Seconds of a forward over some nodes: what reading and multiplying take at least, and what it took."""
 
     nodes: int
@@ -100,8 +98,7 @@ class Forward:
     verify: float
 
 
-@dataclass(frozen=True)
-class Behind:
+class Behind(NamedTuple):
     """What is measured behind a prompt of `context` tokens.
 
     prefill: seconds that reading the prompt takes. cache_bytes: of the session. resident: bytes of the whole

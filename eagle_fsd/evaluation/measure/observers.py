@@ -97,10 +97,7 @@ class Expected(NamedTuple):
 
 
 def expected_step(rule: AcceptanceRule, verified: Verified) -> Expected:
-    """Return what this rule does with a tree, on average over the target's draws and its own.
-
-    max_consecutive and exact_prefix are not known here; see `StepMeter`.
-    """
+    """Return what this rule does with a tree, on average over the target's draws and its own."""
     tree = verified.tree
     chances, weak = choices_of(rule, verified)
     r = output_distribution(verified, chances, weak, rule.mode)
@@ -147,10 +144,7 @@ class StepMeter(Meter):
 def likelihoods(
     target: TargetModel, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> list[float | None]:
-    """Return the mean log-probability of every answer's tokens, by the target at temperature 1, in nats.
-
-    None for an answer without tokens.
-    """
+    """Return every answer's mean log-probability per token at temperature 1; None if it is empty."""
     found: list[float | None] = []
     for answer, features in zip(answers, answer_features(target, prompts, answers), strict=True):
         log_p = target.logits(features).log_softmax(-1)  # of one answer at a time: they are large

@@ -31,7 +31,6 @@ from eagle_fsd.text.chat import encode_as_trained
 
 SET = 100_000  # more samples than any set of prompts has: sets that are asked together share no seed
 COUNTED = ("finish_reason", "steps", "new_tokens", "exact_accepts", "fuzzy_accepts")
-RowKey = tuple[Any, ...]  # a row's key, sample and seed
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,13 @@ def run(
     done = rows_of_answers(output)
     models = engine.identity()
     keys = {id(cell): cell.key(engine, models, expected) for cell in cells}
+
+    def whose(cell: Cell, place: int) -> tuple[str, str, int]:
+        return keys[id(cell)], cell.questions.samples[place].id, cell.seed_of(place)
+
     with tqdm(total=sum(len(cell.questions.samples) for cell in cells), unit="answer") as bar:
         for cell, places in turns(cells, batch_size):
-            missing = unanswered(cell, places, keys[id(cell)], done, output)
+            missing = [one for one in places if not answers(done.get(whose(cell, one)), cell, one, output)]
             if missing:
                 bar.set_postfix_str(name_rule(describe(cell.rule)).label, refresh=False)
                 shared = {"key": keys[id(cell)], **cell.settings(engine), "batch_size": batch_size}
@@ -143,34 +146,19 @@ def run(
                     append_row(output, row)
                     done[row["key"], row["sample"], row["seed"]] = row
             bar.update(len(places))
-    return [
-        [
-            done[keys[id(cell)], one.id, cell.seed_of(place)]
-            for place, one in enumerate(cell.questions.samples)
-        ]
-        for cell in cells
-    ]
+    return [[done[whose(cell, place)] for place in range(len(cell.questions.samples))] for cell in cells]
 
 
-def unanswered(
-    cell: Cell, places: Sequence[int], key: str, done: Mapping[RowKey, Any], output: Path
-) -> list[int]:
-    """Return the places whose answers are not among the rows that `output` has.
-
-    Raises ValueError where it has a sample's answer to another prompt.
-    """
-    missing = []
-    for place in places:
-        sample, prompt = cell.questions.samples[place].id, cell.questions.prompts[place]
-        row = done.get((key, sample, cell.seed_of(place)))
-        if row is None:
-            missing.append(place)
-        elif row.get("prompt", known := digest_json(prompt)) != known:  # older rows say nothing: trusted
-            raise ValueError(
-                f"{output}: sample {sample!r} of {cell.questions.task.name} was another prompt when it was "
-                "answered: its file has changed; name another output"
-            )
-    return missing
+def answers(row: Mapping[str, Any] | None, cell: Cell, place: int, output: Path) -> bool:
+    """Return whether a row is there. Raises ValueError if it is the sample's answer to another prompt."""
+    asked = cell.questions
+    known = digest_json(asked.prompts[place])
+    if row is not None and row.get("prompt", known) != known:  # older rows say nothing: trusted
+        raise ValueError(
+            f"{output}: sample {asked.samples[place].id!r} of {asked.task.name} was another prompt when it "
+            "was answered: its file has changed; name another output"
+        )
+    return row is not None
 
 
 def turns(cells: Sequence[Cell], batch_size: int) -> Iterator[tuple[Cell, Sequence[int]]]:
@@ -184,8 +172,7 @@ def turns(cells: Sequence[Cell], batch_size: int) -> Iterator[tuple[Cell, Sequen
     for mine in tasks.values():
         prompts = mine[0].questions.prompts
         places = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
-        parts = prompt_sets.batches(places, batch_size)
-        for number, part in enumerate(parts):
+        for number, part in enumerate(prompt_sets.batches(places, batch_size)):
             for cell in prompt_sets.rotated(mine, number):
                 yield cell, part
 

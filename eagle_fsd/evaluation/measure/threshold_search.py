@@ -143,17 +143,11 @@ class Search:
         found = (threshold, tv, upper, tau_of(mine), tau_of(lossless))
         return CalibratedThreshold(*kind[:3], *found, *kind[3:], ratio)
 
-    def fastest(
-        self, dials: Sequence[Sequence[Setting]], budget: float, places: Sequence[int]
-    ) -> CalibratedThreshold | None:
-        """Return the fastest among the boldest settings of every dial: what a budget alone finds."""
-        found = filter(None, (self.boldest(dial, budget, places) for dial in dials))
-        return max(found, key=CalibratedThreshold.speed, default=None)
-
     def splits(self, dials: Sequence[Sequence[Setting]], budget: float, count: int) -> list[dict[str, Any]]:
         """Choose among these dials on a random half of the prompts and look at the other half, `count` times.
 
-        Each trial has what one half chose, None for nothing, and its TV on the other half.
+        Each trial has the fastest of the dials' boldest settings, None for nothing, and its TV on the other
+        half.
         """
         trials = []
         random = np.random.default_rng(0)
@@ -162,7 +156,8 @@ class Search:
             mine, others = order[: len(order) // 2], order[len(order) // 2 :]
             trial: dict[str, Any] = {"form": form_of(dials[0]), "budget": budget, "split": split}
             trial |= {"chosen": None, "tv": None, "inside": None}
-            if chosen := self.fastest(dials, budget, mine):
+            found = filter(None, (self.boldest(dial, budget, mine) for dial in dials))
+            if chosen := max(found, key=CalibratedThreshold.speed, default=None):
                 rows = self.run(chosen.kind, chosen.threshold)
                 tv = bound(tv_of([rows[place] for place in others]), self.confidence)[0]
                 trial |= {"chosen": asdict(chosen), "tv": tv, "inside": tv <= budget}
@@ -177,10 +172,7 @@ def form_of(dial: Sequence[Setting]) -> str:
 
 
 def bound(sums: Sums, confidence: float) -> tuple[float, float]:
-    """Return the ratio of the sums and its one-sided upper bound at this confidence.
-
-    A lone prompt has no bound: infinity.
-    """
+    """Return the ratio of the sums and its one-sided upper bound: infinity for a lone prompt."""
     if not sums[..., 0].any():
         return 0.0, 0.0
     found = estimates({"tv": sums}, Bootstrap(2000, 2 * confidence - 1))["tv"]
@@ -194,10 +186,7 @@ def tv_of(rows: Sequence[Row]) -> Sums:
 def calibrate(
     work: Work, kinds: Sequence[Kind], budgets: Sequence[float], split_count: int, device: str = "cpu"
 ) -> tuple[Calibration, list[dict[str, Any]]]:
-    """Find the boldest setting of every dial for every budget, and what splits of the prompts say of it.
-
-    device: see Calibration.
-    """
+    """Find the boldest setting of every dial for every budget, and what splits of the prompts say of it."""
     dials = dials_of(kinds)
     search = work.record([setting for dial in dials for setting in dial])
     places = range(len(search.rows))

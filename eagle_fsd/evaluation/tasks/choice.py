@@ -31,11 +31,9 @@ def strict_letter(text: str, letters: Sequence[str]) -> str | None:
 def flexible_letter(text: str, letters: Sequence[str]) -> str | None:
     """Find strict_letter, else the letter that the text is or begins with, else its last one in brackets."""
     only = "".join(letters)
-    strict = strict_letter(text, letters)
-    if strict:
+    if strict := strict_letter(text, letters):
         return strict
-    begins = re.match(rf"[\s*_(\[]*([{only}])(?:[ *_)\]]*(?:\n|$)|[*_]*[).:\]])", text)
-    if begins:
+    if begins := re.match(rf"[\s*_(\[]*([{only}])(?:[ *_)\]]*(?:\n|$)|[*_]*[).:\]])", text):
         return begins[1]
     inside = re.findall(rf"\(([{only}])\)", text)
     return inside[-1] if inside else None
@@ -43,10 +41,8 @@ def flexible_letter(text: str, letters: Sequence[str]) -> str | None:
 
 def judge(reference: Mapping[str, Any], text: str) -> dict[str, float]:
     """Score an answer. strict: the letter that it names is right; flexible: one that it may mean is."""
-    letters = reference["letters"]
-    return strict_and_flexible(
-        reference["answer"], strict_letter(text, letters), flexible_letter(text, letters)
-    )
+    right, letters = reference["answer"], reference["letters"]
+    return strict_and_flexible(right, strict_letter(text, letters), flexible_letter(text, letters))
 
 
 def written(question: str, options: Sequence[str], letters: Sequence[str] = ascii_uppercase) -> str:

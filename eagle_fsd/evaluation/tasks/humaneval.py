@@ -35,8 +35,7 @@ def program(reference: Mapping[str, Any], text: str) -> str:
     code = next(filter(defines.search, blocks), blocks[0] if blocks else None)
     if code is None:
         code = text
-        start = defines.search(code)
-        if start:  # words may come before the function, and imports too
+        if start := defines.search(code):  # words may come before the function, and imports too
             imports = re.search(r"^(?:import|from)\s+\w", code[: start.start()], re.MULTILINE)
             code = code[imports.start() if imports else start.start() :]
         code = unfenced(code)
