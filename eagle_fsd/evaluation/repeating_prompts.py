@@ -47,7 +47,11 @@ def repeating_prompts(folder: Path, count: int) -> list[dict[str, str]]:
     kinds = []
     for kind, (file, make) in KINDS.items():
         prompts = filter(None, (make(row) for _, row in read_jsonl(folder / file)))
-        kinds.append([{"kind": kind, "prompt": prompt} for prompt in islice(prompts, count)])
+        try:
+            kinds.append([{"kind": kind, "prompt": prompt} for prompt in islice(prompts, count)])
+        except KeyError as name:
+            said = f"{folder / file}: a row has no {name}, which a prompt needs; give the whole data set"
+            raise ValueError(said) from name
     mixed = [row for turn in zip_longest(*kinds) for row in turn if row is not None][:count]
     if len(mixed) < count:
         raise ValueError(f"count is {count}: {folder} has texts for {len(mixed)} prompts; lower --count")

@@ -284,3 +284,7 @@ def test_prompts_that_repeat_themselves(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         repeating_prompts.main([*argv, "--count", "4"])
     assert "count is 4" in capsys.readouterr().err
+    (tmp_path / "humaneval.jsonl").write_text('{"task_id": "0", "prompt": "def add", "entry_point": "add"}\n')
+    with pytest.raises(SystemExit):
+        repeating_prompts.main([*argv, "--count", "3"])
+    assert "humaneval.jsonl: a row has no 'canonical_solution', which" in capsys.readouterr().err

@@ -94,10 +94,7 @@ def undominated(points: Sequence[Point], quality: Quality, speed: str) -> list[P
 
 
 def winners(points: Sequence[Point], quality: Quality, speed: str) -> list[Point]:
-    """Return the fastest point for every level of LOSSES; lossless where no rule within it is faster.
-
-    Empty where there is no lossless to compare with, or nothing but lossless.
-    """
+    """Return the fastest point, or lossless, for every level of LOSSES; none where nothing is compared."""
     known = placed(points, quality, speed)
     if {point.is_lossless for point, *_ in known} != {True, False}:
         return []

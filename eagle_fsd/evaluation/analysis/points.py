@@ -138,7 +138,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Panel:
-    """What is compared: lossless, then rules by family and knobs. row: any of its rows, for what these share."""
+    """What is compared: lossless, then rules by family and knobs. row: any of theirs, for what they share."""
 
     row: Row = field(compare=False)
     points: tuple[Point, ...]
@@ -164,7 +164,7 @@ class Panel:
 
 
 def panels(rows: Iterable[Row], how: Bootstrap) -> list[Panel]:
-    """Group the rows in panels by section, task and temperature. Raises ValueError for a point of two cells."""
+    """Group the rows in panels by section and task. Raises ValueError where one point would mix two cells."""
     groups: dict[tuple[object, object], list[Row]] = {}
     for row in rows:
         groups.setdefault((SECTION(row), TASK(row)), []).append(row)

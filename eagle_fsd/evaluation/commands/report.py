@@ -165,8 +165,7 @@ def section(
         titles = [f"at most {quality.amount(level)}" for level in LOSSES]
         text += ["", markdown_table([f"fastest: {speed_title(speed)}", *titles], lines)] if lines else []
     for panel in members:
-        about = panel.details
-        text += ["", f"### {panel.title}", "", f"{about[0].upper()}{about[1:]}."]
+        text += ["", f"### {panel.title}", "", f"{panel.details.capitalize()}."]
         text += ["", speed_table(panel), "", quality_table(panel, qualities, speed)]
         text += predictors_table(panel, how)
     return text
@@ -219,13 +218,9 @@ def score_predictors(panel: Panel, how: Bootstrap) -> dict[str, dict[str, Estima
     measures = {name: MEASURES[name] for name in PREDICTORS} | {name: score(name) for name in panel.scores}
     drawn = {name: drawn_by_rule([*points, lossless], measure, how) for name, measure in measures.items()}
     changed = {name: one[:, :-1] - one[:, -1:] for name, one in drawn.items() if not np.isnan(one[0]).any()}
-    samples, known = len({row.sample for row in lossless.rows}), changed.keys() & PREDICTORS
+    samples, known = len({row.sample for row in lossless.rows}), [one for one in PREDICTORS if one in changed]
     return {
-        name: {
-            other: interval(correlation(changed[name], changed[other]), samples, how)
-            for other in PREDICTORS
-            if other in known
-        }
+        name: {one: interval(correlation(changed[name], changed[one]), samples, how) for one in known}
         for name in panel.scores
         if name in changed and known
     }

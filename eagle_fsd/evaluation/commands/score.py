@@ -64,10 +64,7 @@ def score_rows(rows: Iterable[Row], path: Path | None = None, origin: str = "row
 
 
 def score_file(source: Path, output: Path, path: Path | None = None) -> list[Row]:
-    """Score a file of rows into another, or into itself; it changes only when all are scored.
-
-    Raises ValueError for a source that grows meanwhile: its run has not ended.
-    """
+    """Score a file into another, or itself, as a whole. Raises ValueError for one that grows meanwhile."""
     if output.suffix == ".gz":
         raise ValueError(f"{output}: scored rows are written uncompressed; name an output without .gz")
     rows = [row for _, row in read_jsonl(source, torn=True)]

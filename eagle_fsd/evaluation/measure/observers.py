@@ -33,10 +33,7 @@ from eagle_fsd.target.session import TargetSession
 
 
 class Meter(ABC):
-    """An observer of one batch that has something to say of each row: fields of its JSON object.
-
-    seconds: what observing took, which is not the decoding's.
-    """
+    """An observer of a batch, with fields of each row's JSON object. seconds: what observing it took."""
 
     seconds = 0.0
 
