@@ -16,7 +16,7 @@ from eagle_fsd.files.fingerprints import digest_json
 from eagle_fsd.files.jsonl import read_jsonl
 
 NUMBER = int | float | None
-PROVENANCE = ("commit", "eagle_fsd", "python", "torch", "transformers", "device", "threads")
+PROVENANCE: tuple[str, ...] = ("commit", "eagle_fsd", "python", "torch", "transformers", "device", "threads")
 PROVENANCE += ("command", "date")
 
 

@@ -81,7 +81,7 @@ def score(name: str, weight: str | None = None) -> Measure:
 
     def parts(row: Row) -> Parts:
         value, own = row.scores.get(name), 1.0 if weight is None else row.scores.get(weight)
-        return (None if None in (value, own) else value * own), own
+        return (None if value is None or own is None else value * own), own
 
     return Measure(name, parts)
 
