@@ -124,7 +124,8 @@ def of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def quoted(text: str) -> str:
     """Return a text as a string of the grammar's language."""
-    return json.dumps(text, ensure_ascii=False)
+    # JSON may have the control character DEL as it is, which that language has not.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 @dataclass(frozen=True)
