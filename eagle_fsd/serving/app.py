@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route
 
-from eagle_fsd.core.checks import one_line
+from eagle_fsd.core.checks import format_value, one_line
 from eagle_fsd.core.config import TreeConfig
 from eagle_fsd.hub.resolve import shown_name
 from eagle_fsd.serving.answers import Answer, LogprobTables
@@ -143,7 +143,8 @@ class Service:
 
     def require_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.name:
-            message = f"model is {name!r}: this server has {self.settings.name!r}; name that, or leave it out"
+            message = f"model is {format_value(name)}: this server has {self.settings.name!r}"
+            message += "; name that, or leave it out"
             raise ApiError(404, message, "model_not_found", "model")
 
     def decode(self, token: int) -> str:

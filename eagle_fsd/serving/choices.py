@@ -266,7 +266,9 @@ def requested_rule(
 def token_of(key: str) -> int:
     """Return the token id that a key of logit_bias is. Raises ValueError if it is none."""
     if not key.isdecimal() or not key.isascii() or len(key) > 18:
-        raise ValueError(f'logit_bias has the key {key!r}: it must be a token id, such as "42"; fix it')
+        raise ValueError(
+            f'logit_bias has the key {format_value(key)}: it must be a token id, such as "42"; fix it'
+        )
     return int(key)
 
 

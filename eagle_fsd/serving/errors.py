@@ -121,10 +121,15 @@ def of_value(error: ValueError, fields: Sequence[str] = ()) -> ApiError:
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return the error of a body that is not a request, from pydantic's first complaint."""
-    found = errors[0]
-    # The names of a union's members stand between fields; they are not names of the request.
-    place = [part for part in found["loc"] if part != "body" and not is_type_name(part)]
+    """Return the error of a body that is not a request, from pydantic's first complaint.
+
+    Every member of a union complains. One that begins to read the value names the part of it that is wrong.
+    """
+    found, place = errors[0], place_of(errors[0])
+    for error in errors[1:]:
+        if len(within := place_of(error)) > len(place) and within[: len(place)] == place:
+            found, place = error, within
+            break
     param = ".".join(map(str, place))
     match found["type"]:
         case "json_invalid":
@@ -149,10 +154,18 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return wrong_value(f"{param} is {format_value(found.get('input'))}: {reason}", param)
 
 
+def place_of(error: Mapping[str, Any]) -> list[str | int]:
+    """Return where in a request pydantic complains: fields, and places in lists.
+
+    The names of a union's members stand between them; they are not names of the request.
+    """
+    return [part for part in error["loc"] if part != "body" and not is_type_name(part)]
+
+
 def is_type_name(part: object) -> bool:
     """Whether a part of pydantic's place is a member of a union, such as `str` or `list[int]`."""
     return isinstance(part, str) and bool(
-        re.match(r"(str$|int$|float$|list\[|function-|constrained|literal\[|NamedTool$|\w+Part$)", part)
+        re.match(r"(str$|int$|float$|(list|dict|literal)\[|function-|constrained|NamedTool$|\w+Part$)", part)
     )
 
 
@@ -166,7 +179,8 @@ def impossible_text(error: Exception) -> ApiError | None:
 def of_status(status: int, method: str, path: str, headers: Mapping[str, str] | None) -> ApiError:
     """Return the error of a request that the routes refuse, mostly since there is none for it."""
     if status == HTTPStatus.NOT_FOUND:
-        message = f"{path} is no route of this server: /openapi.json lists them, most are under /v1"
+        lost = one_line(path, 200)
+        message = f"{lost} is no route of this server: /openapi.json lists them, most are under /v1"
         return ApiError(status, message, "not_found", headers=headers)
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{method} is no method of {path}: send {(headers or {}).get('Allow', 'another one')}"

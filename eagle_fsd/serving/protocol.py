@@ -216,7 +216,7 @@ class Generation(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     threshold: Annotated[float | str | None, WrapValidator(require_threshold)] = None
-    divergence: str | None = None
+    divergence: str | None = Field(None, max_length=200)
     rule: str | None = Field(None, max_length=200)
     quality_budget: float | None = None
     response_format: WantedFormat = None

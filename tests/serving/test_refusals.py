@@ -31,6 +31,10 @@ def client() -> Iterator[TestClient]:
         yield made
 
 
+LONG = "x" * 50_000
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
 def refusal(client: TestClient, path: str = CHATS, **body: Any) -> dict[str, Any]:
     """Return the error of a request, which must be the client's fault and say so on one line."""
     if path == CHATS:
@@ -121,6 +125,27 @@ def test_content_of_another_kind_is_told_the_whole_rule(client: TestClient, cont
     error = refusal(client, messages=[{"role": "user", "content": content}])
     assert error["message"].startswith(f"content is {content!r}: it must be a text, or a list of parts such")
     assert error["param"] == "messages.0.content" and error["message"].endswith("; send one of these")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"model": LONG},
+        {"divergence": LONG, "threshold": 0.1},
+        {"logit_bias": {LONG: 1}},
+        {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": LONG}}},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+def test_a_long_value_is_cut_in_its_error(client: TestClient, body: Any) -> None:
+    answer = client.post(CHATS, json={"messages": CHAT, **body})
+    assert answer.status_code in (400, 404) and "xxxx..." in answer.json()["error"]["message"]
+    assert len(answer.content) < 500
+
+
+def test_a_long_path_is_cut_in_its_error(client: TestClient) -> None:
+    answer = client.get(f"/{LONG}")
+    assert answer.status_code == 404 and len(answer.content) < 500
 
 
 @pytest.mark.parametrize("schema", ["[1]", "{bad", "", '{"const": NaN}', '{"a":' * 100_000])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from eagle_fsd.core.checks import format_value
 from eagle_fsd.core.config import Form
 from eagle_fsd.serving.errors import ApiError, wrong_value
 from eagle_fsd.serving.protocol import ChatRequest, Generation
@@ -56,8 +57,8 @@ def plan_tools(request: Generation, known: CallFormat) -> ToolPlan | None:
     if isinstance(choice, NamedTool):
         offered = [one for one in offered if one.name == choice.function.name]
         if not offered:
-            name = choice.function.name
-            raise wrong_value(f"tool_choice names {name!r}, which is not in tools: add it", "tool_choice")
+            name = format_value(choice.function.name)
+            raise wrong_value(f"tool_choice names {name}, which is not in tools: add it", "tool_choice")
     if request.response_format is not None or request.structured_outputs is not None:
         name = "response_format" if request.response_format is not None else "structured_outputs"
         message = f"{name} beside tools: an answer has one form; leave one out, or set tool_choice to none"
