@@ -140,14 +140,16 @@ def check_arguments(args: argparse.Namespace) -> GenerationOptions:
     require_integer("--max-queue", args.max_queue, 0, "0 lets none wait")
     if args.max_prompt_tokens is not None:
         require_integer("--max-prompt-tokens", args.max_prompt_tokens, 1, "drop it for the target's own")
-    if args.cache_tokens is not None:
-        require_integer("--cache-tokens", args.cache_tokens, 1, "drop it for no limit")
     require_integer("--prefix-tokens", args.prefix_tokens, 0, "0 keeps no text")
     require_integer("--max-body", args.max_body, 1024, "1048576 is usual")
     require_number("--request-timeout", args.request_timeout, 0.1, 1e6, "600 is usual")
     check_adaptation(args)
     api_key(args)
-    return generation_options(args)
+    options = generation_options(args)
+    if args.cache_tokens is not None:  # a request that sets no limit must fit
+        remedy = "drop it for no limit, or lower --max-new-tokens"
+        require_integer("--cache-tokens", args.cache_tokens, options.max_new_tokens + 1, remedy)
+    return options
 
 
 def api_key(args: argparse.Namespace) -> str | None:

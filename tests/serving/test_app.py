@@ -556,6 +556,14 @@ def test_token_ids_become_text_whatever_a_prompt_may_have() -> None:
             assert (error["param"], error["code"]) == ("tokens", "invalid_value")
 
 
+def test_a_text_that_never_fits_is_refused_in_a_clients_words() -> None:
+    with client_of(limits=Limits(cache_tokens=100)) as client:
+        assert post(client, max_tokens=4).status_code == 200
+        error = error_of(post(client, max_tokens=90), 400)
+    said = f"the prompt has {len(chat_ids())} tokens and may get 90 more, so that it needs"
+    assert error["message"].startswith(said)
+
+
 @pytest.mark.parametrize("prefix_tokens", [0, 4096])
 def test_the_next_turn_of_a_chat_reads_only_what_is_new(prefix_tokens: int) -> None:
     with client_of(limits=Limits(prefix_tokens=prefix_tokens)) as client:

@@ -100,6 +100,7 @@ def test_mistakes_end_in_one_line(
         (["--regex", "a"], "--regex is given: every request names its own response_format"),
         (["--port", "99999"], "--port is 99999: it must be an integer between 0 and 65535"),
         (["--max-rows", "0"], "--max-rows is 0"),
+        (["--cache-tokens", "1024"], "--cache-tokens is 1024: it must be an integer of at least 1025; drop"),
         (["--host", "not.there.invalid"], "not.there.invalid port 8000 cannot be listened at"),
         (["--threshold", "-1", "--port", "0"], "threshold is -1"),
         (["--base-model", "/not/there", "--port", "0"], "/not/there"),

@@ -217,8 +217,9 @@ class Worker:
                 text.stopper = make_stopper(job.written.tokenizer, *job.stopping)
             self._scheduler.admit(text)
             self._leader.admit(text, job.stopping)
-        except ValueError as error:  # the prompt; whoever submits it checks that too
-            self._end(job, News(error=wrong_value(one_line(error))))
+        except ValueError as error:  # it may need more of the caches than there is
+            said = one_line(error).replace(f"prompt {text.number} ", "the prompt ", 1)  # not the client's
+            self._end(job, News(error=wrong_value(said)))
             return
         except Exception as error:
             self._end(job, News(error=lost_text(one_line(error))))
