@@ -75,7 +75,8 @@ def generate_with_head(
     input_ids: [B, L]. arguments: those of `generate`; and threshold and divergence (default: 0, lossless), or
     rule, an acceptance rule or its words, such as "js:0.6:min_gain=0.7"; tree, a TreeConfig or its words;
     seed. Returns sequences [B, L + new], or with return_dict_in_generate a GenerationOutput. max_new_tokens
-    is 256 unless said. Raises ValueError for an argument that is not supported.
+    is 256 unless an argument or the model's generation_config says how long a text may be. Raises ValueError
+    for an argument that is not supported.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     config = given.pop("generation_config", None)
@@ -128,13 +129,16 @@ def options_of(model: PreTrainedModel, given: Mapping[str, Any], length: int) ->
     options["do_sample"] = bool(given.get("do_sample", getattr(own, "do_sample", None)))
     if not options["do_sample"]:
         options.pop("temperature", None)  # has no effect there, as in `generate`
-    if "max_new_tokens" not in options and "max_length" in given:
-        options["max_new_tokens"] = int(given["max_length"]) - length
-        if options["max_new_tokens"] < 1:
+    new, most = (given.get(name, getattr(own, name, None)) for name in ("max_new_tokens", "max_length"))
+    if new is None and most is not None:
+        new = int(most) - length
+        if new < 1:
             raise ValueError(
-                f"max_length is {given['max_length']}: the prompt has {length} tokens, and one must be left "
-                "for the answer; raise it, or give max_new_tokens"
+                f"max_length is {most}: the prompt has {length} tokens, and one must be left for the answer; "
+                "raise it, or give max_new_tokens"
             )
+    if new is not None:
+        options["max_new_tokens"] = new
     rule = given.get("rule")
     if rule is None:
         rule = f"{given.get('divergence', 'js')}:{given.get('threshold', 0)}"

@@ -74,6 +74,20 @@ def test_greedy_texts_are_those_of_generate(repository: str, arguments: dict[str
         assert torch.equal(made, wanted)
 
 
+@pytest.mark.parametrize(
+    "own", [{"max_new_tokens": 5}, {"max_length": 15}, {"max_new_tokens": 5, "max_length": 9}]
+)
+@pytest.mark.parametrize("arguments", [{}, {"max_new_tokens": 3}, {"max_length": 11}])
+def test_a_model_may_say_how_long_its_texts_are(
+    repository: str, own: dict[str, int], arguments: dict[str, int]
+) -> None:
+    model, head = tiny_model(), str(Path(repository) / "head")
+    model.generation_config = transformers.GenerationConfig(**own)
+    for asked in (arguments, {"generation_config": transformers.GenerationConfig(**arguments)}):
+        wanted = model.generate(prompts(), **asked)
+        assert torch.equal(generate_with_head(model, head, prompts(), tree="8/3/3", **asked), wanted)
+
+
 ENDS = [17, 60, 5, 8, 9, 12, 31, 66]
 
 
