@@ -88,6 +88,22 @@ def test_a_model_may_say_how_long_its_texts_are(
         assert torch.equal(generate_with_head(model, head, prompts(), tree="8/3/3", **asked), wanted)
 
 
+@pytest.mark.parametrize("own", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-3}])
+def test_sampling_is_the_models_own_where_the_call_asks_for_it(
+    repository: str, own: dict[str, float]
+) -> None:
+    model, head = tiny_model(), str(Path(repository) / "head")
+    model.generation_config = transformers.GenerationConfig(**own)
+    wanted = model.generate(prompts(), max_new_tokens=12)
+    assert torch.equal(model.generate(prompts(), max_new_tokens=12, do_sample=True), wanted)
+    asked = {"tree": "8/3/3", "max_new_tokens": 12, "do_sample": True, "seed": 3}
+    assert torch.equal(generate_with_head(model, head, prompts(), **asked), wanted)
+    other = generate_with_head(
+        model, head, prompts(), **asked, top_k=0, top_p=1.0, min_p=0.0, temperature=2.0
+    )
+    assert not torch.equal(other, wanted)
+
+
 ENDS = [17, 60, 5, 8, 9, 12, 31, 66]
 
 
