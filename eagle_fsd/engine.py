@@ -88,7 +88,8 @@ class EagleFSD:
         LoadOptions. keywords: its fields, which override `options`: `device="cpu", weight_format="packed"`.
         Raises ValueError for anything that is missing, does not fit or is not supported.
         """
-        pair = load_pair(base_model, ea_model, override(LoadOptions, options, keywords))
+        settled = override(LoadOptions, options, keywords, others=("base_model", "ea_model"))
+        pair = load_pair(base_model, ea_model, settled)
         if isinstance(pair.head, Eagle3Head):
             settle_head(pair.head, pair.target, pair.tokenizer)
         sources = (pair.base_model, pair.ea_model, pair.head_dtype, pair.folder)

@@ -26,6 +26,7 @@ from eagle_fsd.acceptance.calibration import (
 )
 from eagle_fsd.cli.arguments import generation_options
 from eagle_fsd.cli.flags import build_parser
+from eagle_fsd.core.checks import override
 from eagle_fsd.core.stats import GenerationStats
 from eagle_fsd.evaluation.measure.speed import PEERS, parse_own
 from eagle_fsd.evaluation.repeating_prompts import PASSAGES
@@ -227,8 +228,10 @@ def test_the_readmes_python(smollm2: Any, capsys: pytest.CaptureFixture[str]) ->
 def test_the_pages_python(page: Path, smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page's blocks run one after the other; the engine that is loaded already stands in for theirs."""
 
-    def load(*_names: Any, **options: Any) -> EagleFSD:
-        LoadOptions(**options)
+    def load(
+        base_model: str = "", ea_model: str | None = None, options: Any = None, **keywords: Any
+    ) -> EagleFSD:
+        override(LoadOptions, options, keywords)
         return smollm2
 
     monkeypatch.setattr(EagleFSD, "from_pretrained", load)

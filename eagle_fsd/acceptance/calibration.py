@@ -277,5 +277,7 @@ def weights_alone(models: Mapping[str, Any]) -> dict[str, Any]:
 
 def format_sampling(sampling: SamplingConfig) -> str:
     """Return a sampling as SamplingConfig.parse reads it: temperature/top_k/top_p, and /min_p if it is on."""
-    sizes = f"{sampling.temperature:g}/{sampling.top_k}/{sampling.top_p:g}"
-    return f"{sizes}/{sampling.min_p:g}" if sampling.min_p else sizes
+    sizes = [sampling.temperature, sampling.top_k, sampling.top_p]
+    if sampling.min_p:
+        sizes.append(sampling.min_p)
+    return "/".join(str(size).removesuffix(".0") for size in sizes)

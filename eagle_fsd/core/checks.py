@@ -115,11 +115,13 @@ def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
         )
 
 
-def override(kind: type[Options], options: Options | None, keywords: Mapping[str, Any]) -> Options:
+def override(
+    kind: type[Options], options: Options | None, keywords: Mapping[str, Any], others: Sequence[str] = ()
+) -> Options:
     """Return options of a frozen dataclass with these keywords in place of their own; None: the defaults.
 
-    Raises ValueError for options of another kind, and for a keyword that is no field, with the name of one
-    that is written like it.
+    others: the further arguments of the function that is called. Raises ValueError for options of another
+    kind, and for a keyword that is no field, with the name that may have been meant.
     """
     if not isinstance(options, kind | None):
         raise ValueError(
@@ -128,7 +130,7 @@ def override(kind: type[Options], options: Options | None, keywords: Mapping[str
     known = [field.name for field in fields(kind)]
     for name in keywords:
         if name not in known:
-            near = get_close_matches(name, known, 1, LEAST_LIKENESS)
+            near = get_close_matches(name, [*known, *others], 1, LEAST_LIKENESS)
             remedy = f"write {near[0]}, or leave it out" if near else "leave it out"
             raise ValueError(
                 f"{name} is not an option: the keywords are the fields of {kind.__name__}; {remedy}"

@@ -74,11 +74,6 @@ class Prompts:
         return [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths, strict=True)]
 
     @property
-    def longest_text(self) -> int:
-        """The most tokens that a text may have, its prompt included."""
-        return max(length + limit for length, limit in zip(self.lengths, self.limits, strict=True))
-
-    @property
     def context(self) -> int:
         """The length of the longest text about halfway through its generation."""
         return max(self.lengths) + max(self.limits) // 2
@@ -223,6 +218,11 @@ class Request:
     processing: Processing = UNPROCESSED
     logprobs: int | None = None
     stoppers: Sequence[Stopper] = ()
+
+    @property
+    def longest_text(self) -> int:
+        """The most tokens that a text may have, its prompt included."""
+        return max(length + limit for length, limit in zip(self.lengths, self.limits, strict=True))
 
     def texts(self, stats: Sequence[GenerationStats]) -> list[Text]:
         """Return the texts of the rows, which are counted in these statistics."""

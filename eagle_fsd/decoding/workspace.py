@@ -86,10 +86,9 @@ class Workspaces:
         greedy, ranks = request.sampling.greedy, self.target.ranks
         if seed is None:  # greedy decoding draws nothing and leaves torch's generator alone
             seed = 0 if greedy else ranks.lead(fresh_seed())
-        batch, prompt, tree = len(request.lengths), max(request.lengths), request.tree
-        longest = max(map(sum, zip(request.lengths, request.limits, strict=True)))
-        workspace = self.take(batch, prompt, longest, tree, drafter)
-        random = RowRandom(seed, batch, self.target.device)
+        batch, tree = len(request.lengths), request.tree
+        random = RowRandom(seed, batch, self.target.device)  # first: it checks the seed
+        workspace = self.take(batch, max(request.lengths), request.longest_text, tree, drafter)
         stats, watch = [GenerationStats() for _ in request.lengths], Stopwatch()
         texts: list[Text] = []
         steps = self.decode(workspace, request, random, stats, watch, texts)

@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum, auto
 from types import MethodType
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 VIEW = 256  # a cache's view grows by this many slots at a time, so that few shapes occur
 MOST = 32  # recordings of one piece of work: enough for a text of 8,192 tokens
-FEW_ROWS = 2  # up to this many rows, one thread is enough for torch's work beside the graphs
 SHAPES = 8  # result shapes of one piece of work, each with memory of its own
 
 
@@ -99,43 +98,6 @@ class Eager:
 
 
 EAGER = Eager()
-
-
-class FixedShapes(Eager):
-    """A stepper for a runtime that does extra work whenever shapes change.
-
-    It records nothing. `records` is True all the same, so that callers keep to a few recurring shapes.
-    The runtime has threads of its own. After each parallel piece of torch's work, torch's threads wait busily
-    for the next one and take the processor from them. So torch gets one thread where it has little to do.
-    """
-
-    view, records = VIEW, True
-
-    def running(self, rows: int) -> AbstractContextManager[None]:
-        return one_thread() if rows <= FEW_ROWS else nullcontext()
-
-
-_usual: list[int] = []  # the usual number of threads of each thread inside `one_thread`
-_counting = threading.Lock()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread here, in the thread that calls.
-
-    A new thread begins with the number that was set last, which may be another's 1. It leaves with that
-    one's usual number.
-    """
-    with _counting:
-        usual = max([torch.get_num_threads(), *_usual])
-        _usual.append(usual)
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        with _counting:
-            _usual.remove(usual)
-            torch.set_num_threads(usual)
 
 
 class Graphs:

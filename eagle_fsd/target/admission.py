@@ -22,7 +22,8 @@ from eagle_fsd.core.tree import DraftTree
 from eagle_fsd.runtime.flash_attention import flash_available
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
-from eagle_fsd.runtime.step_recorder import EAGER, FixedShapes
+from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
+from eagle_fsd.runtime.step_recorder import EAGER
 from eagle_fsd.target.architecture import FULL, SLIDING, named_layer_kinds
 from eagle_fsd.target.graph_decoder import GraphDecoder, may_page, trace_graphs
 from eagle_fsd.target.hf_attention import private_copy

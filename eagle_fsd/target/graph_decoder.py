@@ -22,6 +22,7 @@ from eagle_fsd.files.provenance import processor
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.block_cache import BlockCache
+from eagle_fsd.runtime.openvino.kept.graph_store import NoRoom
 from eagle_fsd.runtime.openvino.network import Layout, Network, Product
 from eagle_fsd.runtime.openvino.traced_attention import attend_blocks, attend_pages, page_operator
 from eagle_fsd.runtime.openvino.weight_formats import BFLOAT16
@@ -277,7 +278,7 @@ def trace_graphs(
         made_of = [CONVERTER, decoder.config.to_json_string(use_diff=False), kinds, *([taps] if taps else [])]
         network = runtime.network("decoder", decoder, work, layout, made_of)
         product = runtime.product("lm_head", head.weight, head.bias)
-    except OSError as error:
+    except NoRoom as error:
         raise ValueError(f"the target's graphs cannot be made: {one_line(error)}; or {REMEDY}") from error
     except Exception as error:  # the tracer's errors have no common base
         raise ValueError(

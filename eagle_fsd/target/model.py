@@ -17,8 +17,9 @@ from eagle_fsd.files.fingerprints import target_identity
 from eagle_fsd.runtime.flash_attention import FlashPlan
 from eagle_fsd.runtime.kv_cache import KVCache
 from eagle_fsd.runtime.openvino.backend import OpenVINO
+from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
 from eagle_fsd.runtime.ranks import ALONE, Ranks, local_bytes, look_up
-from eagle_fsd.runtime.step_recorder import EAGER, FixedShapes, Stepper
+from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 from eagle_fsd.target.admission import (
     check_taps,
     check_tree_verification,

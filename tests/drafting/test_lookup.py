@@ -33,7 +33,8 @@ from eagle_fsd.drafting.lookup.lookup_drafter import WORTH, LookupDrafter, Looku
 from eagle_fsd.drafting.lookup.merged_drafter import MergedSpec
 from eagle_fsd.drafting.lookup.text_memory import Sources
 from eagle_fsd.hub import save_head
-from eagle_fsd.runtime.step_recorder import EAGER, FixedShapes, Stepper
+from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
+from eagle_fsd.runtime.step_recorder import EAGER, Stepper
 from eagle_fsd.target.model import TargetModel
 
 CPU = torch.device("cpu")

@@ -30,7 +30,8 @@ from eagle_fsd.drafting.lookup.recycled_lists import NextList
 from eagle_fsd.drafting.lookup.text_memory import GrownTree, Sources, TextMemory
 from eagle_fsd.drafting.tree_growth import NO_LIMIT, BeamDrafter
 from eagle_fsd.runtime.kv_cache import KVCache
-from eagle_fsd.runtime.step_recorder import EAGER, FixedShapes
+from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
+from eagle_fsd.runtime.step_recorder import EAGER
 from eagle_fsd.target.model import TargetModel
 
 CPU = torch.device("cpu")

@@ -13,14 +13,14 @@ from eagle_fsd.hub.loading.options import LoadOptions
 
 
 def test_only_one_way_to_draft_may_be_asked_for() -> None:
-    assert LoadOptions().head_source(None) is None and LoadOptions().head_source("h") == "h"
+    assert LoadOptions().asked_head(None) is None and LoadOptions().asked_head("h") == "h"
     for options in (LoadOptions(draft_model="m"), LoadOptions(draft_layers=3), LoadOptions()):
-        assert options.head_source("none") == "none"
-    assert LoadOptions(draft_model=Path("m"), head_dtype="bfloat16").head_source(None) == "none"
+        assert options.asked_head("none") == "none"
+    assert LoadOptions(draft_model=Path("m"), head_dtype="bfloat16").asked_head(None) == "none"
     with pytest.raises(ValueError, match=r"the head 'h' .* and of the draft model 'm' .*one of them drafts"):
-        LoadOptions(draft_model="m").head_source("h")
+        LoadOptions(draft_model="m").asked_head("h")
     with pytest.raises(ValueError, match=r"the draft model 'm' .* and of the first 3 layers"):
-        LoadOptions(draft_model="m", draft_layers=3).head_source(None)
+        LoadOptions(draft_model="m", draft_layers=3).asked_head(None)
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_what_says_how_a_head_drafts_needs_a_head(option: dict[str, object]) -> 
     (name,) = option
     for drafter in ({}, {"draft_layers": 2}):
         with pytest.raises(ValueError, match=f"^{name} is .* without a head: it says how one drafts"):
-            LoadOptions(**option, **drafter).head_source("none")
-    assert LoadOptions(**option).head_source("h") == "h"
+            LoadOptions(**option, **drafter).asked_head("none")
+    assert LoadOptions(**option).asked_head("h") == "h"
 
 
 def test_keywords_override_options_and_are_checked_by_name(tmp_path: Path) -> None:
@@ -49,5 +49,7 @@ def test_keywords_override_options_and_are_checked_by_name(tmp_path: Path) -> No
     assert engine.dtype == tiny_model().dtype and engine.drafter.name == "eagle"
     with pytest.raises(ValueError, match=r"^weights_format is not an option: .*; write weight_format,"):
         EagleFSD.from_pretrained(*names, weights_format="packed")
+    with pytest.raises(ValueError, match=r"^ea_modell is not an option: .*; write ea_model,"):
+        EagleFSD.from_pretrained(*names[:1], ea_modell="none")
     with pytest.raises(ValueError, match=r"^options is a dict: it must be LoadOptions; give its entries as"):
         EagleFSD.from_pretrained(*names, {"dtype": "float64"})

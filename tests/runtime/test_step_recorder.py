@@ -34,7 +34,8 @@ from eagle_fsd.drafting import tree_growth
 from eagle_fsd.engine import GenerationOutput
 from eagle_fsd.runtime import flash_attention, kv_cache
 from eagle_fsd.runtime.grouped_attention import grouped_attention
-from eagle_fsd.runtime.step_recorder import EAGER, MOST, FixedShapes, Graphs, RecordedWork, Recording, leaves
+from eagle_fsd.runtime.openvino.fixed_shapes import FixedShapes
+from eagle_fsd.runtime.step_recorder import EAGER, MOST, Graphs, RecordedWork, Recording, leaves
 from eagle_fsd.target import admission
 from eagle_fsd.target.model import TargetModel
 from eagle_fsd.target.session import TargetSession
@@ -509,6 +510,10 @@ def test_steps_of_two_threads_leave_torch_its_threads() -> None:
 
     def third() -> None:
         seen.append(torch.get_num_threads())
+        torch.set_num_threads(2)  # its own: nobody else's number takes its place
+        with FixedShapes().running(1), FixedShapes().running(1):
+            seen.append(torch.get_num_threads())
+        seen.append(torch.get_num_threads())
 
     try:
         torch.set_num_threads(3)
@@ -522,7 +527,7 @@ def test_steps_of_two_threads_leave_torch_its_threads() -> None:
         new.join()
     finally:
         torch.set_num_threads(before)
-    assert seen == [1, 1, 3, 3]
+    assert seen == [1, 1, 3, 3, 1, 2]
 
 
 # --- memory ---

@@ -49,6 +49,7 @@ def apply_rules(batch: Batch, tree: DraftTree, logits: Tensor, groups: list[Grou
 
 @functools.lru_cache(maxsize=64)  # a copy to a GPU at every step would be waited for
 def end_tokens(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return end tokens on a device, in a tensor that all callers share."""
     return torch.tensor(ids, dtype=torch.int64, device=device)
 
 

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from eagle_fsd.drafting.draft_model import DraftModelSpec
 from eagle_fsd.hub.loading.options import LoadOptions
-from eagle_fsd.hub.loading.target import compile_target, pack, reader
+from eagle_fsd.hub.loading.target import compile_target, pack_for, reader
 from eagle_fsd.hub.target_loader import TargetSource
 from eagle_fsd.runtime.openvino.backend import OpenVINO
 from eagle_fsd.runtime.openvino.weight_formats import INT8, PACKED
@@ -51,7 +51,7 @@ def load_draft_model(
     require_same_vocabulary(tokenizer, own, sizes, source.name)
     model.generation_config = GenerationConfig()  # its own is for answers, and it only drafts
     if runtime is None:
-        pack(model, options)
+        pack_for(model, options)
         draft = TargetModel(model, target.stepper if model.device == target.device else EAGER)
     else:
         few_bits = runtime.weight_format == PACKED and source.gguf_file is None

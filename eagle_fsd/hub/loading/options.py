@@ -47,7 +47,8 @@ class LoadOptions:
     tp_plan: "auto" splits the target among the processes that torchrun started, which must then make the
       same calls; see docs/targets-and-heads.md.
 
-    Raises ValueError for values that no pair of models can have.
+    Raises ValueError for a draft_model, draft_layers or draft_device that cannot be; the models are loaded to
+    tell the rest.
     """
 
     dtype: torch.dtype | str | None = None
@@ -87,7 +88,7 @@ class LoadOptions:
         """Whether a device_map places the target's layers, and may move them."""
         return self.device_map is not None
 
-    def head_source(self, ea_model: str | None) -> str | None:
+    def asked_head(self, ea_model: str | None) -> str | None:
         """Return the head that is asked for: a name, NO_HEAD, or None for the one that ships.
 
         Raises ValueError if more than one drafter is asked for, and for options of a head without a head.

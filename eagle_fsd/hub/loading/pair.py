@@ -17,7 +17,7 @@ from eagle_fsd.drafting.eagle_head import DraftHead
 from eagle_fsd.hub.choose_runtime import AUTO, OPENVINO, TORCH, plan_runtime
 from eagle_fsd.hub.loading.draft_models import errors_of_draft_model, load_draft_model, spec_of_layers
 from eagle_fsd.hub.loading.options import LoadOptions
-from eagle_fsd.hub.loading.target import load_planned, pack
+from eagle_fsd.hub.loading.target import load_planned, pack_for
 from eagle_fsd.hub.resolve import (
     HeadSource,
     is_shipped_head,
@@ -45,8 +45,8 @@ class Pair:
 
     target: TargetModel
     tokenizer: PreTrainedTokenizerBase | None
+    base_model: str
     head: DraftHead | Eagle3Head | DrafterSpec | None = None
-    base_model: str = ""
     ea_model: str = NO_HEAD
     lookup: bool = False
     folder: Path | None = None
@@ -59,20 +59,21 @@ def load_pair(
     """Load a target and what drafts for it; see EagleFSD.from_pretrained."""
     # First the checks that are faster than a download.
     base_model = name_of_source("base_model", base_model)
-    ea_model = options.head_source(None if ea_model is None else name_of_source("ea_model", ea_model))
+    ea_model = options.asked_head(None if ea_model is None else name_of_source("ea_model", ea_model))
     ranks = ALONE
     if options.tp_plan is not None:
-        ranks, options = join(options)
+        ranks, options = join_ranks_with(options)
     place = resolve_device(options.device)
     draft_place = place if options.draft_device is None else resolve_device(options.draft_device)
     head_dtype = None if options.head_dtype is None else resolve_dtype(options.head_dtype, place)
     if ea_model != NO_HEAD and head_dtype not in (None, torch.float32):
         options = replace(options, runtime=runtime_for_head_dtype(options, head_dtype))
     sources = Sources.find(base_model, ea_model, options, ranks)
-    is_gguf, wanted = sources.target.gguf_file is not None, (options.weight_format, options.dtype)
-    plan = plan_runtime(options.runtime, *wanted, place, options.movable, is_gguf)
+    is_gguf = sources.target.gguf_file is not None
+    wanted = (options.runtime, options.weight_format, options.dtype)
+    plan = plan_runtime(*wanted, device=place, movable=options.movable, gguf=is_gguf)
     target, tokenizer = load_planned(sources.target, plan, options, ranks)
-    pair = Pair(target, tokenizer, base_model=sources.target.name, lookup=bool(options.lookup))
+    pair = Pair(target, tokenizer, sources.target.name, lookup=bool(options.lookup))
     if options.draft_layers is not None:
         layers = spec_of_layers(target, options.draft_layers)
         return replace(pair, head=layers, ea_model=f"first {options.draft_layers} layers")
@@ -91,7 +92,7 @@ def load_pair(
     return replace(pair, head=head, lookup=lookup, head_dtype=drafts_in, **names)
 
 
-def join(options: LoadOptions) -> tuple[Ranks, LoadOptions]:
+def join_ranks_with(options: LoadOptions) -> tuple[Ranks, LoadOptions]:
     """Join the ranks that torchrun started, and return them with the options of this one."""
     wanted = (options.runtime, options.weight_format, options.device_map, options.draft_device)
     require_splittable(options.tp_plan, *wanted)
@@ -138,7 +139,7 @@ def load_head(
     if options.full_vocabulary:
         use_full_vocabulary(head, source.name)
     if target.runtime is None:
-        pack(head, options)
+        pack_for(head, options)
     return head
 
 

@@ -45,11 +45,11 @@ def load_planned(
         second = SecondStart.of(source, plan.weight_format, options.attn_implementation)
     found = second and second.find(lambda: load(dtype=torch.float32)[0])
     held, tokenizer = found or ranks.together(functools.partial(load, dtype=plan.dtype, ranks=ranks))
-    places = Places(source, plan, options, ranks, load, held)
+    runtimes = Runtimes(source, plan, options, ranks, load, held)
     if plan.runtime == AUTO:
-        target = settle(plan, shapes_of(held), places.on_torch, places.on_openvino)
+        target = settle(plan, shapes_of(held), runtimes.on_torch, runtimes.on_openvino)
     else:
-        target = places.on_torch() if plan.runtime == TORCH else places.on_openvino()
+        target = runtimes.on_torch() if plan.runtime == TORCH else runtimes.on_openvino()
     if target.runtime is None:
         return target, tokenizer
     log_sizes()
@@ -78,7 +78,7 @@ def reader(source: TargetSource, options: LoadOptions) -> Callable[..., Loaded]:
 
 
 @dataclass(frozen=True)
-class Places:
+class Runtimes:
     """The runtimes that a target that has been read may be put on.
 
     load: reads it again. held: the model, or what stands for it at a second start.
@@ -93,7 +93,7 @@ class Places:
 
     def on_torch(self) -> TargetModel:
         model = whole(self.held)
-        pack(model, self.options)
+        pack_for(model, self.options)
         records = self.options.graphs and not self.options.movable
         return TargetModel(model, usual_stepper(model.device) if records else EAGER, ranks=self.ranks)
 
@@ -109,8 +109,8 @@ class Places:
         return compile_target(model, self.source, self.plan.weight_format)
 
 
-def pack(model: torch.nn.Module, options: LoadOptions) -> None:
-    """Give a model's linear layers the fastest products of this machine, or torch's own."""
+def pack_for(model: torch.nn.Module, options: LoadOptions) -> None:
+    """Give a model's linear layers the products that the options want: the fastest here, or torch's."""
     # A packed layer that moves would be packed again each time.
     packs = options.pack and not options.movable
     pack_linears(model, find_fastest_backend(model) if packs else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import locale
@@ -33,9 +32,11 @@ def is_installed() -> bool:
 
 def has_home() -> bool:
     """Return whether the user has a home folder, where OpenVINO looks for its settings."""
-    with contextlib.suppress(RuntimeError):
-        return bool(Path.home())
-    return False
+    try:
+        Path.home()
+    except RuntimeError:
+        return False
+    return True
 
 
 def require() -> None:

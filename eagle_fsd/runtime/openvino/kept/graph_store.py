@@ -46,6 +46,10 @@ GRAPH = "graph.xml"
 _in_use: set[Path] = set()  # folders that this process has read or written
 
 
+class NoRoom(OSError):
+    """The disk of temporary files cannot take a graph."""
+
+
 def root_folder() -> Path:
     return cache_folder() / FOLDER
 
@@ -144,7 +148,7 @@ def constant_bytes(graph: Any) -> int:
 def read_back(graph: Any) -> Any:
     """Write a graph and read it again: only then are its constants folded, and more of it is fused.
 
-    Raises OSError if the disk of temporary files is full.
+    Raises NoRoom if the disk of temporary files is full.
     """
     import numpy as np
     import openvino
@@ -153,7 +157,7 @@ def read_back(graph: Any) -> Any:
         try:
             openvino.save_model(graph, Path(folder) / GRAPH, compress_to_fp16=False)
         except RuntimeError as error:  # OpenVINO's own, which does not say of what
-            raise OSError(
+            raise NoRoom(
                 f"{tempfile.gettempdir()} cannot take the {format_gigabytes(constant_bytes(graph))} of a "
                 f"graph ({one_line(error, 80)}): free some space, or name another folder in TMPDIR"
             ) from error
