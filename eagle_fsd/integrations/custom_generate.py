@@ -28,7 +28,7 @@ from eagle_fsd.decoding.request import end_token_ids
 from eagle_fsd.drafting.eagle3.head import Eagle3Head
 from eagle_fsd.engine import EagleFSD
 from eagle_fsd.hub.resolve import load_any_head
-from eagle_fsd.target.architecture import SAMPLING_DEFAULTS
+from eagle_fsd.target.architecture import named_sampling
 from eagle_fsd.target.model import TargetModel
 
 ENGINES = "_eagle_fsd_engines"  # a model's engines, by the name of their head, so that they go with it
@@ -131,8 +131,7 @@ def options_of(model: PreTrainedModel, given: Mapping[str, Any], length: int) ->
     if not options["do_sample"]:
         options.pop("temperature", None)  # has no effect there, as in `generate`
     else:  # the model's own values count, whether it asks for sampling itself or not
-        known = {name: getattr(own, name, None) for name in SAMPLING_DEFAULTS}
-        options = {name: value for name, value in known.items() if value is not None} | options
+        options = named_sampling(own) | options
     new, most = (given.get(name, getattr(own, name, None)) for name in ("max_new_tokens", "max_length"))
     if new is None and most is not None:
         new = int(most) - length

@@ -193,9 +193,14 @@ def own_defaults(generation: GenerationConfig | None) -> dict[str, Any]:
         if (value := getattr(generation, its, None)) is not None and value not in ([], {})
     }
     if getattr(generation, "do_sample", None):
-        named = {name: getattr(generation, name, None) for name in SAMPLING_DEFAULTS}
-        found |= {**SAMPLING_DEFAULTS, **{name: value for name, value in named.items() if value is not None}}
+        found |= {**SAMPLING_DEFAULTS, **named_sampling(generation)}
     return found
+
+
+def named_sampling(generation: GenerationConfig | None) -> dict[str, Any]:
+    """Return the sampling that a generation_config names, whether it asks for sampling or not."""
+    named = {name: getattr(generation, name, None) for name in SAMPLING_DEFAULTS}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def report_defaults(ignored: Mapping[str, object], own: Mapping[str, object]) -> None:

@@ -17,7 +17,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -27,7 +26,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from eagle_fsd.files.atomic import cache_folder, hold_lock, read_records, write_atomically
+from eagle_fsd.files.atomic import cache_folder, hidden_beside, hold_lock, read_records, write_atomically
 from eagle_fsd.files.kept_folders import (
     format_gigabytes,
     is_enabled,
@@ -134,7 +133,7 @@ def keep(origin: Origin, dtype: str, size: int, save: Callable[[Path], None]) ->
         remove_leftovers(folder.parent)
         with hold_lock(folder, patience=0.0):
             remove(*folder.parent.glob(f".{folder.name}-*"))  # left by processes that were killed
-            partial = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+            partial = hidden_beside(folder)
             try:
                 partial.mkdir()
                 save(partial)
