@@ -47,8 +47,8 @@ class LoadOptions:
     tp_plan: "auto" splits the target among the processes that torchrun started, which must then make the
       same calls; see docs/targets-and-heads.md.
 
-    Raises ValueError for a draft_model, draft_layers or draft_device that cannot be; the models are loaded to
-    tell the rest.
+    Raises ValueError for a draft_model, draft_layers or draft_device that cannot be. The rest is checked when
+    the models are loaded.
     """
 
     dtype: torch.dtype | str | None = None

@@ -35,8 +35,8 @@ _counting = threading.Lock()
 def one_thread() -> Iterator[None]:
     """Let torch use one thread here, in the thread that calls.
 
-    A new thread begins with the number that was set last, which may be another's 1. It leaves with that
-    one's usual number.
+    A new thread begins with the number that was set last, which may be the 1 of another thread in here. It
+    then leaves with the usual number of that thread.
     """
     mine = threading.get_ident()
     if mine in _usual:
