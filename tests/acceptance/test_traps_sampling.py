@@ -163,7 +163,6 @@ def test_trap_11_one_source_of_randomness(monkeypatch: pytest.MonkeyPatch) -> No
         "files/atomic.py",
         "core/randomness/noise.py",
         "core/randomness/streams.py",
-        "hub/kept/weights_cache.py",
     }
     for file in [
         file for folder in ARRAYS for file in (PACKAGE / folder).glob("*.py")
