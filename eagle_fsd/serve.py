@@ -188,7 +188,6 @@ def make_settings(
 ) -> Settings:
     """Return how the model is served. bound: the address that the server has, if it is known already."""
     from eagle_fsd.acceptance.accept import Lossless
-    from eagle_fsd.decoding.scheduler import trees_of_many
     from eagle_fsd.hub.resolve import shown_name
     from eagle_fsd.serving.app import Settings
     from eagle_fsd.serving.choices import Defaults, Limits
@@ -199,7 +198,7 @@ def make_settings(
     return Settings(
         name=args.served_model_name or Path(shown_name(model.base_model)).name,
         tree=tree,
-        crowded=trees_of_many(tree, args.max_rows) if model.device.type == "cpu" else {},
+        crowded=tree.for_many(args.max_rows) if model.device.type == "cpu" else {},
         limits=Limits(
             max_rows=args.max_rows,
             max_queue=args.max_queue,

@@ -80,6 +80,23 @@ class TreeConfig:
         """Return a config with at most `total_tokens` nodes, capped at what depth and top_k can produce."""
         return cls(min(total_tokens, cls(1, depth, top_k).candidates + 1), depth, top_k)
 
+    def for_many(self, rows: int) -> dict[int, TreeConfig]:
+        """Return the trees of 2 to `rows` texts that are decoded together on a CPU.
+
+        They are named by the number of texts from which on they are taken. This is the best tree for a text
+        alone: with more nodes a forward takes longer than they are worth. So the trees of several texts have
+        about as many nodes together. Numbers of texts share a tree up to a power of two, since a graph is
+        compiled for every size that comes often.
+        """
+        found, size = {}, 2
+        while size < 2 * rows:
+            nodes = max(1, round(self.total_tokens / size))
+            depth, top_k = min(self.depth, max(1, nodes // 2)), min(self.top_k, max(1, nodes - 1))
+            tree = TreeConfig.within(nodes, depth, top_k)
+            found[size // 2 + 1] = replace(tree, min_confidence=self.min_confidence)
+            size *= 2
+        return found
+
     def holds(self, other: TreeConfig) -> bool:
         """Whether another size has no more nodes, levels and children, so that it fits in this one."""
         mine, its = ((one.total_tokens, one.reach, one.top_k) for one in (self, other))

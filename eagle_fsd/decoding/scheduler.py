@@ -1,8 +1,9 @@
 """Continuous batching: texts join and leave while others are decoded.
 
 A text is admitted and waits for a place. Its prompt is read, in slices between the steps of others; then it
-joins the batch, and it leaves when it is done. Its tokens depend only on its prompt, its terms and its stream
-of random numbers, up to the rounding of kernels that see other rows beside it.
+joins the batch, and it leaves when it is done. While a long prompt is read, prompts that fit into a slice may
+overtake it. A text's tokens depend only on its prompt, its terms and its stream of random numbers, up to the
+rounding of kernels that see other rows beside it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -36,24 +36,6 @@ from eagle_fsd.target.session import TargetSession
 logger = logging.getLogger(__name__)
 CANCELLED = "cancelled"  # the finish reason of a retired text
 SLICE = 256  # prompt tokens between two steps
-
-
-def trees_of_many(tree: TreeConfig, rows: int) -> dict[int, TreeConfig]:
-    """Return a Scheduler's `crowded` trees on a CPU, by the number of texts from which on they are taken.
-
-    `tree` is the best one for a text alone: with more nodes a forward takes longer than they are worth. So
-    the trees of several texts have about as many nodes together. Numbers of texts share a tree up to a power
-    of two, since a graph is compiled for every size that comes often.
-    """
-    found, size = {}, 2
-    while size < 2 * rows:
-        nodes = max(1, round(tree.total_tokens / size))
-        depth, top_k = min(tree.depth, max(1, nodes // 2)), min(tree.top_k, max(1, nodes - 1))
-        found[size // 2 + 1] = replace(
-            TreeConfig.within(nodes, depth, top_k), min_confidence=tree.min_confidence
-        )
-        size *= 2
-    return found
 
 
 class Scheduler:
@@ -103,6 +85,7 @@ class Scheduler:
                 )
         self.waiting: deque[Text] = deque()
         self.reading: Reading | None = None
+        self._overtaken = False  # whether a prompt overtook the one being read in the last step
         self.batch: Batch | None = None
         # An empty cache tells how many slots are allocated together.
         self.budget = CacheBudget(cache_tokens, target.new_cache(1, 1).capacity, tree)
@@ -146,6 +129,11 @@ class Scheduler:
         return [] if self.batch is None else self.batch.active
 
     @property
+    def _being_read(self) -> list[Text]:
+        """The texts whose prompt is being read in slices."""
+        return [] if self.reading is None else self.reading.texts
+
+    @property
     def _running(self) -> Batch | None:
         """The batch, if any of its texts is not done."""
         return self.batch if self.decoding else None
@@ -169,14 +157,13 @@ class Scheduler:
                 self._read_prompts()
         if self.batch is None:
             return {}
-        self.batch.observer, self.batch.tree = self.observer, self._tree_now()
+        self.batch.observer, self.batch.tree = self.observer, self._tree_of(self.batch)
         emitted = step(self.batch, keep_done=True)
         self._release()
         return emitted
 
-    def _tree_now(self) -> TreeConfig:
-        assert self.batch is not None
-        sizes = [size for size in self.crowded if size <= len(self.batch.texts)]
+    def _tree_of(self, batch: Batch) -> TreeConfig:
+        sizes = [size for size in self.crowded if size <= len(batch.texts)]
         if sizes and all(text.terms.any_tree for text in self.decoding):
             return self.crowded[max(sizes)]
         return self.tree
@@ -187,37 +174,56 @@ class Scheduler:
             yield from self.step().items()
 
     def _read_prompts(self) -> None:
-        """Read at most `slice_tokens` tokens of prompts, and let the texts that are read join the batch."""
+        """Read at most `slice_tokens` tokens of prompts, and let the texts that are read join the batch.
+
+        Prompts that fit into a slice overtake a longer one at every second step at most: it stays in motion.
+        """
         left = self.slice_tokens
+        may_overtake, self._overtaken = not self._overtaken, False
         # What little is left of a slice is not worth a forward, which reads all weights.
         while 2 * left > self.slice_tokens:
-            if self.reading is None:
-                self.reading = self._next_reading(left)
-            if self.reading is None:
+            reading = self.reading or self._next_reading(left, list(self.waiting))
+            if self.reading and may_overtake and (short := self._next_reading(left, self._short(left))):
+                reading, self._overtaken = short, True
+            if reading is None:
                 return
-            left -= max(self.reading.advance(left), 1)
-            if self.reading.roots is not None:
-                reading, self.reading = self.reading, None
+            left -= max(reading.advance(left), 1)
+            if reading.roots is None:
+                self.reading = reading
+            else:
+                self.reading = None if reading is self.reading else self.reading
                 self._join(reading.finish(self.tree, self.watch))
 
-    def _next_reading(self, most: int) -> Reading | None:
+    def _short(self, most: int) -> list[Text]:
+        """Return those of the next texts that have at most this many tokens to read."""
+        return [text for text in islice(self.waiting, self.rows) if self._unread(text) <= most]
+
+    def _unread(self, text: Text) -> int:
+        """Return how many tokens of a prompt are not in a kept text."""
+        found = self._find_prefix(text)
+        return len(text.prompt) - (0 if found is None else found[1])
+
+    def _next_reading(self, most: int, waiting: Sequence[Text]) -> Reading | None:
         """Return the next texts to read: several whose prompts are at most `most` tokens together, or one.
 
-        None: none is waiting, or the first one that is has to wait for a place.
+        waiting: those to choose from, the next one first. None: there is none, or it has to wait for a place.
         """
-        active = len(self.decoding)
+        active = len(self.decoding) + len(self._being_read)
         free = self.rows - active
-        if not self.waiting or free < (self.group if active else 1):
+        if not waiting or free < (self.group if active else 1):
             return None
-        if not self._fits([self.waiting[0]]):
+        if not self._fits(waiting[:1]):
             if self.batch is not None:
                 self.batch.drop_done_rows()  # it may wait for long, and takes nobody's place till then
             return None
-        texts = [self.waiting.popleft()]
-        if (found := self._find_prefix(texts[0])) is not None:
+        found = self._find_prefix(waiting[0])
+        if found is not None:
             self.prefixes.use(found[0])  # now: it may yet be dropped to make room for more texts
-        while self.waiting and len(texts) < free:
-            more = [*texts, self.waiting[0]]
+        if self.reading is not None and self._unread(waiting[0]) > most:
+            return None  # its beginning was kept until just now
+        count = 1
+        while count < min(len(waiting), free):
+            more = waiting[: count + 1]
             prompts = unique_prompts(more)
             if len(prompts) > 1:
                 whole = len(prompts) * max(map(len, prompts))
@@ -225,14 +231,14 @@ class Scheduler:
                     break  # it is read for itself
             if not self._fits(more):
                 break
-            texts.append(self.waiting.popleft())
+            count += 1
+        texts = waiting[:count]
+        for text in texts:
+            self.waiting.remove(text)
+            text.reused = 0 if found is None else found[1]
         tokens = max(len(text.prompt) for text in texts)
         workspace = self._make_workspace(texts, len(unique_prompts(texts)), tokens)
-        if found is None:
-            return Reading(texts, workspace)
-        for text in texts:
-            text.reused = found[1]
-        return Reading(texts, workspace, *found)
+        return Reading(texts, workspace, *(found or ()))
 
     def _make_workspace(self, texts: Sequence[Text], rows: int, tokens: int) -> Workspace:
         """Return a workspace of `rows` rows with memory for `tokens` tokens each; it can grow later."""
@@ -286,10 +292,11 @@ class Scheduler:
         """Return whether there are slots for more texts, once kept texts have made room for them."""
         if self.budget.limit is None:
             return True
-        limit, needed = self.budget.limit, self.budget.of_batches(self.decoding, texts)
+        first, last = (texts, self._being_read) if self._being_read else ([], texts)
+        limit, needed = self.budget.limit, self.budget.of_batches([*self.decoding, *first], last)
         if needed > limit:
             return False
-        now = self.budget.of_batches_now(self._running, texts)
+        now = self.budget.of_batches_now(self._running, first, last)
         if now > needed and now + self.prefixes.slots > limit:
             self._tighten()
             now = needed
@@ -337,8 +344,7 @@ class Scheduler:
             return
         slots, room = self.budget.of_tokens(len(tokens)), self.prefixes.limit
         if self.budget.limit is not None:
-            reading = [] if self.reading is None else self.reading.texts
-            room = self.budget.limit - self.budget.of_batches_now(self._running, reading)
+            room = self.budget.limit - self.budget.of_batches_now(self._running, [], self._being_read)
         if self.prefixes.prepare(tokens, slots, room):
             saved = session.save_row(row, len(tokens) - 1)
             self.prefixes.texts.append(KeptText(host_tokens(tokens), slots, saved, drafted))

@@ -392,6 +392,57 @@ def test_a_long_prompt_stalls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {one: alone("eagle", one) for one in (*first, late)}
 
 
+@pytest.mark.parametrize("name", ["eagle", "merged", "draft model"])
+def test_a_short_prompt_overtakes_a_long_one(name: str) -> None:
+    scheduler, found = scheduler_of(name, slice_tokens=4), {}
+    long, short = (text(number, prompt, 5) for number, prompt in enumerate(prompts_of([60, 3])))
+    scheduler.admit(long)
+    for _ in range(2):
+        scheduler.step()
+    scheduler.admit(short)
+    emitted = scheduler.step()
+    assert set(emitted) == {short} and scheduler.reading is not None and scheduler.reading.texts == [long]
+    found.update(emitted)
+    drain(scheduler, found)
+    assert found == {one: alone(name, one) for one in (long, short)}
+
+
+def test_short_prompts_never_keep_a_long_one_from_being_read() -> None:
+    """However many come, it is read at half the speed at least."""
+    scheduler, found = scheduler_of("eagle", rows=32, slice_tokens=4), {}
+    long, others = text(0, prompts_of([41])[0], 5), []
+    scheduler.admit(long)
+    overtook = steps = 0
+    while long not in scheduler.decoding and steps < 40:
+        others.append(text(len(others) + 1, prompts_of([4], seed=len(others))[0], 4))
+        scheduler.admit(others[-1])
+        for one, tokens in scheduler.step().items():
+            found.setdefault(one, []).extend(tokens)
+        overtook, steps = overtook + scheduler._overtaken, steps + 1
+    assert steps == 19 and overtook == 9  # a slice is for others at every second step; forty tokens have ten
+    drain(scheduler, found)
+    assert found == {one: alone("eagle", one) for one in (long, *others)}
+
+
+def test_who_goes_on_from_a_kept_text_overtakes_unless_the_text_has_made_room() -> None:
+    slots = slots_per_row(124, TREE)
+    for room, overtakes in ((None, True), (3 * slots, False)):
+        before, long = text(4, prompts_of([50])[0], 4), text(8, prompts_of([120], seed=2)[0], 4)
+        scheduler, found = scheduler_of("eagle", slice_tokens=8, cache_tokens=room, prefix_tokens=slots), {}
+        scheduler.admit(before)
+        drain(scheduler, found)
+        assert scheduler.prefixes.slots > 50
+        turn = text(12, [*before.prompt, *found[before], 7], 4)
+        scheduler.admit(long)
+        scheduler.step()
+        scheduler.admit(turn)
+        for _ in steps_of(scheduler, found):
+            assert room is None or held(scheduler) <= room
+        order = [one for one in found if one is not before]  # by their first tokens
+        assert order == ([turn, long] if overtakes else [long, turn])
+        assert found == {one: alone("eagle", one) for one in (before, turn, long)}
+
+
 # --- kept texts ---
 
 

@@ -12,7 +12,7 @@ from eagle_fsd import Fuzzy, TreeConfig
 from eagle_fsd.acceptance.accept import Lossless
 from eagle_fsd.core.config import SamplingConfig
 from eagle_fsd.decoding.request import Terms, Text
-from eagle_fsd.decoding.scheduler import Scheduler, trees_of_many
+from eagle_fsd.decoding.scheduler import Scheduler
 from eagle_fsd.drafting.lookup.merged_drafter import MergedSpec
 
 SAMPLED = SamplingConfig(1.0)
@@ -88,7 +88,7 @@ def test_one_such_text_keeps_the_tree_of_all_beside_it() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 64])
 def test_the_trees_of_many_texts_have_the_nodes_of_one(tree: str, rows: int) -> None:
     own = TreeConfig.parse(tree)
-    found = trees_of_many(own, rows)
+    found = own.for_many(rows)
     assert (not found) == (rows == 1)
     for size, one in found.items():
         assert 2 <= size <= rows and own.holds(one) and one.min_confidence == own.min_confidence

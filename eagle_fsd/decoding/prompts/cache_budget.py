@@ -46,15 +46,15 @@ class CacheBudget:
         together = self.of_batch([*active, *joining])
         return together + self.of_batch(joining) if active else together
 
-    def of_batches_now(self, batch: Batch | None, joining: Sequence[Text]) -> int:
+    def of_batches_now(self, batch: Batch | None, first: Sequence[Text], joining: Sequence[Text]) -> int:
         """Return the slots that `of_batches` counts, from the sizes that the batch's cache has right now.
 
-        batch: None if there is none with an unfinished text.
+        batch: None if there is none with an unfinished text. first: texts that join it before `joining` ones.
         """
         if batch is None:
-            return self.of_batch(joining)
-        rows = max(batch.target.cache.rows, len(batch.active) + len(joining))
-        longest_row = max(map(self.of_text, [*batch.texts, *joining]))
+            return self.of_batches(first, joining)
+        rows = max(batch.target.cache.rows, len(batch.active) + len(first) + len(joining))
+        longest_row = max(map(self.of_text, [*batch.texts, *first, *joining]))
         return rows * max(batch.target.cache.capacity, longest_row) + self.of_batch(joining)
 
     def require(self, text: Text) -> None:
