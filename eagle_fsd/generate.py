@@ -55,21 +55,19 @@ class UserError(Exception):
 
 def answer_prompt(
     model: EagleFSD,
-    prompt: str,
+    input_ids: Tensor,
     args: Namespace,
     options: GenerationOptions,
     out: TextIO,
     adapter: HeadAdapter | None = None,
 ) -> Answer:
-    """Run one prompt and write its text to `out` as it is made, unless --json is given.
+    """Run one prompt [1, L] and write its text to `out` as it is made, unless --json is given.
 
     adapter: is shown the answer.
     """
-    from eagle_fsd.text.chat import encode
     from eagle_fsd.text.streamed import StreamedText
 
     with raise_user_errors():
-        input_ids = encode(model.tokenizer, prompt, args.system, args.raw, args.chat_template_args)
         stream = model.stream(input_ids, options=options)  # measures the tree if it is auto
     answer = Answer(input_ids.shape[1], stream.stats, str(stream.tree), stream.rule)
     if stream.seed is not None:
@@ -199,28 +197,42 @@ def run(args: Namespace, out: TextIO) -> int:
             raise ValueError(
                 f"--baseline with a form ({options.form.kind}): the target alone knows none; leave one out"
             )
-        prompts = [prompt for prompt in prompts for _ in range(options.num_return_sequences)]
         model = load_model(args)
+        encoded = encode_prompts(model, prompts, args)
         options = with_bad_words(options, args, model).with_defaults(model.target.own_defaults)
         options.require_different_texts("--num-return-sequences")
+        encoded = [input_ids for input_ids in encoded for _ in range(options.num_return_sequences)]
         options = replace(options, num_return_sequences=1)
         adapter = make_adapter(args, model)
     try:
-        return answer_prompts(model, prompts, args, options, out, adapter)
+        return answer_prompts(model, encoded, args, options, out, adapter)
     finally:
         with raise_user_errors():
             save_adapted(args, adapter)
 
 
+def encode_prompts(model: EagleFSD, prompts: Sequence[str], args: Namespace) -> list[Tensor]:
+    """Encode the prompts as [1, L] each. One that is too long is refused before any other is answered."""
+    from eagle_fsd.decoding.request import remaining_positions
+    from eagle_fsd.text.chat import encode
+
+    encoded = []
+    for number, prompt in enumerate(prompts, 1):
+        encoded.append(encode(model.tokenizer, prompt, args.system, args.raw, args.chat_template_args))
+        name = f"prompt {number} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
+        remaining_positions(model.target, name, encoded[-1].shape[1])
+    return encoded
+
+
 def answer_prompts(
     model: EagleFSD,
-    prompts: Sequence[str],
+    prompts: Sequence[Tensor],
     args: Namespace,
     options: GenerationOptions,
     out: TextIO,
     adapter: HeadAdapter | None,
 ) -> int:
-    """Answer the prompts in turn and return the exit code. adapter: learns from the answers."""
+    """Answer the prompts [1, L] in turn and return the exit code. adapter: learns from the answers."""
     from eagle_fsd.core.randomness.streams import fresh_seed
 
     ((seed, first),) = options.seed or [(model.target.ranks.lead(fresh_seed()), 0)]

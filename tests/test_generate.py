@@ -72,7 +72,7 @@ class ScriptedModel:
     base_model, ea_model, dtype, device = "scripted", "head", torch.float32, torch.device("cpu")
     draft_vocab_size: int | None = None
     runtime, weight_format = "torch", "float32"
-    target = SimpleNamespace(ignored_defaults={}, own_defaults={}, ranks=ALONE)
+    target = SimpleNamespace(ignored_defaults={}, own_defaults={}, ranks=ALONE, max_positions=512)
 
     def __init__(self, reply: str = REPLY, per_step: int = 3) -> None:
         self.tokenizer = Bytes()
@@ -383,9 +383,8 @@ def test_baseline(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
 
 def test_a_baseline_says_what_it_leaves_out(model: ScriptedModel, capsys: pytest.CaptureFixture) -> None:
     """Hugging Face's `generate` with the model's own defaults would be another text."""
-    model.target = SimpleNamespace(
-        ignored_defaults={"typical_p": 0.9, "min_length": 3}, own_defaults={}, ranks=ALONE
-    )
+    ignored = {"typical_p": 0.9, "min_length": 3}
+    model.target = SimpleNamespace(**vars(model.target) | {"ignored_defaults": ignored})
     _, _, err = run(capsys, "--baseline", "Hello?")
     assert "; target alone without typical_p, min_length: " in err
 
@@ -746,6 +745,20 @@ def test_what_the_engine_refuses_is_a_mistake(
     code, out, err = run(capsys, "--raw", "--prompt-file", str(path))
     assert (code, out) == (2, f"{REPLY}\n\n")
     assert "prompt 2 of 2: the prompt has 6" in err
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_any_is_answered(
+    model: ScriptedModel, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x" * length}) + "\n" for length in (3, 511, 512)))
+    assert run(capsys, "--raw", "--prompt-file", str(path))[:2] == (2, "") and not model.calls
+    assert run(capsys, "--raw", "y" * 512)[2] == (
+        "python -m eagle_fsd.generate: error: the prompt has 512 tokens: the target has 512 positions, and "
+        "one must be left for the answer; shorten the prompt\n"
+    )
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    assert run(capsys, "--raw", "--prompt-file", str(path))[0] == 0 and len(model.calls) == 2
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class Prompts:
             attention_mask = infer_mask(input_ids, target.pad_token_id, end_tokens)
         tokens, lengths = unpad(input_ids, attention_mask, target.vocab_size)
         limits = [
-            min(max_new_tokens, remaining_positions(target, row, length))
+            min(max_new_tokens, remaining_positions(target, f"row {row} of the batch", length))
             for row, length in enumerate(lengths)
         ]
         return cls(tokens, lengths, limits)
@@ -79,13 +79,16 @@ class Prompts:
         return max(self.lengths) + max(self.limits) // 2
 
 
-def remaining_positions(target: TargetModel, row: int, length: int) -> int:
-    """Return how many of the target's positions a prompt of this length leaves for the answer."""
+def remaining_positions(target: TargetModel, prompt: str, length: int) -> int:
+    """Return how many of the target's positions a prompt of this length leaves for the answer.
+
+    prompt: what an error calls it.
+    """
     positions = target.max_positions
     if length >= positions:
         raise ValueError(
-            f"row {row} of the batch has {length} tokens: the target has {positions} positions, and one "
-            "must be left for the answer; shorten the prompt"
+            f"{prompt} has {length} tokens: the target has {positions} positions, and one must be left for "
+            "the answer; shorten the prompt"
         )
     return positions - length
 
